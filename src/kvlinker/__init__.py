@@ -1,0 +1,1 @@
+"""A linker for KV caches."""

@@ -1,0 +1,54 @@
+"""Chunks: token ids cached as one unit, the context they are computed in, and the key that names their KV."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+
+class GenerationContext(StrEnum):
+    """What stands before a chunk while its KV is computed.
+
+    ``ALONE``: nothing. ``BOS``: the model's BOS token, as a part of the chunk itself (EPIC's public code).
+    ``PREFIX``: the server's prefix (BOS and chat header, or a system prompt), whose own KV is dropped.
+    """
+
+    ALONE = "alone"
+    BOS = "bos"
+    PREFIX = "prefix"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Token ids cached as one unit.
+
+    ``tokens`` are those that appear in a prompt (with ``BOS``, the BOS token is the first of them);
+    ``prefix`` are the tokens that stood before them when their KV was computed, and do not appear with them.
+    """
+
+    tokens: tuple[int, ...]
+    prefix: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
+    """Name of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and token ids.
+
+    Every part is length-prefixed, so that no two different inputs share their bytes.
+    """
+    digest = hashlib.sha256(b"kvlinker-chunk-1")
+    parts = (
+        fingerprint.encode(),
+        tenant.encode(),
+        np.asarray(chunk.prefix, dtype="<u4").tobytes(),
+        np.asarray(chunk.tokens, dtype="<u4").tobytes(),
+    )
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

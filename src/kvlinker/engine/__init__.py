@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching of runs over unmodified transformers models."""

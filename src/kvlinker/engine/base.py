@@ -1,0 +1,164 @@
+"""What the rest of kvlinker knows of an engine: requests in, events out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvlinker.chunks import Chunk
+from kvlinker.errors import KVLinkerError
+from kvlinker.linking.policy import Policy
+from kvlinker.prompt.segments import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop; the names and defaults are OpenAI's and vLLM's.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``min_p`` 0 are off. ``logprobs`` None gives none, k gives the
+    sampled token's and the k best alternatives'. ``max_tokens`` None means up to the context window.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to generate. ``tenant`` decides whose chunk caches it may link."""
+
+    prompt: Prompt
+    policy: Policy
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    tenant: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability of one token before any sampling filter; ``text`` is the token alone, decoded."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Prompt tokens by what became of them: cached + recomputed + fresh is the prompt's length."""
+
+    cached_tokens: int
+    recomputed_tokens: int
+    fresh_tokens: int
+    output_tokens: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.cached_tokens + self.recomputed_tokens + self.fresh_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a request's time went, in seconds.
+
+    ``queue``: until its first step; ``load``: fetching (or computing again) its chunks' KV; ``link``: from the
+    first step to the first token; ``decode``: from the first token to the last.
+    """
+
+    queue: float = 0.0
+    load: float = 0.0
+    link: float = 0.0
+    decode: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        return self.queue + self.load + self.link
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output: ``text`` may be empty while a character or a possible stop string is incomplete."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a request that was served. ``reason`` is ``stop``, ``length`` or ``cancelled``."""
+
+    reason: str
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last event of a request that could not be served."""
+
+    error: KVLinkerError
+
+
+GenerationEvent = Delta | Finished | Failed
+Sink = Callable[[GenerationEvent], None]
+
+
+class RequestHandle(Protocol):
+    """A request under way."""
+
+    def cancel(self) -> None:
+        """Stop computing and free the slots at once; a ``Finished("cancelled")`` event follows. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is: request counts, and KV slots (one slot holds one token)."""
+
+    running: int
+    waiting: int
+    slots_used: int
+    slots_total: int
+
+
+class Engine(Protocol):
+    """Creates chunk caches and generates from prompts. All methods may be called from any thread."""
+
+    fingerprint: str
+    """Names model weights, config, dtype and rope: a part of every chunk key."""
+
+    max_model_len: int
+    """Longest prompt plus output, in tokens."""
+
+    def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
+        """Make sure that the store holds the chunk's KV; the result is its size in bytes.
+
+        Computed at most once however many callers ask at the same time.
+        """
+        ...
+
+    def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
+        """Queue a request; its events go to ``sink`` in order, from the engine's thread, ``Finished`` or ``Failed`` last.
+
+        Raises ContextLengthError, OverloadedError or EngineClosedError at once.
+        """
+        ...
+
+    def load(self) -> EngineLoad: ...
+
+    def close(self) -> None:
+        """Stop the engine; what is under way fails with EngineClosedError. Idempotent."""
+        ...

@@ -1,0 +1,95 @@
+"""Errors that users see. Each names the value at fault and the way out; the server maps them to HTTP."""
+
+from __future__ import annotations
+
+
+class KVLinkerError(Exception):
+    """Base of all errors that kvlinker raises on purpose.
+
+    ``code`` and ``param`` go into OpenAI-shaped error bodies; ``status`` is the HTTP status.
+    """
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequestError(KVLinkerError):
+    """The caller's input is wrong; the message says what is allowed."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt plus requested output exceed the model's context window or the KV pool."""
+
+    code = "context_length_exceeded"
+
+
+class PolicyError(InvalidRequestError):
+    """Unknown linking policy, or a parameter outside its range."""
+
+    code = "invalid_policy"
+
+
+class ContextCacheNotFoundError(KVLinkerError):
+    """Unknown, expired or another tenant's context cache: all alike."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "context_cache_not_found"
+
+    def __init__(self, cache_id: str) -> None:
+        super().__init__(
+            f"No context cache {cache_id!r}: it does not exist, has expired or was deleted. "
+            "Create it again with POST /v1/context_caches.",
+            param="id",
+        )
+
+
+class ModelNotFoundError(KVLinkerError):
+    """The request names a model that this server does not serve."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class ModelLoadError(KVLinkerError):
+    """A path or hub id that cannot be loaded as a causal language model."""
+
+    code = "model_load_failed"
+
+
+class UnsupportedModelError(KVLinkerError):
+    """The model loads, but linking its KV would not be exact."""
+
+    code = "unsupported_model"
+
+
+class OverloadedError(KVLinkerError):
+    """Too many requests wait already; try again after ``retry_after`` seconds."""
+
+    status = 429
+    type = "overloaded_error"
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineClosedError(KVLinkerError):
+    """The engine was shut down while the request waited or ran."""
+
+    status = 503
+    code = "engine_closed"

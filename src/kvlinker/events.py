@@ -1,0 +1,78 @@
+"""What happened, told to whoever listens (metrics, logs): the path that does the work calls no metric itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLookup:
+    """The store was asked for a chunk's KV; ``tier`` names where it lay, or "none" on a miss."""
+
+    hit: bool
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLoaded:
+    """A tier delivered a chunk's KV."""
+
+    tier: str
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEvicted:
+    """A tier gave up a chunk's KV for want of room."""
+
+    tier: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDamaged:
+    """A tier's copy failed its checks and was dropped; the KV will be computed again."""
+
+    tier: str
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A request produced its first token, ``seconds`` after it was submitted."""
+
+    seconds: float
+    policy: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """A request ended; the prompt token counts add up to its prompt's length."""
+
+    policy: str
+    reason: str
+    cached_tokens: int
+    recomputed_tokens: int
+    fresh_tokens: int
+    output_tokens: int
+
+
+Event = ChunkLookup | ChunkLoaded | ChunkEvicted | ChunkDamaged | FirstToken | RequestFinished
+Listener = Callable[[Event], None]
+
+
+class Events:
+    """Delivers each published event to every listener, in the publisher's thread: listeners must be quick."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Listener] = []
+
+    def subscribe(self, listener: Listener) -> None:
+        self._listeners.append(listener)
+
+    def publish(self, event: Event) -> None:
+        for listener in self._listeners:
+            listener(event)

@@ -1,0 +1,53 @@
+"""EPIC's static selections: a fixed number of tokens per chunk, whatever its length."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.linking.policy import CountPolicy
+from kvlinker.linking.registry import register
+from kvlinker.prompt.segments import Prompt
+
+
+@register
+class LegoLink(CountPolicy):
+    """The first k tokens of every chunk (EPIC, ICML 2025): where an independently computed chunk keeps its
+    attention sink, which disappears once those tokens are computed in sight of what stands before them."""
+
+    family = "legolink"
+    unit = "tokens"
+    maximum = 4096
+
+    def select(self, prompt: Prompt) -> NDArray[np.bool_]:
+        selected = np.zeros(len(prompt), dtype=np.bool_)
+        for span in prompt.spans:
+            if not span.exact:
+                selected[span.start : min(span.start + self.count, span.end)] = True
+        return selected
+
+
+@register
+class AttnLink(CountPolicy):
+    """k/2 tokens on each side of every chunk boundary (EPIC, first version, section 4.2).
+
+    A boundary is the start of a chunk that is not exact. With an odd k the later side gets the odd token.
+    """
+
+    family = "attnlink"
+    unit = "tokens"
+    minimum = 2
+    maximum = 4096
+
+    def select(self, prompt: Prompt) -> NDArray[np.bool_]:
+        selected = np.zeros(len(prompt), dtype=np.bool_)
+        before = self.count // 2
+        after = self.count - before
+        previous = None
+        for span in prompt.spans:
+            if not span.exact:
+                selected[span.start : min(span.start + after, span.end)] = True
+                if previous is not None and not previous.exact:
+                    selected[max(previous.end - before, previous.start) : previous.end] = True
+            previous = span
+        return selected

@@ -1,0 +1,60 @@
+"""Policies by name: the decorator that registers one, and the parser of strings such as ``legolink-16``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import TypeVar
+
+from kvlinker.errors import PolicyError
+from kvlinker.linking.policy import Policy
+
+P = TypeVar("P", bound=type[Policy])
+
+ENTRY_POINT_GROUP = "kvlinker.policies"
+
+_families: dict[str, type[Policy]] = {}
+
+
+def register(policy: P) -> P:
+    """Class decorator: makes ``policy`` available under its ``family``.
+
+    Raises ValueError when another class has that name.
+    """
+    known = _families.setdefault(policy.family, policy)
+    if known is not policy:
+        raise ValueError(f"policy {policy.family!r} is registered already, by {known.__module__}")
+    return policy
+
+
+def policies() -> Mapping[str, type[Policy]]:
+    """All registered policies by family, installed plugins included, sorted by name."""
+    _load_plugins()
+    return MappingProxyType(dict(sorted(_families.items())))
+
+
+def parse_policy(text: str) -> Policy:
+    """The policy that ``text`` names: a family, and behind a hyphen its parameter, such as ``legolink-16``.
+
+    Raises PolicyError for an unknown family and for a parameter that the family does not take.
+    """
+    known = policies()
+    matches = [name for name in known if text == name or text.startswith(f"{name}-")]
+    if not matches:
+        raise PolicyError(
+            f"Unknown policy {text!r}. Known policies: {', '.join(cls.usage() for cls in known.values())}.",
+            param="link.policy",
+        )
+    family = max(matches, key=len)  # naive-unpositioned is not naive with a parameter
+    return known[family].parse(text[len(family) + 1 :])
+
+
+@cache
+def _load_plugins() -> None:
+    """Import the built-in policies and every installed plugin; their ``@register`` does the rest."""
+    import_module("kvlinker.linking.policies")
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        entry_point.load()

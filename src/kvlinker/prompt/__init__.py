@@ -1,0 +1,1 @@
+"""Messages and cache ids to segments."""

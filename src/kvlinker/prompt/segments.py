@@ -1,0 +1,83 @@
+"""A prompt as the engine and the policies see it: cached chunks and fresh tokens, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.chunks import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class FreshSegment:
+    """Tokens that have no chunk cache and are always computed."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedSegment:
+    """A chunk whose KV the store holds (or can have computed again)."""
+
+    chunk: Chunk
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.chunk.tokens
+
+
+Segment = FreshSegment | CachedSegment
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """Where a cached chunk stands in a prompt: positions [start, start + length).
+
+    ``exact``: the prompt before it is what its KV was computed behind, so that the KV needs no repair.
+    """
+
+    start: int
+    length: int
+    exact: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An immutable list of segments; positions count tokens from 0 over all of them."""
+
+    segments: tuple[Segment, ...]
+
+    @cached_property
+    def tokens(self) -> NDArray[np.int64]:
+        """All token ids in order, [length]."""
+        parts = [np.asarray(segment.tokens, dtype=np.int64) for segment in self.segments]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return sum(len(segment.tokens) for segment in self.segments)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The cached chunks in prompt order (a chunk that stands twice is listed twice)."""
+        return tuple(s.chunk for s in self.segments if isinstance(s, CachedSegment))
+
+    @cached_property
+    def spans(self) -> tuple[ChunkSpan, ...]:
+        """One span per entry of ``chunks``, in the same order."""
+        starts = accumulate((len(s.tokens) for s in self.segments), initial=0)
+        return tuple(
+            ChunkSpan(start, len(segment.chunk), self._is_exact(segment.chunk, start))
+            for segment, start in zip(self.segments, starts, strict=False)
+            if isinstance(segment, CachedSegment)
+        )
+
+    def _is_exact(self, chunk: Chunk, start: int) -> bool:
+        return len(chunk.prefix) == start and self.tokens[:start].tolist() == list(chunk.prefix)

@@ -1,0 +1,30 @@
+"""The KV of one chunk, as the engine makes it and the store keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's KV: ``key`` without rotary embedding, ``value`` as computed; [kv_heads, tokens, head_dim] each."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKV:
+    """All layers' KV of one chunk, on the CPU, contiguous, never modified after creation."""
+
+    layers: tuple[LayerKV, ...]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.layers[0].key.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.key.nbytes + layer.value.nbytes for layer in self.layers)
