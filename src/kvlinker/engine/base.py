@@ -151,7 +151,7 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
-        """Queue a request; its events go to ``sink`` in order, from the engine's thread, ``Finished`` or ``Failed`` last.
+        """Queue a request; its events go to ``sink`` in order, ``Finished`` or ``Failed`` last.
 
         Raises ContextLengthError, OverloadedError or EngineClosedError at once.
         """

@@ -1,1 +1,44 @@
 """Chunk caches: their KV in tiers, and the catalog of the context caches that hold them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvlinker.events import Events
+from kvlinker.store.base import Tier, TierCheck, TierUsage
+from kvlinker.store.catalog import UNCHANGED, Catalog, Page
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.chunk_store import ChunkStore
+from kvlinker.store.context_cache import ContextCache, new_context_cache_id
+from kvlinker.store.disk import DiskTier
+from kvlinker.store.errors import StoreError
+from kvlinker.store.host import HostTier
+
+__all__ = [
+    "UNCHANGED",
+    "Catalog",
+    "ChunkKV",
+    "ChunkStore",
+    "ContextCache",
+    "DiskTier",
+    "HostTier",
+    "LayerKV",
+    "Page",
+    "StoreError",
+    "Tier",
+    "TierCheck",
+    "TierUsage",
+    "new_context_cache_id",
+    "open_store",
+]
+
+
+def open_store(directory: Path, *, host_bytes: int, disk_bytes: int, events: Events) -> ChunkStore:
+    """A store of host memory over chunk files in ``directory``, each with its budget; without disk where that is 0.
+
+    Raises StoreError where the directory cannot be used.
+    """
+    tiers: list[Tier] = [HostTier(host_bytes, events)]
+    if disk_bytes:
+        tiers.append(DiskTier(directory, disk_bytes, events))
+    return ChunkStore(tiers, events)

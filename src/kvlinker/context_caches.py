@@ -1,0 +1,139 @@
+"""Context caches as users hold them: the catalog says what exists, the store holds KV, the engine computes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+
+from kvlinker.chunks import Chunk, GenerationContext, chunk_key
+from kvlinker.engine.base import Engine
+from kvlinker.errors import ContextCacheNotFoundError, ContextLengthError, InvalidRequestError
+from kvlinker.futures import gather
+from kvlinker.prompt.builder import PromptBuilder
+from kvlinker.store import UNCHANGED, Catalog, ChunkStore, ContextCache, Unchanged, new_context_cache
+
+MAX_CHUNKS = 10_000
+
+
+class ContextCaches:
+    """Creates, finds, changes and deletes context caches. All methods may be called from any thread."""
+
+    def __init__(
+        self, *, model: str, builder: PromptBuilder, engine: Engine, catalog: Catalog, store: ChunkStore
+    ) -> None:
+        self._model = model
+        self._builder = builder
+        self._engine = engine
+        self._catalog = catalog
+        self._store = store
+
+    def create(
+        self,
+        texts: Sequence[str],
+        *,
+        tenant: str,
+        expires_at: float | None = None,
+        name: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        context: GenerationContext | None = None,
+    ) -> Future[tuple[ContextCache, ...]]:
+        """One context cache per text, in order, once the KV of all of them is in the store.
+
+        ``expires_at`` is in Unix seconds. Raises InvalidRequestError and ContextLengthError for bad texts.
+        """
+        if not 0 < len(texts) <= MAX_CHUNKS:
+            raise InvalidRequestError(
+                f"'chunks' must hold 1 to {MAX_CHUNKS} texts, but holds {len(texts)}.", param="chunks"
+            )
+        chunks = [self._builder.encode_chunk(text, context) for text in texts]
+        for index, chunk in enumerate(chunks):
+            self._check_length(index, chunk)
+        created = time.time()
+        records = tuple(
+            new_context_cache(
+                tenant=tenant,
+                model=self._model,
+                name=name,
+                chunk=chunk,
+                chunk_key=self.key(chunk, tenant),
+                fingerprint=self._engine.fingerprint,
+                created_at=created,
+                expires_at=expires_at,
+                metadata=metadata or {},
+            )
+            for chunk in chunks
+        )
+        computed = [self._engine.cache_chunk(chunk, tenant=tenant) for chunk in chunks]
+        return gather(computed, lambda _: self._enter(records))
+
+    def get(self, cache_id: str, *, tenant: str) -> ContextCache:
+        """Raises ContextCacheNotFoundError for unknown, expired and other tenants' ids alike."""
+        found = self._catalog.get(cache_id, tenant, time.time())
+        if found is None:
+            raise ContextCacheNotFoundError(cache_id)
+        return found
+
+    def list(
+        self, *, tenant: str, limit: int = 20, after: str | None = None, order: str = "desc"
+    ) -> tuple[Sequence[ContextCache], bool]:
+        """A page in order of creation, and whether more follow. ``after`` is the last id of the page before."""
+        return self._catalog.list(tenant, time.time(), limit, after, order)
+
+    def update(
+        self,
+        cache_id: str,
+        *,
+        tenant: str,
+        expires_at: float | None | Unchanged = UNCHANGED,
+        name: str | None | Unchanged = UNCHANGED,
+        metadata: Mapping[str, str] | Unchanged = UNCHANGED,
+    ) -> ContextCache:
+        """Change what is given; None clears ``expires_at`` or ``name``."""
+        changed = self._catalog.update(
+            cache_id, tenant, time.time(), expires_at=expires_at, name=name, metadata=metadata
+        )
+        if changed is None:
+            raise ContextCacheNotFoundError(cache_id)
+        return changed
+
+    def delete(self, cache_id: str, *, tenant: str) -> None:
+        """Delete one; its KV goes when no other context cache holds it."""
+        released = self._catalog.delete(cache_id, tenant, time.time())
+        if released is None:
+            raise ContextCacheNotFoundError(cache_id)
+        self._drop(released)
+
+    def sweep(self) -> int:
+        """Delete what has expired; returns the number of chunks whose KV went."""
+        released = self._catalog.expire(time.time())
+        self._drop(released)
+        return len(released)
+
+    def tier(self, cache: ContextCache) -> str | None:
+        """Fastest tier that holds its KV; None while it was evicted (it is computed again when used)."""
+        return self._store.tier_of(cache.chunk_key)
+
+    def nbytes(self, cache: ContextCache) -> int:
+        """Bytes of its KV in the store; 0 while it was evicted."""
+        return self._store.nbytes(cache.chunk_key) or 0
+
+    def key(self, chunk: Chunk, tenant: str) -> str:
+        return chunk_key(chunk, fingerprint=self._engine.fingerprint, tenant=tenant)
+
+    def _enter(self, records: tuple[ContextCache, ...]) -> tuple[ContextCache, ...]:
+        self._catalog.add(records)
+        return records
+
+    def _drop(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._store.delete(key)
+
+    def _check_length(self, index: int, chunk: Chunk) -> None:
+        length = len(chunk.prefix) + len(chunk)
+        if length > self._engine.max_model_len:
+            raise ContextLengthError(
+                f"Chunk {index} has {len(chunk)} tokens ({length} with what stands before it); the model takes "
+                f"{self._engine.max_model_len}. Split it: send it as 'input' with 'split'.",
+                param="chunks",
+            )

@@ -1,0 +1,317 @@
+"""The embedded engine: one thread that steps through everybody's requests, and loaders that fetch their chunks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from kvlinker.chunks import Chunk, chunk_key
+from kvlinker.config import Settings
+from kvlinker.engine.base import EngineLoad, GenerationRequest, Sink
+from kvlinker.engine.batch import Capture
+from kvlinker.engine.generation import Generation
+from kvlinker.engine.loading import LoadedModel
+from kvlinker.engine.pool import KVPool, SlotAllocator
+from kvlinker.engine.runner import Runner
+from kvlinker.engine.scheduler import Scheduler, Step
+from kvlinker.engine.sequence import Sequence
+from kvlinker.errors import ContextLengthError, EngineClosedError, KVLinkerError, OverloadedError
+from kvlinker.events import Events
+from kvlinker.futures import gather
+from kvlinker.linking.plan import make_plan
+from kvlinker.store import ChunkStore
+from kvlinker.store.chunk_kv import ChunkKV
+
+logger = logging.getLogger(__name__)
+
+LOADERS = 2
+POOL_SHARE = 0.25
+"""Part of the available memory that the KV pool takes by default."""
+
+POOL_WINDOWS = 16
+"""Context windows that the KV pool holds by default, memory permitting."""
+
+
+class EmbeddedEngine:
+    """``Engine`` over one model in this process. See ``kvlinker.engine.base`` for the contract."""
+
+    def __init__(self, loaded: LoadedModel, *, store: ChunkStore, events: Events, settings: Settings) -> None:
+        self.fingerprint = loaded.fingerprint
+        self._loaded = loaded
+        self._store = store
+        self._events = events
+        self._max_waiting = settings.max_waiting
+        window = min(loaded.context_window, settings.max_model_len or loaded.context_window)
+        slots = settings.kv_slots or _default_slots(loaded, window)
+        self.max_model_len = min(window, slots)
+        pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
+        self._runner = Runner(loaded.model, loaded.layers, pool)
+        self._allocator = SlotAllocator(slots)
+        self._scheduler = Scheduler(
+            self._allocator, pool.move, max_step_tokens=settings.max_step_tokens, max_running=settings.max_running
+        )
+        self._generations: dict[Sequence, Generation] = {}  # the engine thread's
+        self._captures: dict[Sequence, Future[ChunkKV]] = {}  # the engine thread's
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()  # guarded by _wake
+        self._closing = False  # guarded by _wake
+        self._computing: dict[str, Future[ChunkKV]] = {}  # chunks by key; guarded by _wake
+        self._loading = 0  # requests whose chunks are being fetched; guarded by _wake
+        self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
+        self._thread = threading.Thread(target=self._loop, name="kvlinker-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def runner(self) -> Runner:
+        """For benchmarks and tests, while no request is under way."""
+        return self._runner
+
+    def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
+        key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant)
+        stored = self._store.nbytes(key)
+        if stored is not None:
+            known: Future[int] = Future()
+            known.set_result(stored)
+            return known
+        return gather([self._compute(key, chunk)], lambda computed: computed[0].nbytes)
+
+    def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
+        max_tokens = self._checked_max_tokens(request)
+        plan = make_plan(request.prompt, request.policy)
+        generation = Generation(request, plan, sink, loaded=self._loaded, max_tokens=max_tokens, events=self._events)
+        with self._wake:
+            self._refuse_if_closing()
+            waiting = self._scheduler.waiting + self._loading
+            if waiting >= self._max_waiting:
+                raise OverloadedError(f"{waiting} requests wait already; try again later.", retry_after=1)
+            self._loading += 1
+            self._loaders.submit(self._load, generation)
+        return _Handle(partial(self._cancel, generation))
+
+    def load(self) -> EngineLoad:
+        with self._wake:
+            return EngineLoad(
+                running=self._scheduler.running,
+                waiting=self._scheduler.waiting + self._loading,
+                slots_used=self._allocator.used,
+                slots_total=self._allocator.slots,
+            )
+
+    def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        self._thread.join()
+        self._loaders.shutdown()
+
+    def _checked_max_tokens(self, request: GenerationRequest) -> int:
+        length = len(request.prompt)
+        room = self.max_model_len - length
+        if room < 1:
+            raise ContextLengthError(
+                f"The prompt has {length} tokens, which leaves no room for an answer: prompt and answer together take "
+                f"at most {self.max_model_len} tokens. Shorten the prompt.",
+                param="messages",
+            )
+        wanted = request.sampling.max_tokens
+        if wanted is not None and wanted > room:
+            raise ContextLengthError(
+                f"The prompt has {length} tokens and max_tokens is {wanted}; together they exceed "
+                f"{self.max_model_len}. Ask for at most {room} tokens or shorten the prompt.",
+                param="max_tokens",
+            )
+        return room if wanted is None else wanted
+
+    def _refuse_if_closing(self) -> None:
+        if self._closing:
+            raise EngineClosedError("The engine is shutting down. Send the request again to a running server.")
+
+    def _command(self, command: Callable[[], None]) -> None:
+        """Have the engine's thread run ``command`` before its next step."""
+        with self._wake:
+            self._refuse_if_closing()
+            self._commands.append(command)
+            self._wake.notify_all()
+
+    def _compute(self, key: str, chunk: Chunk) -> Future[ChunkKV]:
+        """Compute a chunk's KV and store it; callers who ask while that goes on share one computation."""
+        with self._wake:
+            self._refuse_if_closing()
+            if key in self._computing:
+                return self._computing[key]
+            future: Future[ChunkKV] = Future()
+            self._computing[key] = future
+        tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)
+        capture = Capture(self._loaded.layers, first=len(chunk.prefix), tokens=len(chunk), dtype=self._loaded.dtype)
+        sequence = Sequence(tokens, [(0, len(tokens))], most_tokens=len(tokens), capture=capture)
+
+        def enqueue() -> None:
+            self._captures[sequence] = future
+            self._scheduler.add(sequence)
+
+        future.add_done_callback(lambda done: self._computed(key, done))
+        self._command(enqueue)
+        return future
+
+    def _computed(self, key: str, done: Future[ChunkKV]) -> None:
+        """Runs in the engine's thread, before any other callback of the future."""
+        if done.exception() is None:
+            self._store.put(key, done.result())
+        with self._wake:
+            del self._computing[key]
+
+    def _load(self, generation: Generation) -> None:
+        """Runs in a loader: fetch the KV of the chunks to place, computing what the store lost, then queue."""
+        try:
+            placements = generation.plan.placements
+            found: list[Future[ChunkKV]] = []
+            for placement in placements:
+                key = chunk_key(placement.chunk, fingerprint=self.fingerprint, tenant=generation.request.tenant)
+                kv = self._store.get(key)
+                if kv is None:
+                    found.append(self._compute(key, placement.chunk))
+                else:
+                    at_hand: Future[ChunkKV] = Future()
+                    at_hand.set_result(kv)
+                    found.append(at_hand)
+            gather(found, lambda kvs: self._command(partial(self._enqueue, generation, kvs))).add_done_callback(
+                lambda done: self._load_failed(generation, done.exception())
+            )
+        except Exception as error:
+            self._load_failed(generation, error)
+
+    def _load_failed(self, generation: Generation, error: BaseException | None) -> None:
+        if error is None:
+            return
+        if not isinstance(error, KVLinkerError):
+            logger.error("Loading a request's chunks failed.", exc_info=error)
+            error = KVLinkerError("The request's chunks could not be loaded; see the server's log.")
+        with self._wake:
+            self._loading -= 1
+        generation.fail(error)
+
+    def _enqueue(self, generation: Generation, kvs: tuple[ChunkKV, ...]) -> None:
+        with self._wake:
+            self._loading -= 1
+        if generation.cancelled:
+            generation.cancel()
+            return
+        generation.mark_loaded()
+        plan = generation.plan
+        sequence = Sequence(
+            generation.request.prompt.tokens,
+            plan.runs,
+            placements=tuple(zip(plan.placements, kvs, strict=True)),
+            most_tokens=plan.length + generation.max_tokens,
+        )
+        generation.sequence = sequence
+        self._generations[sequence] = generation
+        self._scheduler.add(sequence)
+
+    def _cancel(self, generation: Generation) -> None:
+        generation.cancelled = True
+        try:
+            self._command(partial(self._drop_cancelled, generation))
+        except EngineClosedError:
+            return  # closing ends it anyway
+
+    def _drop_cancelled(self, generation: Generation) -> None:
+        if generation.sequence is not None and generation.sequence in self._generations:
+            self._drop(generation.sequence)
+            generation.cancel()
+
+    def _drop(self, sequence: Sequence) -> None:
+        self._generations.pop(sequence, None)
+        self._scheduler.remove(sequence)
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._commands or self._closing or self._scheduler.waiting or self._scheduler.running):
+                    self._wake.wait()
+                if self._closing:
+                    break
+                commands = list(self._commands)
+                self._commands.clear()
+            for command in commands:
+                command()
+            step = self._scheduler.schedule()
+            if step is not None:
+                self._run(step)
+        self._fail_all(EngineClosedError("The engine was shut down."))
+
+    def _run(self, step: Step) -> None:
+        for sequence in step.sequences:
+            if sequence in self._generations:
+                self._generations[sequence].mark_started()
+        try:
+            logits = self._runner.step(step.batch)
+        except Exception as error:
+            logger.exception("A step failed; its requests are given up.")
+            for sequence in step.sequences:
+                self._give_up(sequence, KVLinkerError(f"The model failed on this request: {type(error).__name__}."))
+            return
+        computed = [sequence for sequence in step.sequences if sequence.computed]
+        rows = iter(logits)
+        for sequence in computed:
+            if sequence.capture is None:
+                self._advance(sequence, next(rows))
+            else:
+                self._scheduler.remove(sequence)
+                self._captures.pop(sequence).set_result(sequence.capture.finish())
+
+    def _advance(self, sequence: Sequence, logits: Tensor) -> None:
+        generation = self._generations[sequence]
+        try:
+            generation.accept(logits)
+        except Exception as error:
+            logger.exception("Sampling failed; the request is given up.")
+            self._give_up(sequence, KVLinkerError(f"Sampling failed: {error}"))
+            return
+        if generation.ended or generation.cancelled:
+            self._drop(sequence)
+            generation.cancel()
+
+    def _give_up(self, sequence: Sequence, error: KVLinkerError) -> None:
+        generation = self._generations.get(sequence)
+        self._drop(sequence)
+        if generation is not None:
+            generation.fail(error)
+        elif sequence in self._captures:
+            self._captures.pop(sequence).set_exception(error)
+
+    def _fail_all(self, error: KVLinkerError) -> None:
+        with self._wake:
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            command()
+        for sequence in [*self._generations, *self._captures]:
+            self._give_up(sequence, error)
+
+
+class _Handle:
+    """``RequestHandle`` of the embedded engine."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self._cancel = cancel
+
+    def cancel(self) -> None:
+        self._cancel()
+
+
+def _default_slots(loaded: LoadedModel, window: int) -> int:
+    available = psutil.virtual_memory().available
+    if loaded.device.type == "cuda":
+        available = torch.cuda.mem_get_info(loaded.device)[0]
+    affordable = int(available * POOL_SHARE) // loaded.kv_bytes_per_token
+    return min(affordable, POOL_WINDOWS * window)

@@ -1,0 +1,144 @@
+"""One request under way: from logits to events."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+from torch import Tensor
+
+from kvlinker.engine.base import (
+    Delta,
+    Failed,
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    Sink,
+    Timing,
+    Usage,
+)
+from kvlinker.engine.loading import LoadedModel
+from kvlinker.engine.sampling import Sampler
+from kvlinker.engine.sequence import Sequence
+from kvlinker.engine.text import TextStream
+from kvlinker.errors import KVLinkerError
+from kvlinker.events import Events, FirstToken, RequestFinished
+from kvlinker.linking.plan import LinkPlan
+
+logger = logging.getLogger(__name__)
+
+
+class Generation:
+    """Samples a request's tokens, decides when it ends, and tells its sink. The engine's thread calls all but init."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        plan: LinkPlan,
+        sink: Sink,
+        *,
+        loaded: LoadedModel,
+        max_tokens: int,
+        events: Events,
+    ) -> None:
+        self.request = request
+        self.plan = plan
+        self.max_tokens = max_tokens
+        self.sequence: Sequence | None = None
+        self.cancelled = False
+        self.ended = False
+        self._sink = sink
+        self._events = events
+        self._tokenizer = loaded.tokenizer
+        self._eos = frozenset() if request.sampling.ignore_eos else loaded.eos_token_ids
+        self._sampler = Sampler(request.sampling, prompt_length=plan.length)
+        self._text = TextStream(loaded.tokenizer, request.sampling.stop)
+        self._output_tokens = 0
+        self._submitted = time.perf_counter()
+        self._loaded = self._submitted
+        self._started: float | None = None
+        self._first_token: float | None = None
+
+    def mark_loaded(self) -> None:
+        """All chunks' KV is at hand; from now on the request waits for its first step."""
+        self._loaded = time.perf_counter()
+
+    def mark_started(self) -> None:
+        """A step with its tokens begins."""
+        if self._started is None:
+            self._started = time.perf_counter()
+
+    def accept(self, logits: Tensor) -> None:
+        """Sample the next token from ``logits`` [vocabulary] and pass it on; ends the request if it was the last."""
+        assert self.sequence is not None
+        sequence = self.sequence
+        token = self._sampler.sample(logits, lambda: torch.from_numpy(sequence.tokens))
+        self._output_tokens += 1
+        if self._first_token is None:
+            self._first_token = time.perf_counter()
+            self._events.publish(FirstToken(self._first_token - self._submitted, self.plan.policy.name))
+        if token in self._eos:
+            self._end("stop", Delta(self._text.finish(), (token,)))
+            return
+        text = self._text.push(token)
+        logprob = self._sampler.logprob(logits, token, self._token_text)
+        logprobs = () if logprob is None else (logprob,)
+        if self._text.stopped:
+            self._end("stop", Delta(text, (token,), logprobs))
+        elif self._output_tokens >= self.max_tokens:
+            self._end("length", Delta(text + self._text.finish(), (token,), logprobs))
+        else:
+            sequence.append(token)
+            self._send(Delta(text, (token,), logprobs))
+
+    def cancel(self) -> None:
+        """End without an answer, as the caller wished."""
+        if not self.ended:
+            self._end("cancelled")
+
+    def fail(self, error: KVLinkerError) -> None:
+        """End without an answer, by our fault."""
+        if not self.ended:
+            self.ended = True
+            self._send(Failed(error))
+
+    def _end(self, reason: str, last: Delta | None = None) -> None:
+        self.ended = True
+        if last is not None:
+            self._send(last)
+        plan = self.plan
+        usage = Usage(plan.cached_tokens, plan.recomputed_tokens, plan.fresh_tokens, self._output_tokens)
+        self._events.publish(
+            RequestFinished(
+                policy=plan.policy.name,
+                reason=reason,
+                cached_tokens=plan.cached_tokens,
+                recomputed_tokens=plan.recomputed_tokens,
+                fresh_tokens=plan.fresh_tokens,
+                output_tokens=self._output_tokens,
+            )
+        )
+        self._send(Finished(reason, usage, self._timing()))
+
+    def _timing(self) -> Timing:
+        now = time.perf_counter()
+        started = self._started or now
+        first = self._first_token or now
+        return Timing(
+            load=self._loaded - self._submitted,
+            queue=max(started - self._loaded, 0.0),
+            link=max(first - started, 0.0),
+            decode=now - first,
+        )
+
+    def _token_text(self, token: int) -> str:
+        text: str = self._tokenizer.decode([token])
+        return text
+
+    def _send(self, event: GenerationEvent) -> None:
+        try:
+            self._sink(event)
+        except Exception:
+            logger.exception("The receiver of a request's events failed; the request is cancelled.")
+            self.cancelled = True

@@ -1,0 +1,102 @@
+"""The two places where kvlinker steps into an unmodified transformers model: rotary embedding and attention.
+
+Every modeling module's ``apply_rotary_pos_emb`` is wrapped once, process-wide, and an attention function is
+registered under ``ATTENTION_NAME``. Both act only while an interceptor is active in the current context; models
+that other code runs in the same process are not affected.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from types import ModuleType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION_NAME = "kvlinker"
+ROTARY_FUNCTION = "apply_rotary_pos_emb"
+
+RotaryFunction = Callable[..., tuple[Tensor, Tensor]]
+"""(query, key, cos, sin, …) -> the same two with rotary embedding."""
+
+
+class Interceptor(Protocol):
+    """Takes the place of rotary embedding and attention during one forward pass."""
+
+    def rotary(self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """The model is about to rotate; it will get ``query`` and ``key`` back as they are."""
+        ...
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        """Attention over un-rotated [1, heads, tokens, head_dim]; returns [1, tokens, heads, head_dim].
+
+        ``options`` are what the model hands to its attention function: scaling, sliding_window, softcap, s_aux, ….
+        """
+        ...
+
+
+_active: ContextVar[Interceptor | None] = ContextVar("kvlinker_interceptor", default=None)
+
+
+@contextmanager
+def intercepted(interceptor: Interceptor) -> Iterator[None]:
+    """Route the rotary embedding and attention of this thread's forward passes to ``interceptor``."""
+    token = _active.set(interceptor)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def prepare(model: nn.Module) -> None:
+    """Wrap the rotary functions of all modeling modules that ``model`` is made of. Idempotent."""
+    for module in {sys.modules[type(part).__module__] for part in model.modules()}:
+        if hasattr(module, ROTARY_FUNCTION):
+            _wrap_rotary(module)
+
+
+def _wrap_rotary(module: ModuleType) -> None:
+    original: RotaryFunction = getattr(module, ROTARY_FUNCTION)
+    if hasattr(original, "__kvlinker__"):
+        return
+
+    @wraps(original)
+    def apply_rotary_pos_emb(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        interceptor = _active.get()
+        if interceptor is None:
+            return original(q, k, cos, sin, *args, **kwargs)
+        interceptor.rotary(original, q, k, cos, sin)
+        return q, k
+
+    apply_rotary_pos_emb.__kvlinker__ = True  # type: ignore[attr-defined]
+    setattr(module, ROTARY_FUNCTION, apply_rotary_pos_emb)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    interceptor = _active.get()
+    if interceptor is None:
+        raise RuntimeError(f"attention {ATTENTION_NAME!r} was called outside kvlinker's engine")
+    return interceptor.attend(module, query, key, value, options), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
+
+
+@contextmanager
+def attention_of(model: Any, name: str) -> Iterator[None]:
+    """Run ``model`` with the named attention function for a while."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

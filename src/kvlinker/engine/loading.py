@@ -1,0 +1,137 @@
+"""Models from a path or hub id to something that the engine can run."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from kvlinker.config import Settings
+from kvlinker.engine.anatomy import LayerShape, trace_layers
+from kvlinker.engine.interception import ATTENTION_NAME
+from kvlinker.errors import ModelLoadError
+
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings whose angles change once a sequence passes the length that the model was pretrained with."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal language model ready for the runner: its attention is kvlinker's."""
+
+    model: Any
+    tokenizer: Any
+    layers: tuple[LayerShape, ...]
+    fingerprint: str
+    dtype: torch.dtype
+    device: torch.device
+    context_window: int
+    eos_token_ids: frozenset[int]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(layer.values_per_token for layer in self.layers) * self.dtype.itemsize
+
+
+def load_model(settings: Settings) -> LoadedModel:
+    """Load ``settings.model`` with its tokenizer.
+
+    Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be linked.
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
+    options = {"trust_remote_code": settings.trust_remote_code}
+    if os.path.isabs(settings.model) and not Path(settings.model).is_dir():
+        raise ModelLoadError(f"No model at {settings.model}: there is no such folder.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(settings.model, **options)
+        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, **options)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise ModelLoadError(
+            f"Cannot load {settings.model!r}: {error} Give the path of a folder with a transformers model, or the id "
+            "of one on the Hugging Face hub."
+        ) from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ModelLoadError(f"The tokenizer of {settings.model!r} has no tokenizer.json; kvlinker needs one.")
+    return prepare_model(model.to(device).eval(), tokenizer)
+
+
+def prepare_model(model: Any, tokenizer: Any) -> LoadedModel:
+    """Trace a transformers model's layers and give it kvlinker's attention.
+
+    Raises UnsupportedModelError when its KV cannot be linked.
+    """
+    transformers_logging.set_verbosity_error()
+    layers = trace_layers(model)
+    model.set_attn_implementation(ATTENTION_NAME)
+    parameter = next(model.parameters())
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        layers=layers,
+        fingerprint=fingerprint(model),
+        dtype=parameter.dtype,
+        device=parameter.device,
+        context_window=_context_window(model),
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """The named device; ``auto`` is CUDA where present, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ModelLoadError(f"Unknown device {name!r}: use auto, cpu, cuda or cuda:<index>.") from error
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The named dtype; ``auto`` is bfloat16 where the hardware multiplies it, else float32."""
+    if name != "auto":
+        chosen: torch.dtype = getattr(torch, name)
+        return chosen
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    multiplies_bf16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if multiplies_bf16 else torch.float32
+
+
+def fingerprint(model: Any) -> str:
+    """BLAKE3 (hex) over the config, rotary parameters included, and every weight in the dtype it runs in."""
+    digest = blake3(max_threads=blake3.AUTO)
+    config = model.config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version", "_attn_implementation_autoset"):
+        config.pop(volatile, None)
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        content = weight.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _context_window(model: Any) -> int:
+    config = model.config.get_text_config()
+    window = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            window = min(window, int(parameters.get("original_max_position_embeddings") or window))
+    return window
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(i for i in (*ids, getattr(tokenizer, "eos_token_id", None)) if i is not None)

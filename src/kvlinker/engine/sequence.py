@@ -1,0 +1,108 @@
+"""One request's state in the engine: its tokens, what of them is still to be computed, and where its KV lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.engine.batch import Capture, Placed, Run
+from kvlinker.engine.pool import SlotRange
+from kvlinker.linking.plan import Placement
+from kvlinker.store.chunk_kv import ChunkKV
+
+Range = tuple[int, int]
+
+
+class Sequence:
+    """Tokens of which some runs are computed, step by step; generated tokens join at the end.
+
+    Only the scheduler and the engine's thread touch it.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[np.int64],
+        runs: Items[Range],
+        *,
+        placements: Items[tuple[Placement, ChunkKV]] = (),
+        most_tokens: int,
+        capture: Capture | None = None,
+    ) -> None:
+        """``most_tokens``: how long it can grow. With ``capture`` it is a chunk being computed: no logits."""
+        self._tokens = np.empty(most_tokens, dtype=np.int64)
+        self._tokens[: len(tokens)] = tokens
+        self._prompt_runs = tuple(runs)
+        self._placements = tuple(placements)
+        self.prompt_length = len(tokens)
+        self.length = len(tokens)
+        self.capture = capture
+        self.held: SlotRange | None = None
+        self._placed = False
+        self._pending: list[Range] = list(runs)
+
+    @property
+    def most_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """All tokens so far, prompt and generated: [length]."""
+        return self._tokens[: self.length]
+
+    @property
+    def computed(self) -> bool:
+        """Nothing is left to compute until a token is appended."""
+        return not self._pending
+
+    @property
+    def decoding(self) -> bool:
+        """Only the token that was generated last is left to compute."""
+        return self._pending == [(self.length - 1, self.length)] and self.length > self.prompt_length
+
+    def append(self, token: int) -> None:
+        """Add a generated token; it is to be computed next."""
+        self._tokens[self.length] = token
+        self._pending.append((self.length, self.length + 1))
+        self.length += 1
+
+    def restart(self) -> None:
+        """Forget all computed KV (its slots were taken): link and compute everything again."""
+        self._placed = False
+        self._pending = list(self._prompt_runs)
+        if self.length > self.prompt_length:
+            self._pending.append((self.prompt_length, self.length))
+
+    def take(self, budget: int) -> tuple[list[Run], list[Placed]]:
+        """The next runs of at most ``budget`` tokens in all, and what to place before them; they count as done."""
+        assert self.held is not None
+        slot = self.held.start
+        placed = [] if self._placed else [self._to_place(slot, *entry) for entry in self._placements]
+        self._placed = True
+        taken: list[Range] = []
+        while self._pending and budget > 0:
+            begin, end = self._pending[0]
+            cut = min(end, begin + budget)
+            taken.append((begin, cut))
+            budget -= cut - begin
+            if cut == end:
+                self._pending.pop(0)
+            else:
+                self._pending[0] = (cut, end)
+        wants_logits = self.computed and self.capture is None
+        runs = [
+            Run(slot, begin, self._tokens[begin:end], wants_logits and (begin, end) == taken[-1], self.capture)
+            for begin, end in taken
+        ]
+        return runs, placed
+
+    @staticmethod
+    def _to_place(slot: int, placement: Placement, kv: ChunkKV) -> Placed:
+        return Placed(
+            kv,
+            placement.first,
+            placement.last,
+            slot=slot + placement.start + placement.first,
+            rotary_start=placement.rotary_start + placement.first,
+        )

@@ -1,0 +1,277 @@
+"""kvlinker in Python: one model with its engine, store and catalog; the server and the CLI stand on it too."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvlinker.chunks import Chunk, GenerationContext
+from kvlinker.config import Settings, load_settings
+from kvlinker.context_caches import ContextCaches
+from kvlinker.engine.base import (
+    Delta,
+    Engine,
+    EngineLoad,
+    Failed,
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    RequestHandle,
+    SamplingParams,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
+from kvlinker.errors import InvalidRequestError
+from kvlinker.events import Events
+from kvlinker.linking import parse_policy
+from kvlinker.prompt.builder import ChatMessage, PromptBuilder
+from kvlinker.prompt.segments import Prompt
+from kvlinker.splitting import SplitMethod, split_text
+from kvlinker.store import Catalog, ChunkStore, ContextCache, open_store
+
+DEFAULT_TENANT = "default"
+
+ContentPart = str | ContextCache | Mapping[str, Any]
+"""Text, a context cache, or one of the HTTP API's parts."""
+
+Message = Mapping[str, Any]
+"""``role`` and ``content``, which is text or a list of ContentPart."""
+
+ChoiceSink = Callable[[int, GenerationEvent], None]
+"""Takes the index of a choice (0 to n-1) and its next event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request came to."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    timing: Timing
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class LLM:
+    """A model that answers prompts made of cached chunks and fresh text.
+
+    ``model``: local path or hub id; without it the small model that ships with kvlinker. ``options`` are the
+    fields of ``Settings``, such as ``policy="legolink-16"`` or ``state_dir="/data/kvlinker"``. All methods may
+    be called from any thread.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        settings = load_settings(model=str(model) if model is not None else None, **options)
+        self._start(settings)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        llm = cls.__new__(cls)
+        llm._start(settings)
+        return llm
+
+    def _start(self, settings: Settings) -> None:
+        from kvlinker.engine.embedded import EmbeddedEngine
+        from kvlinker.engine.loading import load_model
+
+        self.settings = settings
+        self.events = Events()
+        loaded = load_model(settings)
+        self.model_name = settings.served_model_name or Path(settings.model).name
+        self.created_at = time.time()
+        self.tokenizer = loaded.tokenizer
+        self.store: ChunkStore = open_store(
+            settings.state_dir / "chunks",
+            host_bytes=settings.host_memory,
+            disk_bytes=settings.disk_space,
+            events=self.events,
+        )
+        self.catalog = Catalog(settings.state_dir / "catalog.sqlite")
+        self.engine: Engine = EmbeddedEngine(loaded, store=self.store, events=self.events, settings=settings)
+        self.builder = PromptBuilder(
+            self.tokenizer,
+            context=settings.generation_context,
+            system_prompt=settings.system_prompt,
+            chat_template=settings.chat_template,
+        )
+        self.caches = ContextCaches(
+            model=self.model_name,
+            builder=self.builder,
+            engine=self.engine,
+            catalog=self.catalog,
+            store=self.store,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is."""
+        return self.engine.load()
+
+    def generate_context_cache(
+        self,
+        chunks: Sequence[str],
+        *,
+        ttl: float | None = None,
+        name: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        context: GenerationContext | str | None = None,
+        tenant: str = DEFAULT_TENANT,
+    ) -> tuple[ContextCache, ...]:
+        """Compute and keep the KV of each chunk; the results stand in message content. ``ttl`` is in seconds."""
+        created = self.caches.create(
+            chunks,
+            tenant=tenant,
+            expires_at=None if ttl is None else time.time() + ttl,
+            name=name,
+            metadata=metadata,
+            context=None if context is None else GenerationContext(context),
+        )
+        return created.result()
+
+    def split(self, text: str, *, method: SplitMethod | str = "passage", max_tokens: int = 512) -> tuple[str, ...]:
+        """Cut a text into chunks (EPIC's KVSplit); joined, they are the text again."""
+        pieces = split_text(text, tokenizer=self.tokenizer, method=SplitMethod(method), max_tokens=max_tokens)
+        return tuple(piece.text for piece in pieces)
+
+    def chat_completion(
+        self,
+        messages: Sequence[Message],
+        *,
+        policy: str | None = None,
+        tenant: str = DEFAULT_TENANT,
+        **sampling: Any,
+    ) -> Answer:
+        """Answer a conversation whose content mixes text and context caches, in any order.
+
+        ``sampling`` are the fields of SamplingParams, such as ``max_tokens`` and ``temperature``.
+        """
+        prompt = self.chat_prompt(messages, tenant=tenant)
+        return self._answer(prompt, policy=policy, tenant=tenant, sampling=SamplingParams(**sampling))
+
+    def completion(
+        self,
+        prompt: str | Sequence[int] | Sequence[ContentPart],
+        *,
+        policy: str | None = None,
+        tenant: str = DEFAULT_TENANT,
+        **sampling: Any,
+    ) -> Answer:
+        """Continue a text, token ids, or a list of texts and context caches; no chat template."""
+        built = self.completion_prompt(prompt, tenant=tenant)
+        return self._answer(built, policy=policy, tenant=tenant, sampling=SamplingParams(**sampling))
+
+    def expire_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> None:
+        """Delete a context cache; its KV goes when no other holds it."""
+        self.caches.delete(cache if isinstance(cache, str) else cache.id, tenant=tenant)
+
+    def chat_prompt(self, messages: Sequence[Message], *, tenant: str = DEFAULT_TENANT) -> Prompt:
+        """The prompt of a conversation. Raises InvalidRequestError and ContextCacheNotFoundError."""
+        built = []
+        for message in messages:
+            content = message.get("content")
+            parts: Sequence[ContentPart] = (content,) if isinstance(content, str) else content or ()
+            built.append(ChatMessage(message["role"], tuple(self._part(part, tenant) for part in parts)))
+        return self.builder.chat(built)
+
+    def completion_prompt(
+        self, prompt: str | Sequence[int] | Sequence[ContentPart], *, tenant: str = DEFAULT_TENANT
+    ) -> Prompt:
+        """The prompt of a completion. Raises InvalidRequestError and ContextCacheNotFoundError."""
+        if isinstance(prompt, str):
+            return self.builder.completion(prompt)
+        if all(isinstance(part, int) for part in prompt):
+            return self.builder.completion([part for part in prompt if isinstance(part, int)])
+        parts = [self._part(part, tenant) for part in prompt if not isinstance(part, int)]
+        if len(parts) != len(prompt):
+            raise InvalidRequestError("'prompt' mixes token ids with texts or context caches.", param="prompt")
+        return self.builder.completion(parts)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        sink: ChoiceSink,
+        *,
+        policy: str | None = None,
+        n: int = 1,
+        tenant: str = DEFAULT_TENANT,
+    ) -> tuple[RequestHandle, ...]:
+        """Queue ``n`` choices for one prompt and return at once; events come from the engine's thread.
+
+        With a seed, choice i uses seed + i. When one choice cannot be queued, none is.
+        """
+        chosen = parse_policy(policy or self.settings.policy)
+        handles: list[RequestHandle] = []
+        try:
+            for index in range(n):
+                seed = None if sampling.seed is None else sampling.seed + index
+                request = GenerationRequest(prompt, chosen, replace(sampling, seed=seed), tenant)
+                handles.append(self.engine.generate(request, lambda event, index=index: sink(index, event)))
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        return tuple(handles)
+
+    def close(self) -> None:
+        """Stop the engine and write what is still to be written. Idempotent."""
+        self.engine.close()
+        self.store.close()
+        self.catalog.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _part(self, part: ContentPart, tenant: str) -> str | Chunk:
+        if isinstance(part, str):
+            return part
+        if isinstance(part, ContextCache):
+            return self.caches.get(part.id, tenant=tenant).chunk
+        if part.get("type") == "text":
+            return str(part["text"])
+        if part.get("type") == "context_cache":
+            return self.caches.get(part["id"], tenant=tenant).chunk
+        raise InvalidRequestError(
+            f"Content part of type {part.get('type')!r}: only 'text' and 'context_cache' are supported.",
+            param="messages",
+        )
+
+    def _answer(self, prompt: Prompt, *, policy: str | None, tenant: str, sampling: SamplingParams) -> Answer:
+        events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
+        (handle,) = self.submit(prompt, sampling, lambda _, event: events.put(event), policy=policy, tenant=tenant)
+        deltas: list[Delta] = []
+        try:
+            while isinstance(event := events.get(), Delta):
+                deltas.append(event)
+        except BaseException:
+            handle.cancel()
+            raise
+        if isinstance(event, Failed):
+            raise event.error
+        return _collect(deltas, event)
+
+
+def _collect(deltas: Sequence[Delta], finished: Finished) -> Answer:
+    return Answer(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        finish_reason=finished.reason,
+        usage=finished.usage,
+        timing=finished.timing,
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+    )

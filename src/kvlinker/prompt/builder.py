@@ -1,0 +1,171 @@
+"""Messages, prompts and chunk texts to token ids: where all text that reaches an engine passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from kvlinker.chunks import Chunk, GenerationContext
+from kvlinker.errors import InvalidRequestError
+from kvlinker.prompt.chat import ChatMessage, ChatTemplate
+from kvlinker.prompt.encoding import TextEncoder, require_unicode
+from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class PromptBuilder:
+    """Builds chunks and prompts for one model. Any number of threads may use one.
+
+    ``context`` is what stands before chunks that do not choose for themselves; ``system_prompt`` stands before
+    conversations that bring no system message; ``chat_template`` (Jinja) replaces the tokenizer's own.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        context: GenerationContext,
+        system_prompt: str | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        """Raises ModelLoadError if the chat template is no valid Jinja."""
+        self.encoder = TextEncoder(tokenizer)
+        self._template = ChatTemplate(tokenizer, chat_template)
+        self._context = context
+        self._system = () if system_prompt is None else (ChatMessage("system", (system_prompt,)),)
+        self._bos: int | None = tokenizer.bos_token_id
+
+    @cached_property
+    def prefix(self) -> tuple[int, ...]:
+        """What a conversation has before its first user content: BOS and header, or the system prompt's turn.
+
+        Without a chat template, what a completion has there. Rendered once: chunks made behind it stay exact only as
+        long as the template gives the same, so not across days for a template that tells the date.
+        """
+        if not self._template.exists:
+            return self.encoder.opening
+        slot = Chunk(tokens=())
+        parts = self._template.render([*self._system, ChatMessage("user", (slot,))])
+        header = parts[: parts.index(slot)]
+        return tuple(token for text in header if isinstance(text, str) for token in self.encoder.encode_prompt(text))
+
+    def encode_chunk(self, text: str, context: GenerationContext | None = None) -> Chunk:
+        """The chunk of a text. Special tokens that the text spells are plain text in it.
+
+        Raises InvalidRequestError (``chunks``) for text that is empty or not valid Unicode.
+        """
+        require_unicode(text, param="chunks")
+        tokens = self.encoder.encode_data(text)
+        if not tokens:
+            raise InvalidRequestError("A chunk is empty: it needs text that encodes to a token.", param="chunks")
+        return self.chunk_from_tokens(tokens, context)
+
+    def chunk_from_tokens(self, ids: Sequence[int], context: GenerationContext | None = None) -> Chunk:
+        """The chunk of these token ids; in context ``bos`` with BOS before them, unless it is their first.
+
+        Raises InvalidRequestError (``chunks``) for no ids or ids outside the vocabulary.
+        """
+        tokens = self._checked_ids(ids, param="chunks")
+        match context or self._context:
+            case GenerationContext.ALONE:
+                return Chunk(tokens)
+            case GenerationContext.BOS:
+                if self._bos is None:
+                    raise InvalidRequestError(
+                        "The model's tokenizer has no BOS token, so chunks cannot be generated in context 'bos'. "
+                        "Use 'alone' or 'prefix'.",
+                        param="context",
+                    )
+                return Chunk(tokens if tokens[0] == self._bos else (self._bos, *tokens))
+            case GenerationContext.PREFIX:
+                return Chunk(tokens, prefix=self.prefix)
+
+    def chat(self, messages: Sequence[ChatMessage]) -> Prompt:
+        """The prompt of a conversation, up to where the assistant's answer begins.
+
+        Messages of text alone give exactly the ids of the tokenizer's ``apply_chat_template``.
+        Raises InvalidRequestError (``messages``) for no messages, text that is not valid Unicode, and messages that the
+        chat template does not accept or not show.
+        """
+        if not messages:
+            raise InvalidRequestError("A conversation needs at least one message.", param="messages")
+        if not any(message.role in ("system", "developer") for message in messages):
+            messages = (*self._system, *messages)
+        return self._prompt(self._template.render(messages), param="messages")
+
+    def completion(self, prompt: str | Sequence[int] | Sequence[str | Chunk]) -> Prompt:
+        """The prompt of a completion. Token ids are taken as they are; texts and chunks stand one after the other.
+
+        Text gets the special tokens that the tokenizer adds, such as BOS, once around the whole prompt; a first chunk
+        that begins with them gets no second ones. Raises InvalidRequestError (``prompt``) for a prompt that is empty,
+        not valid Unicode, or has ids outside the vocabulary.
+        """
+        parts = [prompt] if isinstance(prompt, str) else list(prompt)
+        texts_and_chunks = [part for part in parts if isinstance(part, str | Chunk)]
+        if not texts_and_chunks:
+            ids = [part for part in parts if not isinstance(part, str | Chunk)]
+            return Prompt((FreshSegment(self._checked_ids(ids, param="prompt")),))
+        if len(texts_and_chunks) < len(parts):
+            raise InvalidRequestError("A prompt is texts and context caches, or token ids: not both.", param="prompt")
+        for part in texts_and_chunks:
+            if isinstance(part, str):
+                require_unicode(part, param="prompt")
+        if not any(texts_and_chunks):
+            raise InvalidRequestError("The prompt is empty.", param="prompt")
+        return self._prompt(
+            texts_and_chunks, param="prompt", opening=self.encoder.opening, closing=self.encoder.closing
+        )
+
+    def _prompt(
+        self,
+        parts: Sequence[str | Chunk],
+        *,
+        param: str,
+        opening: tuple[int, ...] = (),
+        closing: tuple[int, ...] = (),
+    ) -> Prompt:
+        """Segments of texts and chunks, with special tokens around them; neighbouring fresh tokens in one segment."""
+        joined = _join_texts(parts)
+        first = joined[0] if joined else ""
+        if isinstance(first, Chunk) and first.tokens[: len(opening)] == opening:
+            opening = ()
+        segments: list[Segment] = []
+        fresh = list(opening)
+        for index, part in enumerate(joined):
+            if isinstance(part, str):
+                fresh += self.encoder.encode_prompt(part, continued=index > 0)
+                continue
+            if fresh:
+                segments.append(FreshSegment(tuple(fresh)))
+            segments.append(CachedSegment(part))
+            fresh = []
+        fresh += closing
+        if fresh:
+            segments.append(FreshSegment(tuple(fresh)))
+        if not segments:
+            raise InvalidRequestError("The prompt is empty: it encodes to no tokens.", param=param)
+        return Prompt(tuple(segments))
+
+    def _checked_ids(self, ids: Sequence[object], *, param: str) -> tuple[int, ...]:
+        if not ids:
+            raise InvalidRequestError("There are no token ids: at least one is needed.", param=param)
+        size = self.encoder.vocab_size
+        checked = tuple(token for token in ids if type(token) is int and 0 <= token < size)
+        if len(checked) < len(ids):
+            wrong = next(token for token in ids if type(token) is not int or not 0 <= token < size)
+            raise InvalidRequestError(f"Token ids are integers from 0 to {size - 1}, not {wrong!r}.", param=param)
+        return checked
+
+
+def _join_texts(parts: Sequence[str | Chunk]) -> list[str | Chunk]:
+    """The same with neighbouring texts put together, and without empty texts and chunks."""
+    joined: list[str | Chunk] = []
+    for part in parts:
+        if isinstance(part, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += part
+        elif part:
+            joined.append(part)
+    return joined

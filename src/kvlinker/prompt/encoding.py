@@ -1,0 +1,117 @@
+"""Text to token ids: as data, for chunks and for splitting, or as part of a prompt."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from tokenizers import Encoding, Tokenizer
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.prompt.leading_space import without_leading_space
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class TextEncoder:
+    """Encodes text with copies of a tokenizer's backend that nobody else changes, so that threads may share it.
+
+    Creating one copies the vocabulary, which takes up to a second for a large one: keep it.
+    ``opening`` and ``closing`` are the special tokens that the tokenizer puts around a prompt of its own accord, such
+    as BOS. ``vocab_size`` is the largest token id + 1.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        backend: Tokenizer = tokenizer.backend_tokenizer
+        self._prompt = _unlimited_copy(backend)
+        self._prompt.encode_special_tokens = False
+        self._continued = without_leading_space(self._prompt)
+        self._data = _unlimited_copy(backend)
+        self._data.encode_special_tokens = True
+        added = backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        unknown = {tokenizer.unk_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id}
+        self._special_ids = frozenset(i for i, token in added.items() if token.special) - unknown
+        self.opening, self.closing = _special_tokens_around(self._prompt)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode_data(self, text: str) -> tuple[int, ...]:
+        """Ids of a chunk's text. No special tokens, even where the text spells one: documents are data.
+
+        Raises InvalidRequestError where the tokenizer knows no other way to write such a text.
+        """
+        return tuple(self._as_data(text, self._data.encode(text, add_special_tokens=False)))
+
+    def count_data(self, texts: Sequence[str]) -> list[int]:
+        """The length of ``encode_data`` for each text."""
+        encodings = self._data.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [len(self._as_data(text, encoding)) for text, encoding in zip(texts, encodings, strict=True)]
+
+    def token_starts(self, text: str) -> list[int]:
+        """Index of the first character of each token of ``text``, ascending; bytes of one character share it."""
+        return [start for start, _ in self._data.encode(text, add_special_tokens=False).offsets]
+
+    def encode_prompt(self, text: str, *, continued: bool = False) -> tuple[int, ...]:
+        """Ids of a prompt's own text; special tokens that it spells are special tokens, and no others are added.
+
+        ``continued``: other tokens stand before it, so that no space is put before its first word.
+        """
+        encoding = self._prompt.encode(text, add_special_tokens=False)
+        if not continued or self._continued is None:
+            return tuple(encoding.ids)
+        # Only what comes before the first added token was encoded as the start of a text.
+        added = next((i for i, token in enumerate(encoding.ids) if token in self._added_ids), None)
+        head = text if added is None else text[: encoding.offsets[added][0]]
+        tail = [] if added is None else encoding.ids[added:]
+        return (*self._continued.encode(head, add_special_tokens=False).ids, *tail)
+
+    def _as_data(self, text: str, encoding: Encoding) -> list[int]:
+        """The ids, with special tokens that the vocabulary itself yields taken apart.
+
+        ``encode_special_tokens`` keeps added tokens from being matched, but a word-level or unigram vocabulary may
+        hold the same string as an ordinary entry.
+        """
+        if self._special_ids.isdisjoint(encoding.ids):
+            return encoding.ids
+        offsets = zip(encoding.ids, encoding.offsets, strict=True)
+        cuts = [0, *(start + 1 for token, (start, _) in offsets if token in self._special_ids), len(text)]
+        pieces = [text[start:end] for start, end in pairwise(cuts)]
+        ids = [token for piece in pieces for token in self._data.encode(piece, add_special_tokens=False).ids]
+        if not self._special_ids.isdisjoint(ids):
+            name = self._data.id_to_token(next(token for token in ids if token in self._special_ids))
+            raise InvalidRequestError(
+                f"The tokenizer cannot write the special token {name!r} as plain text. Remove it from the text.",
+                param="chunks",
+            )
+        return ids
+
+
+def require_unicode(text: str, *, param: str) -> None:
+    """Raises InvalidRequestError for text with lone surrogates, which no tokenizer can encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"Invalid Unicode in {param!r}: lone surrogate U+{ord(text[error.start]):04X} at character {error.start}. "
+            "Send valid UTF-8, and surrogates in JSON escapes only in pairs.",
+            param=param,
+        ) from None
+
+
+def _unlimited_copy(backend: Tokenizer) -> Tokenizer:
+    result = copy.deepcopy(backend)
+    result.no_truncation()
+    result.no_padding()
+    return result
+
+
+def _special_tokens_around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the tokenizer adds before and after a text, found with a probe."""
+    probe = "a"
+    inner = tokenizer.encode(probe, add_special_tokens=False).ids
+    outer = tokenizer.encode(probe, add_special_tokens=True).ids
+    start = next((i for i in range(len(outer)) if outer[i : i + len(inner)] == inner), 0) if inner else len(outer)
+    return tuple(outer[:start]), tuple(outer[start + len(inner) :])

@@ -1,0 +1,150 @@
+"""Keeps pieces within a token limit: cuts what is too long, and puts together what fits."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+import regex  # type: ignore[import-untyped]
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.prompt.encoding import TextEncoder
+
+_GRAPHEME = regex.compile(r"\X")
+_LONGEST_GRAPHEME = 64
+
+
+class PieceCutter:
+    """Cuts and joins pieces of one text, so that each encodes to at most ``max_tokens`` ids when it stands alone."""
+
+    def __init__(self, encoder: TextEncoder, max_tokens: int) -> None:
+        self._encoder = encoder
+        self._max_tokens = max_tokens
+        self._counts: dict[str, int] = {}
+
+    def counts(self, pieces: Sequence[str]) -> list[int]:
+        """The number of ids of each piece."""
+        unknown = list({piece for piece in pieces if piece not in self._counts})
+        self._counts.update(zip(unknown, self._encoder.count_data(unknown), strict=True))
+        return [self._counts[piece] for piece in pieces]
+
+    def fits(self, piece: str) -> bool:
+        return self.counts([piece])[0] <= self._max_tokens
+
+    def limited(self, pieces: Sequence[str]) -> list[str]:
+        """The pieces, those over the limit cut at whitespace where possible."""
+        result: list[str] = []
+        for piece, count in zip(pieces, self.counts(pieces), strict=True):
+            result += [piece] if count <= self._max_tokens else self.cut(piece, at_whitespace=True)
+        return result
+
+    def packed(self, pieces: Sequence[str]) -> list[str]:
+        """Neighbouring pieces put together as long as they fit; those over the limit cut as in ``limited``."""
+        result: list[str] = []
+        group, group_count = "", 0
+        for piece, count in zip(pieces, self.counts(pieces), strict=True):
+            group_count += count  # an estimate: tokens may join where pieces meet
+            if group_count > self._max_tokens and group:
+                group_count = self.counts([group + piece])[0]
+            if group_count > self._max_tokens and group:
+                result.append(group)
+                group, group_count = "", count
+            group += piece
+        return self.limited([*result, group])
+
+    def cut(self, text: str, *, at_whitespace: bool) -> list[str]:
+        """Pieces as long as the limit allows, or up to half as long where that lets them end at whitespace.
+
+        Raises InvalidRequestError (``split.max_tokens``) if a single character is over the limit.
+        """
+        starts = self._encoder.token_starts(text)
+        pieces = []
+        begin = 0
+        while begin < len(text):
+            end = self._longest(text, begin, starts, at_whitespace=at_whitespace)
+            pieces.append(text[begin:end])
+            begin = end
+        return pieces
+
+    def without_blanks(self, pieces: Iterable[str]) -> list[str]:
+        """The pieces, those of whitespace alone joined to a neighbour wherever the limit allows."""
+        result: list[str] = []
+        for piece in pieces:
+            if not result or not (self.is_blank(piece) or self.is_blank(result[-1])):
+                result.append(piece)
+            elif self.fits(result[-1] + piece):
+                result[-1] += piece
+            else:
+                result[-1:] = self._shared(result[-1], piece)
+        return result
+
+    def is_blank(self, piece: str) -> bool:
+        """Whether a piece has nothing but whitespace, or nothing that the tokenizer sees."""
+        return piece.isspace() or self.counts([piece]) == [0]
+
+    def _longest(self, text: str, begin: int, starts: list[int], *, at_whitespace: bool) -> int:
+        """End of the longest piece from ``begin`` on that is within the limit.
+
+        ``starts`` (the token starts of all of ``text``) tell where to look; the piece encoded alone decides.
+        """
+        token = bisect_left(starts, begin)
+        budget = self._max_tokens
+        while True:
+            target = starts[token + budget] if token + budget < len(starts) else len(text)
+            end = _cut_position(text, begin, target, at_whitespace=at_whitespace)
+            excess = self.counts([text[begin:end]])[0] - self._max_tokens
+            if excess <= 0:
+                return end
+            if end == begin + 1:
+                raise InvalidRequestError(
+                    f"'split.max_tokens' is {self._max_tokens}, but the character {text[begin]!r} alone takes "
+                    f"{excess + self._max_tokens} tokens. Allow at least that many.",
+                    param="split.max_tokens",
+                )
+            budget = max(0, budget - excess)
+
+    def _shared(self, left: str, blank: str) -> list[str]:
+        """``left`` and ``blank``, with the end of ``left`` given to ``blank`` if both then are within the limit."""
+        last = len(left.rstrip()) - 1
+        for cut in (_last_word_boundary(left, 0, last), _grapheme_start(left, 0, last)):
+            head, tail = left[:cut], left[cut:] + blank
+            if cut > 0 and not self.is_blank(head) and self.fits(head) and self.fits(tail):
+                return [head, tail]
+        return [left, blank]
+
+
+def _cut_position(text: str, begin: int, target: int, *, at_whitespace: bool) -> int:
+    """Best place for a cut after ``begin`` and not after ``target``, at least one character on."""
+    if target >= len(text):
+        return len(text)
+    if target <= begin + 1:
+        return begin + 1
+    if at_whitespace:
+        half = (begin + target) // 2
+        position = _last_word_boundary(text, half, target)
+        if position > half:
+            return position
+    position = _grapheme_start(text, begin, target)
+    return position if position > begin else target
+
+
+def _last_word_boundary(text: str, begin: int, end: int) -> int:
+    """Last position in (begin, end] where a cut goes between words; ``begin`` if there is none."""
+    return next((position for position in range(end, begin, -1) if _is_word_boundary(text, position)), begin)
+
+
+def _is_word_boundary(text: str, position: int) -> bool:
+    """Whether a word ends or a line begins here; the space before a word belongs to the word."""
+    before, after = text[position - 1], text[position]
+    if before in "\r\n":
+        return after not in "\r\n"
+    return after.isspace() and not before.isspace() and after not in "\r\n"
+
+
+def _grapheme_start(text: str, begin: int, position: int) -> int:
+    """Where the user-perceived character around ``position`` begins; ``begin`` if that is not found nearby."""
+    nearby = max(begin, position - _LONGEST_GRAPHEME)
+    start = begin
+    for grapheme in _GRAPHEME.finditer(text, nearby, position + 1):
+        start = grapheme.start()
+    return start if start > nearby else begin

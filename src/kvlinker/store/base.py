@@ -1,0 +1,94 @@
+"""What the store knows of a tier: one place that keeps chunk caches within a budget of bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvlinker.events import ChunkDamaged
+from kvlinker.store.chunk_kv import ChunkKV
+
+
+@dataclass(frozen=True, slots=True)
+class TierUsage:
+    """How full a tier is."""
+
+    name: str
+    used_bytes: int
+    budget_bytes: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierCheck:
+    """What ``Tier.check`` found: how many copies it read, and those that were damaged and are now gone."""
+
+    name: str
+    checked: int
+    damaged: tuple[ChunkDamaged, ...]
+
+
+class Tier(Protocol):
+    """Keeps chunk caches under their chunk keys (``kvlinker.chunks.chunk_key``'s hex), least recently used out first.
+
+    A key names its content: all KV ever put under one key is interchangeable. A tier is a cache, so any chunk may
+    be gone at any time, and no method raises because a medium fails: a failed write was not stored, a damaged or
+    unreadable copy is a miss. The tier publishes ``ChunkEvicted`` and ``ChunkDamaged`` itself.
+
+    All methods may be called from any thread. None of them waits for another thread's bulk reads or writes.
+    """
+
+    @property
+    def name(self) -> str:
+        """What events and usage call it, such as "host" or "disk"."""
+        ...
+
+    @property
+    def budget_bytes(self) -> int:
+        """``used_bytes`` never exceeds this."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """The sum of ``nbytes(key)`` over ``keys()``."""
+        ...
+
+    def get(self, key: str) -> ChunkKV | None:
+        """The chunk's KV, now the most recently used, or None. The caller must not modify it."""
+        ...
+
+    def put(self, key: str, kv: ChunkKV) -> bool:
+        """Keep the KV, evicting the least recently used chunks for it; returns whether the tier now holds the key.
+
+        False: larger than the whole budget (then nothing is evicted), or the medium failed. A key that is held
+        already only becomes the most recently used.
+        """
+        ...
+
+    def contains(self, key: str) -> bool:
+        """Whether ``get`` would look at a copy. Does not count as a use."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Forget the key; an absent key is no error."""
+        ...
+
+    def keys(self) -> tuple[str, ...]:
+        """The keys held, least recently used first."""
+        ...
+
+    def __len__(self) -> int:
+        """The number of chunks held."""
+        ...
+
+    def nbytes(self, key: str) -> int | None:
+        """Bytes that the chunk takes up in this tier, or None where it is absent. Does not count as a use."""
+        ...
+
+    def check(self) -> TierCheck:
+        """Read every copy as ``get`` would, without counting as a use; damaged ones are removed and reported."""
+        ...
+
+    def close(self) -> None:
+        """Give up memory and handles; what a persistent tier keeps stays. Idempotent."""
+        ...

@@ -1,0 +1,341 @@
+"""The catalog of context caches and their chunks' token ids, in one SQLite file; the server is its caller.
+
+The token ids stay for as long as a context cache holds the chunk, so KV that the store evicted can be computed again.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from kvlinker.chunks import Chunk
+from kvlinker.errors import ContextCacheNotFoundError
+from kvlinker.store.context_cache import ContextCache
+from kvlinker.store.errors import StoreError
+
+SCHEMA_VERSION = 1
+
+_SCHEMA = (
+    """CREATE TABLE chunks (
+        key TEXT PRIMARY KEY,
+        fingerprint TEXT NOT NULL,
+        tenant TEXT NOT NULL,
+        tokens BLOB NOT NULL,  -- little-endian uint32, as prefix
+        prefix BLOB NOT NULL,
+        created_at REAL NOT NULL
+    )""",
+    """CREATE TABLE context_caches (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,  -- the order of creation within one created_at
+        id TEXT NOT NULL UNIQUE,
+        tenant TEXT NOT NULL,
+        model TEXT NOT NULL,
+        name TEXT,
+        metadata TEXT NOT NULL,  -- a JSON object of strings
+        created_at REAL NOT NULL,
+        expires_at REAL,
+        chunk_key TEXT NOT NULL REFERENCES chunks (key)
+    )""",
+    "CREATE INDEX context_caches_by_tenant ON context_caches (tenant, created_at, number)",
+    "CREATE INDEX context_caches_by_chunk ON context_caches (chunk_key)",
+    "CREATE INDEX context_caches_by_expiry ON context_caches (expires_at) WHERE expires_at IS NOT NULL",
+)
+_SELECT = """SELECT c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.chunk_key,
+    k.fingerprint, k.tokens, k.prefix FROM context_caches c JOIN chunks k ON k.key = c.chunk_key"""
+_LIVE = "(c.expires_at IS NULL OR c.expires_at > :now)"
+_BUSY_SECONDS = 10.0
+_IDS_PER_QUERY = 500
+
+
+class Unchanged(Enum):
+    """The type of ``UNCHANGED``, which tells ``Catalog.update`` to leave a field alone (None is a value)."""
+
+    UNCHANGED = "unchanged"
+
+
+UNCHANGED = Unchanged.UNCHANGED
+
+
+class Page(NamedTuple):
+    """One page of a listing; ``has_more``: further context caches follow the last item."""
+
+    items: tuple[ContextCache, ...]
+    has_more: bool
+
+
+class Catalog:
+    """Context caches by id and tenant. Another tenant's, an expired and an unknown one are alike: absent.
+
+    A context cache has expired when ``now`` (Unix seconds) reaches ``expires_at``; ``expire`` removes those rows.
+    Several processes may use one file. All methods may be called from any thread, and raise StoreError when SQLite
+    cannot do its work.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file. Raises StoreError where it is damaged, foreign or from a newer kvlinker."""
+        self._path = path
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            self._connection = sqlite3.connect(
+                path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(
+                f"The catalog {path} cannot be opened: {error}. Choose another state directory."
+            ) from error
+        try:
+            self._open()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def add(self, records: Sequence[ContextCache]) -> None:
+        """Record context caches and the chunks they hold: all of them or, on an error, none."""
+        with self._transaction() as connection:
+            connection.executemany(
+                "INSERT OR IGNORE INTO chunks VALUES (?, ?, ?, ?, ?, ?)",
+                [
+                    (r.chunk_key, r.fingerprint, r.tenant, _pack(r.chunk.tokens), _pack(r.chunk.prefix), r.created_at)
+                    for r in records
+                ],
+            )
+            connection.executemany(
+                "INSERT INTO context_caches (id, tenant, model, name, metadata, created_at, expires_at, chunk_key)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (r.id, r.tenant, r.model, r.name, _json(r.metadata), r.created_at, r.expires_at, r.chunk_key)
+                    for r in records
+                ],
+            )
+
+    def get(self, cache_id: str, tenant: str, now: float) -> ContextCache | None:
+        return self.get_many([cache_id], tenant, now).get(cache_id)
+
+    def get_many(self, cache_ids: Sequence[str], tenant: str, now: float) -> dict[str, ContextCache]:
+        """Those of the ids that exist, by id."""
+        wanted = list(dict.fromkeys(cache_ids))
+        found = {}
+        for start in range(0, len(wanted), _IDS_PER_QUERY):
+            batch = wanted[start : start + _IDS_PER_QUERY]
+            ids = {f"id{index}": cache_id for index, cache_id in enumerate(batch)}
+            places = ", ".join(f":{name}" for name in ids)
+            rows = self._query(
+                f"{_SELECT} WHERE c.id IN ({places}) AND c.tenant = :tenant AND {_LIVE}",
+                {**ids, "tenant": tenant, "now": now},
+            )
+            found.update({row[0]: _context_cache(row) for row in rows})
+        return found
+
+    def list(
+        self,
+        tenant: str,
+        now: float,
+        *,
+        limit: int,
+        after: str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Page:
+        """At most ``limit`` context caches by time of creation, those that follow ``after`` where it is given.
+
+        Pages that follow one another neither repeat nor skip an item, whatever is added or removed between them.
+        Raises ContextCacheNotFoundError where ``after`` does not exist.
+        """
+        follows, direction = (">", "ASC") if order == "asc" else ("<", "DESC")
+        values = {"tenant": tenant, "now": now, "limit": limit + 1}
+        condition = ""
+        if after is not None:
+            cursor = self._query(
+                f"SELECT c.created_at, c.number FROM context_caches c WHERE c.id = :id AND c.tenant = :tenant AND {_LIVE}",
+                {"id": after, "tenant": tenant, "now": now},
+            )
+            if not cursor:
+                raise ContextCacheNotFoundError(after)
+            values["created_at"], values["number"] = cursor[0]
+            condition = f"AND (c.created_at, c.number) {follows} (:created_at, :number)"
+        rows = self._query(
+            f"{_SELECT} WHERE c.tenant = :tenant AND {_LIVE} {condition}"
+            f" ORDER BY c.created_at {direction}, c.number {direction} LIMIT :limit",
+            values,
+        )
+        return Page(tuple(_context_cache(row) for row in rows[:limit]), has_more=len(rows) > limit)
+
+    def update(
+        self,
+        cache_id: str,
+        tenant: str,
+        now: float,
+        *,
+        expires_at: float | None | Unchanged = UNCHANGED,
+        name: str | None | Unchanged = UNCHANGED,
+        metadata: Mapping[str, str] | Unchanged = UNCHANGED,
+    ) -> ContextCache:
+        """Change the given fields; returns the result. Raises ContextCacheNotFoundError."""
+        changes = {
+            "expires_at": expires_at,
+            "name": name,
+            "metadata": metadata if metadata is UNCHANGED else _json(metadata),
+        }
+        changes = {column: value for column, value in changes.items() if value is not UNCHANGED}
+        with self._transaction() as connection:
+            row = connection.execute(
+                f"{_SELECT} WHERE c.id = :id AND c.tenant = :tenant AND {_LIVE}",
+                {"id": cache_id, "tenant": tenant, "now": now},
+            ).fetchone()
+            if row is None:
+                raise ContextCacheNotFoundError(cache_id)
+            for column, value in changes.items():
+                connection.execute(f"UPDATE context_caches SET {column} = ? WHERE id = ?", (value, cache_id))
+            return _context_cache(connection.execute(f"{_SELECT} WHERE c.id = ?", (cache_id,)).fetchone())
+
+    def delete(self, cache_id: str, tenant: str, now: float) -> tuple[str, ...]:
+        """Remove one context cache; returns the chunk keys that no context cache holds any more.
+
+        The caller deletes their KV from the store. Raises ContextCacheNotFoundError.
+        """
+        with self._transaction() as connection:
+            removed = connection.execute(
+                f"DELETE FROM context_caches AS c WHERE c.id = :id AND c.tenant = :tenant AND {_LIVE}"
+                " RETURNING chunk_key",
+                {"id": cache_id, "tenant": tenant, "now": now},
+            ).fetchall()
+            if not removed:
+                raise ContextCacheNotFoundError(cache_id)
+            return _release(connection, {key for (key,) in removed})
+
+    def expire(self, now: float) -> tuple[str, ...]:
+        """Remove all expired context caches of all tenants; returns released chunk keys as ``delete`` does."""
+        with self._transaction() as connection:
+            removed = connection.execute(
+                "DELETE FROM context_caches WHERE expires_at <= ? RETURNING chunk_key", (now,)
+            ).fetchall()
+            return _release(connection, {key for (key,) in removed})
+
+    def count(self, tenant: str, now: float) -> int:
+        """How many context caches the tenant has."""
+        rows = self._query(
+            f"SELECT count(*) FROM context_caches c WHERE c.tenant = :tenant AND {_LIVE}",
+            {"tenant": tenant, "now": now},
+        )
+        return int(rows[0][0])
+
+    def holders(self, chunk_key: str) -> tuple[str, ...]:
+        """Ids of the context caches that hold the chunk, oldest first, expired ones that remain included."""
+        rows = self._query("SELECT id FROM context_caches WHERE chunk_key = :key ORDER BY number", {"key": chunk_key})
+        return tuple(cache_id for (cache_id,) in rows)
+
+    def chunk_keys(self) -> dict[str, str]:
+        """The model fingerprint of every chunk that some context cache holds, by chunk key."""
+        return dict(self._query("SELECT key, fingerprint FROM chunks", {}))
+
+    def close(self) -> None:
+        """Idempotent; no other method may be called afterwards."""
+        with self._lock:
+            self._connection.close()
+
+    def _open(self) -> None:
+        with self._errors():
+            self._check_version()
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = FULL")
+            self._connection.execute("PRAGMA foreign_keys = ON")
+            faults = self._connection.execute("PRAGMA quick_check(1)").fetchall()
+            if faults != [("ok",)]:
+                raise sqlite3.DatabaseError(faults[0][0])
+        with self._transaction() as connection:
+            if self._check_version() == 0:
+                for statement in _SCHEMA:
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _check_version(self) -> int:
+        """The file's schema version, 0 for an empty file. Raises StoreError where this build cannot use it."""
+        version = int(self._connection.execute("PRAGMA user_version").fetchone()[0])
+        tables = int(self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
+        if version > SCHEMA_VERSION:
+            raise StoreError(
+                f"The catalog {self._path} was written by a newer kvlinker (schema {version}, this one knows up to "
+                f"{SCHEMA_VERSION}). Upgrade kvlinker, or choose another state directory."
+            )
+        if version == 0 and tables:
+            raise StoreError(f"{self._path} is another program's database. Choose another state directory.")
+        return version
+
+    def _query(self, statement: str, values: dict[str, Any]) -> Sequence[Any]:
+        with self._lock, self._errors():
+            return self._connection.execute(statement, values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Everything in the block happens, or nothing does."""
+        with self._lock, self._errors():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """SQLite's errors become StoreErrors that name the file and the way out."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            if isinstance(error, (sqlite3.OperationalError, sqlite3.IntegrityError, sqlite3.ProgrammingError)):
+                raise StoreError(f"The catalog {self._path} failed: {error}.") from error
+            raise StoreError(
+                f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and -shm files) and start "
+                "again: a new one is made, and the context caches of the old one have to be created again."
+            ) from error
+
+
+def _release(connection: sqlite3.Connection, chunk_keys: Iterable[str]) -> tuple[str, ...]:
+    """Remove those of the chunks that no context cache holds; returns their keys."""
+    released = []
+    for key in chunk_keys:
+        released += connection.execute(
+            "DELETE FROM chunks WHERE key = :key"
+            " AND NOT EXISTS (SELECT 1 FROM context_caches WHERE chunk_key = :key) RETURNING key",
+            {"key": key},
+        ).fetchall()
+    return tuple(key for (key,) in released)
+
+
+def _context_cache(row: Any) -> ContextCache:
+    """A row of ``_SELECT``."""
+    cache_id, tenant, model, name, metadata, created_at, expires_at, chunk_key, fingerprint, tokens, prefix = row
+    return ContextCache(
+        id=cache_id,
+        tenant=tenant,
+        model=model,
+        fingerprint=fingerprint,
+        chunk=Chunk(tokens=_unpack(tokens), prefix=_unpack(prefix)),
+        chunk_key=chunk_key,
+        created_at=created_at,
+        expires_at=expires_at,
+        name=name,
+        metadata=json.loads(metadata),
+    )
+
+
+def _json(metadata: Mapping[str, str]) -> str:
+    return json.dumps(dict(metadata))
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    return np.asarray(token_ids, dtype="<u4").tobytes()
+
+
+def _unpack(blob: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(blob, dtype="<u4").tolist())

@@ -1,0 +1,183 @@
+"""The file format of one chunk's KV, as the disk tier writes and reads it: safetensors, layer by layer.
+
+Tensors are named ``layer.00.key``, ``layer.00.value``, ``layer.01.key`` … and lie in that order, so that a reader can
+take one layer after another. The metadata holds the format version, the chunk key, the xxh3_128 checksum of every
+tensor's bytes, and one over everything else in the header. The checksums find damage, not forgery: whoever may write
+the files may also write matching checksums. Nothing in a file is ever unpickled.
+
+The header is written here rather than by ``safetensors.torch.save_file``, which orders tensors by name and refuses
+tensors that share memory; and read here, because bytes that are read into memory of our own can be checked once and
+then stay what they were, unlike a memory map's. Any safetensors reader can open the files.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+
+FORMAT = "kvlinker-chunk"
+FORMAT_VERSION = 1
+
+_METADATA = "__metadata__"
+_CHECKSUM = "xxh3_128"
+_LENGTH_BYTES = 8
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class ChunkFileError(Exception):
+    """The file is not a whole, undamaged chunk file of the key that it was read for; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor of a file: ``start`` and ``end`` count bytes from the end of the header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, int, int]
+    start: int
+    end: int
+    checksum: str
+
+
+def encode_header(key: str, kv: ChunkKV) -> bytes:
+    """All bytes that stand before the tensors. Raises ValueError for dtypes that the format does not have."""
+    metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "key": key}
+    header: dict[str, Any] = {_METADATA: metadata}
+    offset = 0
+    for name, tensor in _named_tensors(kv):
+        if tensor.dtype not in _DTYPE_NAMES or tensor.dtype != kv.layers[0].key.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}; a chunk file holds one dtype out of {list(_DTYPE_NAMES)}.")
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        metadata[f"{_CHECKSUM}.{name}"] = xxhash.xxh3_128_hexdigest(_raw_bytes(tensor))
+        offset += tensor.nbytes
+    metadata[f"{_CHECKSUM}.header"] = xxhash.xxh3_128_hexdigest(_dump(header))
+    text = _dump(header)
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def write_chunk_file(file: BinaryIO, header: bytes, kv: ChunkKV) -> None:
+    """Write ``encode_header``'s bytes and the tensors. Raises OSError."""
+    file.write(header)
+    for _, tensor in _named_tensors(kv):
+        file.write(_raw_bytes(tensor))
+
+
+def read_chunk_file(path: Path, key: str) -> ChunkKV:
+    """Read and verify a file; all tensors are views of one buffer of the file's size.
+
+    Raises ChunkFileError for anything that is not exactly what was written for ``key``, and OSError.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        entries = _read_header(file, size, key)
+        # NumPy asks for huge pages, which makes fresh memory less than half as expensive as torch.empty's.
+        data: NDArray[np.uint8] = np.empty(entries[-1].end, dtype=np.uint8)
+        tensors = [_read_tensor(file, data, entry) for entry in entries]
+    return ChunkKV(tuple(LayerKV(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)))
+
+
+def _named_tensors(kv: ChunkKV) -> Iterator[tuple[str, torch.Tensor]]:
+    names = iter(_names(len(kv.layers)))
+    for layer in kv.layers:
+        yield next(names), layer.key
+        yield next(names), layer.value
+
+
+def _names(layers: int) -> list[str]:
+    width = max(2, len(str(layers - 1)))
+    return [f"layer.{index:0{width}d}.{part}" for index in range(layers) for part in ("key", "value")]
+
+
+def _raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    raw: NDArray[np.uint8] = tensor.view(torch.uint8).reshape(-1).numpy()
+    return raw
+
+
+def _dump(header: dict[str, Any]) -> bytes:
+    return json.dumps(header, separators=(",", ":")).encode()
+
+
+def _read_header(file: io.BufferedReader, size: int, key: str) -> list[_Entry]:
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if length > size - _LENGTH_BYTES:
+        raise ChunkFileError("truncated, or not a safetensors file")
+    text = file.read(length)
+    try:
+        entries = _parse_header(json.loads(text), key)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ChunkFileError(f"its header is not a chunk file's ({type(error).__name__}: {error})") from error
+    expected = _LENGTH_BYTES + length + entries[-1].end
+    if size != expected:
+        raise ChunkFileError(f"it has {size} bytes instead of {expected}")
+    return entries
+
+
+def _parse_header(header: dict[str, Any], key: str) -> list[_Entry]:
+    metadata = header[_METADATA]
+    if (metadata["format"], metadata["version"]) != (FORMAT, str(FORMAT_VERSION)):
+        raise ChunkFileError(
+            f"it is of format {metadata['format']} {metadata['version']}, not {FORMAT} {FORMAT_VERSION}"
+        )
+    checksum = metadata.pop(f"{_CHECKSUM}.header")
+    if xxhash.xxh3_128_hexdigest(_dump(header)) != checksum:
+        raise ChunkFileError("its header does not match its checksum")
+    if metadata["key"] != key:
+        raise ChunkFileError(f"it holds chunk {metadata['key']}")
+    del header[_METADATA]
+    entries = [
+        _Entry(
+            name,
+            _DTYPES[fields["dtype"]],
+            tuple(fields["shape"]),
+            *fields["data_offsets"],
+            checksum=metadata[f"{_CHECKSUM}.{name}"],
+        )
+        for name, fields in header.items()
+    ]
+    _check_layout(entries)
+    return entries
+
+
+def _check_layout(entries: list[_Entry]) -> None:
+    """Raises ValueError unless the tensors are all layers' keys and values of one chunk, end to end."""
+    if not entries or [entry.name for entry in entries] != _names(len(entries) // 2):
+        raise ValueError("the tensors are not layers in order")
+    if len({(entry.dtype, entry.shape[1]) for entry in entries}) != 1:
+        raise ValueError("layers differ in dtype or number of tokens")
+    offset = 0
+    for entry in entries:
+        kv_heads, tokens, head_dim = entry.shape
+        if any(type(size) is not int or size < 0 for size in entry.shape) or entry.start != offset:
+            raise ValueError(f"{entry.name} has an impossible shape or offset")
+        offset += kv_heads * tokens * head_dim * entry.dtype.itemsize
+        if entry.end != offset:
+            raise ValueError(f"{entry.name} has a size that is not its shape's")
+
+
+def _read_tensor(file: io.BufferedReader, data: NDArray[np.uint8], entry: _Entry) -> torch.Tensor:
+    """Read into ``data[start:end]``; returns a view of it, [kv_heads, tokens, head_dim]."""
+    part = data[entry.start : entry.end]
+    if file.readinto(memoryview(part)) != len(part):
+        raise ChunkFileError(f"truncated within {entry.name}")
+    if xxhash.xxh3_128_hexdigest(part) != entry.checksum:
+        raise ChunkFileError(f"{entry.name} does not match its checksum")
+    return torch.from_numpy(part).view(entry.dtype).reshape(entry.shape)

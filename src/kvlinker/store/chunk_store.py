@@ -1,0 +1,141 @@
+"""The chunk store: all tiers seen as one. The engine puts and gets KV here; the server deletes and reports."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from kvlinker.events import ChunkLoaded, ChunkLookup, Events
+from kvlinker.store.base import Tier, TierCheck, TierUsage
+from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.writer import BackgroundWriter
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_WRITE_QUEUE_BYTES = 1 << 30
+
+
+class ChunkStore:
+    """Tiers from the fastest to the slowest, with KV written through to all and promoted on use.
+
+    ``put`` stores into the first tier at once and leaves the slower ones to a background thread. A chunk that waits
+    for that thread counts as lying in the first tier, and is found there even if that tier has no room for it. When
+    more than ``write_queue_bytes`` wait, the slower tiers do not get the chunk at all: the caller never waits, and a
+    chunk that is then evicted from the first tier is computed again. Besides the tiers' budgets, at most
+    ``write_queue_bytes`` plus two chunks of memory are held.
+
+    All methods may be called from any thread. Listeners of the tiers' events must not call ``delete`` or ``flush``.
+    """
+
+    def __init__(
+        self, tiers: Sequence[Tier], events: Events, *, write_queue_bytes: int = DEFAULT_WRITE_QUEUE_BYTES
+    ) -> None:
+        if not tiers:
+            raise ValueError("A chunk store needs at least one tier.")
+        self._tiers = tuple(tiers)
+        self._events = events
+        self._writer = BackgroundWriter(write_queue_bytes)
+        self._lock = threading.RLock()  # makes queueing and the first tier's put one step; guards the two counts
+        self._deletes_running = 0
+        self._deletes_done = 0
+        atexit.register(self.close)
+
+    def get(self, key: str) -> ChunkKV | None:
+        """The chunk's KV from the fastest tier that has it, now in all tiers above it too; None where no tier has it.
+
+        The caller must not modify it. Publishes one ChunkLookup, and on a hit one ChunkLoaded.
+        """
+        epoch = self._delete_epoch()
+        started = time.perf_counter()
+        for position, tier in enumerate(self._tiers):
+            kv = tier.get(key)
+            promoted_to = self._tiers[:position]
+            if kv is None and position == 0:
+                kv = self._writer.get(key)
+                promoted_to = self._tiers[:1]
+            if kv is not None:
+                seconds = time.perf_counter() - started
+                self._promote(key, kv, promoted_to, epoch)
+                self._events.publish(ChunkLookup(hit=True, tier=tier.name))
+                self._events.publish(ChunkLoaded(tier.name, seconds, kv.nbytes))
+                return kv
+        self._events.publish(ChunkLookup(hit=False, tier="none"))
+        return None
+
+    def put(self, key: str, kv: ChunkKV) -> None:
+        """Keep the KV; ``get`` sees it from now on. The caller must not modify it any more."""
+        with self._lock:
+            self._place(key, kv, self._tiers)
+
+    def tier_of(self, key: str) -> str | None:
+        """The name of the fastest tier that has the chunk. Does not count as a use."""
+        if self._tiers[0].contains(key) or self._writer.get(key) is not None:
+            return self._tiers[0].name
+        return next((tier.name for tier in self._tiers[1:] if tier.contains(key)), None)
+
+    def nbytes(self, key: str) -> int | None:
+        """Bytes of the chunk in the fastest tier that has it. Does not count as a use."""
+        waiting = self._writer.get(key)
+        if waiting is not None:
+            return waiting.nbytes
+        return next((size for tier in self._tiers if (size := tier.nbytes(key)) is not None), None)
+
+    def keys(self) -> frozenset[str]:
+        """The keys of all chunks that the store has."""
+        return frozenset(self._writer.keys()).union(*(tier.keys() for tier in self._tiers))
+
+    def delete(self, key: str) -> None:
+        """Remove the chunk from all tiers. It comes back only by a ``put`` that has not returned before this call.
+
+        Waits for the background thread if that is just writing this chunk.
+        """
+        with self._lock:
+            self._deletes_running += 1
+        try:
+            self._tiers[0].delete(key)
+            self._writer.cancel(key)
+            for tier in self._tiers[1:]:
+                tier.delete(key)
+        finally:
+            with self._lock:
+                self._deletes_running -= 1
+                self._deletes_done += 1
+
+    def usage(self) -> tuple[TierUsage, ...]:
+        """How full each tier is, from the fastest to the slowest."""
+        return tuple(TierUsage(tier.name, tier.used_bytes, tier.budget_bytes, len(tier)) for tier in self._tiers)
+
+    def check(self) -> tuple[TierCheck, ...]:
+        """Read and verify every stored copy, dropping the damaged ones; one result per tier."""
+        return tuple(tier.check() for tier in self._tiers)
+
+    def flush(self) -> None:
+        """Wait until every put so far has reached, or been refused by, the slower tiers."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Finish the writes under way and close the tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
+        atexit.unregister(self.close)
+        self._writer.close()
+        for tier in self._tiers:
+            tier.close()
+
+    def _place(self, key: str, kv: ChunkKV, tiers: Sequence[Tier]) -> None:
+        """Store into the first of the tiers now, and into the rest later; the lock is held."""
+        if len(tiers) > 1 and not self._writer.add(key, kv, tiers[1:]):
+            logger.warning("Chunk %s stays out of the slower tiers: too many writes wait already", key)
+        tiers[0].put(key, kv)
+
+    def _delete_epoch(self) -> int | None:
+        """Names the time between two deletes; None during one."""
+        with self._lock:
+            return None if self._deletes_running else self._deletes_done
+
+    def _promote(self, key: str, kv: ChunkKV, tiers: Sequence[Tier], epoch: int | None) -> None:
+        """Store what was just loaded into faster tiers, unless a delete came in between: it must not undo that."""
+        with self._lock:
+            if tiers and epoch is not None and epoch == self._delete_epoch():
+                self._place(key, kv, tiers)

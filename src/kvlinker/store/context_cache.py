@@ -1,0 +1,43 @@
+"""What a user holds: an id for a chunk cache, with owner, time to live and metadata."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from kvlinker.chunks import Chunk
+
+
+def new_context_cache_id() -> str:
+    """An id that cannot be guessed: "cc_" and 24 random hexadecimal characters."""
+    return f"cc_{secrets.token_hex(12)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCache:
+    """One context cache, as the catalog records it.
+
+    ``model`` is the served name, ``fingerprint`` the engine's; ``chunk_key`` names the chunk's KV in the store.
+    Times are Unix seconds; ``expires_at`` None means that it lives until it is deleted.
+    """
+
+    id: str
+    tenant: str
+    model: str
+    fingerprint: str
+    chunk: Chunk
+    chunk_key: str
+    created_at: float
+    expires_at: float | None = None
+    name: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+
+    @property
+    def tokens(self) -> int:
+        """How many prompt tokens it stands for."""
+        return len(self.chunk)

@@ -1,0 +1,250 @@
+"""The tier that survives a restart: one file per chunk cache, in a folder on a local disk."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
+from kvlinker.store.base import TierCheck
+from kvlinker.store.chunk_file import ChunkFileError, encode_header, read_chunk_file, write_chunk_file
+from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.errors import StoreError
+from kvlinker.store.lru import LruIndex
+
+logger = logging.getLogger(__name__)
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+_SUFFIX = ".safetensors"
+_TEMPORARY_SUFFIX = ".tmp"
+
+
+class DiskTier:
+    """Keeps ``<directory>/<first two characters of the key>/<key>.safetensors``; a chunk's size is its file's.
+
+    A file appears whole or not at all (written beside its place, synchronised, renamed), and every read verifies it.
+    A file's modification time is its last use, so that the order of eviction survives a restart.
+
+    Several processes may share the folder: each finds files that another wrote when it is asked for them, and
+    counts in ``used_bytes`` those that it has met. What one evicts or deletes vanishes for the others.
+
+    The lock guards the index and the names in the folder; bulk reads and writes happen outside it.
+    """
+
+    def __init__(self, directory: Path, budget_bytes: int, events: Events, *, name: str = "disk") -> None:
+        """Open the folder, create it where missing, evict down to the budget.
+
+        Raises StoreError where the folder cannot be created or listed.
+        """
+        self.name = name
+        self._directory = directory
+        self._events = events
+        self._lock = threading.RLock()
+        self._index = LruIndex(budget_bytes)
+        self._reserved_bytes = 0
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._remove_temporary_files()
+            found = sorted((status.st_mtime_ns, key, status.st_size) for key, status in self._scan())
+        except OSError as error:
+            raise StoreError(
+                f"The chunk cache folder {directory} cannot be used: {error}. "
+                "Make it a folder that this user may write to, or choose another state directory."
+            ) from error
+        for _, key, nbytes in found:
+            self._index.add(key, nbytes)
+        self._evict_for(0)
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._index.budget_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._index.used_bytes
+
+    def get(self, key: str) -> ChunkKV | None:
+        if not self.contains(key):
+            return None
+        kv = self._read(key)
+        if not isinstance(kv, ChunkKV):
+            return None
+        self._touch(key)
+        return kv
+
+    def put(self, key: str, kv: ChunkKV) -> bool:
+        """As ``Tier.put``. Raises ValueError for KV that the file format does not hold: a caller's mistake."""
+        if self._touch(key):
+            return True
+        header = encode_header(key, kv)
+        nbytes = len(header) + kv.nbytes
+        with self._lock:
+            if nbytes + self._reserved_bytes > self.budget_bytes:
+                return False
+            self._evict_for(nbytes)
+            self._reserved_bytes += nbytes
+        try:
+            temporary = self._write_temporary(key, header, kv)
+        except OSError as error:
+            logger.warning("Chunk %s was not written to %s: %s", key, self._directory, error)
+            return False
+        finally:
+            with self._lock:
+                self._reserved_bytes -= nbytes
+        return self._commit(key, temporary, nbytes)
+
+    def contains(self, key: str) -> bool:
+        with self._lock:
+            return key in self._index or self._adopt(key)
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._index.remove(key)
+            self._unlink(self._path(key))
+
+    def keys(self) -> tuple[str, ...]:
+        with self._lock:
+            return self._index.keys()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def nbytes(self, key: str) -> int | None:
+        with self._lock:
+            return self._index.nbytes(key) if self.contains(key) else None
+
+    def check(self) -> TierCheck:
+        results = [self._read(key) for key, _ in list(self._scan()) if self.contains(key)]
+        damaged = tuple(result for result in results if isinstance(result, ChunkDamaged))
+        return TierCheck(self.name, checked=len(results), damaged=damaged)
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
+
+    def _path(self, key: str) -> Path:
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{key!r} is not a chunk key: 64 lowercase hexadecimal characters.")
+        return self._directory / key[:2] / f"{key}{_SUFFIX}"
+
+    def _scan(self) -> Iterator[tuple[str, os.stat_result]]:
+        """The keys of all files in the folder, whoever wrote them, with their stat."""
+        for path in self._directory.glob(f"??/*{_SUFFIX}"):
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                if _KEY.fullmatch(path.stem) and path == self._path(path.stem) and stat.S_ISREG(status.st_mode):
+                    yield path.stem, status
+
+    def _read(self, key: str) -> ChunkKV | ChunkDamaged | None:
+        """The verified KV; or the damage, after removing and publishing it; or None where it is a miss for now."""
+        try:
+            return read_chunk_file(self._path(key), key)
+        except FileNotFoundError:
+            reason = "its file vanished"
+        except ChunkFileError as error:
+            reason = str(error)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                logger.warning("Chunk %s was not read from %s: %s", key, self._directory, error)
+                return None
+            reason = str(error)
+        with self._lock:
+            if not self._index.remove(key):
+                return None  # deleted or evicted since the caller looked
+            self._unlink(self._path(key))
+        damage = ChunkDamaged(self.name, key, reason)
+        self._events.publish(damage)
+        return damage
+
+    def _touch(self, key: str) -> bool:
+        """Note a use; False where the chunk is absent."""
+        now = time.time_ns()
+        with self._lock:
+            if not self.contains(key):
+                return False
+            try:
+                os.utime(self._path(key), ns=(now, now))
+            except FileNotFoundError:
+                self._index.remove(key)
+                return False
+            except OSError as error:
+                logger.debug("The use of chunk %s will be forgotten at the next start: %s", key, error)
+            return self._index.touch(key)
+
+    def _adopt(self, key: str) -> bool:
+        """Take over a file that another process wrote since the start; the lock is held."""
+        try:
+            nbytes = self._path(key).stat().st_size
+        except OSError:
+            return False
+        if nbytes + self._reserved_bytes > self.budget_bytes:
+            return False
+        self._evict_for(nbytes)
+        self._index.add(key, nbytes)
+        return True
+
+    def _evict_for(self, nbytes: int) -> None:
+        """Evict until ``nbytes`` fit beside what is being written; the lock is held."""
+        for key, size in self._index.make_room(nbytes + self._reserved_bytes):
+            self._unlink(self._path(key))
+            self._events.publish(ChunkEvicted(self.name, size))
+
+    def _write_temporary(self, key: str, header: bytes, kv: ChunkKV) -> Path:
+        """Write beside the chunk's place and wait for the disk; on an error nothing stays behind."""
+        folder = self._path(key).parent
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=key, suffix=_TEMPORARY_SUFFIX, dir=folder)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                write_chunk_file(file, header, kv)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            self._unlink(Path(name))
+            raise
+        return Path(name)
+
+    def _commit(self, key: str, temporary: Path, nbytes: int) -> bool:
+        """Put a written file in its place, and count it."""
+        path = self._path(key)
+        try:
+            with self._lock:
+                self._index.remove(key)
+                self._evict_for(nbytes)
+                os.replace(temporary, path)
+                self._index.add(key, nbytes)
+        except OSError as error:
+            logger.warning("Chunk %s was not moved into %s: %s", key, self._directory, error)
+            self._unlink(temporary)
+            return False
+        with suppress(OSError):  # at worst, a power cut now makes a miss of it
+            _sync_folder(path.parent)
+        return True
+
+    def _unlink(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.error("%s could not be removed: %s", path, error)
+
+    def _remove_temporary_files(self) -> None:
+        """What a crash left behind. (A write of another process that loses its file here is not stored.)"""
+        for path in self._directory.glob(f"??/*{_TEMPORARY_SUFFIX}"):
+            self._unlink(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in the folder last through a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

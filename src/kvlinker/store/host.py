@@ -1,0 +1,74 @@
+"""The fastest tier: chunk caches in this process's memory."""
+
+from __future__ import annotations
+
+import threading
+
+from kvlinker.events import ChunkEvicted, Events
+from kvlinker.store.base import TierCheck
+from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.lru import LruIndex
+
+
+class HostTier:
+    """Keeps the very tensors that were put, without a copy; a chunk's size here is its ``ChunkKV.nbytes``."""
+
+    def __init__(self, budget_bytes: int, events: Events, *, name: str = "host") -> None:
+        self.name = name
+        self._events = events
+        self._lock = threading.RLock()
+        self._index = LruIndex(budget_bytes)
+        self._kv: dict[str, ChunkKV] = {}
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._index.budget_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._index.used_bytes
+
+    def get(self, key: str) -> ChunkKV | None:
+        with self._lock:
+            self._index.touch(key)
+            return self._kv.get(key)
+
+    def put(self, key: str, kv: ChunkKV) -> bool:
+        nbytes = kv.nbytes
+        with self._lock:
+            if self._index.touch(key):
+                return True
+            if nbytes > self.budget_bytes:
+                return False
+            for evicted, size in self._index.make_room(nbytes):
+                del self._kv[evicted]
+                self._events.publish(ChunkEvicted(self.name, size))
+            self._index.add(key, nbytes)
+            self._kv[key] = kv
+            return True
+
+    def contains(self, key: str) -> bool:
+        return key in self._kv
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            if self._index.remove(key):
+                del self._kv[key]
+
+    def keys(self) -> tuple[str, ...]:
+        with self._lock:
+            return self._index.keys()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def nbytes(self, key: str) -> int | None:
+        return self._index.nbytes(key)
+
+    def check(self) -> TierCheck:
+        return TierCheck(self.name, checked=len(self), damaged=())
+
+    def close(self) -> None:
+        with self._lock:
+            self._index = LruIndex(self.budget_bytes)
+            self._kv.clear()

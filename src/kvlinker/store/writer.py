@@ -1,0 +1,108 @@
+"""The queue of writes to slower tiers, worked off by one background thread; the chunk store is its only caller."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvlinker.store.base import Tier
+from kvlinker.store.chunk_kv import ChunkKV
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Write:
+    key: str
+    kv: ChunkKV
+    nbytes: int
+    tiers: Sequence[Tier]
+
+
+class BackgroundWriter:
+    """Writes chunks to tiers in the order in which they were added, one at a time.
+
+    What is queued or being written can be read with ``get``, so that a chunk never disappears in between. At most
+    ``max_bytes`` are queued, except that one chunk of any size is taken while nothing else is queued.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._queued: dict[str, _Write] = {}
+        self._writing: _Write | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, key: str, kv: ChunkKV, tiers: Sequence[Tier]) -> bool:
+        """Queue a write, unless the key is queued already. False: the queue is full or closed. Never waits."""
+        nbytes = kv.nbytes
+        with self._changed:
+            if key in self._queued:
+                return True
+            queued_bytes = sum(write.nbytes for write in self._queued.values())
+            if self._closed or (self._queued and queued_bytes + nbytes > self._max_bytes):
+                return False
+            self._queued[key] = _Write(key, kv, nbytes, tiers)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvlinker-store-writer", daemon=True)
+                self._thread.start()
+            return True
+
+    def get(self, key: str) -> ChunkKV | None:
+        """The KV that is queued or being written under the key."""
+        with self._changed:
+            write = self._queued.get(key)
+            return None if write is None else write.kv
+
+    def keys(self) -> tuple[str, ...]:
+        """The keys that ``get`` finds."""
+        with self._changed:
+            return tuple(self._queued)
+
+    def cancel(self, key: str) -> None:
+        """Drop the key's write; where it has begun, wait for its end. ``get`` does not see it from the start."""
+        with self._changed:
+            self._queued.pop(key, None)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._writing is None or self._writing.key != key)
+
+    def flush(self) -> None:
+        """Wait until everything queued is written or refused."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queued and self._writing is None)
+
+    def close(self) -> None:
+        """Write what is queued, then end the thread. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """Wait for one write and do it; False when closed and done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queued or self._closed)
+            if not self._queued:
+                return False
+            write = next(iter(self._queued.values()))
+            self._writing = write
+        try:
+            for tier in write.tiers:
+                tier.put(write.key, write.kv)
+        except Exception:
+            logger.exception("Chunk %s was not written", write.key)
+        with self._changed:
+            self._writing = None
+            if self._queued.get(write.key) is write:
+                del self._queued[write.key]
+            self._changed.notify_all()
+        return True
