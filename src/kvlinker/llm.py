@@ -27,6 +27,8 @@ from kvlinker.engine.base import (
     TokenLogprob,
     Usage,
 )
+from kvlinker.engine.embedded import EmbeddedEngine
+from kvlinker.engine.loading import LoadedModel, load_model
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
 from kvlinker.linking import parse_policy
@@ -69,21 +71,23 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         settings = load_settings(model=str(model) if model is not None else None, **options)
-        self._start(settings)
+        self._start(load_model(settings), settings)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
+        """Load ``settings.model`` and start."""
+        return cls.from_model(load_model(settings), settings)
+
+    @classmethod
+    def from_model(cls, loaded: LoadedModel, settings: Settings) -> Self:
+        """Start on a model that is in memory already (see ``kvlinker.engine.loading.prepare_model``)."""
         llm = cls.__new__(cls)
-        llm._start(settings)
+        llm._start(loaded, settings)
         return llm
 
-    def _start(self, settings: Settings) -> None:
-        from kvlinker.engine.embedded import EmbeddedEngine
-        from kvlinker.engine.loading import load_model
-
+    def _start(self, loaded: LoadedModel, settings: Settings) -> None:
         self.settings = settings
         self.events = Events()
-        loaded = load_model(settings)
         self.model_name = settings.served_model_name or Path(settings.model).name
         self.created_at = time.time()
         self.tokenizer = loaded.tokenizer

@@ -1,19 +1,19 @@
-"""Attention of one run: its queries over its request's keys up to each query's own position."""
+"""Attention by position: queries of one request over its keys up to each query's own position."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 LONG_RUN = 256
-"""Runs of more queries are split into the keys before them, which need no mask, and their own, which are causal."""
+"""Contiguous queries beyond this count are split: the keys before them need no mask, their own are causal."""
 
 QUERY_BLOCK = 256
-"""Queries that are masked together where a window or a soft cap rules out the split."""
+"""Queries that share one mask at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,69 +30,116 @@ class AttentionOptions:
     sinks: Tensor | None = None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Causal attention of the last positions.
+@dataclass(frozen=True)
+class Queries:
+    """Positions of one request's queries that are computed together, ascending: [queries]."""
 
-    ``query`` [heads, run, key_dim] stands at the last positions of ``key`` [kv_heads, length, key_dim] and ``value``
-    [kv_heads, length, value_dim]. Query heads share key heads in equal groups, neighbours first. Returns
-    [heads, run, value_dim].
+    positions: Tensor
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @cached_property
+    def first(self) -> int:
+        return int(self.positions[0])
+
+    @cached_property
+    def last(self) -> int:
+        return int(self.positions[-1])
+
+    @cached_property
+    def contiguous(self) -> bool:
+        return self.last - self.first + 1 == len(self)
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[slice, Queries], ...]:
+        """Parts of at most QUERY_BLOCK queries, with the rows that they take."""
+        rows = [slice(begin, begin + QUERY_BLOCK) for begin in range(0, len(self), QUERY_BLOCK)]
+        return tuple((part, Queries(self.positions[part])) for part in rows)
+
+    @cached_property
+    def _masks(self) -> dict[tuple[int | None, int, torch.dtype], Tensor | None]:
+        return {}
+
+    def first_seen(self, window: int | None) -> int:
+        """The first position that any of the queries sees."""
+        return 0 if window is None else max(self.first - window + 1, 0)
+
+    def mask(self, window: int | None, copies: int, dtype: torch.dtype) -> Tensor | None:
+        """What each of ``copies`` copies of the queries sees of positions [first_seen, last]: 0 or -inf,
+        [copies · queries, keys]; None when all see all. Computed once for all layers of a kind."""
+        if window is not None and self.last < window:
+            window = None
+        if len(self) == 1:
+            return None
+        variant = (window, copies, dtype)
+        if variant not in self._masks:
+            positions = self.positions[:, None]
+            keys = torch.arange(self.first_seen(window), self.last + 1, device=positions.device)[None]
+            hidden = keys > positions
+            if window is not None:
+                hidden |= keys <= positions - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
+            self._masks[variant] = mask.repeat(copies, 1)
+        return self._masks[variant]
+
+
+def attend(queries: Queries, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Causal attention.
+
+    ``query`` [heads, queries, key_dim]; ``key`` [kv_heads, last + 1, key_dim] and ``value`` [kv_heads, last + 1,
+    value_dim] stand at positions from 0 on. Query heads share key heads in equal groups, neighbours first. Returns
+    [heads, queries, value_dim].
     """
-    run, length = query.shape[1], key.shape[1]
-    windowed = options.window is not None and length > options.window
-    if options.softcap is None and not windowed and run > LONG_RUN and query.device.type == "cpu":
-        output, lse = _long_run(query, key, value, options.scale)
-        return _with_sinks(output, lse, options)
-    if run > QUERY_BLOCK and (windowed or options.softcap is not None):
-        blocks = []
-        for begin in range(0, run, QUERY_BLOCK):
-            end = length - run + min(begin + QUERY_BLOCK, run)
-            blocks.append(_masked(query[:, begin : begin + QUERY_BLOCK], key[:, :end], value[:, :end], options))
-        return torch.cat(blocks, dim=1)
-    return _masked(query, key, value, options)
+    if len(queries) <= QUERY_BLOCK:
+        return _masked(queries, query, key, value, options)
+    windowed = options.window is not None and queries.last >= options.window
+    if queries.contiguous and not windowed and options.softcap is None and query.device.type == "cpu":
+        return _with_sinks(*_long_run(query, key, value, options.scale), options)
+    blocks = [
+        _masked(part, query[:, rows], key[:, : part.last + 1], value[:, : part.last + 1], options)
+        for rows, part in queries.blocks
+    ]
+    return torch.cat(blocks, dim=1)
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+def _masked(queries: Queries, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """One kernel call under an explicit mask, over the keys that any of the queries sees."""
-    run = query.shape[1]
-    if options.window is not None:
-        visible = options.window + run - 1
-        key, value = key[:, -visible:], value[:, -visible:]
+    first = queries.first_seen(options.window)
+    key, value = key[:, first:], value[:, first:]
     groups = query.shape[0] // key.shape[0]
-    mask = _mask(run, key.shape[1], options.window, groups, query.dtype, query.device)
-    folded = query.reshape(key.shape[0], groups * run, query.shape[2])
+    mask = queries.mask(options.window, groups, query.dtype)
+    folded = query.reshape(key.shape[0], groups * len(queries), query.shape[2])
+    shape = (query.shape[0], len(queries), value.shape[2])
     if options.softcap is not None or (options.sinks is not None and query.device.type != "cpu"):
         output, lse = _plain(folded, key, value, mask, options)
     elif query.device.type == "cpu":
         output, lse = _flash(folded[None], key[None], value[None], options.scale, mask=mask)
     else:
-        output = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             folded[None], key[None], value[None], attn_mask=mask, scale=options.scale
-        )[0]
-        return output.reshape(query.shape[0], run, value.shape[2])
-    output = output.reshape(query.shape[0], run, value.shape[2])
-    return _with_sinks(output, lse.reshape(query.shape[0], run), options)
+        )
+        return attended.reshape(shape)
+    return _with_sinks(output.reshape(shape), lse.reshape(shape[:2]), options)
 
 
 def _long_run(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention and log-sum-exp of a long run: earlier keys without a mask, own keys causally, then merged."""
+    """Attention and log-sum-exp of contiguous queries: earlier keys without a mask, own keys causally, then merged."""
     heads, run, _ = query.shape
     kv_heads, length, _ = key.shape
     before = length - run
-    grouped = query.view(kv_heads, heads // kv_heads, run, -1).transpose(0, 1)  # [groups, kv_heads, run, key_dim]
+    grouped = query.reshape(kv_heads, heads // kv_heads, run, -1).transpose(0, 1)  # [groups, kv_heads, run, key_dim]
 
     def shared(tensor: Tensor) -> Tensor:
         return tensor[None].expand(len(grouped), -1, -1, -1)
 
-    def ungrouped(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        return output.transpose(0, 1).reshape(heads, run, -1), lse.transpose(0, 1).reshape(heads, run)
-
-    own = ungrouped(*_flash_call(grouped, shared(key[:, before:]), shared(value[:, before:]), scale, causal=True))
+    output, lse = _flash_call(grouped, shared(key[:, before:]), shared(value[:, before:]), scale, causal=True)
+    own = output.transpose(0, 1).reshape(heads, run, -1), lse.transpose(0, 1).reshape(heads, run)
     if not before:
         return own
-    earlier = _flash(
-        query.reshape(kv_heads, -1, query.shape[2])[None], key[None, :, :before], value[None, :, :before], scale
-    )
-    return merge(own, (earlier[0].reshape(heads, run, -1), earlier[1].reshape(heads, run)))
+    folded = query.reshape(kv_heads, -1, query.shape[2])
+    output, lse = _flash(folded[None], key[None, :, :before], value[None, :, :before], scale)
+    return merge(own, (output.reshape(heads, run, -1), lse.reshape(heads, run)))
 
 
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -140,20 +187,3 @@ def _plain(
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None])
     return torch.matmul(weights, value.float()).to(query.dtype), lse
-
-
-@lru_cache(maxsize=64)
-def _mask(
-    run: int, length: int, window: int | None, groups: int, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
-    """What each of ``groups`` copies of ``run`` queries at the last of ``length`` positions sees: 0 or -inf,
-    [groups · run, length]; None when all see all."""
-    if run == 1 and (window is None or length <= window):
-        return None
-    positions = torch.arange(length - run, length, device=device)[:, None]
-    keys = torch.arange(length, device=device)[None]
-    hidden = keys > positions
-    if window is not None:
-        hidden |= keys <= positions - window
-    mask = torch.zeros(run, length, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-    return mask.repeat(groups, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +29,7 @@ class Placed:
 class Capture:
     """Collects a chunk's KV while it is computed: keys without rotary embedding."""
 
-    def __init__(self, layers: tuple[LayerShape, ...], *, first: int, tokens: int, dtype: torch.dtype) -> None:
+    def __init__(self, layers: Sequence[LayerShape], *, first: int, tokens: int, dtype: torch.dtype) -> None:
         """The chunk's ``tokens`` stand at the positions from ``first`` on."""
         self._first = first
         self._tokens = tokens
@@ -42,12 +43,12 @@ class Capture:
 
     def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
         """Take one run's un-rotated ``key`` and ``value`` [kv_heads, run, head_dim] from position ``start`` on."""
-        skipped = max(self._first - start, 0)
-        begin = start + skipped - self._first
-        end = start + key.shape[1] - self._first
-        if end > begin:
-            self._layers[layer].key[:, begin:end] = key[:, skipped:]
-            self._layers[layer].value[:, begin:end] = value[:, skipped:]
+        begin = max(start, self._first)
+        end = min(start + key.shape[1], self._first + self._tokens)
+        if begin < end:
+            rows, columns = slice(begin - start, end - start), slice(begin - self._first, end - self._first)
+            self._layers[layer].key[:, columns] = key[:, rows]
+            self._layers[layer].value[:, columns] = value[:, rows]
 
     def finish(self) -> ChunkKV:
         return ChunkKV(self._layers)

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from kvlinker.config import Settings
 from kvlinker.engine.anatomy import LayerShape, trace_layers
 from kvlinker.engine.interception import ATTENTION_NAME
+from kvlinker.engine.selftest import require_exact
 from kvlinker.errors import ModelLoadError
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -66,12 +67,13 @@ def load_model(settings: Settings) -> LoadedModel:
 
 
 def prepare_model(model: Any, tokenizer: Any) -> LoadedModel:
-    """Trace a transformers model's layers and give it kvlinker's attention.
+    """Check that a transformers model can be linked exactly, and give it kvlinker's attention.
 
     Raises UnsupportedModelError when its KV cannot be linked.
     """
     transformers_logging.set_verbosity_error()
     layers = trace_layers(model)
+    require_exact(model)
     model.set_attn_implementation(ATTENTION_NAME)
     parameter = next(model.parameters())
     return LoadedModel(

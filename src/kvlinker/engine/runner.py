@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kvlinker.engine.anatomy import LayerShape
 from kvlinker.engine.attention import AttentionOptions, attend
 from kvlinker.engine.batch import Batch, Placed
+from kvlinker.engine.grouping import group_queries
 from kvlinker.engine.interception import RotaryFunction, intercepted
 from kvlinker.engine.pool import KVPool
 from kvlinker.engine.profile import Profile
@@ -68,6 +69,7 @@ class _Step:
             positions.device
         )
         self._positions = positions
+        self._groups = group_queries(batch, positions.device)
         self._length = max(
             max(run.end for run in batch.runs),
             max((placed.rotary_start + placed.last - placed.first for placed in batch.placed), default=0),
@@ -100,16 +102,22 @@ class _Step:
         pool_key.index_copy_(1, self._slots, rotated_key)
         pool_value.index_copy_(1, self._slots, value)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[2])  # [tokens, heads, value_dim]
-        offset = 0
+        for group in self._groups:
+            seen = slice(group.slot, group.slot + group.queries.last + 1)
+            attended = attend(
+                group.queries, rotated_query[:, group.rows], pool_key[:, seen], pool_value[:, seen], options
+            )
+            output[group.rows] = attended.transpose(0, 1)
+        self._capture(index, key, value)
+        return output
+
+    def _capture(self, index: int, key: Tensor, value: Tensor) -> None:
+        begin = 0
         for run in self._batch.runs:
-            rows = slice(offset, offset + len(run.tokens))
-            offset = rows.stop
-            seen = slice(run.slot, run.slot + run.end)
-            attended = attend(rotated_query[:, rows], pool_key[:, seen], pool_value[:, seen], options)
-            output[rows] = attended.transpose(0, 1)
+            rows = slice(begin, begin + len(run.tokens))
+            begin = rows.stop
             if run.capture is not None:
                 run.capture.record(index, run.start, key[:, rows], value[:, rows])
-        return output
 
     def _place(self, index: int, rotary: Rotary | None, placed: Placed) -> None:
         layer = placed.kv.layers[index]

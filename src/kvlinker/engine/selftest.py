@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import psutil
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kvlinker.engine.anatomy import LayerShape, trace_layers
 from kvlinker.engine.batch import Batch, Capture, Placed, Run
-from kvlinker.engine.interception import attention_of
-from kvlinker.engine.loading import LoadedModel
+from kvlinker.engine.interception import ATTENTION_NAME, attention_of
 from kvlinker.engine.pool import KVPool
 from kvlinker.engine.runner import Runner
 from kvlinker.errors import UnsupportedModelError
@@ -40,16 +45,20 @@ class Check:
         return self.error <= self.tolerance  # false for NaN
 
 
-def self_test(loaded: LoadedModel) -> tuple[Check, ...]:
-    """Compare kvlinker's computation with the model's own forward pass on a fixed random prompt.
+def self_test(model: Any) -> tuple[Check, ...]:
+    """Compare kvlinker's computation with the model's own forward pass on a fixed random prompt of 96 tokens.
 
-    Takes a few forward passes of 96 tokens.
+    Rounding hides small mistakes, so a copy of the model in fp32 is checked where memory allows.
     """
-    tokens = _prompt(loaded)
-    expected = _own_logits(loaded, tokens)
-    tolerance = TOLERANCES[loaded.dtype]
-    runner = _new_runner(loaded)
-    capture = Capture(loaded.layers, first=CHUNK[0], tokens=CHUNK[1] - CHUNK[0], dtype=loaded.dtype)
+    size = sum(weight.numel() for weight in model.parameters()) * torch.float32.itemsize
+    if next(model.parameters()).dtype != torch.float32 and size < psutil.virtual_memory().available // 2:
+        model = copy.deepcopy(model).float()
+    subject = _Subject(model)
+    tokens = subject.tokens
+    expected = subject.own_logits()
+    tolerance = TOLERANCES[subject.dtype]
+    runner = subject.new_runner()
+    capture = Capture(subject.layers, first=CHUNK[0], tokens=CHUNK[1] - CHUNK[0], dtype=subject.dtype)
 
     whole = runner.step(Batch((Run(0, 0, tokens, True, capture),)))[0]
     prefill = Check("prefill", "a prompt computed at once", _error(whole, expected), tolerance)
@@ -66,50 +75,55 @@ def self_test(loaded: LoadedModel) -> tuple[Check, ...]:
     linked = runner.step(Batch((last,), (placed,)))[0]
     link = Check("link", "a chunk's stored KV placed back", _error(linked, expected), tolerance)
 
-    relocate = Check(
-        "relocate", "first-layer keys moved to another position", _relocation_error(loaded, tokens), tolerance
-    )
-    return prefill, recompute, link, relocate
+    moved = Check("relocate", "first-layer keys moved to another position", _relocation_error(subject), tolerance)
+    return prefill, recompute, link, moved
 
 
-def require_exact(loaded: LoadedModel) -> None:
+def require_exact(model: Any) -> None:
     """Raises UnsupportedModelError, with the figures, unless all checks pass."""
-    failed = [check for check in self_test(loaded) if not check.passed]
+    failed = [check for check in self_test(model) if not check.passed]
     if failed:
         figures = "; ".join(f"{check.name} ({check.meaning}): {check.error:.1e}" for check in failed)
         raise UnsupportedModelError(
-            f"{type(loaded.model).__name__} cannot be linked exactly. Relative errors over {failed[0].tolerance:.0e}: "
+            f"{type(model).__name__} cannot be linked exactly. Relative errors over {failed[0].tolerance:.0e}: "
             f"{figures}. Serve it without kvlinker, or report the model."
         )
 
 
-def _prompt(loaded: LoadedModel) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    vocabulary = loaded.model.config.get_text_config().vocab_size
-    return np.random.default_rng(0).integers(0, vocabulary, PROMPT_TOKENS)
+class _Subject:
+    """The model under test, with its layers and the prompt."""
+
+    def __init__(self, model: Any) -> None:
+        weight = next(model.parameters())
+        self.dtype: torch.dtype = weight.dtype
+        self._device: torch.device = weight.device
+        self.layers: Sequence[LayerShape] = trace_layers(model)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self._model = model
+        vocabulary = model.config.get_text_config().vocab_size
+        self.tokens: NDArray[np.int64] = np.random.default_rng(0).integers(0, vocabulary, PROMPT_TOKENS)
+
+    def new_runner(self) -> Runner:
+        pool = KVPool(self.layers, PROMPT_TOKENS, dtype=self.dtype, device=self._device)
+        return Runner(self._model, self.layers, pool)
+
+    @torch.inference_mode()
+    def own_logits(self) -> Tensor:
+        """Last logits of the model's own forward pass, with transformers' plainest attention."""
+        with attention_of(self._model, "eager"):
+            output = self._model(input_ids=torch.from_numpy(self.tokens)[None].to(self._device), use_cache=False)
+        logits: Tensor = output.logits[0, -1].float()
+        return logits
 
 
-def _new_runner(loaded: LoadedModel) -> Runner:
-    pool = KVPool(loaded.layers, PROMPT_TOKENS, dtype=loaded.dtype, device=loaded.device)
-    return Runner(loaded.model, loaded.layers, pool)
-
-
-@torch.inference_mode()
-def _own_logits(loaded: LoadedModel, tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-    """Last logits of the model's own forward pass, with transformers' plainest attention."""
-    with attention_of(loaded.model, "eager"):
-        output = loaded.model(input_ids=torch.from_numpy(tokens)[None].to(loaded.device), use_cache=False)
-    logits: Tensor = output.logits[0, -1].float()
-    return logits
-
-
-def _relocation_error(loaded: LoadedModel, tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> float:
+def _relocation_error(subject: _Subject) -> float:
     """A first-layer key depends on its token and position alone: stored anywhere, placed here, it must be the same."""
+    if subject.layers[0].rotary is None:
+        return 0.0  # it carries no position
     begin, end = CHUNK
-    layer = next(index for index, shape in enumerate(loaded.layers) if shape.rotary is not None)
-    if layer != 0:
-        return 0.0  # keys of deeper layers depend on what stands before them
-    runner = _new_runner(loaded)
-    capture = Capture(loaded.layers, first=0, tokens=end - begin, dtype=loaded.dtype)
+    tokens = subject.tokens
+    runner = subject.new_runner()
+    capture = Capture(subject.layers, first=0, tokens=end - begin, dtype=subject.dtype)
     runner.step(Batch((Run(0, 0, tokens[begin:end], False, capture),)))
     runner.step(Batch((Run(0, 0, tokens),)))
     expected = runner.pool.keys[0][:, begin:end].clone()

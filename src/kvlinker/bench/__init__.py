@@ -1,0 +1,1 @@
+"""Benchmarks: all competitors in one run, medians and ratios, machine and versions beside them."""

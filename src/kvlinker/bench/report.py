@@ -1,0 +1,54 @@
+"""Benchmark results as a table, as JSON, and as a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One benchmark's outcome; ``rows`` are its results."""
+
+    command: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    settings: Mapping[str, Any]
+    rows: Sequence[Row]
+
+    def print(self, console: Console, columns: Sequence[str]) -> None:
+        """The named columns as a table, with machine, versions and settings above it."""
+        for title, values in (("machine", self.machine), ("versions", self.versions), ("settings", self.settings)):
+            console.print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in values.items()))
+        table = Table()
+        for column in columns:
+            table.add_column(column, justify="left" if column in ("policy", "engine", "system", "case") else "right")
+        for row in self.rows:
+            table.add_row(*(_cell(row.get(column)) for column in columns))
+        console.print(table)
+
+    def write_json(self, path: Path) -> None:
+        content = {
+            "command": self.command,
+            "machine": self.machine,
+            "versions": self.versions,
+            "settings": self.settings,
+            "results": list(self.rows),
+        }
+        path.write_text(json.dumps(content, indent=2, default=str) + "\n")
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return str(value)

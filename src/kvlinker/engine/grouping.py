@@ -1,0 +1,58 @@
+"""Which runs of a request share one attention call: scattered tokens are too many for a call each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvlinker.engine.attention import QUERY_BLOCK, Queries
+from kvlinker.engine.batch import Batch, Run
+
+CALL_COST = 2048
+"""Work of one attention call besides its arithmetic, in query-key pairs."""
+
+KEY_COST = 4
+"""Work of reading one more key, in query-key pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGroup:
+    """Rows of the batch whose queries attend together to the request at ``slot``."""
+
+    rows: slice
+    slot: int
+    queries: Queries
+
+
+def group_queries(batch: Batch, device: torch.device) -> tuple[QueryGroup, ...]:
+    """Join neighbouring runs of a request while masked-out work costs less than another call."""
+    groups = []
+    begin = 0
+    for runs in _joined(batch.runs):
+        end = begin + sum(len(run.tokens) for run in runs)
+        positions = torch.cat([torch.arange(run.start, run.end) for run in runs]).to(device)
+        groups.append(QueryGroup(slice(begin, end), runs[0].slot, Queries(positions)))
+        begin = end
+    return tuple(groups)
+
+
+def _joined(runs: tuple[Run, ...]) -> Iterator[list[Run]]:
+    joined: list[Run] = []
+    queries = 0
+    for run in runs:
+        if joined and not _worth_joining(joined[-1], queries, run):
+            yield joined
+            joined, queries = [], 0
+        joined.append(run)
+        queries += len(run.tokens)
+    if joined:
+        yield joined
+
+
+def _worth_joining(previous: Run, queries: int, run: Run) -> bool:
+    if run.slot != previous.slot or queries + len(run.tokens) > QUERY_BLOCK:
+        return False
+    wasted = queries * (run.end - previous.end)
+    return wasted < CALL_COST + KEY_COST * run.end
