@@ -75,6 +75,11 @@ class EmbeddedEngine:
         """For benchmarks and tests, while no request is under way."""
         return self._runner
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """For tests, while no request is under way."""
+        return self._scheduler
+
     def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
         key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant)
         stored = self._store.nbytes(key)

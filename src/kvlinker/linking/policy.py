@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvlinker.errors import PolicyError
 from kvlinker.prompt.segments import Prompt
+
+if TYPE_CHECKING:
+    import torch
 
 
 class LayerEvidence(Protocol):
@@ -73,9 +75,9 @@ class Policy(ABC):
         return cls.family
 
     @classmethod
-    def parse(cls, parameter: str) -> Self:
-        """The policy with the parameter that stands behind the family's name and a hyphen; "" for none."""
-        if parameter:
+    def parse(cls, parameter: str | None) -> Self:
+        """The policy with the parameter that stands behind the family's name and a hyphen; None without a hyphen."""
+        if parameter is not None:
             raise PolicyError(
                 f"Policy {cls.family!r} takes no parameter, but got {parameter!r}.",
                 param="link.policy",
@@ -120,8 +122,8 @@ class CountPolicy(Policy):
         return f"{cls.family}-<{cls.unit}, {cls.minimum} to {cls.maximum}>"
 
     @classmethod
-    def parse(cls, parameter: str) -> Self:
-        if not (parameter.isascii() and parameter.isdigit()):
+    def parse(cls, parameter: str | None) -> Self:
+        if parameter is None or not (parameter.isascii() and parameter.isdigit()):
             raise PolicyError(
                 f"Policy {cls.family!r} needs a whole number of {cls.unit} behind a hyphen, as in "
                 f"{cls.family}-{cls.example()}; got {parameter!r}.",

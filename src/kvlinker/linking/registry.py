@@ -49,7 +49,7 @@ def parse_policy(text: str) -> Policy:
             param="link.policy",
         )
     family = max(matches, key=len)  # naive-unpositioned is not naive with a parameter
-    return known[family].parse(text[len(family) + 1 :])
+    return known[family].parse(text[len(family) + 1 :] if len(text) > len(family) else None)
 
 
 @cache

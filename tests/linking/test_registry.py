@@ -1,0 +1,64 @@
+import pytest
+
+from kvlinker.errors import PolicyError
+from kvlinker.linking import Policy, parse_policy, policies, register
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "naive", "naive-unpositioned", "prefix", "legolink-16", "attnlink-8", "random-0", "random-15"]
+)
+def test_names_parse_back_to_the_same_policy(name):
+    policy = parse_policy(name)
+    assert policy.name == name
+    assert parse_policy(policy.name) == policy
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "legolink",
+        "legolink-",
+        "legolink-0",
+        "legolink--1",
+        "legolink-x",
+        "legolink-1.5",
+        "legolink-16-4",
+        "legolink-999999",
+        "legolink-99999999999999999999",
+        "attnlink-1",
+        "random-101",
+        "naive-3",
+        "full-",
+        "fuller",
+        "Full",
+        "nonsense",
+        "legolink-١٦",
+    ],
+)
+def test_bad_names_are_refused_by_name(name):
+    with pytest.raises(PolicyError) as caught:
+        parse_policy(name)
+    assert caught.value.param == "link.policy"
+
+
+def test_unknown_policies_are_answered_with_the_known_ones():
+    with pytest.raises(PolicyError, match=r"legolink-<tokens, 1 to 4096>"):
+        parse_policy("blend-15")
+
+
+def test_out_of_range_parameters_are_answered_with_the_range():
+    with pytest.raises(PolicyError, match="between 1 and 4096"):
+        parse_policy("legolink-999999")
+
+
+def test_a_family_is_registered_once():
+    assert "legolink" in policies()
+    with pytest.raises(ValueError, match="registered already"):
+
+        @register
+        class Impostor(Policy):
+            family = "legolink"
+
+            def select(self, prompt):
+                raise AssertionError(prompt)

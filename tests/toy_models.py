@@ -1,0 +1,80 @@
+"""Tiny random models of many families, for tests that compare with a model's own forward pass."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvlinker.bench.shapes import byte_tokenizer
+from kvlinker.engine.loading import LoadedModel, prepare_model
+
+VOCABULARY = 300
+WINDOW = 48
+
+BASE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
+HEADS_OF_16 = {"head_dim": 16}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "yarn": ("llama", {"rope_parameters": YARN_ROPE}),
+    "qwen3": ("qwen3", HEADS_OF_16),
+    "mistral-window": ("mistral", {"sliding_window": WINDOW}),
+    "gemma2-softcap": ("gemma2", {**HEADS_OF_16, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("gemma3_text", {**HEADS_OF_16, "sliding_window": WINDOW, "num_hidden_layers": 7}),
+    "phi3": ("phi3", {}),
+    "gpt_neox-partial": ("gpt_neox", {"rotary_pct": 0.5}),
+    "gpt_oss-sinks": ("gpt_oss", {**HEADS_OF_16, "sliding_window": WINDOW, "num_local_experts": 4}),
+    "mixtral-moe": ("mixtral", {"num_local_experts": 4}),
+    "cohere2-interleaved-nope": ("cohere2", {"sliding_window": WINDOW, "num_hidden_layers": 5}),
+}
+
+
+def tiny_model(family: str, **changes: Any) -> Any:
+    """A transformers model of the family in fp32, with norms and sinks that are not trivially 1 or 0."""
+    kind, own = FAMILIES[family]
+    config = AutoConfig.for_model(kind, **(BASE | own | changes))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight += 0.3 * torch.randn(weight.shape, generator=generator)
+            elif "embed" in name or "lm_head" in name:
+                weight *= 4  # so that neither the greedy choice nor the differences drown
+    return model
+
+
+@cache
+def loaded_model(family: str) -> LoadedModel:
+    """The family's tiny model as the engine runs it, shared by all tests: they must not change it."""
+    return prepare_model(tiny_model(family), byte_tokenizer())
