@@ -20,9 +20,7 @@ class Simulation:
     def __init__(self, slots, *, max_step_tokens=16, max_running=8):
         self.slots = np.full(slots, -1)
         self.allocator = SlotAllocator(slots)
-        self.scheduler = Scheduler(
-            self.allocator, self.move, max_step_tokens=max_step_tokens, max_running=max_running
-        )
+        self.scheduler = Scheduler(self.allocator, self.move, max_step_tokens=max_step_tokens, max_running=max_running)
         self.max_step_tokens = max_step_tokens
         self.finished = []
         self.wanted = {}
@@ -39,7 +37,7 @@ class Simulation:
         self.scheduler.check_integrity()
         if step is None:
             return None
-        assert step.batch.tokens <= self.max_step_tokens
+        assert len(step.batch.tokens) <= self.max_step_tokens
         for run in step.batch.runs:
             self.slots[run.slot + run.start : run.slot + run.end] = run.tokens
         for done in step.sequences:
@@ -66,7 +64,7 @@ def test_long_prefills_are_cut_at_the_budget():
     simulation = Simulation(100, max_step_tokens=7)
     long = sequence(24)
     simulation.add(long, 1)
-    sizes = [simulation.step().batch.tokens for _ in range(4)]
+    sizes = [len(simulation.step().batch.tokens) for _ in range(4)]
     assert sizes == [7, 7, 7, 3]
     assert simulation.finished == [long]
 
@@ -80,7 +78,7 @@ def test_decoding_comes_before_prefill():
     for _ in range(5):
         step = simulation.step()
         assert step.sequences[0] is decoding
-        assert step.batch.tokens == 5
+        assert len(step.batch.tokens) == 5
 
 
 def test_requests_are_admitted_in_order_and_only_as_slots_allow():

@@ -20,7 +20,9 @@ def stream(text, stop=()):
     return pieces, out
 
 
-@pytest.mark.parametrize("text", ["plain", "naïve café", "日本語テキスト", "👩‍👩‍👧 family", "tab\tand\nnewline", " lead"])
+@pytest.mark.parametrize(
+    "text", ["plain", "naïve café", "日本語テキスト", "👩‍👩‍👧 family", "tab\tand\nnewline", " lead"]
+)
 def test_characters_come_out_whole(text):
     pieces, _ = stream(text)
     assert "".join(pieces) == text

@@ -68,6 +68,12 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
     return tuple(tracer.layers[index] for index in range(expected))
 
 
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's decoder layers, in order."""
+    wanted = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
+    return next(part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == wanted)
+
+
 class _Tracer:
     """Records, for every layer, its shapes and the rotary embedding that preceded its attention."""
 

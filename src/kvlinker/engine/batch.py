@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.engine.anatomy import LayerShape
+from kvlinker.engine.refinement import Refinement
+from kvlinker.linking.plan import ranges
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 
 
@@ -24,6 +26,10 @@ class Placed:
     last: int
     slot: int
     rotary_start: int
+
+    @property
+    def tokens(self) -> int:
+        return self.last - self.first
 
 
 class Capture:
@@ -59,6 +65,8 @@ class Run:
     """Positions [start, start + len(tokens)) of one request, to be computed now.
 
     ``slot``: where the request's position 0 lies. ``wants_logits``: the last token's logits are needed.
+    ``capture`` collects the KV of a chunk; ``refinement`` may drop tokens between layers, the same for all runs of a
+    request and never with ``capture``.
     """
 
     slot: int
@@ -66,6 +74,7 @@ class Run:
     tokens: NDArray[np.int64]
     wants_logits: bool = False
     capture: Capture | None = None
+    refinement: Refinement | None = None
 
     @property
     def end(self) -> int:
@@ -80,5 +89,54 @@ class Batch:
     placed: tuple[Placed, ...] = field(default=())
 
     @property
-    def tokens(self) -> int:
-        return sum(len(run.tokens) for run in self.runs)
+    def tokens(self) -> NDArray[np.int64]:
+        """All runs' token ids: [tokens]."""
+        return np.concatenate([run.tokens for run in self.runs])
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Of every token in its own request: [tokens]."""
+        return np.concatenate([np.arange(run.start, run.end) for run in self.runs])
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """Where every token's KV lies in the pool: [tokens]."""
+        return np.concatenate([np.arange(run.slot + run.start, run.slot + run.end) for run in self.runs])
+
+    @property
+    def logit_rows(self) -> list[int]:
+        """The tokens whose logits are wanted, by their index in the batch."""
+        return [rows.stop - 1 for run, rows in self.rows() if run.wants_logits]
+
+    def rows(self) -> Iterator[tuple[Run, slice]]:
+        """Every run with the tokens of the batch that it takes."""
+        begin = 0
+        for run in self.runs:
+            yield run, slice(begin, begin + len(run.tokens))
+            begin += len(run.tokens)
+
+    def refinements(self) -> Iterator[tuple[Refinement, NDArray[np.int64]]]:
+        """Every request whose policy refines, with its tokens' indices in the batch."""
+        found: dict[int, tuple[Refinement, list[NDArray[np.int64]]]] = {}
+        for run, rows in self.rows():
+            if run.refinement is not None:
+                _, parts = found.setdefault(id(run.refinement), (run.refinement, []))
+                parts.append(np.arange(rows.start, rows.stop))
+        for refinement, parts in found.values():
+            yield refinement, np.concatenate(parts)
+
+    def narrowed(self, keep: NDArray[np.bool_]) -> Batch:
+        """The batch without the tokens where ``keep`` [tokens] is false; nothing is left to place."""
+        runs = []
+        for run, rows in self.rows():
+            kept = ranges(keep[rows])
+            runs += [
+                replace(
+                    run,
+                    start=run.start + begin,
+                    tokens=run.tokens[begin:end],
+                    wants_logits=run.wants_logits and end == len(run.tokens),
+                )
+                for begin, end in kept
+            ]
+        return Batch(tuple(runs))

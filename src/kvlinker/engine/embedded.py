@@ -217,6 +217,7 @@ class EmbeddedEngine:
             plan.runs,
             placements=tuple(zip(plan.placements, kvs, strict=True)),
             most_tokens=plan.length + generation.max_tokens,
+            policy=plan.policy,
         )
         generation.sequence = sequence
         self._generations[sequence] = generation

@@ -50,6 +50,7 @@ class Generation:
         self.ended = False
         self._sink = sink
         self._events = events
+        self._layers = len(loaded.layers)
         self._tokenizer = loaded.tokenizer
         self._eos = frozenset() if request.sampling.ignore_eos else loaded.eos_token_ids
         self._sampler = Sampler(request.sampling, prompt_length=plan.length)
@@ -107,19 +108,26 @@ class Generation:
         self.ended = True
         if last is not None:
             self._send(last)
-        plan = self.plan
-        usage = Usage(plan.cached_tokens, plan.recomputed_tokens, plan.fresh_tokens, self._output_tokens)
+        usage = self._usage()
         self._events.publish(
             RequestFinished(
-                policy=plan.policy.name,
+                policy=self.plan.policy.name,
                 reason=reason,
-                cached_tokens=plan.cached_tokens,
-                recomputed_tokens=plan.recomputed_tokens,
-                fresh_tokens=plan.fresh_tokens,
-                output_tokens=self._output_tokens,
+                cached_tokens=usage.cached_tokens,
+                recomputed_tokens=usage.recomputed_tokens,
+                fresh_tokens=usage.fresh_tokens,
+                output_tokens=usage.output_tokens,
             )
         )
         self._send(Finished(reason, usage, self._timing()))
+
+    def _usage(self) -> Usage:
+        plan = self.plan
+        recomputed = plan.recomputed_tokens
+        if self.sequence is not None and self.sequence.refinement is not None:
+            recomputed = self.sequence.refinement.recomputed_tokens(self._layers)
+        cached = plan.cached_tokens + plan.recomputed_tokens - recomputed
+        return Usage(cached, recomputed, plan.fresh_tokens, self._output_tokens)
 
     def _timing(self) -> Timing:
         now = time.perf_counter()

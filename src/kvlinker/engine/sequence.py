@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from kvlinker.engine.batch import Capture, Placed, Run
 from kvlinker.engine.pool import SlotRange
+from kvlinker.engine.refinement import Refinement
 from kvlinker.linking.plan import Placement
+from kvlinker.linking.policy import Policy
 from kvlinker.store.chunk_kv import ChunkKV
 
 Range = tuple[int, int]
@@ -29,8 +31,12 @@ class Sequence:
         placements: Items[tuple[Placement, ChunkKV]] = (),
         most_tokens: int,
         capture: Capture | None = None,
+        policy: Policy | None = None,
     ) -> None:
-        """``most_tokens``: how long it can grow. With ``capture`` it is a chunk being computed: no logits."""
+        """``most_tokens``: how long it can grow. With ``capture`` it is a chunk being computed: no logits.
+
+        ``policy`` is asked between layers if it refines.
+        """
         self._tokens = np.empty(most_tokens, dtype=np.int64)
         self._tokens[: len(tokens)] = tokens
         self._prompt_runs = tuple(runs)
@@ -39,6 +45,8 @@ class Sequence:
         self.length = len(tokens)
         self.capture = capture
         self.held: SlotRange | None = None
+        self._refining = policy if policy is not None and policy.refine_layers else None
+        self.refinement: Refinement | None = None
         self._placed = False
         self._pending: list[Range] = list(runs)
 
@@ -75,11 +83,20 @@ class Sequence:
             self._pending.append((self.prompt_length, self.length))
 
     def take(self, budget: int) -> tuple[list[Run], list[Placed]]:
-        """The next runs of at most ``budget`` tokens in all, and what to place before them; they count as done."""
+        """The next runs of at most ``budget`` tokens in all, and what to place before them; they count as done.
+
+        A prompt whose policy refines is taken whole, since what it keeps depends on all of its tokens.
+        """
         assert self.held is not None
         slot = self.held.start
-        placed = [] if self._placed else [self._to_place(slot, *entry) for entry in self._placements]
-        self._placed = True
+        placed: list[Placed] = []
+        refinement = None
+        if not self._placed:
+            self._placed = True
+            placed = [self._to_place(slot, *entry) for entry in self._placements]
+            if self._refining is not None:
+                refinement = self.refinement = Refinement(self._refining, self._placed_positions())
+                budget = self.length
         taken: list[Range] = []
         while self._pending and budget > 0:
             begin, end = self._pending[0]
@@ -92,10 +109,23 @@ class Sequence:
                 self._pending[0] = (cut, end)
         wants_logits = self.computed and self.capture is None
         runs = [
-            Run(slot, begin, self._tokens[begin:end], wants_logits and (begin, end) == taken[-1], self.capture)
+            Run(
+                slot,
+                begin,
+                self._tokens[begin:end],
+                wants_logits=wants_logits and (begin, end) == taken[-1],
+                capture=self.capture,
+                refinement=refinement,
+            )
             for begin, end in taken
         ]
         return runs, placed
+
+    def _placed_positions(self) -> NDArray[np.bool_]:
+        cached = np.zeros(self.prompt_length, dtype=np.bool_)
+        for placement, _ in self._placements:
+            cached[placement.start + placement.first : placement.start + placement.last] = True
+        return cached
 
     @staticmethod
     def _to_place(slot: int, placement: Placement, kv: ChunkKV) -> Placed:

@@ -1,0 +1,149 @@
+"""One forward pass from the inside: places chunks layer by layer, writes the pool, attends by position."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvlinker.engine.anatomy import LayerShape
+from kvlinker.engine.attention import AttentionOptions, attend
+from kvlinker.engine.batch import Batch, Placed
+from kvlinker.engine.grouping import group_queries
+from kvlinker.engine.interception import RotaryFunction
+from kvlinker.engine.pool import KVPool
+from kvlinker.engine.profile import Profile
+
+
+class Step:
+    """The interceptor of the runner's forward pass over one batch."""
+
+    def __init__(self, layers: tuple[LayerShape, ...], pool: KVPool, batch: Batch, profile: Profile | None) -> None:
+        self._layers = layers
+        self._pool = pool
+        self._profile = profile
+        self._device = pool.keys[0].device
+        self._placed = batch.placed
+        self._length = max(
+            [run.end for run in batch.runs] + [placed.rotary_start + placed.tokens for placed in batch.placed]
+        )
+        self._unnarrowed: Tensor | None = None
+        self.logit_rows = torch.tensor(batch.logit_rows, dtype=torch.long, device=self._device)
+        """Where in the last layer's output the wanted tokens are; follows them when others are dropped."""
+        self._enter(batch)
+        for refinement, rows in batch.refinements():
+            refinement.start(batch.positions[rows])
+
+    def narrow(self, hidden: Tensor) -> Tensor:
+        """The layer's input [1, tokens, width] without the tokens that were dropped in the layer before."""
+        kept, self._unnarrowed = self._unnarrowed, None
+        return hidden if kept is None else hidden[:, kept]
+
+    def rotary(self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """The tables that were traced at load stand in for the model's own."""
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        with self._timed("place"):
+            for placed in self._placed:
+                self._place(index, placed)
+        with self._timed("attention"):
+            return self._attend(index, query[0], key[0], value[0], _options(query, options))[None]
+
+    def _enter(self, batch: Batch) -> None:
+        """Compute these runs from now on."""
+        self._batch = batch
+        self._groups = group_queries(batch, self._device)
+        self._slots = torch.from_numpy(batch.slots).to(self._device)
+        self._positions = torch.from_numpy(batch.positions).to(self._device)
+        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """Attention of all runs: [tokens, heads, value_dim], zero for tokens that are dropped in this layer."""
+        tokens = query.shape[1]
+        for run, rows in self._batch.rows():
+            if run.capture is not None:
+                run.capture.record(index, run.start, key[:, rows], value[:, rows])
+        rotated_query, rotated_key = self._rotated(index, query), self._rotated(index, key)
+        kept = self._refine(index, rotated_key, value)
+        if kept is not None:
+            rotated_query, rotated_key, value = rotated_query[:, kept], rotated_key[:, kept], value[:, kept]
+        pool_key, pool_value = self._pool.keys[index], self._pool.values[index]
+        pool_key.index_copy_(1, self._slots, rotated_key)
+        pool_value.index_copy_(1, self._slots, value)
+        output = query.new_empty(rotated_query.shape[1], query.shape[0], value.shape[2])
+        for group in self._groups:
+            seen = slice(group.slot, group.slot + group.queries.last + 1)
+            attended = attend(
+                group.queries, rotated_query[:, group.rows], pool_key[:, seen], pool_value[:, seen], options
+            )
+            output[group.rows] = attended.transpose(0, 1)
+        if kept is not None:
+            return output.new_zeros(tokens, *output.shape[1:]).index_copy_(0, kept, output)
+        return output
+
+    def _refine(self, index: int, key: Tensor, value: Tensor) -> Tensor | None:
+        """Ask the policies that refine after this layer, and go on with what they keep.
+
+        Returns the kept tokens' indices in the batch as it was; None when nothing was dropped.
+        """
+        keep = np.ones(key.shape[1], dtype=np.bool_)
+        for refinement, rows in self._batch.refinements():
+            if refinement.asked_after(index):
+                active = torch.from_numpy(rows).to(self._device)
+                slots = self._slots[active]
+                keep[rows] = refinement.keep(
+                    index,
+                    self._batch.positions[rows],
+                    new=(key[:, active], value[:, active]),
+                    placed=(self._pool.keys[index][:, slots], self._pool.values[index][:, slots]),
+                )
+        if keep.all():
+            return None
+        kept = torch.from_numpy(np.flatnonzero(keep)).to(self._device)
+        self._unnarrowed = kept
+        self._enter(self._batch.narrowed(keep))
+        if index + 1 < len(self._layers):
+            self.logit_rows.copy_(torch.tensor(self._batch.logit_rows, dtype=torch.long))
+        return kept
+
+    def _rotated(self, index: int, heads: Tensor) -> Tensor:
+        """``heads`` [heads, tokens, head_dim] with the rotary embedding of the batch's positions."""
+        rotary = self._layers[index].rotary
+        if rotary is None:
+            return heads
+        if id(rotary) not in self._angles:
+            cos, sin = rotary.tables(self._length)
+            self._angles[id(rotary)] = cos[self._positions], sin[self._positions]
+        rotated = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        rotary.rotate(heads, *self._angles[id(rotary)], out=rotated)
+        return rotated
+
+    def _place(self, index: int, placed: Placed) -> None:
+        layer = placed.kv.layers[index]
+        rotary = self._layers[index].rotary
+        slots = slice(placed.slot, placed.slot + placed.tokens)
+        key = layer.key[:, placed.first : placed.last].to(self._device, non_blocking=True)
+        if rotary is None:
+            self._pool.keys[index][:, slots] = key
+        else:
+            positions = slice(placed.rotary_start, placed.rotary_start + placed.tokens)
+            cos, sin = rotary.tables(self._length)
+            rotary.rotate(key, cos[positions], sin[positions], out=self._pool.keys[index][:, slots])
+        self._pool.values[index][:, slots] = layer.value[:, placed.first : placed.last]
+
+    def _timed(self, part: str) -> AbstractContextManager[None]:
+        return self._profile.timed(part) if self._profile is not None else nullcontext()
+
+
+def _options(query: Tensor, options: dict[str, Any]) -> AttentionOptions:
+    scaling = options.get("scaling")
+    return AttentionOptions(
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=options.get("sliding_window"),
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+    )

@@ -1,0 +1,100 @@
+"""Policies that drop tokens between layers, in batches where others do not."""
+
+import numpy as np
+import pytest
+
+from kvlinker.chunks import chunk_key
+from kvlinker.engine.base import GenerationRequest, SamplingParams
+from kvlinker.linking import Policy
+from tests.engine.conftest import Outcome, full_forward, linked_prompt
+from tests.engine.test_oracle import TOLERANCE, true_chunk_kv, with_garbage
+
+SPOILED = [2, 3, 17, 30]
+
+
+class Drop(Policy):
+    """Computes all tokens in the first layer, and keeps those that deviate at every layer named."""
+
+    family = "drop-for-tests"
+
+    def __init__(self, layers, by="key"):
+        self.refine_layers = frozenset(layers)
+        self.by = by
+        self.seen = []
+
+    def select(self, prompt):
+        return np.ones(len(prompt), dtype=np.bool_)
+
+    def refine(self, layer, evidence):
+        deviation = evidence.key_deviation() if self.by == "key" else evidence.value_deviation()
+        self.seen.append((layer, evidence.positions.copy(), evidence.cached.copy()))
+        return (deviation > 1e-3).numpy()
+
+
+class KeepAll(Drop):
+    def refine(self, layer, evidence):
+        super().refine(layer, evidence)
+        return np.ones(len(evidence.positions), dtype=np.bool_)
+
+
+class KeepNone(Drop):
+    def refine(self, layer, evidence):
+        super().refine(layer, evidence)
+        return np.zeros(len(evidence.positions), dtype=np.bool_)
+
+
+def submit(made, prompt, policy, **sampling):
+    outcome = Outcome()
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+    made.engine.generate(GenerationRequest(prompt, policy, params), outcome.events.put)
+    return outcome
+
+
+def plant(made, prompt, spoiled):
+    for chunk, kv in zip(prompt.chunks, true_chunk_kv(made.loaded, prompt), strict=True):
+        key = chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default")
+        made.store.put(key, with_garbage(kv, spoiled))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"])
+@pytest.mark.parametrize("by", ["key", "value"])
+def test_dropping_exact_tokens_and_keeping_spoiled_ones_changes_nothing(bench, family, by):
+    made = bench(family, max_step_tokens=16)
+    prompt = linked_prompt(31, 40, header=4)
+    tokens, logprobs = full_forward(family, prompt, 4)
+    plant(made, prompt, SPOILED)
+    policies = [Drop({0}, by), Drop({1}, by), Drop({0, 1, 2}, by), Drop({2}, by)]
+    outcomes = [submit(made, prompt, policy) for policy in policies]
+    neighbour = made.submit(linked_prompt(20, 20, seed=8), "legolink-2")[0]
+    for policy, outcome in zip(policies, outcomes, strict=True):
+        outcome.wait()
+        assert outcome.tokens == tokens
+        np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
+        assert {layer for layer, _, _ in policy.seen} == policy.refine_layers
+    assert neighbour.wait().tokens == bench(family).answer(linked_prompt(20, 20, seed=8), "legolink-2").tokens
+
+
+def test_evidence_tells_positions_and_what_is_cached(bench):
+    made = bench()
+    prompt = linked_prompt(31, 40, header=4, fresh=5)
+    plant(made, prompt, SPOILED)
+    policy = Drop({0, 1})
+    submit(made, prompt, policy).wait()
+    (_, first, first_cached), (_, second, second_cached) = policy.seen
+    assert first.tolist() == list(range(len(prompt)))
+    assert first_cached.tolist() == [False] * 4 + [True] * 71 + [False] * 5
+    spoiled = [4 + p for p in SPOILED] + [35 + p for p in SPOILED]
+    assert second[second_cached].tolist() == spoiled
+    assert second[~second_cached].tolist() == [0, 1, 2, 3, 75, 76, 77, 78, 79]
+
+
+def test_usage_is_the_average_over_the_layers(bench):
+    made = bench()
+    prompt = linked_prompt(30, 30, fresh=5)
+    plant(made, prompt, [])
+    keep_all = submit(made, prompt, KeepAll({1})).wait().finished.usage
+    assert (keep_all.cached_tokens, keep_all.recomputed_tokens, keep_all.fresh_tokens) == (0, 60, 5)
+    after_one_layer = submit(made, prompt, KeepNone({1})).wait().finished.usage
+    assert (after_one_layer.recomputed_tokens, after_one_layer.prompt_tokens) == (20, 65)
+    at_once = submit(made, prompt, KeepNone({0})).wait().finished.usage
+    assert (at_once.cached_tokens, at_once.recomputed_tokens) == (60, 0)
