@@ -1,1 +1,37 @@
-"""A linker for KV caches."""
+"""A linker for KV caches.
+
+What users import from here is loaded when it is first asked for, so that a client needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvlinker.client import AsyncClient, Client
+    from kvlinker.engine.base import SamplingParams
+    from kvlinker.errors import KVLinkerError
+    from kvlinker.llm import LLM
+    from kvlinker.store import ContextCache
+
+__all__ = ["LLM", "AsyncClient", "Client", "ContextCache", "KVLinkerError", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "kvlinker.llm",
+    "AsyncClient": "kvlinker.client",
+    "Client": "kvlinker.client",
+    "ContextCache": "kvlinker.store",
+    "KVLinkerError": "kvlinker.errors",
+    "SamplingParams": "kvlinker.engine.base",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

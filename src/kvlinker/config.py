@@ -17,6 +17,7 @@ from pydantic_settings import (
 )
 
 from kvlinker.chunks import GenerationContext
+from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import parse_policy
 
 BUNDLED_MODEL = Path(__file__).parent / "models" / "reader"
@@ -32,16 +33,23 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="KVLINKER_", extra="forbid", frozen=True)
 
-    model: str = Field(default=str(BUNDLED_MODEL), description="Local path or Hugging Face hub id.")
+    model: str = Field(
+        default=str(BUNDLED_MODEL), description="Local path or Hugging Face hub id; the shipped model by default."
+    )
     served_model_name: str | None = Field(default=None, description="Name in the API; the model's own by default.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    engine: Literal["embedded"] = Field(default="embedded", description="What runs the model.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="bfloat16 where the hardware multiplies it, else float32."
+    )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1, …; auto takes CUDA when present.")
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
     chat_template: str | None = Field(default=None, description="Jinja text in place of the tokenizer's own.")
     system_prompt: str | None = Field(default=None, description="Stands before conversations that bring none.")
 
     policy: str = Field(default="legolink-16", description="Linking policy of requests that name none.")
-    generation_context: GenerationContext = GenerationContext.PREFIX
+    generation_context: GenerationContext = Field(
+        default=GenerationContext.PREFIX, description="What stands before chunks that name none: alone, bos, prefix."
+    )
 
     max_model_len: int | None = Field(default=None, ge=8, description="Tokens; the model's own limit by default.")
     kv_slots: int | None = Field(default=None, ge=16, description="Tokens that the KV pool holds.")
@@ -50,17 +58,24 @@ class Settings(BaseSettings):
     max_waiting: int = Field(default=256, ge=1, description="Longer queues answer 429.")
     threads: int | None = Field(default=None, ge=1, description="CPU threads for the model; all by default.")
 
-    state_dir: Path = Path("~/.local/share/kvlinker")
+    state_dir: Path = Field(
+        default=Path("~/.local/share/kvlinker"), description="Where chunk caches and the catalog live."
+    )
     host_memory: ByteSize = Field(
         default_factory=lambda: ByteSize(psutil.virtual_memory().total // 4), description="Host tier budget."
     )
     disk_space: ByteSize = Field(default=ByteSize(20 * 2**30), description="Disk tier budget.")
 
-    host: str | None = Field(default=None, description="Address to bind; without API keys only loopback is allowed.")
-    port: int = Field(default=8000, ge=0, le=65535)
+    host: str = Field(default="127.0.0.1", description="Address to bind; without API keys only loopback is allowed.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")
     api_keys: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
-        default=(), description="Accepted keys; each is a tenant of its own."
+        default=(), repr=False, description="Accepted keys, with commas between; each is a tenant of its own."
     )
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in the API: a folder's name, or the hub id, unless another is set."""
+        return self.served_model_name or (Path(self.model).name if Path(self.model).is_dir() else self.model)
 
     @field_validator("state_dir")
     @classmethod
@@ -81,7 +96,10 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        toml = TomlConfigSettingsSource(settings_cls, os.environ.get(CONFIG_FILE_VARIABLE))
+        file = os.environ.get(CONFIG_FILE_VARIABLE)
+        if file and not Path(file).is_file():
+            raise InvalidRequestError(f"{CONFIG_FILE_VARIABLE} names no file: {file}")
+        toml = TomlConfigSettingsSource(settings_cls, file)
         return init_settings, env_settings, toml
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from typing import Literal
 
 from kvlinker.chunks import Chunk, GenerationContext, chunk_key
 from kvlinker.engine.base import Engine
 from kvlinker.errors import ContextCacheNotFoundError, ContextLengthError, InvalidRequestError
 from kvlinker.futures import gather
 from kvlinker.prompt.builder import PromptBuilder
-from kvlinker.store import UNCHANGED, Catalog, ChunkStore, ContextCache, Unchanged, new_context_cache
+from kvlinker.store import UNCHANGED, Catalog, ChunkStore, ContextCache, Page, Unchanged, new_context_cache_id
 
 MAX_CHUNKS = 10_000
 
@@ -51,7 +52,8 @@ class ContextCaches:
             self._check_length(index, chunk)
         created = time.time()
         records = tuple(
-            new_context_cache(
+            ContextCache(
+                id=new_context_cache_id(),
                 tenant=tenant,
                 model=self._model,
                 name=name,
@@ -75,34 +77,29 @@ class ContextCaches:
         return found
 
     def list(
-        self, *, tenant: str, limit: int = 20, after: str | None = None, order: str = "desc"
-    ) -> tuple[Sequence[ContextCache], bool]:
-        """A page in order of creation, and whether more follow. ``after`` is the last id of the page before."""
-        return self._catalog.list(tenant, time.time(), limit, after, order)
+        self, *, tenant: str, limit: int = 20, after: str | None = None, order: Literal["asc", "desc"] = "desc"
+    ) -> Page:
+        """A page in order of creation. ``after`` is the last id of the page before.
+
+        Raises ContextCacheNotFoundError where that does not exist.
+        """
+        return self._catalog.list(tenant, time.time(), limit=limit, after=after, order=order)
 
     def update(
         self,
         cache_id: str,
         *,
         tenant: str,
-        expires_at: float | None | Unchanged = UNCHANGED,
-        name: str | None | Unchanged = UNCHANGED,
+        expires_at: float | Unchanged | None = UNCHANGED,
+        name: str | Unchanged | None = UNCHANGED,
         metadata: Mapping[str, str] | Unchanged = UNCHANGED,
     ) -> ContextCache:
-        """Change what is given; None clears ``expires_at`` or ``name``."""
-        changed = self._catalog.update(
-            cache_id, tenant, time.time(), expires_at=expires_at, name=name, metadata=metadata
-        )
-        if changed is None:
-            raise ContextCacheNotFoundError(cache_id)
-        return changed
+        """Change what is given; None clears ``expires_at`` or ``name``. Raises ContextCacheNotFoundError."""
+        return self._catalog.update(cache_id, tenant, time.time(), expires_at=expires_at, name=name, metadata=metadata)
 
     def delete(self, cache_id: str, *, tenant: str) -> None:
-        """Delete one; its KV goes when no other context cache holds it."""
-        released = self._catalog.delete(cache_id, tenant, time.time())
-        if released is None:
-            raise ContextCacheNotFoundError(cache_id)
-        self._drop(released)
+        """Delete one; its KV goes when no other context cache holds it. Raises ContextCacheNotFoundError."""
+        self._drop(self._catalog.delete(cache_id, tenant, time.time()))
 
     def sweep(self) -> int:
         """Delete what has expired; returns the number of chunks whose KV went."""

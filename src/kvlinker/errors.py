@@ -41,6 +41,14 @@ class PolicyError(InvalidRequestError):
     code = "invalid_policy"
 
 
+class AuthenticationError(KVLinkerError):
+    """No API key, or one that the server does not know."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
 class ContextCacheNotFoundError(KVLinkerError):
     """Unknown, expired or another tenant's context cache: all alike."""
 
@@ -54,6 +62,7 @@ class ContextCacheNotFoundError(KVLinkerError):
             "Create it again with POST /v1/context_caches.",
             param="id",
         )
+        self.cache_id = cache_id
 
 
 class ModelNotFoundError(KVLinkerError):

@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,7 +33,8 @@ from kvlinker.engine.loading import LoadedModel, load_model
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
 from kvlinker.linking import parse_policy
-from kvlinker.prompt.builder import ChatMessage, PromptBuilder
+from kvlinker.prompt.builder import PromptBuilder
+from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import SplitMethod, split_text
 from kvlinker.store import Catalog, ChunkStore, ContextCache, open_store
@@ -88,7 +90,7 @@ class LLM:
     def _start(self, loaded: LoadedModel, settings: Settings) -> None:
         self.settings = settings
         self.events = Events()
-        self.model_name = settings.served_model_name or Path(settings.model).name
+        self.model_name = settings.served_name
         self.created_at = time.time()
         self.tokenizer = loaded.tokenizer
         self.store: ChunkStore = open_store(
@@ -144,7 +146,7 @@ class LLM:
 
     def split(self, text: str, *, method: SplitMethod | str = "passage", max_tokens: int = 512) -> tuple[str, ...]:
         """Cut a text into chunks (EPIC's KVSplit); joined, they are the text again."""
-        pieces = split_text(text, tokenizer=self.tokenizer, method=SplitMethod(method), max_tokens=max_tokens)
+        pieces = split_text(text, tokenizer=self.builder.encoder, method=method, max_tokens=max_tokens)
         return tuple(piece.text for piece in pieces)
 
     def chat_completion(
@@ -220,7 +222,7 @@ class LLM:
             for index in range(n):
                 seed = None if sampling.seed is None else sampling.seed + index
                 request = GenerationRequest(prompt, chosen, replace(sampling, seed=seed), tenant)
-                handles.append(self.engine.generate(request, lambda event, index=index: sink(index, event)))
+                handles.append(self.engine.generate(request, partial(sink, index)))
         except BaseException:
             for handle in handles:
                 handle.cancel()

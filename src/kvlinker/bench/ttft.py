@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from kvlinker.bench.machine import copy_bandwidth, describe_machine, matmul_rate, versions
+from kvlinker.bench.machine import copy_bandwidth, matmul_rate
 from kvlinker.bench.report import Report, Row
+from kvlinker.bench.subject import Subject
 from kvlinker.chunks import Chunk
 from kvlinker.engine.base import Failed, Finished, GenerationEvent, GenerationRequest, SamplingParams
 from kvlinker.engine.embedded import EmbeddedEngine
@@ -25,6 +26,9 @@ from kvlinker.linking import LinkPlan, make_plan, parse_policy
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 
 TENANT = "bench"
+SPARE_SLOTS = 1024
+STEP_TOKENS = 2048
+PARTS = ("load", "place", "attention", "matmul", "rest")
 COLUMNS = (
     "policy",
     "engine",
@@ -33,11 +37,7 @@ COLUMNS = (
     "ttft_ms",
     "speedup",
     "floor_ms",
-    "load_ms",
-    "place_ms",
-    "attention_ms",
-    "matmul_ms",
-    "rest_ms",
+    *(f"{part}_ms" for part in PARTS),
 )
 
 
@@ -48,6 +48,10 @@ class Workload:
     chunks: int
     chunk_tokens: int
     fresh_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.chunks * self.chunk_tokens + self.fresh_tokens
 
     def prompt(self, vocabulary: int, seed: int = 0) -> Prompt:
         generator = np.random.default_rng(seed)
@@ -60,71 +64,91 @@ class Workload:
 
 
 def run_ttft(
-    loaded: LoadedModel,
-    engine: EmbeddedEngine,
+    subject: Subject,
     workloads: Sequence[Workload],
     policies: Sequence[str],
     *,
     repeat: int,
-    command: str,
-    settings: dict[str, Any],
     tier: str = "host",
-    with_transformers: bool = True,
-    before_each: Callable[[], None] = lambda: None,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Measure every policy on every workload, in turn, ``repeat`` times after one warm-up; medians are reported.
 
-    ``before_each`` runs before every measurement (to empty caches); ``progress`` after.
+    transformers' own forward pass of the same prompt takes part whenever ``full`` does. ``progress`` is told what
+    is measured next.
     """
+    loaded = subject.loaded
     bandwidth = copy_bandwidth(loaded.device)
     rate = matmul_rate(loaded.dtype, loaded.device)
     rows: list[Row] = []
-    for workload in workloads:
-        prompt = workload.prompt(loaded.model.config.vocab_size)
-        for future in [engine.cache_chunk(chunk, tenant=TENANT) for chunk in prompt.chunks]:
-            future.result()
-        competitors: dict[tuple[str, str], Callable[[], _Measurement]] = {
-            ("embedded", name): _policy_measurement(engine, loaded, prompt, name) for name in policies
-        }
-        if with_transformers:
-            competitors["transformers", "full"] = _transformers_measurement(loaded, prompt)
-        taken: dict[tuple[str, str], list[_Measurement]] = {key: [] for key in competitors}
-        for turn in range(repeat + 1):
-            for key, measure in competitors.items():
-                before_each()
-                measurement = measure()
-                progress()
-                if turn:
-                    taken[key].append(measurement)
-        full = _median([m.ttft for m in taken["embedded", "full"]]) if ("embedded", "full") in taken else None
-        for (name, policy), measurements in taken.items():
-            plan = make_plan(prompt, parse_policy(policy))
-            ttft = _median([m.ttft for m in measurements])
-            parts = {
-                part: 1e3 * _median([m.parts.get(part, 0.0) for m in measurements])
-                for part in ("load", "place", "attention", "matmul", "rest")
-            }
-            rows.append(
-                {
-                    "policy": policy,
-                    "engine": name,
-                    "context_tokens": len(prompt),
-                    "chunks": workload.chunks,
-                    "fresh_tokens": workload.fresh_tokens,
-                    "tier": tier,
-                    "ttft_ms": 1e3 * ttft,
-                    "speedup": None if full is None else full / ttft,
-                    "recomputed_tokens": plan.recomputed_tokens,
-                    "floor_ms": 1e3 * _floor(loaded, plan, bandwidth, rate),
-                    **{f"{part}_ms": value for part, value in parts.items()},
-                }
-            )
-    machine = describe_machine(loaded.device) | {
-        "copy_gb_per_s": round(bandwidth / 1e9, 1),
-        "matmul_tflop_per_s": round(rate / 1e12, 3),
+    longest = max(workload.tokens for workload in workloads)
+    with subject.llm(kv_slots=longest + 2 * SPARE_SLOTS, tier=tier, max_step_tokens=STEP_TOKENS) as llm:
+        engine = llm.engine
+        assert isinstance(engine, EmbeddedEngine)
+        for workload in workloads:
+            prompt = workload.prompt(loaded.model.config.vocab_size)
+            progress(f"{len(prompt)} tokens: caching {workload.chunks} chunks")
+            for future in [engine.cache_chunk(chunk, tenant=TENANT) for chunk in prompt.chunks]:
+                future.result()
+            llm.store.flush()
+            competitors = {("embedded", name): _policy_measurement(engine, loaded, prompt, name) for name in policies}
+            if "full" in policies:
+                competitors["transformers", "full"] = _transformers_measurement(loaded, prompt)
+            taken: dict[tuple[str, str], list[_Measurement]] = {key: [] for key in competitors}
+            for turn in range(repeat + 1):
+                for key, measure in competitors.items():
+                    progress(f"{len(prompt)} tokens, turn {turn} of {repeat}: {key[1]} ({key[0]})")
+                    measurement = measure()
+                    if turn:
+                        taken[key].append(measurement)
+            rows += _rows(loaded, workload, prompt, taken, tier=tier, bandwidth=bandwidth, rate=rate)
+    return subject.report(rows, copy_gb_per_s=round(bandwidth / 1e9, 1), matmul_tflop_per_s=round(rate / 1e12, 3))
+
+
+def scaling_exponents(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """Per (policy, engine) the exponent b of the fit ttft = a · tokens^b, where there are three lengths or more."""
+    lengths: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        lengths.setdefault((row["policy"], row["engine"]), []).append((row["context_tokens"], row["ttft_ms"]))
+    return {
+        key: statistics.linear_regression(*zip(*np.log(points).tolist(), strict=True)).slope
+        for key, points in lengths.items()
+        if len({length for length, _ in points}) >= 3
     }
-    return Report(command, machine, versions(), settings, rows)
+
+
+def _rows(
+    loaded: LoadedModel,
+    workload: Workload,
+    prompt: Prompt,
+    taken: Mapping[tuple[str, str], Sequence[_Measurement]],
+    *,
+    tier: str,
+    bandwidth: float,
+    rate: float,
+) -> list[Row]:
+    medians = {key: statistics.median(m.ttft for m in measurements) for key, measurements in taken.items()}
+    full = medians.get(("embedded", "full"))
+    rows: list[Row] = []
+    for (engine, policy), measurements in taken.items():
+        plan = make_plan(prompt, parse_policy(policy))
+        ttft = medians[engine, policy]
+        row = {
+            "policy": policy,
+            "engine": engine,
+            "context_tokens": len(prompt),
+            "chunks": workload.chunks,
+            "fresh_tokens": workload.fresh_tokens,
+            "tier": tier,
+            "ttft_ms": 1e3 * ttft,
+            "speedup": None if full is None else full / ttft,
+            "recomputed_tokens": plan.recomputed_tokens,
+            "floor_ms": 1e3 * _floor(loaded, plan, bandwidth, rate),
+        }
+        for part in PARTS if engine == "embedded" else ():
+            row[f"{part}_ms"] = 1e3 * statistics.median(m.parts.get(part, 0.0) for m in measurements)
+        rows.append(row)
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +227,3 @@ def _floor(loaded: LoadedModel, plan: LinkPlan, bandwidth: float, rate: float) -
     seen = sum((begin + end + 1) * (end - begin) / 2 for begin, end in plan.runs)
     per_key = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in loaded.layers)
     return 2 * placed / bandwidth + (2 * weights * computed + per_key * seen) / rate
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values)

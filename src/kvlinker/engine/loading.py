@@ -42,9 +42,17 @@ class LoadedModel:
 
 
 def load_model(settings: Settings) -> LoadedModel:
-    """Load ``settings.model`` with its tokenizer.
+    """Load ``settings.model`` with its tokenizer, ready for the runner.
 
-    Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be linked.
+    Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be linked exactly.
+    """
+    return prepare_model(*read_model(settings))
+
+
+def read_model(settings: Settings) -> tuple[Any, Any]:
+    """The model, in the dtype and on the device that the settings ask for, and its tokenizer.
+
+    Raises ModelLoadError when either cannot be loaded.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -53,17 +61,18 @@ def load_model(settings: Settings) -> LoadedModel:
     options = {"trust_remote_code": settings.trust_remote_code}
     if os.path.isabs(settings.model) and not Path(settings.model).is_dir():
         raise ModelLoadError(f"No model at {settings.model}: there is no such folder.")
+    transformers_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(settings.model, **options)
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, **options)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except Exception as error:  # transformers raises whatever it meets
         raise ModelLoadError(
             f"Cannot load {settings.model!r}: {error} Give the path of a folder with a transformers model, or the id "
             "of one on the Hugging Face hub."
         ) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ModelLoadError(f"The tokenizer of {settings.model!r} has no tokenizer.json; kvlinker needs one.")
-    return prepare_model(model.to(device).eval(), tokenizer)
+    return model.to(device).eval(), tokenizer
 
 
 def prepare_model(model: Any, tokenizer: Any) -> LoadedModel:

@@ -33,8 +33,7 @@ class TextEncoder:
         self._data.encode_special_tokens = True
         added = backend.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
-        unknown = {tokenizer.unk_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id}
-        self._special_ids = frozenset(i for i, token in added.items() if token.special) - unknown
+        self._special_tokens = {i: token.content for i, token in added.items() if token.special}
         self.opening, self.closing = _special_tokens_around(self._prompt)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -47,7 +46,7 @@ class TextEncoder:
 
     def count_data(self, texts: Sequence[str]) -> list[int]:
         """The length of ``encode_data`` for each text."""
-        encodings = self._data.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._data.encode_batch(list(texts), add_special_tokens=False)
         return [len(self._as_data(text, encoding)) for text, encoding in zip(texts, encodings, strict=True)]
 
     def token_starts(self, text: str) -> list[int]:
@@ -69,24 +68,35 @@ class TextEncoder:
         return (*self._continued.encode(head, add_special_tokens=False).ids, *tail)
 
     def _as_data(self, text: str, encoding: Encoding) -> list[int]:
-        """The ids, with special tokens that the vocabulary itself yields taken apart.
+        """The ids, with special tokens that ``text`` spells taken apart.
 
         ``encode_special_tokens`` keeps added tokens from being matched, but a word-level or unigram vocabulary may
         hold the same string as an ordinary entry.
         """
-        if self._special_ids.isdisjoint(encoding.ids):
+        spelled = self._spelled(text, encoding)
+        if not spelled:
             return encoding.ids
-        offsets = zip(encoding.ids, encoding.offsets, strict=True)
-        cuts = [0, *(start + 1 for token, (start, _) in offsets if token in self._special_ids), len(text)]
-        pieces = [text[start:end] for start, end in pairwise(cuts)]
-        ids = [token for piece in pieces for token in self._data.encode(piece, add_special_tokens=False).ids]
-        if not self._special_ids.isdisjoint(ids):
-            name = self._data.id_to_token(next(token for token in ids if token in self._special_ids))
-            raise InvalidRequestError(
-                f"The tokenizer cannot write the special token {name!r} as plain text. Remove it from the text.",
-                param="chunks",
-            )
+        cuts = [0, *(start + 1 for start, _ in spelled), len(text)]
+        ids: list[int] = []
+        for start, end in pairwise(cuts):
+            piece = text[start:end]
+            encoding = self._data.encode(piece, add_special_tokens=False)
+            if still := self._spelled(piece, encoding):
+                raise InvalidRequestError(
+                    f"The tokenizer cannot write the special token {still[0][1]!r} as plain text. "
+                    "Remove it from the text.",
+                    param="chunks",
+                )
+            ids += encoding.ids
         return ids
+
+    def _spelled(self, text: str, encoding: Encoding) -> list[tuple[int, str]]:
+        """Where ``text`` spells a special token that is in its encoding, and which."""
+        if self._special_tokens.keys().isdisjoint(encoding.ids):
+            return []
+        tokens = zip(encoding.ids, encoding.offsets, strict=True)
+        names = ((self._special_tokens.get(token), start, end) for token, (start, end) in tokens)
+        return [(start, name) for name, start, end in names if name is not None and name in text[start:end]]
 
 
 def require_unicode(text: str, *, param: str) -> None:

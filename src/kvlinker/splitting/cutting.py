@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import regex  # type: ignore[import-untyped]
 
@@ -11,7 +12,6 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.encoding import TextEncoder
 
 _GRAPHEME = regex.compile(r"\X")
-_LONGEST_GRAPHEME = 64
 
 
 class PieceCutter:
@@ -31,40 +31,39 @@ class PieceCutter:
     def fits(self, piece: str) -> bool:
         return self.counts([piece])[0] <= self._max_tokens
 
-    def limited(self, pieces: Sequence[str]) -> list[str]:
-        """The pieces, those over the limit cut at whitespace where possible."""
+    def limited(self, pieces: Sequence[str], cut: Callable[[str], list[str]] | None = None) -> list[str]:
+        """The pieces, with those over the limit replaced by what ``cut`` makes of them: by default ``cut_at_words``."""
         result: list[str] = []
         for piece, count in zip(pieces, self.counts(pieces), strict=True):
-            result += [piece] if count <= self._max_tokens else self.cut(piece, at_whitespace=True)
+            result += [piece] if count <= self._max_tokens else (cut or self.cut_at_words)(piece)
         return result
 
     def packed(self, pieces: Sequence[str]) -> list[str]:
-        """Neighbouring pieces put together as long as they fit; those over the limit cut as in ``limited``."""
-        result: list[str] = []
-        group, group_count = "", 0
-        for piece, count in zip(pieces, self.counts(pieces), strict=True):
-            group_count += count  # an estimate: tokens may join where pieces meet
-            if group_count > self._max_tokens and group:
-                group_count = self.counts([group + piece])[0]
-            if group_count > self._max_tokens and group:
-                result.append(group)
-                group, group_count = "", count
-            group += piece
-        return self.limited([*result, group])
-
-    def cut(self, text: str, *, at_whitespace: bool) -> list[str]:
-        """Pieces as long as the limit allows, or up to half as long where that lets them end at whitespace.
-
-        Raises InvalidRequestError (``split.max_tokens``) if a single character is over the limit.
-        """
+        """As many neighbouring pieces put together as fit; those over the limit cut as in ``limited``."""
+        text = "".join(pieces)
         starts = self._encoder.token_starts(text)
-        pieces = []
-        begin = 0
-        while begin < len(text):
-            end = self._longest(text, begin, starts, at_whitespace=at_whitespace)
-            pieces.append(text[begin:end])
-            begin = end
-        return pieces
+        ends = [0, *accumulate(len(piece) for piece in pieces)]
+        tokens = [bisect_left(starts, end) for end in ends]
+        result: list[str] = []
+        first = 0
+        while first < len(pieces):
+            # Tokens of the whole text tell where to look; the group encoded alone decides.
+            last = max(first + 1, bisect_right(tokens, tokens[first] + self._max_tokens) - 1)
+            while last > first + 1 and not self.fits(text[ends[first] : ends[last]]):
+                last -= 1
+            while last < len(pieces) and self.fits(text[ends[first] : ends[last + 1]]):
+                last += 1
+            result.append(text[ends[first] : ends[last]])
+            first = last
+        return self.limited(result)
+
+    def cut(self, text: str) -> list[str]:
+        """Pieces as long as the limit allows. Raises InvalidRequestError if a single character is over it."""
+        return self._cut(text, at_words=False)
+
+    def cut_at_words(self, text: str) -> list[str]:
+        """The same, but down to half as long where that lets them end between words."""
+        return self._cut(text, at_words=True)
 
     def without_blanks(self, pieces: Iterable[str]) -> list[str]:
         """The pieces, those of whitespace alone joined to a neighbour wherever the limit allows."""
@@ -82,7 +81,17 @@ class PieceCutter:
         """Whether a piece has nothing but whitespace, or nothing that the tokenizer sees."""
         return piece.isspace() or self.counts([piece]) == [0]
 
-    def _longest(self, text: str, begin: int, starts: list[int], *, at_whitespace: bool) -> int:
+    def _cut(self, text: str, *, at_words: bool) -> list[str]:
+        starts = self._encoder.token_starts(text)
+        pieces = []
+        begin = 0
+        while begin < len(text):
+            end = self._longest(text, begin, starts, at_words=at_words)
+            pieces.append(text[begin:end])
+            begin = end
+        return pieces
+
+    def _longest(self, text: str, begin: int, starts: list[int], *, at_words: bool) -> int:
         """End of the longest piece from ``begin`` on that is within the limit.
 
         ``starts`` (the token starts of all of ``text``) tell where to look; the piece encoded alone decides.
@@ -91,7 +100,7 @@ class PieceCutter:
         budget = self._max_tokens
         while True:
             target = starts[token + budget] if token + budget < len(starts) else len(text)
-            end = _cut_position(text, begin, target, at_whitespace=at_whitespace)
+            end = _cut_position(text, begin, target, at_words=at_words)
             excess = self.counts([text[begin:end]])[0] - self._max_tokens
             if excess <= 0:
                 return end
@@ -113,13 +122,13 @@ class PieceCutter:
         return [left, blank]
 
 
-def _cut_position(text: str, begin: int, target: int, *, at_whitespace: bool) -> int:
+def _cut_position(text: str, begin: int, target: int, *, at_words: bool) -> int:
     """Best place for a cut after ``begin`` and not after ``target``, at least one character on."""
     if target >= len(text):
         return len(text)
     if target <= begin + 1:
         return begin + 1
-    if at_whitespace:
+    if at_words:
         half = (begin + target) // 2
         position = _last_word_boundary(text, half, target)
         if position > half:
@@ -142,9 +151,11 @@ def _is_word_boundary(text: str, position: int) -> bool:
 
 
 def _grapheme_start(text: str, begin: int, position: int) -> int:
-    """Where the user-perceived character around ``position`` begins; ``begin`` if that is not found nearby."""
-    nearby = max(begin, position - _LONGEST_GRAPHEME)
-    start = begin
-    for grapheme in _GRAPHEME.finditer(text, nearby, position + 1):
+    """Where the user-perceived character at ``position`` begins, if they are counted from ``begin`` on."""
+    around = text[position - 1 : position + 1]
+    if position > begin and around.isascii() and around != "\r\n":
+        return position
+    start = 0
+    for grapheme in _GRAPHEME.finditer(text[begin : position + 1]):
         start = grapheme.start()
-    return start if start > nearby else begin
+    return begin + start

@@ -53,10 +53,13 @@ def split_text(
     Raises InvalidRequestError for a blank or invalid text (``input``), an unknown method (``split.method``), a limit
     out of range, or one that a single character exceeds (``split.max_tokens``).
     """
-    if method not in SplitMethod:
+    try:
+        method = SplitMethod(method)
+    except ValueError:
+        allowed = ", ".join(SplitMethod)
         raise InvalidRequestError(
-            f"'split.method' must be one of {', '.join(SplitMethod)}, not {method!r}.", param="split.method"
-        )
+            f"'split.method' must be one of {allowed}, not {method!r}.", param="split.method"
+        ) from None
     if type(max_tokens) is not int or not 1 <= max_tokens <= MAX_PIECE_TOKENS:
         raise InvalidRequestError(
             f"'split.max_tokens' must be an integer from 1 to {MAX_PIECE_TOKENS}, not {max_tokens!r}.",
@@ -67,14 +70,14 @@ def split_text(
         raise InvalidRequestError("'input' is empty: it needs text that is not only whitespace.", param="input")
     encoder = tokenizer if isinstance(tokenizer, TextEncoder) else TextEncoder(tokenizer)
     cutter = PieceCutter(encoder, max_tokens)
-    pieces = cutter.without_blanks(_pieces(text, SplitMethod(method), cutter))
+    pieces = cutter.without_blanks(_pieces(text, method, cutter))
     return tuple(Piece(piece, count) for piece, count in zip(pieces, cutter.counts(pieces), strict=True))
 
 
 def _pieces(text: str, method: SplitMethod, cutter: PieceCutter) -> list[str]:
     match method:
         case SplitMethod.FIXED:
-            return cutter.cut(text, at_whitespace=False)
+            return cutter.cut(text)
         case SplitMethod.SENTENCE:
             return cutter.limited(_blanks_joined(sentences(text)))
         case SplitMethod.PARAGRAPH:
@@ -82,10 +85,9 @@ def _pieces(text: str, method: SplitMethod, cutter: PieceCutter) -> list[str]:
         case SplitMethod.PASSAGE:
             return cutter.packed(_blanks_joined(paragraphs(text)))
         case SplitMethod.MARKDOWN:
-            parts = _blanks_joined(sections(text))
-            cutter.counts(parts)
-            pieces = ([part] if cutter.fits(part) else cutter.packed(paragraphs(part)) for part in parts)
-            return [piece for group in pieces for piece in group]
+            return cutter.limited(
+                _blanks_joined(sections(text)), cut=lambda section: cutter.packed(paragraphs(section))
+            )
 
 
 def _blanks_joined(parts: list[str]) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvlinker.events import Events
 from kvlinker.store.base import Tier, TierCheck, TierUsage
-from kvlinker.store.catalog import UNCHANGED, Catalog, Page
+from kvlinker.store.catalog import UNCHANGED, Catalog, Page, Unchanged
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.chunk_store import ChunkStore
 from kvlinker.store.context_cache import ContextCache, new_context_cache_id
@@ -28,6 +28,7 @@ __all__ = [
     "Tier",
     "TierCheck",
     "TierUsage",
+    "Unchanged",
     "new_context_cache_id",
     "open_store",
 ]

@@ -129,7 +129,8 @@ class Catalog:
             ids = {f"id{index}": cache_id for index, cache_id in enumerate(batch)}
             places = ", ".join(f":{name}" for name in ids)
             rows = self._query(
-                f"{_SELECT} WHERE c.id IN ({places}) AND c.tenant = :tenant AND {_LIVE}",
+                # "+" keeps SQLite from walking all of the tenant's rows by their index
+                f"{_SELECT} WHERE c.id IN ({places}) AND +c.tenant = :tenant AND {_LIVE}",
                 {**ids, "tenant": tenant, "now": now},
             )
             found.update({row[0]: _context_cache(row) for row in rows})
@@ -154,7 +155,8 @@ class Catalog:
         condition = ""
         if after is not None:
             cursor = self._query(
-                f"SELECT c.created_at, c.number FROM context_caches c WHERE c.id = :id AND c.tenant = :tenant AND {_LIVE}",
+                "SELECT c.created_at, c.number FROM context_caches c"
+                f" WHERE c.id = :id AND c.tenant = :tenant AND {_LIVE}",
                 {"id": after, "tenant": tenant, "now": now},
             )
             if not cursor:
@@ -174,8 +176,8 @@ class Catalog:
         tenant: str,
         now: float,
         *,
-        expires_at: float | None | Unchanged = UNCHANGED,
-        name: str | None | Unchanged = UNCHANGED,
+        expires_at: float | Unchanged | None = UNCHANGED,
+        name: str | Unchanged | None = UNCHANGED,
         metadata: Mapping[str, str] | Unchanged = UNCHANGED,
     ) -> ContextCache:
         """Change the given fields; returns the result. Raises ContextCacheNotFoundError."""
@@ -226,6 +228,11 @@ class Catalog:
             {"tenant": tenant, "now": now},
         )
         return int(rows[0][0])
+
+    def tenants(self) -> tuple[str, ...]:
+        """All tenants that have context caches, expired ones that remain included, sorted by name."""
+        rows = self._query("SELECT DISTINCT tenant FROM context_caches ORDER BY tenant", {})
+        return tuple(tenant for (tenant,) in rows)
 
     def holders(self, chunk_key: str) -> tuple[str, ...]:
         """Ids of the context caches that hold the chunk, oldest first, expired ones that remain included."""

@@ -54,13 +54,15 @@ class _Entry:
 
 
 def encode_header(key: str, kv: ChunkKV) -> bytes:
-    """All bytes that stand before the tensors. Raises ValueError for dtypes that the format does not have."""
+    """All bytes that stand before the tensors. Raises ValueError for KV that the format does not have."""
     metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "key": key}
     header: dict[str, Any] = {_METADATA: metadata}
     offset = 0
     for name, tensor in _named_tensors(kv):
         if tensor.dtype not in _DTYPE_NAMES or tensor.dtype != kv.layers[0].key.dtype:
             raise ValueError(f"{name} is {tensor.dtype}; a chunk file holds one dtype out of {list(_DTYPE_NAMES)}.")
+        if not tensor.numel():
+            raise ValueError(f"{name} is empty; a chunk has at least one token.")
         header[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -107,9 +109,8 @@ def _names(layers: int) -> list[str]:
     return [f"layer.{index:0{width}d}.{part}" for index in range(layers) for part in ("key", "value")]
 
 
-def _raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    raw: NDArray[np.uint8] = tensor.view(torch.uint8).reshape(-1).numpy()
-    return raw
+def _raw_bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(torch.uint8).reshape(-1).numpy().data
 
 
 def _dump(header: dict[str, Any]) -> bytes:
@@ -143,16 +144,12 @@ def _parse_header(header: dict[str, Any], key: str) -> list[_Entry]:
     if metadata["key"] != key:
         raise ChunkFileError(f"it holds chunk {metadata['key']}")
     del header[_METADATA]
-    entries = [
-        _Entry(
-            name,
-            _DTYPES[fields["dtype"]],
-            tuple(fields["shape"]),
-            *fields["data_offsets"],
-            checksum=metadata[f"{_CHECKSUM}.{name}"],
-        )
-        for name, fields in header.items()
-    ]
+    entries = []
+    for name, fields in header.items():
+        start, end = fields["data_offsets"]
+        kv_heads, tokens, head_dim = fields["shape"]
+        shape = (kv_heads, tokens, head_dim)
+        entries.append(_Entry(name, _DTYPES[fields["dtype"]], shape, start, end, metadata[f"{_CHECKSUM}.{name}"]))
     _check_layout(entries)
     return entries
 
@@ -166,7 +163,7 @@ def _check_layout(entries: list[_Entry]) -> None:
     offset = 0
     for entry in entries:
         kv_heads, tokens, head_dim = entry.shape
-        if any(type(size) is not int or size < 0 for size in entry.shape) or entry.start != offset:
+        if any(type(size) is not int or size < 1 for size in entry.shape) or entry.start != offset:
             raise ValueError(f"{entry.name} has an impossible shape or offset")
         offset += kv_heads * tokens * head_dim * entry.dtype.itemsize
         if entry.end != offset:
@@ -176,8 +173,8 @@ def _check_layout(entries: list[_Entry]) -> None:
 def _read_tensor(file: io.BufferedReader, data: NDArray[np.uint8], entry: _Entry) -> torch.Tensor:
     """Read into ``data[start:end]``; returns a view of it, [kv_heads, tokens, head_dim]."""
     part = data[entry.start : entry.end]
-    if file.readinto(memoryview(part)) != len(part):
+    if file.readinto(part.data) != len(part):
         raise ChunkFileError(f"truncated within {entry.name}")
-    if xxhash.xxh3_128_hexdigest(part) != entry.checksum:
+    if xxhash.xxh3_128_hexdigest(part.data) != entry.checksum:
         raise ChunkFileError(f"{entry.name} does not match its checksum")
     return torch.from_numpy(part).view(entry.dtype).reshape(entry.shape)

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _KEY = re.compile(r"[0-9a-f]{64}")
 _SUFFIX = ".safetensors"
 _TEMPORARY_SUFFIX = ".tmp"
+_STALE_SECONDS = 600.0
 
 
 class DiskTier:
@@ -166,12 +167,11 @@ class DiskTier:
 
     def _touch(self, key: str) -> bool:
         """Note a use; False where the chunk is absent."""
-        now = time.time_ns()
         with self._lock:
             if not self.contains(key):
                 return False
             try:
-                os.utime(self._path(key), ns=(now, now))
+                _set_last_use(self._path(key))
             except FileNotFoundError:
                 self._index.remove(key)
                 return False
@@ -182,13 +182,13 @@ class DiskTier:
     def _adopt(self, key: str) -> bool:
         """Take over a file that another process wrote since the start; the lock is held."""
         try:
-            nbytes = self._path(key).stat().st_size
+            status = self._path(key).lstat()
         except OSError:
             return False
-        if nbytes + self._reserved_bytes > self.budget_bytes:
+        if not stat.S_ISREG(status.st_mode) or status.st_size + self._reserved_bytes > self.budget_bytes:
             return False
-        self._evict_for(nbytes)
-        self._index.add(key, nbytes)
+        self._evict_for(status.st_size)
+        self._index.add(key, status.st_size)
         return True
 
     def _evict_for(self, nbytes: int) -> None:
@@ -206,6 +206,7 @@ class DiskTier:
             with os.fdopen(descriptor, "wb") as file:
                 write_chunk_file(file, header, kv)
                 file.flush()
+                _set_last_use(file.fileno())  # kernels before 6.13 stamp too coarsely to sort by
                 os.fsync(file.fileno())
         except BaseException:
             self._unlink(Path(name))
@@ -236,9 +237,16 @@ class DiskTier:
             logger.error("%s could not be removed: %s", path, error)
 
     def _remove_temporary_files(self) -> None:
-        """What a crash left behind. (A write of another process that loses its file here is not stored.)"""
+        """What a crash left behind; a young file may be another process's that is still being written."""
         for path in self._directory.glob(f"??/*{_TEMPORARY_SUFFIX}"):
-            self._unlink(path)
+            with suppress(FileNotFoundError):
+                if time.time() - path.lstat().st_mtime > _STALE_SECONDS:
+                    self._unlink(path)
+
+
+def _set_last_use(file: Path | int) -> None:
+    now = time.time_ns()
+    os.utime(file, ns=(now, now))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvlinker.errors import InvalidRequestError
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+def _unicode(text: str) -> str:
+    """JSON's escapes can spell half of a surrogate pair, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError("text_unicode", "Input should be valid Unicode, without lone surrogates") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+
+Name = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
 
 Metadata = Annotated[
-    dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
+    dict[Annotated[Text, StringConstraints(max_length=64)], Annotated[Text, StringConstraints(max_length=512)]],
     Field(max_length=16),
 ]
 """Up to 16 pairs; keys of up to 64 and values of up to 512 characters."""

@@ -8,12 +8,12 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from kvlinker.engine.base import SamplingParams
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.bodies.base import Body
+from kvlinker.server.bodies.base import Body, Text
 from kvlinker.server.bodies.generation import GenerationBody
 from kvlinker.server.bodies.parts import Part
 
 _Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(min_length=1), Tag("<parts>")],
+    Annotated[Text, Tag("<text>")] | Annotated[list[Part], Field(min_length=1), Tag("<parts>")],
     Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
 ]
 
@@ -26,7 +26,7 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Content
-    name: str | None = None
+    name: Text | None = None
 
     def plain(self) -> dict[str, Any]:
         """As ``LLM.chat_prompt`` takes it. Few chat templates know developers, who are the system's new name."""

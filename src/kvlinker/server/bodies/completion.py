@@ -8,6 +8,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from kvlinker.engine.base import SamplingParams
 from kvlinker.errors import InvalidRequestError
+from kvlinker.server.bodies.base import Text
 from kvlinker.server.bodies.generation import MAX_CHOICES, GenerationBody
 from kvlinker.server.bodies.parts import Part
 
@@ -31,8 +32,8 @@ def _prompt_kind(value: Any) -> str | None:
 
 
 Prompt = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[str], Tag("<texts>")]
+    Annotated[Text, Tag("<text>")]
+    | Annotated[list[Text], Tag("<texts>")]
     | Annotated[_Tokens, Tag("<tokens>")]
     | Annotated[list[_Tokens], Tag("<token lists>")]
     | Annotated[list[Part], Tag("<parts>")],
@@ -53,8 +54,9 @@ def plain_prompts(prompt: Prompt) -> list[PlainPrompt]:
         return [prompt]
     if isinstance(prompt[0], str | list):
         return [entry for entry in prompt if isinstance(entry, str | list)]
-    parts = [part.model_dump() for part in prompt if isinstance(part, BaseModel)]
-    return [parts or [token for token in prompt if isinstance(token, int)]]
+    if isinstance(prompt[0], int):
+        return [[token for token in prompt if isinstance(token, int)]]
+    return [[part.model_dump() for part in prompt if isinstance(part, BaseModel)]]
 
 
 class CompletionBody(GenerationBody):

@@ -12,13 +12,13 @@ from pydantic_core import PydanticCustomError
 from kvlinker.chunks import GenerationContext
 from kvlinker.context_caches import MAX_CHUNKS
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.bodies.base import Body, Metadata, Name
+from kvlinker.server.bodies.base import Body, Metadata, Name, Text
 
 MAX_TTL = 100 * 365 * 24 * 3600.0
 END_OF_TIME = 253_402_300_799.0
 """The last second of the year 9999."""
 
-_Text = Annotated[str, StringConstraints(min_length=1)]
+_Chunk = Annotated[Text, StringConstraints(min_length=1)]
 
 
 def _seconds(value: Any) -> Any:
@@ -61,9 +61,9 @@ class Split(Body):
 class CreateBody(Lifetime):
     """``chunks`` as they are, or ``input`` to be split."""
 
-    model: str | None = None
-    chunks: list[_Text] | None = Field(default=None, min_length=1, max_length=MAX_CHUNKS)
-    input: _Text | None = None
+    model: Text | None = None
+    chunks: list[_Chunk] | None = Field(default=None, min_length=1, max_length=MAX_CHUNKS)
+    input: _Chunk | None = None
     split: Split | None = None
     name: Name | None = None
     metadata: Metadata | None = None

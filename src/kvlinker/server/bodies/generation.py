@@ -8,11 +8,11 @@ from pydantic import Discriminator, Field, StringConstraints, Tag, model_validat
 
 from kvlinker.engine.base import SamplingParams
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.bodies.base import Body
+from kvlinker.server.bodies.base import Body, Text
 
 MAX_CHOICES = 128
 
-_StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+_StopText = Annotated[Text, StringConstraints(min_length=1, max_length=1024)]
 
 _Stop = Annotated[
     Annotated[_StopText, Tag("<text>")] | Annotated[list[_StopText], Field(max_length=16), Tag("<texts>")],
@@ -23,7 +23,7 @@ _Stop = Annotated[
 class LinkOptions(Body):
     """How cached chunks are linked; ``policy`` such as ``legolink-16``."""
 
-    policy: str | None = None
+    policy: Annotated[Text, StringConstraints(min_length=1)] | None = None
 
 
 class StreamOptions(Body):
@@ -52,7 +52,7 @@ class GenerationBody(Body):
     )
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"logit_bias": ({},)}
 
-    model: str | None = None
+    model: Text | None = None
     link: LinkOptions | None = None
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Tag
 
+from kvlinker.server.bodies.base import Text
+
 
 class TextPart(BaseModel):
     """Fresh text. Fields of other providers, such as ``cache_control``, are ignored."""
@@ -13,7 +15,7 @@ class TextPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ContextCachePart(BaseModel):
@@ -22,7 +24,7 @@ class ContextCachePart(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     type: Literal["context_cache"]
-    id: str
+    id: Text
 
 
 class UnknownPart(BaseModel):

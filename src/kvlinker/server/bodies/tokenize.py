@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.bodies.base import Body
+from kvlinker.server.bodies.base import Body, Text
 from kvlinker.server.bodies.chat import Message
 from kvlinker.server.bodies.completion import Prompt
 
@@ -13,8 +13,8 @@ from kvlinker.server.bodies.completion import Prompt
 class TokenizeBody(Body):
     """One of: ``text``, encoded as it is; ``prompt``, as a completion has it; ``messages``, as a chat has them."""
 
-    model: str | None = None
-    text: str | None = None
+    model: Text | None = None
+    text: Text | None = None
     prompt: Prompt | None = None
     messages: list[Message] | None = Field(default=None, min_length=1)
 

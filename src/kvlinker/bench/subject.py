@@ -1,0 +1,64 @@
+"""The model and engine that a benchmark measures, with a store of its own in a temporary folder."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvlinker.bench.machine import describe_machine, versions
+from kvlinker.bench.report import Report, Row
+from kvlinker.bench.shapes import random_model
+from kvlinker.config import Settings, load_settings
+from kvlinker.engine.loading import LoadedModel, choose_device, choose_dtype, load_model
+from kvlinker.errors import InvalidRequestError
+from kvlinker.llm import LLM
+
+HOST_MEMORY = 8 << 30
+TIERS = ("host", "disk")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: ``name`` is the shape's or model's; ``command`` reproduces the run."""
+
+    name: str
+    command: str
+    loaded: LoadedModel
+    options: dict[str, Any]
+
+    @contextmanager
+    def llm(self, *, kv_slots: int, tier: str = "host", **options: Any) -> Iterator[LLM]:
+        """A fresh engine and store. With tier ``disk``, nothing is kept in host memory."""
+        if tier not in TIERS:
+            raise InvalidRequestError(f"Unknown tier {tier!r}; known are {', '.join(TIERS)}.", param="tier")
+        with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
+            settings = load_settings(
+                state_dir=Path(folder),
+                kv_slots=kv_slots,
+                host_memory=HOST_MEMORY if tier == "host" else 0,
+                **options,
+            )
+            with LLM.from_model(self.loaded, settings) as llm:
+                yield llm
+
+    def report(self, rows: list[Row], **machine: Any) -> Report:
+        return Report(
+            command=self.command,
+            machine=describe_machine(self.loaded.device) | machine,
+            versions=versions(),
+            settings={"model": self.name, "dtype": str(self.loaded.dtype).removeprefix("torch.")} | self.options,
+            rows=rows,
+        )
+
+
+def make_subject(settings: Settings, *, shape: str | None, command: str, **options: Any) -> Subject:
+    """Random weights of the named shape, or without one the model that ``settings`` name."""
+    if shape is None:
+        return Subject(settings.served_name, command, load_model(settings), options)
+    device = choose_device(settings.device)
+    loaded = random_model(shape, dtype=choose_dtype(settings.dtype, device), device=device)
+    return Subject(shape, command, loaded, options)

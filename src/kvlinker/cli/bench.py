@@ -1,0 +1,173 @@
+"""``kvlinker bench``: measure, print a table, write JSON, draw a plot."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvlinker.cli.failures import BAD_USAGE, failures
+from kvlinker.cli.options import settings_options
+from kvlinker.config import Settings
+
+if TYPE_CHECKING:
+    from kvlinker.bench.report import Report
+
+app = typer.Typer(help="Benchmarks: every competitor in one run, medians and ratios.", no_args_is_help=True)
+
+Shape = Annotated[str | None, typer.Option(help="Random weights of this shape (tiny, 285m, 8b) in place of --model.")]
+Json = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (.png, .svg, .pdf).")]
+Repeat = Annotated[int, typer.Option(min=1, help="Measurements of each case, after one warm-up.")]
+ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens per chunk.")]
+FreshTokens = Annotated[int, typer.Option(min=1, help="Tokens behind the chunks.")]
+Policies = Annotated[str, typer.Option(help="Policies to compare, with commas between.")]
+
+MODEL_OPTIONS = ("model", "engine", "dtype", "device", "threads")
+
+
+@app.command()
+@settings_options(*MODEL_OPTIONS)
+def ttft(
+    settings: Settings,
+    shape: Shape = None,
+    chunks: Annotated[str, typer.Option(help="Chunks per prompt; several numbers with commas sweep the length.")] = "8",
+    chunk_tokens: ChunkTokens = 512,
+    fresh_tokens: FreshTokens = 32,
+    policies: Policies = "full,naive,legolink-16,attnlink-16,random-15",
+    tier: Annotated[str, typer.Option(help="Where the chunk caches lie: host or disk.")] = "host",
+    repeat: Repeat = 5,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Time to first token of prompts made of cached chunks, by policy, and where it goes."""
+    from kvlinker.bench.plots import plot_ttft
+    from kvlinker.bench.subject import make_subject
+    from kvlinker.bench.ttft import COLUMNS, Workload, run_ttft, scaling_exponents
+
+    with failures(BAD_USAGE), _progress() as progress:
+        workloads = [Workload(count, chunk_tokens, fresh_tokens) for count in _counts(chunks)]
+        names = _policy_names(policies)
+        subject = make_subject(settings, shape=shape, command=_command(), repeat=repeat)
+        report = run_ttft(subject, workloads, names, repeat=repeat, tier=tier, progress=progress)
+    _show(report, COLUMNS, json)
+    for (policy, engine), exponent in scaling_exponents(report.rows).items():
+        typer.echo(f"{policy} ({engine}): TTFT ~ tokens^{exponent:.2f}")
+    if plot is not None:
+        with failures(BAD_USAGE):
+            plot_ttft(report.rows, plot)
+
+
+@app.command()
+@settings_options(*MODEL_OPTIONS)
+def decode(
+    settings: Settings,
+    shape: Shape = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1,4",
+    context_tokens: Annotated[int, typer.Option(min=1, help="Prompt length of each request.")] = 512,
+    steps: Annotated[int, typer.Option(min=4, help="Tokens to decode.")] = 24,
+    repeat: Repeat = 5,
+    json: Json = None,
+) -> None:
+    """Time per decoded token, beside transformers' own cached decoding."""
+    from kvlinker.bench.decode import COLUMNS, run_decode
+    from kvlinker.bench.subject import make_subject
+
+    with failures(BAD_USAGE), _progress() as progress:
+        sizes = _counts(batches)
+        subject = make_subject(settings, shape=shape, command=_command(), repeat=repeat, steps=steps)
+        report = run_decode(
+            subject, sizes, context_tokens=context_tokens, steps=steps, repeat=repeat, progress=progress
+        )
+    _show(report, COLUMNS, json)
+
+
+@app.command()
+@settings_options(*MODEL_OPTIONS)
+def memory(
+    settings: Settings,
+    shape: Shape = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of the prompt.")] = 8,
+    chunk_tokens: ChunkTokens = 512,
+    fresh_tokens: FreshTokens = 32,
+    policies: Policies = "naive,legolink-16,full",
+    json: Json = None,
+) -> None:
+    """Peak memory of one request, beside the KV that it needs in any case."""
+    from kvlinker.bench.memory import COLUMNS, run_memory
+    from kvlinker.bench.subject import make_subject
+    from kvlinker.bench.ttft import Workload
+
+    with failures(BAD_USAGE), _progress() as progress:
+        names = _policy_names(policies)
+        subject = make_subject(settings, shape=shape, command=_command())
+        report = run_memory(subject, Workload(chunks, chunk_tokens, fresh_tokens), names, progress=progress)
+    _show(report, COLUMNS, json)
+
+
+@app.command()
+@settings_options(*MODEL_OPTIONS)
+def overhead(
+    settings: Settings,
+    shape: Shape = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of the prompt.")] = 8,
+    chunk_tokens: ChunkTokens = 512,
+    policy: Annotated[str, typer.Option(help="Linking policy.")] = "legolink-16",
+    repeat: Repeat = 15,
+    json: Json = None,
+) -> None:
+    """What HTTP adds to a request, beside the same request in Python."""
+    from kvlinker.bench.overhead import COLUMNS, run_overhead
+    from kvlinker.bench.subject import make_subject
+    from kvlinker.bench.ttft import Workload
+
+    with failures(BAD_USAGE), _progress() as progress:
+        (name,) = _policy_names(policy)
+        subject = make_subject(settings, shape=shape, command=_command(), repeat=repeat)
+        report = run_overhead(subject, Workload(chunks, chunk_tokens, 32), name, repeat=repeat, progress=progress)
+    _show(report, COLUMNS, json)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is being measured."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("preparing the model") as status:
+        yield status.update
+
+
+def _show(report: Report, columns: Sequence[str], json: Path | None) -> None:
+    from rich.console import Console
+
+    report.print(Console(), columns)
+    if json is not None:
+        report.write_json(json)
+
+
+def _command() -> str:
+    return shlex.join(["kvlinker", *sys.argv[1:]])
+
+
+def _policy_names(text: str) -> list[str]:
+    from kvlinker.linking import parse_policy
+
+    return [parse_policy(name.strip()).name for name in text.split(",")]
+
+
+def _counts(text: str) -> list[int]:
+    from kvlinker.errors import InvalidRequestError
+
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InvalidRequestError(f"{text!r} is not a list of whole numbers with commas between.") from error
+    if min(counts) < 1:
+        raise InvalidRequestError(f"{text!r}: every number must be at least 1.")
+    return counts

@@ -1,0 +1,43 @@
+"""All commands, by name; each has a module of its own."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from kvlinker.cli import bench, caches
+from kvlinker.cli.check import check
+from kvlinker.cli.ingest import ingest
+from kvlinker.cli.serve import serve
+
+app = typer.Typer(
+    name="kvlinker",
+    help="A linker for KV caches: text chunks are computed once, and linked into any prompt.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(version("kvlinker"))
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(serve)
+app.command()(ingest)
+app.command()(check)
+app.add_typer(caches.app, name="caches")
+app.add_typer(bench.app, name="bench")

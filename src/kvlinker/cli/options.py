@@ -1,0 +1,93 @@
+"""Options made from ``Settings``: each field that a command names becomes an option of its own."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from pydantic import ByteSize, ValidationError
+from pydantic.fields import FieldInfo
+
+from kvlinker.cli.failures import BAD_USAGE, fail, failures
+from kvlinker.config import CONFIG_FILE_VARIABLE, Settings, load_settings
+
+Command = Callable[..., None]
+
+_CONFIG = Annotated[
+    Path | None, typer.Option(help="TOML file with settings.", exists=True, dir_okay=False, show_default=False)
+]
+
+
+def settings_options(*names: str) -> Callable[[Command], Command]:
+    """Give a command options for the named fields of Settings, or for all, and ``--config``.
+
+    The command takes the settings as its first argument. Options win over ``KVLINKER_*`` variables and the file.
+    """
+    fields = {name: Settings.model_fields[name] for name in names or Settings.model_fields}
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def run(*, config: Path | None, **arguments: Any) -> None:
+            if config is not None:
+                os.environ[CONFIG_FILE_VARIABLE] = str(config)
+            settings = _load({name: arguments.pop(name) for name in fields})
+            command(settings, **arguments)
+
+        types = get_type_hints(command, include_extras=True)
+        own = [p.replace(annotation=types[p.name]) for p in list(signature(command).parameters.values())[1:]]
+        options = [*(_option(name, field) for name, field in fields.items()), _parameter("config", _CONFIG)]
+        parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*own, *options)]
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+_METAVARS: dict[Any, str | None] = {bool: None, int: "N", int | None: "N", ByteSize: "SIZE", Path: "PATH"}
+
+
+def _option(name: str, field: FieldInfo) -> Parameter:
+    """Values are passed on as text: Settings parses them, and complains about them."""
+    kind = bool if field.annotation is bool else str
+    option = typer.Option(
+        help=f"{field.description} (KVLINKER_{name.upper()})",
+        show_default=_shown_default(field),
+        metavar=_METAVARS.get(field.annotation, "TEXT"),
+    )
+    return _parameter(name, Annotated[kind | None, option])
+
+
+def _parameter(name: str, annotation: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _shown_default(field: FieldInfo) -> str | bool:
+    """What --help shows as the default; False where there is none to show."""
+    default = field.get_default(call_default_factory=True, validated_data={})
+    if default in (None, (), False) or "default" in (field.description or ""):
+        return False
+    return default.human_readable() if isinstance(default, ByteSize) else str(default)
+
+
+def _load(options: dict[str, Any]) -> Settings:
+    try:
+        with failures(BAD_USAGE):
+            return load_settings(**options)
+    except ValidationError as error:
+        complaints = "; ".join(
+            f"{_flag(complaint['loc'])}: {complaint['msg']}" for complaint in error.errors(include_url=False)
+        )
+        raise fail(complaints, BAD_USAGE) from error
+    except tomllib.TOMLDecodeError as error:
+        raise fail(f"{os.environ[CONFIG_FILE_VARIABLE]} is not valid TOML: {error}", BAD_USAGE) from error
+
+
+def _flag(location: tuple[int | str, ...]) -> str:
+    return f"--{str(location[0]).replace('_', '-')}"

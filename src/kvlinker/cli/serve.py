@@ -1,0 +1,58 @@
+"""kvlinker serve: the HTTP server on one model."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing, suppress
+
+from rich.console import Console
+from rich.table import Table
+
+from kvlinker.cli.failures import BAD_USAGE, failures
+from kvlinker.cli.options import settings_options
+from kvlinker.config import Settings
+from kvlinker.server.address import bind, check_address, url_of
+
+SHUTDOWN_SECONDS = 10
+
+
+@settings_options()
+def serve(settings: Settings) -> None:
+    """Serve a model over HTTP, compatible with OpenAI's API."""
+    with failures(BAD_USAGE):
+        check_address(settings.host, settings.api_keys)
+    with failures(), closing(bind(settings.host, settings.port)) as listener:
+        _serve(settings, listener)
+
+
+def _serve(settings: Settings, listener: socket.socket) -> None:
+    console = Console(stderr=True, highlight=False)
+    with console.status("Starting"):
+        import uvicorn
+
+        from kvlinker.llm import LLM
+        from kvlinker.server.app import create_app
+    with console.status(f"Loading and checking {settings.model}"):
+        llm = LLM.from_settings(settings)
+    app = create_app(llm, settings)
+    console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
+    )
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _summary(settings: Settings, name: str, window: int, address: str) -> Table:
+    keys = len(settings.api_keys)
+    table = Table.grid(padding=(0, 2))
+    for title, value in (
+        ("model", f"{name} ({window:,} tokens)"),
+        ("policy", settings.policy),
+        ("state", f"{settings.state_dir} ({settings.disk_space.human_readable()} disk)"),
+        ("memory", f"{settings.host_memory.human_readable()} for chunk caches"),
+        ("access", f"{keys} API keys" if keys else "loopback only, no API keys"),
+        ("address", f"{address} (OpenAI's API at {address}/v1)"),
+    ):
+        table.add_row(f"[dim]{title}[/dim]", value)
+    return table

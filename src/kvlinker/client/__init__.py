@@ -1,0 +1,7 @@
+"""Clients of a kvlinker server: the calls of ``LLM`` over HTTP, sync and async. They import no torch."""
+
+from kvlinker.client.async_client import AsyncClient
+from kvlinker.client.sync_client import Client
+from kvlinker.client.wire import RemoteAnswer, RemoteContextCache, ServerUnreachableError
+
+__all__ = ["AsyncClient", "Client", "RemoteAnswer", "RemoteContextCache", "ServerUnreachableError"]

@@ -1,0 +1,1 @@
+"""Answers in OpenAI's shapes."""

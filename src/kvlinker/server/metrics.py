@@ -1,0 +1,125 @@
+"""Prometheus metrics: counted from what the engine and the store publish, and read from them when scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvlinker.events import (
+    ChunkDamaged,
+    ChunkEvicted,
+    ChunkLoaded,
+    ChunkLookup,
+    Event,
+    FirstToken,
+    RequestFinished,
+)
+from kvlinker.llm import LLM
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+SOURCES = ("cached", "recomputed", "fresh")
+
+_FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+_LOAD_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10)
+
+
+class Metrics:
+    """The figures of one app, in a registry of its own. Subscribe ``count`` to the LLM's events."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Gauges(llm))
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"kvlinker:{name}", text, labels, registry=self._registry)
+
+        self._first_token = Histogram(
+            "kvlinker:time_to_first_token_seconds",
+            "From a request's arrival at the engine to its first token.",
+            registry=self._registry,
+            buckets=_FIRST_TOKEN_BUCKETS,
+        )
+        self._load_seconds = Histogram(
+            "kvlinker:load_seconds",
+            "Time to load the KV of one chunk.",
+            ("tier",),
+            registry=self._registry,
+            buckets=_LOAD_BUCKETS,
+        )
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens by what became of them.", "source")
+        self._output_tokens = counter("output_tokens", "Tokens generated.")
+        self._requests = counter("requests", "Requests that ended.", "reason")
+        self._lookups = counter("chunk_lookups", "Times that the store was asked for a chunk's KV.", "result", "tier")
+        self._evictions = counter("evictions", "Chunks that a tier gave up for want of room.", "tier")
+        self._damaged = counter("damaged_chunks", "Stored copies that failed their checks.", "tier")
+        for source in SOURCES:
+            self._prompt_tokens.labels(source)
+        for tier in llm.store.usage():
+            self._evictions.labels(tier.name)
+
+    def count(self, event: Event) -> None:
+        """A listener for ``kvlinker.events.Events``; may be called from any thread."""
+        match event:
+            case FirstToken():
+                self._first_token.observe(event.seconds)
+            case RequestFinished():
+                self._requests.labels(event.reason).inc()
+                self._prompt_tokens.labels("cached").inc(event.cached_tokens)
+                self._prompt_tokens.labels("recomputed").inc(event.recomputed_tokens)
+                self._prompt_tokens.labels("fresh").inc(event.fresh_tokens)
+                self._output_tokens.inc(event.output_tokens)
+            case ChunkLookup():
+                self._lookups.labels("hit" if event.hit else "miss", event.tier).inc()
+            case ChunkLoaded():
+                self._load_seconds.labels(event.tier).observe(event.seconds)
+            case ChunkEvicted():
+                self._evictions.labels(event.tier).inc()
+            case ChunkDamaged():
+                self._damaged.labels(event.tier).inc()
+
+    def exposition(self) -> bytes:
+        """All figures in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def prompt_tokens(self) -> dict[str, int]:
+        """Totals by source."""
+        return {source: self._total("kvlinker:prompt_tokens_total", source=source) for source in SOURCES}
+
+    def output_tokens(self) -> int:
+        return self._total("kvlinker:output_tokens_total")
+
+    def finished(self) -> int:
+        """Requests that ended, whatever the reason."""
+        (family,) = self._requests.collect()
+        return int(sum(sample.value for sample in family.samples if sample.name.endswith("_total")))
+
+    def _total(self, name: str, **labels: str) -> int:
+        return int(self._registry.get_sample_value(name, labels) or 0)
+
+
+class _Gauges(Collector):
+    """Reads engine and store at the moment of a scrape."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._llm.load()
+        for name, text, value in (
+            ("requests_running", "Requests being computed.", load.running),
+            ("requests_waiting", "Requests in the queue.", load.waiting),
+            ("kv_slots_used", "Slots of the KV pool in use; one slot holds one token.", load.slots_used),
+            ("kv_slots_total", "Slots of the KV pool.", load.slots_total),
+        ):
+            yield GaugeMetricFamily(f"kvlinker:{name}", text, value=value)
+        stored = GaugeMetricFamily("kvlinker:store_bytes", "Bytes of KV in the store.", labels=["tier"])
+        chunks = GaugeMetricFamily("kvlinker:store_chunks", "Chunks in the store.", labels=["tier"])
+        for tier in self._llm.store.usage():
+            stored.add_metric([tier.name], tier.used_bytes)
+            chunks.add_metric([tier.name], tier.chunks)
+        yield stored
+        yield chunks

@@ -1,0 +1,145 @@
+"""What is stored can be listed, removed and checked without a model."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvlinker.cli import app
+from kvlinker.llm import LLM
+from kvlinker.store import ContextCache
+from tests.server.serving import tiny_model, tiny_settings
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def stored(state: Path) -> tuple[ContextCache, ...]:
+    """Two context caches of one tenant, one of another's; an expired one is not listed."""
+    with LLM.from_model(tiny_model(), tiny_settings(state)) as llm:
+        first = llm.generate_context_cache(["The cat sat on the mat.", "A dog"], name="pets", ttl=1000)
+        other = llm.generate_context_cache(["numbers 1 2 3"], tenant="other")
+        llm.generate_context_cache(["soon gone"], ttl=0.01)
+    time.sleep(0.02)
+    return (*first, *other)
+
+
+def caches(state: Path, *arguments: str) -> Result:
+    return runner.invoke(app, ["caches", *arguments, "--state-dir", str(state)])
+
+
+def files(state: Path) -> list[Path]:
+    return [file for file in (state / "chunks").rglob("*") if file.is_file()]
+
+
+def test_ls(state: Path, stored: tuple[ContextCache, ...]) -> None:
+    result = caches(state, "ls")
+    assert result.exit_code == 0
+    header, *rows = result.stdout.splitlines()
+    assert header.split() == ["id", "name", "tenant", "tokens", "bytes", "tier", "created", "expires"]
+    fields = {row.split()[0]: row.split() for row in rows}
+    assert set(fields) == {cache.id for cache in stored}
+    for cache in stored:
+        _, name, tenant, tokens, size, tier, *_ = fields[cache.id]
+        assert (name, tenant) == (cache.name or "-", cache.tenant)
+        assert (int(tokens), tier) == (cache.tokens, "disk")
+        assert int(size) > 0
+    assert fields[stored[0].id][-1] != "never" == fields[stored[2].id][-1]
+
+
+def test_ls_shows_evicted(state: Path, stored: tuple[ContextCache, ...]) -> None:
+    for file in files(state):
+        file.unlink()
+    fields = {row.split()[0]: row.split() for row in caches(state, "ls").stdout.splitlines()}
+    assert fields[stored[0].id][4:6] == ["0", "-"]
+
+
+def test_long_list_is_complete(state: Path) -> None:
+    with LLM.from_model(tiny_model(), tiny_settings(state)) as llm:
+        made = llm.generate_context_cache(["the same"] * 230)
+    listed = [row.split()[0] for row in caches(state, "ls").stdout.splitlines()[1:]]
+    assert listed == [cache.id for cache in reversed(made)]
+
+
+def test_rm(state: Path, stored: tuple[ContextCache, ...]) -> None:
+    before = len(files(state))
+    result = caches(state, "rm", stored[0].id, stored[2].id)
+    assert (result.exit_code, result.stdout) == (0, "2 removed\n")
+    assert len(files(state)) == before - 2
+    assert [row.split()[0] for row in caches(state, "ls").stdout.splitlines()[1:]] == [stored[1].id]
+
+
+def test_rm_all(state: Path, stored: tuple[ContextCache, ...]) -> None:
+    assert caches(state, "rm", "--all").stdout == f"{len(stored)} removed\n"
+    assert len(caches(state, "ls").stdout.splitlines()) == 1
+
+
+def test_rm_unknown(state: Path, stored: tuple[ContextCache, ...]) -> None:
+    result = caches(state, "rm", stored[0].id, "cc_unknown")
+    assert (result.exit_code, result.stdout) == (1, "1 removed\n")
+    assert "cc_unknown" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["rm"], ["rm", "--all", "cc_1"]])
+def test_rm_wants_ids_or_all(state: Path, stored: tuple[ContextCache, ...], arguments: list[str]) -> None:
+    assert caches(state, *arguments).exit_code == 2
+    assert len(caches(state, "ls").stdout.splitlines()) == 1 + len(stored)
+
+
+@pytest.mark.parametrize("command", ["ls", "rm", "check"])
+def test_nothing_there(tmp_path: Path, command: str) -> None:
+    result = caches(tmp_path / "nowhere", command, *(["--all"] if command == "rm" else []))
+    assert result.exit_code == 1
+    assert "nothing is stored" in result.stderr
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_check_of_a_sound_store(state: Path, stored: tuple[ContextCache, ...]) -> None:
+    result = caches(state, "check")
+    assert result.exit_code == 0, result.output
+    assert "disk: 4 checked, 0 damaged" in result.stdout
+    assert "0 without KV" in result.stdout
+    assert "0 orphans" in result.stdout
+
+
+def test_check_drops_damaged_files(state: Path, stored: tuple[ContextCache, ...]) -> None:
+    (damaged,) = [file for file in files(state) if stored[0].chunk_key in file.name]
+    content = bytearray(damaged.read_bytes())
+    content[-3] ^= 1
+    damaged.write_bytes(content)
+    result = caches(state, "check")
+    assert result.exit_code == 1
+    assert "1 damaged" in result.stdout
+    assert stored[0].chunk_key in result.stdout
+    assert "1 without KV" in result.stdout
+    assert not damaged.exists()
+    assert caches(state, "check").exit_code == 0
+
+
+def test_check_repairs_orphans(state: Path, stored: tuple[ContextCache, ...]) -> None:
+    with LLM.from_model(tiny_model(), tiny_settings(state)) as llm:
+        llm.catalog.delete(stored[1].id, stored[1].tenant, time.time())
+    for arguments, code in (([], 1), ([], 1), (["--repair"], 1), ([], 0)):
+        result = caches(state, "check", *arguments)
+        assert result.exit_code == code
+        assert (stored[1].chunk_key in result.stdout) == bool(code)
+    assert not [file for file in files(state) if stored[1].chunk_key in file.name]
+
+
+def test_damaged_catalog_is_one_line(state: Path, stored: tuple[ContextCache, ...]) -> None:
+    catalog = state / "catalog.sqlite"
+    for file in state.glob("catalog.sqlite*"):
+        file.unlink()
+    catalog.write_bytes(b"this is no database" * 1000)
+    result = caches(state, "ls")
+    assert result.exit_code == 1
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1

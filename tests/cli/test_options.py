@@ -1,0 +1,115 @@
+"""Options come from the settings: all of them, with the right order of precedence, and clear complaints."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvlinker.cli import app
+from kvlinker.cli.options import settings_options
+from kvlinker.config import CONFIG_FILE_VARIABLE, Settings
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--config`` sets the variable; put it back afterwards."""
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, "")
+
+
+@pytest.fixture
+def probe() -> typer.Typer:
+    """A command that prints its settings."""
+    probing = typer.Typer()
+
+    @probing.command()
+    @settings_options()
+    def show(settings: Settings) -> None:
+        print(f"port={settings.port} policy={settings.policy} memory={int(settings.host_memory)}")
+        print(f"dir={settings.state_dir} remote={settings.trust_remote_code} keys={','.join(settings.api_keys)}")
+
+    return probing
+
+
+def test_every_setting_is_an_option() -> None:
+    shown = runner.invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    for name, field in Settings.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in shown
+        assert f"KVLINKER_{name.upper()}" in shown
+        assert field.description
+
+
+def test_options_reach_the_settings(probe: typer.Typer) -> None:
+    arguments = ["--port", "9000", "--policy", "naive", "--host-memory", "2GiB", "--state-dir", "/tmp/somewhere"]
+    result = runner.invoke(probe, [*arguments, "--trust-remote-code", "--api-keys", "one, two"])
+    assert result.output.splitlines() == [
+        f"port=9000 policy=naive memory={2 * 2**30}",
+        "dir=/tmp/somewhere remote=True keys=one,two",
+    ]
+
+
+def test_options_win_over_variables_over_file(probe: typer.Typer, tmp_path: Path) -> None:
+    config = tmp_path / "kvlinker.toml"
+    config.write_text('port = 1111\npolicy = "full"\nhost_memory = "1MiB"\n')
+    result = runner.invoke(
+        probe, ["--config", str(config), "--port", "3333"], env={"KVLINKER_PORT": "2222", "KVLINKER_POLICY": "naive"}
+    )
+    assert result.output.startswith(f"port=3333 policy=naive memory={2**20}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--port", "99999"], "--port"),
+        (["--port", "web"], "--port"),
+        (["--policy", "wishful"], "Unknown policy 'wishful'"),
+        (["--policy", "legolink-0"], "legolink-0"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--engine", "steam"], "--engine"),
+        (["--max-model-len", "1"], "--max-model-len"),
+        (["--host-memory", "much"], "--host-memory"),
+        (["--host", "0.0.0.0"], "loopback"),
+    ],
+)
+def test_bad_usage_is_one_line(arguments: list[str], complaint: str) -> None:
+    result = runner.invoke(app, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert complaint in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--nonsense"], ["nonsense"], ["ingest"], ["serve", "--config", "no"]])
+def test_what_typer_refuses(arguments: list[str]) -> None:
+    assert runner.invoke(app, arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(("content", "complaint"), [("port = ", "not valid TOML"), ("prt = 5", "--prt")])
+def test_bad_files(tmp_path: Path, content: str, complaint: str) -> None:
+    config = tmp_path / "kvlinker.toml"
+    config.write_text(content)
+    result = runner.invoke(app, ["serve", "--config", str(config)])
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert complaint in result.stderr
+
+
+def test_missing_file_of_the_variable(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["serve"], env={CONFIG_FILE_VARIABLE: str(tmp_path / "none.toml")})
+    assert result.exit_code == 2
+    assert "none.toml" in result.stderr
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+.*\n", runner.invoke(app, ["--version"]).output)
+
+
+def test_the_command_starts_without_torch() -> None:
+    code = "import sys, kvlinker.cli; assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

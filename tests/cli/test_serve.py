@@ -1,0 +1,73 @@
+"""kvlinker serve, as people start it: in a process of its own, with the model in the box."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from kvlinker.cli import app
+from kvlinker.client import Client
+from kvlinker.server.address import bind, url_of
+
+COMMAND = [sys.executable, "-c", "from kvlinker.cli import app; app()"]
+
+
+@pytest.mark.slow
+def test_serve(tmp_path: Path) -> None:
+    """Takes a question, and stops with its chunk caches on the disk."""
+    environment = os.environ | {"KVLINKER_STATE_DIR": str(tmp_path / "state"), "KVLINKER_API_KEYS": "one,two"}
+    with subprocess.Popen(
+        [*COMMAND, "serve", "--port", "0", "--policy", "naive"], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stderr is not None
+        said = ""
+        try:
+            for line in process.stderr:
+                said += line
+                if address := re.search(r"http://127\.0\.0\.1:\d+", line):
+                    break
+            assert address, said
+            assert re.search(r"policy +naive", said)
+            assert str(tmp_path / "state") in said
+            assert "2 API keys" in said
+            assert "one" not in re.sub(r"none|http.*", "", said)
+            with Client(address[0], "one") as client:
+                (cache,) = client.generate_context_cache(["The kettle stands in the kitchen, and it is green."])
+                content = [cache, "What colour is the kettle?"]
+                answer = client.chat_completion([{"role": "user", "content": content}], max_tokens=8)
+            assert answer.usage.cached_tokens == cache.tokens
+            assert httpx.get(f"{address[0]}/v1/models").status_code == 401
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=30)
+        rest = process.stderr.read()
+    assert "Traceback" not in rest
+    assert process.returncode == 0
+    assert len(list((tmp_path / "state" / "chunks").rglob("*.safetensors"))) == 1
+
+
+def test_taken_port_is_told_before_the_model_is_loaded() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen()
+        port = url_of(listener).rsplit(":", 1)[1]
+        result = subprocess.run(
+            [*COMMAND, "serve", "--port", port], capture_output=True, text=True, timeout=20, check=False
+        )
+    assert result.returncode == 1
+    assert "already in use" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_model_that_does_not_exist(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path / "none")])
+    assert result.exit_code == 1
+    assert "No model at" in result.stderr
+    assert "Traceback" not in result.stderr

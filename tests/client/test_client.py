@@ -1,0 +1,196 @@
+"""The clients do over HTTP what ``LLM`` does in the process, errors included."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvlinker import AsyncClient, Client
+from kvlinker.client import RemoteContextCache, ServerUnreachableError
+from kvlinker.errors import (
+    AuthenticationError,
+    ContextCacheNotFoundError,
+    ContextLengthError,
+    InvalidRequestError,
+    KVLinkerError,
+    ModelNotFoundError,
+    OverloadedError,
+    PolicyError,
+)
+from tests.server.serving import MODEL_NAME, Served
+
+CHUNKS = ("The cat sat on the mat. It was fine!", "numbers 1 2 3 and more words")
+GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[Client]:
+    with Client(served.url) as made:
+        yield made
+
+
+def question(caches: Any) -> Any:
+    return [{"role": "user", "content": ["Look: ", caches[1], caches[0], "What do the two have in common?"]}]
+
+
+def test_context_caches_are_what_was_asked_for(client: Client) -> None:
+    caches = client.generate_context_cache(CHUNKS, ttl=100, name="pair", metadata={"a": "b"}, context="alone")
+    assert [type(cache) for cache in caches] == [RemoteContextCache] * 2
+    assert caches[0].tokens != caches[1].tokens
+    for cache in caches:
+        assert (cache.model, cache.name, cache.metadata, cache.tier) == (MODEL_NAME, "pair", {"a": "b"}, "host")
+        assert cache.bytes > 0
+        assert cache.expires_at is not None
+        assert abs(cache.expires_at - time.time() - 100) < 5
+
+
+def test_answer_is_that_of_llm(served: Served, client: Client) -> None:
+    remote = client.chat_completion(question(client.generate_context_cache(CHUNKS)), policy="legolink-2", **GREEDY)
+    local = served.llm.chat_completion(
+        question(served.llm.generate_context_cache(CHUNKS)), policy="legolink-2", **GREEDY
+    )
+    assert remote.text == local.text
+    assert remote.usage == local.usage
+    assert remote.usage.recomputed_tokens == 4
+    assert remote.finish_reason == local.finish_reason == "length"
+    assert 0 < remote.timing.link < 30
+    assert remote.timing.decode > 0
+
+
+def test_text_is_split_by_the_server(served: Served, client: Client) -> None:
+    text = "\n\n".join(f"Paragraph {number} about a dog." for number in range(4))
+    caches = client.cache_text(text, method="paragraph", max_tokens=64, name="text")
+    assert [cache.tokens for cache in caches] == [
+        len(served.llm.builder.encoder.encode_data(piece)) for piece in served.llm.split(text, method="paragraph")
+    ]
+    assert len(caches) == 4
+    assert {cache.name for cache in caches} == {"text"}
+
+
+def test_stream(client: Client) -> None:
+    pieces = list(client.stream_chat_completion(HELLO, **GREEDY))
+    assert len(pieces) > 1
+    assert "".join(pieces) == client.chat_completion(HELLO, **GREEDY).text
+
+
+def test_closed_stream_cancels_the_request(served: Served, client: Client) -> None:
+    stream = client.stream_chat_completion(HELLO, max_tokens=1500, ignore_eos=True)
+    next(stream)
+    assert served.llm.load().running == 1
+    stream.close()  # type: ignore[attr-defined]
+    assert served.becomes_idle()
+
+
+def test_expired_cache_is_gone(client: Client) -> None:
+    (cache,) = client.generate_context_cache(["a"])
+    client.expire_cache(cache)
+    for attempt in (
+        lambda: client.expire_cache(cache.id),
+        lambda: client.chat_completion([{"role": "user", "content": ["Look: ", cache]}]),
+        lambda: next(client.stream_chat_completion([{"role": "user", "content": [cache]}])),
+    ):
+        with pytest.raises(ContextCacheNotFoundError) as caught:
+            attempt()
+        assert caught.value.cache_id == cache.id
+        assert cache.id in caught.value.message
+
+
+async def test_async_client(served: Served) -> None:
+    async with AsyncClient(f"{served.url}/v1/") as client:
+        caches = await client.generate_context_cache(CHUNKS)
+        answer = await client.chat_completion(question(caches), policy="naive", **GREEDY)
+        streamed = [piece async for piece in client.stream_chat_completion(question(caches), policy="naive", **GREEDY)]
+        assert "".join(streamed) == answer.text
+        (piece,) = await client.cache_text("One dog.")
+        await client.expire_cache(piece)
+        with pytest.raises(ContextCacheNotFoundError):
+            await client.expire_cache(piece.id)
+        with pytest.raises(PolicyError):
+            await client.chat_completion(HELLO, policy="nope")
+        with pytest.raises(PolicyError):
+            await anext(client.stream_chat_completion(HELLO, policy="nope"))
+    local = served.llm.chat_completion(question(served.llm.generate_context_cache(CHUNKS)), policy="naive", **GREEDY)
+    assert answer.text == local.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "code", "param"),
+    [
+        ({"temperature": -1}, InvalidRequestError, "invalid_value", "temperature"),
+        ({"temprature": 1}, InvalidRequestError, "unknown_parameter", "temprature"),
+        ({"policy": "legolink-0"}, PolicyError, "invalid_policy", "link.policy"),
+        ({"model": "gpt-4"}, ModelNotFoundError, "model_not_found", "model"),
+        ({"max_tokens": 10**6}, ContextLengthError, "context_length_exceeded", "max_tokens"),
+        ({"temperature": float("nan")}, InvalidRequestError, "invalid_value", None),
+        ({"stop": ["\ud800"]}, InvalidRequestError, "invalid_value", None),
+    ],
+)
+def test_mistakes(client: Client, fields: Any, error: type[KVLinkerError], code: str, param: str | None) -> None:
+    with pytest.raises(error) as caught:
+        client.chat_completion(HELLO, **fields)
+    assert type(caught.value) is error
+    assert (caught.value.code, caught.value.param) == (code, param)
+    assert 400 <= caught.value.status < 500
+
+
+def test_keys(keyed: Served) -> None:
+    with Client(keyed.url, "key-alpha") as alpha, Client(keyed.url, "key-beta") as beta, Client(keyed.url) as nobody:
+        (cache,) = alpha.generate_context_cache(["alpha's"])
+        with pytest.raises(ContextCacheNotFoundError):
+            beta.expire_cache(cache)
+        with pytest.raises(AuthenticationError):
+            nobody.expire_cache(cache)
+        alpha.expire_cache(cache)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", "http://[bad"])
+def test_no_server(url: str) -> None:
+    with pytest.raises(ServerUnreachableError), Client(url) as client:
+        client.chat_completion(HELLO)
+
+
+def answering(status: int, content: bytes, **headers: str) -> Client:
+    """A client whose server always gives this answer."""
+    client = Client("http://server")
+    transport = httpx.MockTransport(lambda _: httpx.Response(status, content=content, headers=headers))
+    client._http = httpx.Client(base_url="http://server", transport=transport)
+    return client
+
+
+def test_overload_tells_when_to_come_back() -> None:
+    body = b'{"error": {"message": "busy", "type": "overloaded_error", "param": null, "code": "overloaded"}}'
+    with pytest.raises(OverloadedError) as caught:
+        answering(429, body, **{"Retry-After": "7"}).chat_completion(HELLO)
+    assert caught.value.retry_after == 7
+
+
+@pytest.mark.parametrize(("status", "error"), [(502, KVLinkerError), (418, InvalidRequestError)])
+def test_answers_of_strangers(status: int, error: type[KVLinkerError]) -> None:
+    for body in (b"<html>Bad gateway</html>", b"[]", b'{"error": "text"}'):
+        with pytest.raises(error) as caught:
+            answering(status, body).chat_completion(HELLO)
+        assert type(caught.value) is error
+        assert (caught.value.status, str(status) in caught.value.message) == (status, True)
+
+
+def test_failure_within_a_stream() -> None:
+    chunk = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+    error = (
+        b'data: {"error": {"message": "broke", "type": "server_error", "param": null, "code": "internal_error"}}\n\n'
+    )
+    stream = answering(200, chunk + error + b"data: [DONE]\n\n").stream_chat_completion(HELLO)
+    assert next(stream) == "a"
+    with pytest.raises(KVLinkerError, match="broke"):
+        next(stream)
+
+
+def test_clients_need_no_torch() -> None:
+    code = "import sys; from kvlinker import Client, AsyncClient, SamplingParams; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

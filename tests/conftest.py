@@ -1,0 +1,26 @@
+"""Servers that the tests of server, client and CLI share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvlinker.llm import LLM
+from tests.server.serving import Served, serving, tiny_model, tiny_settings
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server without keys, on the real engine."""
+    settings = tiny_settings(tmp_path_factory.mktemp("state"))
+    with serving(LLM.from_model(tiny_model(), settings), settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def keyed(served: Served) -> Iterator[Served]:
+    """The same LLM behind the keys ``key-alpha`` and ``key-beta``; requests go out without a key."""
+    settings = served.llm.settings.model_copy(update={"api_keys": ("key-alpha", "key-beta")})
+    with serving(served.llm, settings) as running:
+        yield running

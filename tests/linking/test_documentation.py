@@ -1,0 +1,34 @@
+"""The policies that docs/policies.md shows work as it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvlinker.linking import parse_policy, policies
+from kvlinker.linking.registry import _families
+from tests.linking.test_policies import chunk_prompt
+
+PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+
+
+@pytest.fixture
+def documented():
+    before = policies()
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(block, {})
+    yield
+    _families.clear()
+    _families.update(before)
+
+
+@pytest.mark.usefixtures("documented")
+def test_the_examples_register_and_select():
+    prompt = chunk_prompt(5, 6, 2)
+    assert parse_policy("tail-3").select(prompt).nonzero()[0].tolist() == [8, 9, 10, 11, 12]
+    assert parse_policy("deviating").refine_layers == {1}
+
+
+def test_every_policy_is_in_the_table():
+    for family in policies():
+        assert re.search(rf"\| `{family}(-[a-z])?` \|", PAGE), family

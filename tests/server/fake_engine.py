@@ -1,0 +1,115 @@
+"""An engine without a model: it says one numbered word per step, when the test lets it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import Future
+
+from kvlinker.chunks import Chunk
+from kvlinker.engine.base import (
+    Delta,
+    EngineLoad,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Sink,
+    Timing,
+    Usage,
+)
+from kvlinker.errors import EngineClosedError, KVLinkerError, OverloadedError
+
+
+class FakeEngine:
+    """``Engine``. Requests speak while ``flowing`` is set; more than ``capacity`` at a time are refused.
+
+    A request whose turn it is to say word number ``fails_at`` fails instead.
+    """
+
+    def __init__(self, *, capacity: int = 2) -> None:
+        self.fingerprint = "fake"
+        self.max_model_len = 512
+        self.capacity = capacity
+        self.fails_at: int | None = None
+        self.flowing = threading.Event()
+        self.flowing.set()
+        self.cancelled = 0
+        self.requests: list[GenerationRequest] = []
+        self._changed = threading.Condition()
+        self._active: set[_Speaker] = set()
+        self._closed = False
+
+    def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
+        done: Future[int] = Future()
+        done.set_result(len(chunk))
+        return done
+
+    def generate(self, request: GenerationRequest, sink: Sink) -> _Speaker:
+        with self._changed:
+            if self._closed:
+                raise EngineClosedError("closed")
+            if len(self._active) >= self.capacity:
+                raise OverloadedError("busy", retry_after=7)
+            speaker = _Speaker(self, request, sink)
+            self._active.add(speaker)
+            self.requests.append(request)
+        threading.Thread(target=speaker.run, daemon=True).start()
+        return speaker
+
+    def load(self) -> EngineLoad:
+        with self._changed:
+            used = sum(len(speaker.request.prompt) for speaker in self._active)
+            return EngineLoad(len(self._active), 0, used, 4096)
+
+    def ended(self, speaker: _Speaker, *, cancelled: bool) -> None:
+        with self._changed:
+            self._active.discard(speaker)
+            self.cancelled += cancelled
+            self._changed.notify_all()
+
+    def wait_until_idle(self, seconds: float = 5.0) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._active, seconds)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            active = list(self._active)
+        self.flowing.set()
+        for speaker in active:
+            speaker.cancel()
+
+
+class _Speaker:
+    """``RequestHandle``."""
+
+    def __init__(self, engine: FakeEngine, request: GenerationRequest, sink: Sink) -> None:
+        self.request = request
+        self._engine = engine
+        self._sink = sink
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def run(self) -> None:
+        said = 0
+        reason = "cancelled"
+        limit = self.request.sampling.max_tokens
+        for number in itertools.count():
+            while not (self._cancelled.is_set() or self._engine.flowing.wait(0.005)):
+                pass
+            if self._cancelled.is_set():
+                break
+            if number == self._engine.fails_at:
+                self._engine.ended(self, cancelled=False)
+                self._sink(Failed(KVLinkerError("the model broke")))
+                return
+            if number == limit:
+                reason = "length"
+                break
+            self._sink(Delta(f"w{number} ", (number,)))
+            said += 1
+        self._engine.ended(self, cancelled=reason == "cancelled")
+        usage = Usage(0, 0, len(self.request.prompt), output_tokens=said)
+        self._sink(Finished(reason, usage, Timing()))

@@ -1,0 +1,120 @@
+"""A server in a thread, on a free port, over a tiny random model; for tests that speak HTTP."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import uvicorn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvlinker.config import Settings, load_settings
+from kvlinker.engine.loading import LoadedModel, prepare_model
+from kvlinker.llm import LLM
+from kvlinker.server.address import bind, url_of
+from kvlinker.server.app import create_app
+from tests.toy_tokenizers import byte_level
+
+MODEL_NAME = "tiny"
+CONTEXT_WINDOW = 2048
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server."""
+
+    url: str
+    llm: LLM
+    http: httpx.Client
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.http.get(path, **options)
+
+    def post(self, path: str, body: Mapping[str, Any], **options: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **options)
+
+    def cache(self, *chunks: str, **options: Any) -> list[str]:
+        """Ids of context caches of these chunks."""
+        answer = self.post("/v1/context_caches", {"chunks": chunks, **options})
+        assert answer.status_code == 200, answer.text
+        return [entry["id"] for entry in answer.json()["data"]]
+
+    def becomes_idle(self, seconds: float = 5.0) -> bool:
+        """Whether the engine gives up all slots within the time."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            load = self.llm.load()
+            if (load.running, load.waiting, load.slots_used) == (0, 0, 0):
+                return True
+            time.sleep(0.01)
+        return False
+
+
+@cache
+def tiny_model() -> LoadedModel:
+    torch.manual_seed(0)
+    tokenizer = byte_level()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT_WINDOW,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return prepare_model(LlamaForCausalLM(config).eval(), tokenizer)
+
+
+def tiny_settings(state_dir: Path, **options: Any) -> Settings:
+    defaults = {
+        "model": MODEL_NAME,
+        "policy": "legolink-4",
+        "chat_template": TEMPLATE,
+        "kv_slots": 16_384,
+        "host_memory": 256 * 2**20,
+        "disk_space": 256 * 2**20,
+    }
+    return load_settings(state_dir=state_dir, **(defaults | options))
+
+
+@contextmanager
+def serving(llm: LLM, settings: Settings, *, headers: Mapping[str, str] | None = None) -> Iterator[Served]:
+    """Serve until the block ends; closes the LLM."""
+    listener = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(create_app(llm, settings), log_level="critical", lifespan="on"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    url = url_of(listener)
+    try:
+        with httpx.Client(base_url=url, headers=headers, timeout=30) as http:
+            _wait_until_up(http)
+            yield Served(url, llm, http)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+        assert not thread.is_alive(), "the server does not stop"
+
+
+def _wait_until_up(http: httpx.Client) -> None:
+    for _ in range(200):
+        try:
+            http.get("/health")
+            return
+        except httpx.ConnectError:
+            threading.Event().wait(0.02)
+    raise TimeoutError("the server does not start")

@@ -1,0 +1,74 @@
+"""What the store's tests share: small chunks by number, bitwise comparison, and a listener that remembers."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import TypeVar
+
+import torch
+
+from kvlinker.events import Event, Events
+from kvlinker.store import ChunkKV, LayerKV
+
+E = TypeVar("E", bound=Event)
+
+
+def key_of(number: int) -> str:
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+def chunk_kv(
+    number: int, *, tokens: int = 3, layers: int = 2, kv_heads: int = 2, dtype: torch.dtype = torch.bfloat16
+) -> ChunkKV:
+    """KV of random bits (NaNs and all) that depend on the number only; key and value differ in head_dim."""
+    generator = torch.Generator().manual_seed(number)
+
+    def tensor(head_dim: int) -> torch.Tensor:
+        shape = (kv_heads, tokens, head_dim * dtype.itemsize)
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(dtype)
+
+    return ChunkKV(tuple(LayerKV(tensor(4), tensor(6)) for _ in range(layers)))
+
+
+def same_kv(left: ChunkKV, right: ChunkKV) -> bool:
+    """Equal dtypes, shapes and bits."""
+    pairs = [
+        (a, b) for x, y in zip(left.layers, right.layers, strict=True) for a, b in ((x.key, y.key), (x.value, y.value))
+    ]
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in pairs
+    )
+
+
+class Recorder:
+    """Remembers every event that is published to ``events``."""
+
+    def __init__(self) -> None:
+        self.events = Events()
+        self.seen: list[Event] = []
+        self.events.subscribe(self.seen.append)
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.seen if isinstance(event, kind)]
+
+
+def run_threads(*targets) -> None:
+    """Run the callables at the same time; the first exception of any of them is raised here."""
+    errors: list[BaseException] = []
+
+    def guarded(target) -> None:
+        try:
+            target()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(target,)) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]

@@ -1,0 +1,328 @@
+"""The catalog: owners, expiry, pages, and which chunks are released when."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_chunks import run_threads
+
+from kvlinker.chunks import Chunk, chunk_key
+from kvlinker.errors import ContextCacheNotFoundError
+from kvlinker.store import Catalog, ContextCache, StoreError, new_context_cache_id
+from kvlinker.store.catalog import SCHEMA_VERSION
+
+NOW = 1000.0
+
+
+def record(
+    number: int = 0, *, tenant: str = "anna", created_at: float = NOW, expires_at: float | None = None
+) -> ContextCache:
+    chunk = Chunk(tokens=(number, 2**32 - 1, 0), prefix=(1,))
+    return ContextCache(
+        id=new_context_cache_id(),
+        tenant=tenant,
+        model="tiny",
+        fingerprint="sha256:weights",
+        chunk=chunk,
+        chunk_key=chunk_key(chunk, fingerprint="sha256:weights", tenant=tenant),
+        created_at=created_at,
+        expires_at=expires_at,
+        name=f"number {number}",
+        metadata={"source": "färöisch.md", "page": str(number)},
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "catalog.sqlite3"
+
+
+@pytest.fixture
+def catalog(path: Path) -> Iterator[Catalog]:
+    catalog = Catalog(path)
+    yield catalog
+    catalog.close()
+
+
+def test_what_is_added_is_found_in_every_field_also_after_a_restart(path: Path, catalog: Catalog) -> None:
+    plain = dataclasses.replace(record(1), name=None, metadata={})
+    full = record(2, expires_at=NOW + 1)
+    catalog.add([plain, full])
+    catalog.close()
+    catalog.close()
+    reopened = Catalog(path)
+    for added in (plain, full):
+        found = reopened.get(added.id, "anna", NOW)
+        assert found == added
+        assert found is not None
+        assert found.tokens == 3
+    reopened.close()
+
+
+def test_a_context_cache_cannot_be_changed_by_its_reader(catalog: Catalog) -> None:
+    source = {"page": "1"}
+    added = dataclasses.replace(record(), metadata=source)
+    source["page"] = "2"
+    assert added.metadata == {"page": "1"}
+    with pytest.raises(TypeError):
+        added.metadata["page"] = "3"  # type: ignore[index]
+    catalog.add([added])
+    assert {added, catalog.get(added.id, "anna", NOW)} == {added}
+
+
+def test_ids_are_of_the_promised_form_and_differ() -> None:
+    ids = {new_context_cache_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert all(len(each) == 27 and each.startswith("cc_") and int(each[3:], 16) >= 0 for each in ids)
+
+
+def test_another_tenants_context_cache_is_as_if_absent(catalog: Catalog) -> None:
+    hers = record(tenant="anna")
+    catalog.add([hers])
+    assert catalog.get(hers.id, "bert", NOW) is None
+    assert catalog.get_many([hers.id], "bert", NOW) == {}
+    assert catalog.list("bert", NOW, limit=10).items == ()
+    assert catalog.count("bert", NOW) == 0
+    with pytest.raises(ContextCacheNotFoundError):
+        catalog.list("bert", NOW, limit=10, after=hers.id)
+    with pytest.raises(ContextCacheNotFoundError):
+        catalog.update(hers.id, "bert", NOW, name="mine now")
+    with pytest.raises(ContextCacheNotFoundError):
+        catalog.delete(hers.id, "bert", NOW)
+    assert catalog.get(hers.id, "anna", NOW) == hers
+
+
+def test_at_its_expiry_a_context_cache_is_as_if_absent(catalog: Catalog) -> None:
+    expiring = record(1, expires_at=NOW)
+    catalog.add([expiring, record(2)])
+    just_before = NOW - 0.001
+    assert catalog.get(expiring.id, "anna", just_before) == expiring
+    assert catalog.count("anna", just_before) == 2
+    assert catalog.expire(just_before) == ()
+    assert catalog.get(expiring.id, "anna", NOW) is None
+    assert catalog.get_many([expiring.id], "anna", NOW) == {}
+    assert expiring not in catalog.list("anna", NOW, limit=10).items
+    assert catalog.count("anna", NOW) == 1
+    with pytest.raises(ContextCacheNotFoundError):
+        catalog.list("anna", NOW, limit=10, after=expiring.id)
+    with pytest.raises(ContextCacheNotFoundError):
+        catalog.update(expiring.id, "anna", NOW, expires_at=None)
+    with pytest.raises(ContextCacheNotFoundError):
+        catalog.delete(expiring.id, "anna", NOW)
+    assert catalog.holders(expiring.chunk_key) == (expiring.id,)
+    assert catalog.expire(NOW) == (expiring.chunk_key,)
+    assert catalog.expire(NOW) == ()
+    assert catalog.holders(expiring.chunk_key) == ()
+
+
+def test_a_chunk_is_released_with_its_last_holder(catalog: Catalog) -> None:
+    first, second, other = record(1), record(1, expires_at=NOW + 5), record(2)
+    assert first.chunk_key == second.chunk_key
+    catalog.add([first, other])
+    catalog.add([second])
+    assert catalog.holders(first.chunk_key) == (first.id, second.id)
+    assert catalog.chunk_keys() == {each.chunk_key: "sha256:weights" for each in (first, other)}
+    assert catalog.delete(first.id, "anna", NOW) == ()
+    assert catalog.get(second.id, "anna", NOW) == second
+    assert catalog.expire(NOW + 5) == (first.chunk_key,)
+    assert catalog.chunk_keys() == {other.chunk_key: "sha256:weights"}
+    assert catalog.delete(other.id, "anna", NOW) == (other.chunk_key,)
+    with pytest.raises(ContextCacheNotFoundError, match=other.id):
+        catalog.delete(other.id, "anna", NOW)
+
+
+def test_add_is_all_or_nothing(catalog: Catalog) -> None:
+    first, second = record(1), record(2)
+    with pytest.raises(StoreError, match="UNIQUE"):
+        catalog.add([first, second, first])
+    assert catalog.count("anna", NOW) == 0
+    assert catalog.chunk_keys() == {}
+    catalog.add([])
+    catalog.add([first])
+    assert catalog.count("anna", NOW) == 1
+
+
+def test_get_many_finds_what_exists_however_many_are_asked_for(catalog: Catalog) -> None:
+    records = [record(number) for number in range(1200)]
+    catalog.add(records)
+    ids = [each.id for each in records]
+    found = catalog.get_many([*ids, "cc_unknown", *ids], "anna", NOW)
+    assert found == {each.id: each for each in records}
+    assert catalog.get_many([], "anna", NOW) == {}
+    assert catalog.get("cc_unknown", "anna", NOW) is None
+
+
+def test_update_changes_what_is_given_and_nothing_else(catalog: Catalog) -> None:
+    before, bystander = record(1, expires_at=NOW + 1), record(2)
+    catalog.add([before, bystander])
+    assert catalog.update(before.id, "anna", NOW) == before
+    renamed = catalog.update(before.id, "anna", NOW, name="new", metadata={"a": "b"})
+    assert renamed == dataclasses.replace(before, name="new", metadata={"a": "b"})
+    forever = catalog.update(before.id, "anna", NOW, expires_at=None, name=None)
+    assert forever == dataclasses.replace(renamed, expires_at=None, name=None)
+    assert catalog.get(before.id, "anna", NOW + 100) == forever
+    assert catalog.update(before.id, "anna", NOW, expires_at=NOW).expires_at == NOW
+    assert catalog.get(before.id, "anna", NOW) is None
+    assert catalog.get(bystander.id, "anna", NOW) == bystander
+
+
+def all_pages(catalog: Catalog, order: str, limit: int) -> list[ContextCache]:
+    """Everything listed page by page, with others added at both ends after each of the first pages."""
+    items: list[ContextCache] = []
+    others = 5
+    while True:
+        page = catalog.list("anna", NOW, limit=limit, after=items[-1].id if items else None, order=order)
+        items += page.items
+        if not page.has_more:
+            return items
+        assert len(page.items) == limit
+        if others:
+            others -= 1
+            catalog.add([record(50, created_at=0.0), record(51, created_at=9.0)])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    times=st.lists(st.integers(0, 3), max_size=12),
+    limit=st.integers(1, 5),
+    order=st.sampled_from(["asc", "desc"]),
+)
+def test_pages_neither_repeat_nor_skip_while_others_are_added(
+    tmp_path_factory: pytest.TempPathFactory, times: list[int], limit: int, order: str
+) -> None:
+    catalog = Catalog(tmp_path_factory.mktemp("catalog") / "catalog.sqlite3")
+    records = [record(number, created_at=float(time)) for number, time in enumerate(times)]
+    catalog.add(records)
+    catalog.add([record(99, tenant="bert"), record(98, expires_at=1.0)])
+    listed = all_pages(catalog, order, limit)
+    catalog.close()
+    expected = sorted(records, key=lambda each: each.created_at)  # stable: equal times stay in order of creation
+    if order == "desc":
+        expected.reverse()
+    known = set(records)
+    assert [each for each in listed if each in known] == expected
+    assert len({each.id for each in listed}) == len(listed)
+
+
+def test_has_more_is_exact(catalog: Catalog) -> None:
+    catalog.add([record(number) for number in range(4)])
+    assert not catalog.list("anna", NOW, limit=4).has_more
+    assert catalog.list("anna", NOW, limit=3).has_more
+    with pytest.raises(ContextCacheNotFoundError, match="cc_unknown"):
+        catalog.list("anna", NOW, limit=4, after="cc_unknown")
+
+
+def test_two_catalogs_on_one_file(path: Path) -> None:
+    opened: list[Catalog] = []
+    run_threads(*[lambda: opened.append(Catalog(path))] * 4)
+    first, second = opened[:2]
+    mine, theirs = [record(number) for number in range(40)], [record(number) for number in range(40)]
+    run_threads(
+        lambda: [first.add([each]) for each in mine],
+        lambda: [second.add([each]) for each in theirs],
+    )
+    assert first.count("anna", NOW) == second.count("anna", NOW) == 80
+    assert all(first.delete(each.id, "anna", NOW) == () for each in theirs)
+    released = [key for each in mine for key in second.delete(each.id, "anna", NOW)]
+    assert released == [each.chunk_key for each in mine]
+    for catalog in opened:
+        catalog.close()
+
+
+def test_tenants_are_those_with_context_caches(catalog: Catalog) -> None:
+    assert catalog.tenants() == ()
+    records = [record(tenant="cleo"), record(tenant="bert"), record(1, tenant="cleo")]
+    catalog.add(records)
+    assert catalog.tenants() == ("bert", "cleo")
+    catalog.delete(records[1].id, "bert", NOW)
+    assert catalog.tenants() == ("cleo",)
+
+
+def test_threads_share_one_catalog(catalog: Catalog) -> None:
+    def work(start: int) -> None:
+        for number in range(start, start + 20):
+            added = record(number)
+            catalog.add([added])
+            assert catalog.get(added.id, "anna", NOW) == added
+            assert catalog.delete(added.id, "anna", NOW) == (added.chunk_key,)
+
+    run_threads(*(lambda start=start: work(start) for start in (0, 100, 200)))
+    assert catalog.chunk_keys() == {}
+
+
+def test_a_thread_never_sees_another_ones_half_done_change(catalog: Catalog) -> None:
+    records = [record(number) for number in range(200)]
+    counts = set()
+
+    def add_in_vain() -> None:
+        for _ in range(15):
+            with pytest.raises(StoreError):
+                catalog.add([*records, records[0]])
+        counts.add(-1)
+
+    def read() -> None:
+        while -1 not in counts:
+            counts.add(catalog.count("anna", NOW))
+
+    run_threads(add_in_vain, read)
+    assert counts == {0, -1}
+
+
+def test_a_newer_schema_is_refused_and_left_alone(path: Path, catalog: Catalog) -> None:
+    catalog.close()
+    raw = sqlite3.connect(path)
+    raw.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    raw.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="newer kvlinker"):
+        Catalog(path)
+    assert path.read_bytes() == before
+
+
+def test_another_programs_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "other.sqlite3"
+    raw = sqlite3.connect(path)
+    raw.execute("CREATE TABLE chunks (something TEXT)")
+    raw.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="another program"):
+        Catalog(path)
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_is_no_database_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.sqlite3"
+    path.write_bytes(b"not a database" * 1000)
+    with pytest.raises(StoreError, match=r"(?s)catalog\.sqlite3 is damaged.*Move it away"):
+        Catalog(path)
+
+
+def test_damage_inside_the_file_is_found_when_it_is_opened(path: Path, catalog: Catalog) -> None:
+    catalog.add([record(number) for number in range(200)])
+    catalog.close()
+    data = bytearray(path.read_bytes())
+    for page in range(4096, len(data), 4096):
+        data[page : page + 16] = b"\xff" * 16
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match=r"catalog\.sqlite3 is damaged"):
+        Catalog(path)
+
+
+def test_a_path_that_cannot_be_a_catalog_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "catalog.sqlite3"):
+        with pytest.raises(StoreError, match=str(path)):
+            Catalog(path)
+
+
+def test_the_file_is_for_its_owner_only(path: Path, catalog: Catalog) -> None:
+    catalog.add([record()])
+    assert {each.name: each.stat().st_mode & 0o077 for each in path.parent.iterdir()} == {
+        f"catalog.sqlite3{suffix}": 0 for suffix in ("", "-wal", "-shm")
+    }

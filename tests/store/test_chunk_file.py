@@ -1,0 +1,210 @@
+"""Chunk files: what is written is read bit for bit, and nothing else is ever read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from store_chunks import chunk_kv, key_of, same_kv
+
+from kvlinker.store import ChunkKV, LayerKV, chunk_file
+from kvlinker.store.chunk_file import ChunkFileError, encode_header, read_chunk_file, write_chunk_file
+
+KEY = key_of(1)
+
+
+def write(path: Path, kv: ChunkKV, key: str = KEY) -> bytes:
+    path.unlink(missing_ok=True)
+    with path.open("wb") as file:
+        write_chunk_file(file, encode_header(key, kv), kv)
+    return path.read_bytes()
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    path.unlink(missing_ok=True)  # truncating a file instead makes ext4 wait for the disk
+    path.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files") / "chunk.safetensors"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_round_trip_keeps_every_bit(path: Path, dtype: torch.dtype, tokens: int) -> None:
+    kv = chunk_kv(7, tokens=tokens, layers=3, dtype=dtype)
+    write(path, kv)
+    assert same_kv(read_chunk_file(path, KEY), kv)
+
+
+def test_layers_may_differ_in_heads_and_share_memory(path: Path) -> None:
+    wide, narrow = chunk_kv(1, kv_heads=8).layers[0], chunk_kv(2, kv_heads=1).layers[0]
+    kv = ChunkKV((wide, LayerKV(narrow.key, narrow.key)))
+    write(path, kv)
+    assert same_kv(read_chunk_file(path, KEY), kv)
+
+
+def test_any_safetensors_reader_reads_it(path: Path) -> None:
+    kv = chunk_kv(3, layers=2)
+    write(path, kv)
+    tensors = load_file(path)
+    assert set(tensors) == {"layer.00.key", "layer.00.value", "layer.01.key", "layer.01.value"}
+    read = [LayerKV(tensors[f"layer.{index:02d}.key"], tensors[f"layer.{index:02d}.value"]) for index in range(2)]
+    assert same_kv(ChunkKV(tuple(read)), kv)
+
+
+def test_layers_lie_in_order_even_beyond_a_hundred(path: Path) -> None:
+    kv = chunk_kv(4, layers=101, tokens=1, kv_heads=1)
+    data = write(path, kv)
+    raw = b"".join(part.view(torch.uint8).numpy().tobytes() for layer in kv.layers for part in (layer.key, layer.value))
+    assert data.endswith(raw)
+    assert same_kv(read_chunk_file(path, KEY), kv)
+
+
+def test_another_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"layer\.00\.key is torch\.float64"):
+        encode_header(KEY, chunk_kv(1, dtype=torch.float64))
+    mixed = ChunkKV((chunk_kv(1).layers[0], chunk_kv(1, dtype=torch.float32).layers[0]))
+    with pytest.raises(ValueError, match=r"layer\.01\.key is torch\.float32"):
+        encode_header(KEY, mixed)
+
+
+def test_no_tokens_are_no_chunk() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        encode_header(KEY, chunk_kv(1, tokens=0))
+
+
+def test_another_chunks_file_is_refused(path: Path) -> None:
+    write(path, chunk_kv(1), key_of(2))
+    with pytest.raises(ChunkFileError, match=key_of(2)):
+        read_chunk_file(path, KEY)
+
+
+def test_another_version_is_refused(path: Path) -> None:
+    with mock.patch.object(chunk_file, "FORMAT_VERSION", 2):
+        write(path, chunk_kv(1))
+    with pytest.raises(ChunkFileError, match="kvlinker-chunk 2, not kvlinker-chunk 1"):
+        read_chunk_file(path, KEY)
+
+
+def test_every_truncation_and_extension_is_found(path: Path) -> None:
+    data = write(path, chunk_kv(1))
+    for cut in [data[:size] for size in range(len(data))] + [data + b"\0", data + data]:
+        overwrite(path, cut)
+        with pytest.raises(ChunkFileError):
+            read_chunk_file(path, KEY)
+
+
+def test_no_changed_byte_goes_unnoticed(path: Path) -> None:
+    kv = chunk_kv(1)
+    data = write(path, kv)
+    unnoticed = 0
+    for offset in range(len(data)):
+        changed = bytearray(data)
+        changed[offset] ^= 1 << offset % 8
+        overwrite(path, changed)
+        try:
+            read = read_chunk_file(path, KEY)
+        except ChunkFileError:
+            continue
+        assert same_kv(read, kv)  # white space behind the header's JSON carries nothing
+        unnoticed += 1
+    assert unnoticed < 8
+
+
+@settings(max_examples=300, deadline=None)
+@given(flips=st.sets(st.integers(0, 10**9), min_size=1, max_size=20))
+def test_flipped_bits_never_give_other_data(path: Path, flips: set[int]) -> None:
+    kv = chunk_kv(1)
+    changed = bytearray(write(path, kv))
+    for flip in flips:
+        position = flip % (len(changed) * 8)
+        changed[position // 8] ^= 1 << position % 8
+    overwrite(path, changed)
+    try:
+        read = read_chunk_file(path, KEY)
+    except ChunkFileError:
+        return
+    assert same_kv(read, kv)
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner)))
+def test_any_other_header_is_refused(path: Path, text: object) -> None:
+    header = json.dumps(text).encode()
+    overwrite(path, len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ChunkFileError):
+        read_chunk_file(path, KEY)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_garbage_is_refused(path: Path, data: bytes) -> None:
+    overwrite(path, data)
+    with pytest.raises(ChunkFileError):
+        read_chunk_file(path, KEY)
+
+
+def test_a_deeply_nested_header_is_refused(path: Path) -> None:
+    header = b"[" * 200_000
+    overwrite(path, len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ChunkFileError):
+        read_chunk_file(path, KEY)
+
+
+def forge(path: Path, change) -> None:
+    """A file whose checksums are right and whose header was changed by ``change(header)``."""
+    data = write(path, chunk_kv(1))
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"].pop("xxh3_128.header")
+    header = change(header) or header
+    for name in header.keys() - {"__metadata__"}:
+        start, end = header[name]["data_offsets"]
+        checksum = xxhash.xxh3_128_hexdigest(data[8 + length + start : 8 + length + end])
+        header["__metadata__"].setdefault(f"xxh3_128.{name}", checksum)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    header["__metadata__"]["xxh3_128.header"] = xxhash.xxh3_128_hexdigest(text)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    overwrite(path, len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def test_a_forged_header_that_changes_nothing_is_read(path: Path) -> None:
+    forge(path, lambda header: None)
+    assert same_kv(read_chunk_file(path, KEY), chunk_kv(1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h.pop("layer.01.value"),
+        lambda h: h["__metadata__"].pop("key"),
+        lambda h: h["layer.00.key"].update(shape=[2, 4, 3]),
+        lambda h: h["layer.00.key"].update(shape=[-2, -3, 4]),
+        lambda h: h["layer.00.key"].update(shape=[2.0, 3, 4]),
+        lambda h: h["layer.00.key"].update(shape=[24]),
+        lambda h: h["layer.00.key"].update(dtype="F16"),
+        lambda h: h["layer.00.key"].update(dtype="F64"),
+        lambda h: h["layer.00.key"].update(data_offsets=[8, 56]),
+        lambda h: h["layer.01.value"].update(shape=[2, 3, 1 << 40]),
+        lambda h: {name: h[name] for name in reversed(h)},
+        lambda h: {"__metadata__": h["__metadata__"]},
+        lambda h: {name.replace("layer.01", "layer.00.old"): fields for name, fields in h.items()},
+    ],
+)
+def test_a_header_that_makes_no_sense_is_refused(path: Path, change) -> None:
+    def only_in_place(header: dict) -> dict | None:
+        changed = change(header)
+        return changed if isinstance(changed, dict) and "__metadata__" in changed else None
+
+    forge(path, only_in_place)
+    with pytest.raises(ChunkFileError):
+        read_chunk_file(path, KEY)
