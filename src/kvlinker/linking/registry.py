@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import TypeVar
@@ -54,7 +53,6 @@ def parse_policy(text: str) -> Policy:
 
 @cache
 def _load_plugins() -> None:
-    """Import the built-in policies and every installed plugin; their ``@register`` does the rest."""
-    import_module("kvlinker.linking.policies")
+    """Import every installed plugin; its ``@register`` does the rest."""
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         entry_point.load()
