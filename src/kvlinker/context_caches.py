@@ -76,6 +76,22 @@ class ContextCaches:
             raise ContextCacheNotFoundError(cache_id)
         return found
 
+    def chunk(self, cache_id: str, *, tenant: str) -> Chunk:
+        """The tokens that a context cache stands for in a prompt.
+
+        Raises ContextCacheNotFoundError, and InvalidRequestError for one that was made with another model: its
+        tokens would mean something else here.
+        """
+        found = self.get(cache_id, tenant=tenant)
+        if found.fingerprint != self._engine.fingerprint:
+            raise InvalidRequestError(
+                f"Context cache {cache_id!r} was made with another model ({found.model}, or other weights or dtype) than "
+                f"the one served now ({self._model}). Create it again.",
+                param="id",
+                code="context_cache_model_mismatch",
+            )
+        return found.chunk
+
     def list(
         self, *, tenant: str, limit: int = 20, after: str | None = None, order: Literal["asc", "desc"] = "desc"
     ) -> Page:

@@ -247,11 +247,11 @@ class LLM:
         if isinstance(part, str):
             return part
         if isinstance(part, ContextCache):
-            return self.caches.get(part.id, tenant=tenant).chunk
+            return self.caches.chunk(part.id, tenant=tenant)
         if part.get("type") == "text":
             return str(part["text"])
         if part.get("type") == "context_cache":
-            return self.caches.get(part["id"], tenant=tenant).chunk
+            return self.caches.chunk(part["id"], tenant=tenant)
         raise InvalidRequestError(
             f"Content part of type {part.get('type')!r}: only 'text' and 'context_cache' are supported.",
             param="messages",

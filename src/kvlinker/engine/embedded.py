@@ -149,15 +149,20 @@ class EmbeddedEngine:
 
     def _compute(self, key: str, chunk: Chunk) -> Future[ChunkKV]:
         """Compute a chunk's KV and store it; callers who ask while that goes on share one computation."""
+        length = len(chunk.prefix) + len(chunk)
+        if length > self.max_model_len:
+            raise ContextLengthError(
+                f"A chunk has {length} tokens with what stands before it, but the model takes {self.max_model_len}."
+            )
         with self._wake:
             self._refuse_if_closing()
             if key in self._computing:
                 return self._computing[key]
             future: Future[ChunkKV] = Future()
             self._computing[key] = future
-        tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)
+        tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)  # [length]
         capture = Capture(self._loaded.layers, first=len(chunk.prefix), tokens=len(chunk), dtype=self._loaded.dtype)
-        sequence = Sequence(tokens, [(0, len(tokens))], most_tokens=len(tokens), capture=capture)
+        sequence = Sequence(tokens, [(0, length)], most_tokens=length, capture=capture)
 
         def enqueue() -> None:
             self._captures[sequence] = future

@@ -69,17 +69,24 @@ class PieceCutter:
         """The pieces, those of whitespace alone joined to a neighbour wherever the limit allows."""
         result: list[str] = []
         for piece in pieces:
-            if not result or not (self.is_blank(piece) or self.is_blank(result[-1])):
-                result.append(piece)
-            elif self.fits(result[-1] + piece):
-                result[-1] += piece
-            else:
-                result[-1:] = self._shared(result[-1], piece)
+            self._join(result, piece)
+            if len(result) > 1 and self.is_blank(result[-1]):
+                blank, left = result.pop(), result.pop()
+                for part in self._shared(left, blank):
+                    self._join(result, part)
         return result
 
     def is_blank(self, piece: str) -> bool:
         """Whether a piece has nothing but whitespace, or nothing that the tokenizer sees."""
         return piece.isspace() or self.counts([piece]) == [0]
+
+    def _join(self, pieces: list[str], piece: str) -> None:
+        """Add ``piece`` to the last of ``pieces`` if one of the two is blank and both fit, or else as a new one."""
+        blank = pieces and (self.is_blank(piece) or self.is_blank(pieces[-1]))
+        if blank and self.fits(pieces[-1] + piece):
+            pieces[-1] += piece
+        else:
+            pieces.append(piece)
 
     def _cut(self, text: str, *, at_words: bool) -> list[str]:
         starts = self._encoder.token_starts(text)

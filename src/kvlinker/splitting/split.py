@@ -83,11 +83,13 @@ def _pieces(text: str, method: SplitMethod, cutter: PieceCutter) -> list[str]:
         case SplitMethod.PARAGRAPH:
             return cutter.limited(_blanks_joined(paragraphs(text)))
         case SplitMethod.PASSAGE:
-            return cutter.packed(_blanks_joined(paragraphs(text)))
+            return _passages(text, cutter)
         case SplitMethod.MARKDOWN:
-            return cutter.limited(
-                _blanks_joined(sections(text)), cut=lambda section: cutter.packed(paragraphs(section))
-            )
+            return cutter.limited(_blanks_joined(sections(text)), cut=lambda section: _passages(section, cutter))
+
+
+def _passages(text: str, cutter: PieceCutter) -> list[str]:
+    return cutter.packed(_blanks_joined(paragraphs(text)))
 
 
 def _blanks_joined(parts: list[str]) -> list[str]:

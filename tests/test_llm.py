@@ -1,0 +1,205 @@
+"""The Python library end to end, on a tiny model and on the one in the box."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvlinker import LLM
+from kvlinker.chunks import chunk_key
+from kvlinker.config import load_settings
+from kvlinker.engine.loading import prepare_model
+from kvlinker.errors import (
+    ContextCacheNotFoundError,
+    ContextLengthError,
+    InvalidRequestError,
+    ModelLoadError,
+    PolicyError,
+)
+from tests.toy_models import loaded_model, tiny_model
+
+TEXTS = ["The first chunk speaks of plums.", "The second, of pears and their trees.", "The third says nothing."]
+QUESTION = "What do the two have in common?"
+
+
+@pytest.fixture
+def make_llm(tmp_path):
+    made = []
+
+    def make(loaded=None, **options):
+        settings = load_settings(**({"state_dir": tmp_path, "model": "tiny", "kv_slots": 4096} | options))
+        made.append(LLM.from_model(loaded or loaded_model("llama"), settings))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+def ask(llm, caches, **options):
+    return llm.chat_completion(
+        [{"role": "user", "content": [*caches, QUESTION]}], **({"max_tokens": 6, "temperature": 0} | options)
+    )
+
+
+def test_the_three_calls(make_llm):
+    llm = make_llm()
+    caches = llm.generate_context_cache(TEXTS, ttl=3600, name="fruit", metadata={"source": "test"})
+    assert [cache.tokens for cache in caches] == [len(text) for text in TEXTS]
+    assert caches[0].name == "fruit"
+    answer = ask(llm, [caches[1], caches[0]])
+    assert answer.usage.output_tokens == len(answer.token_ids) == 6
+    assert answer.finish_reason == "length"
+    # the first chunk stands behind the header that it was made behind, so only the second is repaired
+    assert answer.usage.recomputed_tokens == 16
+    assert answer.usage.cached_tokens == len(TEXTS[0]) + len(TEXTS[1]) - 16
+    llm.expire_cache(caches[0])
+    with pytest.raises(ContextCacheNotFoundError):
+        ask(llm, [caches[0]])
+    with pytest.raises(ContextCacheNotFoundError):
+        llm.expire_cache(caches[0].id)
+
+
+def test_full_answers_as_if_the_text_had_been_written_out(make_llm):
+    llm = make_llm()
+    caches = llm.generate_context_cache(TEXTS)
+    linked = ask(llm, [caches[2], caches[0]], policy="full", logprobs=0)
+    written = ask(llm, [TEXTS[2], TEXTS[0]], logprobs=0)
+    assert linked.token_ids == written.token_ids
+    np.testing.assert_allclose([e.logprob for e in linked.logprobs], [e.logprob for e in written.logprobs], atol=1e-5)
+    assert linked.usage.fresh_tokens < written.usage.fresh_tokens == written.usage.prompt_tokens
+
+
+def test_everything_survives_a_restart(make_llm):
+    first = make_llm()
+    caches = first.generate_context_cache(TEXTS)
+    before = ask(first, caches)
+    first.close()
+    second = make_llm()
+    assert second.caches.get(caches[0].id, tenant="default") == caches[0]
+    assert second.caches.tier(caches[0]) == "disk"
+    after = ask(second, [{"type": "context_cache", "id": cache.id} for cache in caches])
+    assert after.token_ids == before.token_ids
+    assert after.usage == before.usage
+    assert second.caches.tier(caches[0]) == "host"
+
+
+def test_evicted_and_damaged_kv_is_computed_again(make_llm, tmp_path):
+    llm = make_llm(host_memory=0)
+    caches = llm.generate_context_cache(TEXTS)
+    before = ask(llm, caches)
+    llm.store.flush()
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    assert len(files) == 3
+    files[0].write_bytes(b"nonsense")
+    files[1].unlink()
+    damaged = bytearray(files[2].read_bytes())
+    damaged[-5] ^= 1
+    files[2].write_bytes(damaged)
+    after = ask(llm, caches)
+    assert after.token_ids == before.token_ids
+    assert after.usage == before.usage
+
+
+def test_the_same_content_shares_its_kv_until_nobody_holds_it(make_llm):
+    llm = make_llm()
+    (first,), (second,) = llm.generate_context_cache(TEXTS[:1]), llm.generate_context_cache(TEXTS[:1])
+    assert first.id != second.id
+    assert first.chunk_key == second.chunk_key
+    llm.expire_cache(first)
+    assert llm.caches.tier(second) == "host"
+    llm.expire_cache(second)
+    assert llm.store.tier_of(second.chunk_key) is None
+
+
+@pytest.mark.parametrize("context", ["alone", "bos", "prefix"])
+def test_generation_contexts(make_llm, context):
+    llm = make_llm()
+    (cache,) = llm.generate_context_cache(TEXTS[:1], context=context)
+    header = tuple(llm.tokenizer("<s>[user]", add_special_tokens=False)["input_ids"])
+    text = tuple(llm.tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"])
+    assert cache.chunk.prefix == (header if context == "prefix" else ())
+    assert cache.chunk.tokens == ((256, *text) if context == "bos" else text)
+    answer = ask(llm, [cache], policy="legolink-4")
+    assert answer.usage.recomputed_tokens == (0 if context == "prefix" else 4)
+    keys = {chunk_key(cache.chunk, fingerprint=llm.engine.fingerprint, tenant="default"), cache.chunk_key}
+    assert len(keys) == 1
+
+
+def test_tenants_do_not_see_each_other(make_llm):
+    llm = make_llm()
+    (mine,) = llm.generate_context_cache(TEXTS[:1], tenant="a")
+    (theirs,) = llm.generate_context_cache(TEXTS[:1], tenant="b")
+    assert mine.chunk_key != theirs.chunk_key
+    with pytest.raises(ContextCacheNotFoundError):
+        ask(llm, [mine], tenant="b")
+
+
+def test_a_context_cache_of_another_model_is_refused(make_llm):
+    (cache,) = make_llm().generate_context_cache(TEXTS[:1])
+    other = tiny_model("llama")
+    with torch.no_grad():
+        next(other.parameters()).add_(0.01)
+    llm = make_llm(prepare_model(other, loaded_model("llama").tokenizer))
+    with pytest.raises(InvalidRequestError, match="another model") as caught:
+        ask(llm, [cache])
+    assert caught.value.code == "context_cache_model_mismatch"
+
+
+def test_completions_take_text_ids_and_parts(make_llm):
+    llm = make_llm()
+    (cache,) = llm.generate_context_cache(TEXTS[:1], context="alone")
+    ids = llm.tokenizer(TEXTS[0] + "!", add_special_tokens=False)["input_ids"]
+    by_ids = llm.completion(ids, max_tokens=5, temperature=0)
+    by_parts = llm.completion([cache, "!"], max_tokens=5, temperature=0, policy="naive")
+    assert by_ids.token_ids == by_parts.token_ids
+    assert by_parts.usage.cached_tokens == len(TEXTS[0])
+    assert llm.completion("plain", max_tokens=2).usage.output_tokens == 2
+
+
+def test_splits_join_to_the_text(make_llm):
+    llm = make_llm()
+    text = " ".join(TEXTS) + "\n\n" + " ".join(TEXTS)
+    pieces = llm.split(text, method="sentence", max_tokens=50)
+    assert "".join(pieces) == text
+    assert len(pieces) == 6
+
+
+def test_choices_are_seeded_one_after_another(make_llm):
+    llm = make_llm()
+    one = ask(llm, [], seed=3, temperature=5.0)
+    again = ask(llm, [], seed=3, temperature=5.0)
+    other = ask(llm, [], seed=4, temperature=5.0)
+    assert one.token_ids == again.token_ids != other.token_ids
+
+
+def test_bad_input_names_what_is_wrong(make_llm):
+    llm = make_llm(kv_slots=200)
+    with pytest.raises(PolicyError):
+        ask(llm, [], policy="blend")
+    with pytest.raises(ContextLengthError, match="Split it"):
+        llm.generate_context_cache(["x" * 300])
+    with pytest.raises(InvalidRequestError, match="1 to"):
+        llm.generate_context_cache([])
+    with pytest.raises(InvalidRequestError, match="image_url"):
+        ask(llm, [{"type": "image_url", "image_url": "x"}])
+    with pytest.raises(InvalidRequestError, match="mixes"):
+        llm.completion([1, "x"])
+
+
+def test_a_model_that_is_not_there_is_named():
+    with pytest.raises(ModelLoadError, match="/no/such/model"):
+        LLM("/no/such/model")
+
+
+def test_the_model_in_the_box_answers(tmp_path):
+    with LLM(state_dir=tmp_path, kv_slots=2048) as llm:
+        caches = llm.generate_context_cache(
+            ["Mira Holt lives in Varna. She works as a baker.\n\n", "Tom Reyes lives in Oslo.\n\n"]
+        )
+        answer = llm.chat_completion(
+            [{"role": "user", "content": [caches[1], caches[0], "Question: Where does Tom Reyes live?"]}],
+            max_tokens=8,
+            temperature=0,
+        )
+        assert answer.usage.cached_tokens > 0
+        assert answer.finish_reason == "stop"
