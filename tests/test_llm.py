@@ -180,6 +180,12 @@ def test_bad_input_names_what_is_wrong(make_llm):
         llm.generate_context_cache(["x" * 300])
     with pytest.raises(InvalidRequestError, match="1 to"):
         llm.generate_context_cache([])
+    with pytest.raises(InvalidRequestError, match="positive number"):
+        llm.generate_context_cache(TEXTS, ttl=-1)
+    with pytest.raises(InvalidRequestError, match="alone, bos, prefix"):
+        llm.generate_context_cache(TEXTS, context="between")
+    with pytest.raises(PolicyError):
+        ask(llm, [], policy="")
     with pytest.raises(InvalidRequestError, match="image_url"):
         ask(llm, [{"type": "image_url", "image_url": "x"}])
     with pytest.raises(InvalidRequestError, match="mixes"):

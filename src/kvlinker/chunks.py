@@ -8,6 +8,8 @@ from enum import StrEnum
 
 import numpy as np
 
+from kvlinker.errors import InvalidRequestError
+
 
 class GenerationContext(StrEnum):
     """What stands before a chunk while its KV is computed.
@@ -19,6 +21,15 @@ class GenerationContext(StrEnum):
     ALONE = "alone"
     BOS = "bos"
     PREFIX = "prefix"
+
+
+def parse_context(name: str) -> GenerationContext:
+    """The named generation context. Raises InvalidRequestError for others."""
+    try:
+        return GenerationContext(name)
+    except ValueError as error:
+        known = ", ".join(GenerationContext)
+        raise InvalidRequestError(f"Unknown context {name!r}; known are {known}.", param="context") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,8 @@ class ContextCaches:
         found = self.get(cache_id, tenant=tenant)
         if found.fingerprint != self._engine.fingerprint:
             raise InvalidRequestError(
-                f"Context cache {cache_id!r} was made with another model ({found.model}, or other weights or dtype) than "
-                f"the one served now ({self._model}). Create it again.",
+                f"Context cache {cache_id!r} was made with another model ({found.model}, or other weights or dtype) "
+                f"than the one served now ({self._model}). Create it again.",
                 param="id",
                 code="context_cache_model_mismatch",
             )

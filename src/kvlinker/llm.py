@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvlinker.chunks import Chunk, GenerationContext
+from kvlinker.chunks import Chunk, GenerationContext, parse_context
 from kvlinker.config import Settings, load_settings
 from kvlinker.context_caches import ContextCaches
 from kvlinker.engine.base import (
@@ -134,13 +134,15 @@ class LLM:
         tenant: str = DEFAULT_TENANT,
     ) -> tuple[ContextCache, ...]:
         """Compute and keep the KV of each chunk; the results stand in message content. ``ttl`` is in seconds."""
+        if ttl is not None and not ttl > 0:
+            raise InvalidRequestError(f"ttl is {ttl}, but must be a positive number of seconds.", param="ttl")
         created = self.caches.create(
             chunks,
             tenant=tenant,
             expires_at=None if ttl is None else time.time() + ttl,
             name=name,
             metadata=metadata,
-            context=None if context is None else GenerationContext(context),
+            context=None if context is None else parse_context(context),
         )
         return created.result()
 
@@ -186,7 +188,8 @@ class LLM:
         for message in messages:
             content = message.get("content")
             parts: Sequence[ContentPart] = (content,) if isinstance(content, str) else content or ()
-            built.append(ChatMessage(message["role"], tuple(self._part(part, tenant) for part in parts)))
+            content_parts = tuple(self._part(part, tenant) for part in parts)
+            built.append(ChatMessage(message["role"], content_parts, message.get("name")))
         return self.builder.chat(built)
 
     def completion_prompt(
@@ -216,7 +219,7 @@ class LLM:
 
         With a seed, choice i uses seed + i. When one choice cannot be queued, none is.
         """
-        chosen = parse_policy(policy or self.settings.policy)
+        chosen = parse_policy(self.settings.policy if policy is None else policy)
         handles: list[RequestHandle] = []
         try:
             for index in range(n):

@@ -130,5 +130,5 @@ def full_forward(family, prompt, steps):
             tokens.append(token)
             logprobs.append(float(torch.log_softmax(logits.float(), -1)[token]))
             ids.append(token)
-    assert VOCABULARY > max(tokens)
+    assert max(tokens) < VOCABULARY
     return tokens, logprobs

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -83,7 +85,7 @@ def test_ranges_cover_exactly_the_true_positions(bits):
         assert begin < end
         rebuilt[begin:end] = True
     assert (rebuilt == mask).all()
-    assert all(a[1] < b[0] for a, b in zip(found, found[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(found))
 
 
 def test_a_selection_is_not_changed_by_planning():

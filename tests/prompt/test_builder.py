@@ -137,6 +137,7 @@ class TestCompletions:
             (["a", "\udfff"], "lone surrogate"),
             ([1, -1], "not -1"),
             ([10**6], "not 1000000"),
+            ([len(byte_level())], f"from 0 to {len(byte_level()) - 1}"),
             ([1, True], "not True"),
             ([1.5], "not 1.5"),
             (["a", 1], "not both"),

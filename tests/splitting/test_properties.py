@@ -69,12 +69,12 @@ def test_user_perceived_characters_within_the_limit_stay_whole(
 
 @settings(max_examples=300, deadline=None)
 @given(text=texts, encoder=encoders, method=methods, max_tokens=st.integers(5, 30))
-def test_a_piece_is_blank_only_where_it_does_not_fit_the_one_before(
+def test_a_piece_is_blank_only_where_it_fits_no_neighbour(
     text: str, encoder: TextEncoder, method: SplitMethod, max_tokens: int
 ) -> None:
     pieces = split(text, encoder, method, max_tokens)
     for before, piece in pairwise(pieces):
-        if not piece.text.strip() or piece.tokens == 0:
+        if not before.text.strip() or not piece.text.strip():
             assert tokens(encoder, before.text + piece.text) > max_tokens
 
 

@@ -91,9 +91,10 @@ def test_long_markdown_sections_become_passages() -> None:
     assert all(piece.endswith("\n\n") for piece in pieces[:-1])
 
 
+@pytest.mark.parametrize("start", ["The", "(The"])  # fewer and more tokens alone than behind another paragraph
 @pytest.mark.parametrize("encoder", [ENCODER, TextEncoder(metaspace("prepend"))])
-def test_passages_are_as_many_whole_paragraphs_as_fit(encoder: TextEncoder) -> None:
-    paragraphs = [f"The cat {'and a dog ' * (i % 7)}sat.\n\n" for i in range(60)]
+def test_passages_are_as_many_whole_paragraphs_as_fit(encoder: TextEncoder, start: str) -> None:
+    paragraphs = [f"{start} cat {'and a dog ' * (i % 7)}sat.\n\n" for i in range(60)]
     pieces = split("".join(paragraphs), "passage", 48, encoder)
     assert 5 < len(pieces) < 40
     rest = iter(paragraphs)
@@ -132,6 +133,13 @@ def test_whitespace_at_the_end_takes_a_word_along_if_it_fits_nowhere() -> None:
     size = len(ENCODER.encode_data(text))
     assert split(text + "\n", "fixed", size) == ["the cat the", " cat\n"]
     assert split("\n\n" + text, "sentence", size + 1)[0].strip()
+
+
+def test_whitespace_at_the_beginning_goes_with_what_follows() -> None:
+    text = "\n\nThe cat and a small dog and a cat."
+    limit = len(ENCODER.encode_data("\n\nThe cat and a"))
+    for method in ("markdown", "passage", "paragraph", "sentence"):
+        assert split(text, method, limit)[0] == "\n\nThe cat and a"
 
 
 def test_whitespace_that_no_neighbour_has_room_for_is_a_piece() -> None:

@@ -193,7 +193,7 @@ class EmbeddedEngine:
                     at_hand: Future[ChunkKV] = Future()
                     at_hand.set_result(kv)
                     found.append(at_hand)
-            gather(found, lambda kvs: self._command(partial(self._enqueue, generation, kvs))).add_done_callback(
+            gather(found, partial(self._queue, generation)).add_done_callback(
                 lambda done: self._load_failed(generation, done.exception())
             )
         except Exception as error:
@@ -209,13 +209,8 @@ class EmbeddedEngine:
             self._loading -= 1
         generation.fail(error)
 
-    def _enqueue(self, generation: Generation, kvs: tuple[ChunkKV, ...]) -> None:
-        with self._wake:
-            self._loading -= 1
-        if generation.cancelled:
-            generation.cancel()
-            return
-        generation.mark_loaded()
+    def _queue(self, generation: Generation, kvs: tuple[ChunkKV, ...]) -> None:
+        """All chunks' KV is there: hand the request to the engine's thread. What is raised here fails the request."""
         plan = generation.plan
         sequence = Sequence(
             generation.request.prompt.tokens,
@@ -224,9 +219,18 @@ class EmbeddedEngine:
             most_tokens=plan.length + generation.max_tokens,
             policy=plan.policy,
         )
-        generation.sequence = sequence
-        self._generations[sequence] = generation
-        self._scheduler.add(sequence)
+
+        def enter() -> None:
+            with self._wake:
+                self._loading -= 1
+            if generation.cancelled:
+                generation.cancel()
+                return
+            generation.mark_loaded(sequence)
+            self._generations[sequence] = generation
+            self._scheduler.add(sequence)
+
+        self._command(enter)
 
     def _cancel(self, generation: Generation) -> None:
         generation.cancelled = True

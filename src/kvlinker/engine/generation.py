@@ -61,8 +61,9 @@ class Generation:
         self._started: float | None = None
         self._first_token: float | None = None
 
-    def mark_loaded(self) -> None:
-        """All chunks' KV is at hand; from now on the request waits for its first step."""
+    def mark_loaded(self, sequence: Sequence) -> None:
+        """All chunks' KV is at hand; from now on the request, as ``sequence``, waits for its first step."""
+        self.sequence = sequence
         self._loaded = time.perf_counter()
 
     def mark_started(self) -> None:
