@@ -5,7 +5,7 @@ import pytest
 
 from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.engine.base import Failed
-from kvlinker.errors import ContextLengthError, EngineClosedError, OverloadedError
+from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError, OverloadedError
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from tests.engine.conftest import full_forward, linked_prompt, random_tokens
 
@@ -237,3 +237,14 @@ def test_timing_adds_up_to_the_time_to_first_token(bench):
     assert timing.link > 0
     assert timing.decode > 0
     assert timing.ttft == pytest.approx(timing.load + timing.queue + timing.link)
+
+
+def test_ids_outside_the_vocabulary_are_refused_before_they_harm_others(bench):
+    made = bench()
+    good, _ = made.submit(linked_prompt(seed=1), max_tokens=100)
+    for token in (-1, 300):
+        with pytest.raises(InvalidRequestError, match="0 to 299"):
+            made.submit(Prompt((FreshSegment((5, token)),)))
+        with pytest.raises(InvalidRequestError, match=str(token)):
+            made.engine.cache_chunk(Chunk((token,)), tenant="default")
+    assert good.wait().finished.reason == "length"

@@ -6,12 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 Row = Mapping[str, Any]
+
+_TEXT_COLUMNS = ("policy", "engine", "system", "case")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Report:
             console.print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in values.items()))
         table = Table()
         for column in columns:
-            table.add_column(column, justify="left" if column in ("policy", "engine", "system", "case") else "right")
+            justify: Literal["left", "right"] = "left" if column in _TEXT_COLUMNS else "right"
+            table.add_column(column, justify=justify, no_wrap=True)
         for row in self.rows:
             table.add_row(*(_cell(row.get(column)) for column in columns))
         console.print(table)

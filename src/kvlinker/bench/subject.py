@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvlinker.bench.machine import describe_machine, versions
 from kvlinker.bench.report import Report, Row
 from kvlinker.bench.shapes import random_model
@@ -59,6 +61,8 @@ def make_subject(settings: Settings, *, shape: str | None, command: str, **optio
     """Random weights of the named shape, or without one the model that ``settings`` name."""
     if shape is None:
         return Subject(settings.served_name, command, load_model(settings), options)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
     device = choose_device(settings.device)
     loaded = random_model(shape, dtype=choose_dtype(settings.dtype, device), device=device)
     return Subject(shape, command, loaded, options)

@@ -70,12 +70,13 @@ def run_ttft(
     *,
     repeat: int,
     tier: str = "host",
+    full_limit: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Measure every policy on every workload, in turn, ``repeat`` times after one warm-up; medians are reported.
 
-    transformers' own forward pass of the same prompt takes part whenever ``full`` does. ``progress`` is told what
-    is measured next.
+    transformers' own forward pass of the same prompt takes part whenever ``full`` does, which is left out of prompts
+    longer than ``full_limit``. ``progress`` is told what is measured next.
     """
     loaded = subject.loaded
     bandwidth = copy_bandwidth(loaded.device)
@@ -91,8 +92,13 @@ def run_ttft(
             for future in [engine.cache_chunk(chunk, tenant=TENANT) for chunk in prompt.chunks]:
                 future.result()
             llm.store.flush()
-            competitors = {("embedded", name): _policy_measurement(engine, loaded, prompt, name) for name in policies}
-            if "full" in policies:
+            with_full = full_limit is None or len(prompt) <= full_limit
+            competitors = {
+                ("embedded", name): _policy_measurement(engine, loaded, prompt, name)
+                for name in policies
+                if with_full or name != "full"
+            }
+            if ("embedded", "full") in competitors:
                 competitors["transformers", "full"] = _transformers_measurement(loaded, prompt)
             taken: dict[tuple[str, str], list[_Measurement]] = {key: [] for key in competitors}
             for turn in range(repeat + 1):

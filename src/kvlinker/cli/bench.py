@@ -28,6 +28,8 @@ ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens per chunk.")]
 FreshTokens = Annotated[int, typer.Option(min=1, help="Tokens behind the chunks.")]
 Policies = Annotated[str, typer.Option(help="Policies to compare, with commas between.")]
 
+WIDTH_OF_FILES = 180
+
 MODEL_OPTIONS = ("model", "engine", "dtype", "device", "threads")
 
 
@@ -41,6 +43,9 @@ def ttft(
     fresh_tokens: FreshTokens = 32,
     policies: Policies = "full,naive,legolink-16,attnlink-16,random-15",
     tier: Annotated[str, typer.Option(help="Where the chunk caches lie: host or disk.")] = "host",
+    full_limit: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt that full prefill takes part in, in tokens.")
+    ] = None,
     repeat: Repeat = 5,
     json: Json = None,
     plot: Plot = None,
@@ -54,7 +59,7 @@ def ttft(
         workloads = [Workload(count, chunk_tokens, fresh_tokens) for count in _counts(chunks)]
         names = _policy_names(policies)
         subject = make_subject(settings, shape=shape, command=_command(), repeat=repeat)
-        report = run_ttft(subject, workloads, names, repeat=repeat, tier=tier, progress=progress)
+        report = run_ttft(subject, workloads, names, repeat=repeat, tier=tier, full_limit=full_limit, progress=progress)
     _show(report, COLUMNS, json)
     for (policy, engine), exponent in scaling_exponents(report.rows).items():
         typer.echo(f"{policy} ({engine}): TTFT ~ tokens^{exponent:.2f}")
@@ -146,7 +151,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
 def _show(report: Report, columns: Sequence[str], json: Path | None) -> None:
     from rich.console import Console
 
-    report.print(Console(), columns)
+    console = Console()
+    report.print(console if console.is_terminal else Console(width=WIDTH_OF_FILES), columns)
     if json is not None:
         report.write_json(json)
 

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.chunks import Chunk, chunk_key
@@ -24,7 +25,7 @@ from kvlinker.engine.pool import KVPool, SlotAllocator
 from kvlinker.engine.runner import Runner
 from kvlinker.engine.scheduler import Scheduler, Step
 from kvlinker.engine.sequence import Sequence
-from kvlinker.errors import ContextLengthError, EngineClosedError, KVLinkerError, OverloadedError
+from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError, KVLinkerError, OverloadedError
 from kvlinker.events import Events
 from kvlinker.futures import gather
 from kvlinker.linking.plan import make_plan
@@ -81,6 +82,7 @@ class EmbeddedEngine:
         return self._scheduler
 
     def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
+        self._check_vocabulary(np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64))
         key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant)
         stored = self._store.nbytes(key)
         if stored is not None:
@@ -90,6 +92,7 @@ class EmbeddedEngine:
         return gather([self._compute(key, chunk)], lambda computed: computed[0].nbytes)
 
     def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
+        self._check_vocabulary(request.prompt.tokens)
         max_tokens = self._checked_max_tokens(request)
         plan = make_plan(request.prompt, request.policy)
         generation = Generation(request, plan, sink, loaded=self._loaded, max_tokens=max_tokens, events=self._events)
@@ -136,6 +139,15 @@ class EmbeddedEngine:
             )
         return room if wanted is None else wanted
 
+    def _check_vocabulary(self, tokens: NDArray[np.int64]) -> None:
+        """An unknown id would fail all requests of its step."""
+        vocabulary = self._loaded.vocabulary
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
+            bad = int(tokens[(tokens < 0) | (tokens >= vocabulary)][0])
+            raise InvalidRequestError(
+                f"Token id {bad} is not in the model's vocabulary: ids go from 0 to {vocabulary - 1}.", param="prompt"
+            )
+
     def _refuse_if_closing(self) -> None:
         if self._closing:
             raise EngineClosedError("The engine is shutting down. Send the request again to a running server.")
@@ -154,13 +166,13 @@ class EmbeddedEngine:
             raise ContextLengthError(
                 f"A chunk has {length} tokens with what stands before it, but the model takes {self.max_model_len}."
             )
+        tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)  # [length]
         with self._wake:
             self._refuse_if_closing()
             if key in self._computing:
                 return self._computing[key]
             future: Future[ChunkKV] = Future()
             self._computing[key] = future
-        tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)  # [length]
         capture = Capture(self._loaded.layers, first=len(chunk.prefix), tokens=len(chunk), dtype=self._loaded.dtype)
         sequence = Sequence(tokens, [(0, length)], most_tokens=length, capture=capture)
 

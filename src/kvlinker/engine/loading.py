@@ -37,6 +37,11 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
 
     @property
+    def vocabulary(self) -> int:
+        """Token ids that the model knows: 0 to this, exclusive."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         return sum(layer.values_per_token for layer in self.layers) * self.dtype.itemsize
 

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
-import regex  # type: ignore[import-untyped]
+import regex
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.encoding import TextEncoder
