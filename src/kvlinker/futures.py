@@ -17,11 +17,12 @@ def gather(futures: Sequence[Future[T]], finish: Callable[[tuple[T, ...]], R]) -
     ``finish`` runs in the thread that completes the last future.
     """
     joined: Future[R] = Future()
-    if not futures:
+    waited = list(futures)
+    if not waited:
         joined.set_result(finish(()))
         return joined
     lock = threading.Lock()
-    missing = len(futures)
+    missing = len(waited)
 
     def done(_: Future[T]) -> None:
         nonlocal missing
@@ -30,9 +31,11 @@ def gather(futures: Sequence[Future[T]], finish: Callable[[tuple[T, ...]], R]) -
             if missing:
                 return
         try:
-            joined.set_result(finish(tuple(future.result() for future in futures)))
+            joined.set_result(finish(tuple(future.result() for future in waited)))
         except BaseException as error:
             joined.set_exception(error)
+        finally:
+            waited.clear()  # a future that its own callback holds would keep its result alive
 
     for future in futures:
         future.add_done_callback(done)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -37,14 +38,20 @@ class Capture:
 
     def __init__(self, layers: Sequence[LayerShape], *, first: int, tokens: int, dtype: torch.dtype) -> None:
         """The chunk's ``tokens`` stand at the positions from ``first`` on."""
+        self._shapes = layers
         self._first = first
         self._tokens = tokens
-        self._layers = tuple(
+        self._dtype = dtype
+
+    @cached_property
+    def _layers(self) -> tuple[LayerKV, ...]:
+        """Allocated when the chunk's turn comes, not while it waits."""
+        return tuple(
             LayerKV(
-                key=torch.empty(layer.kv_heads, tokens, layer.key_dim, dtype=dtype),
-                value=torch.empty(layer.kv_heads, tokens, layer.value_dim, dtype=dtype),
+                key=torch.empty(shape.kv_heads, self._tokens, shape.key_dim, dtype=self._dtype),
+                value=torch.empty(shape.kv_heads, self._tokens, shape.value_dim, dtype=self._dtype),
             )
-            for layer in layers
+            for shape in self._shapes
         )
 
     def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:

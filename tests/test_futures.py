@@ -1,0 +1,57 @@
+import gc
+import weakref
+from concurrent.futures import Future
+
+import pytest
+
+from kvlinker.futures import gather
+
+
+def test_results_come_in_order_whatever_finishes_first():
+    futures = [Future(), Future(), Future()]
+    joined = gather(futures, list)
+    for index in (2, 0, 1):
+        assert not joined.done()
+        futures[index].set_result(index)
+    assert joined.result() == [0, 1, 2]
+
+
+def test_nothing_to_wait_for_is_done():
+    assert gather([], len).result() == 0
+
+
+def test_the_first_failure_in_order_is_the_outcome():
+    futures = [Future(), Future()]
+    joined = gather(futures, list)
+    futures[1].set_exception(ValueError("second"))
+    futures[0].set_exception(KeyError("first"))
+    with pytest.raises(KeyError):
+        joined.result()
+
+
+def test_a_failing_finish_is_the_outcome():
+    future = Future()
+    joined = gather([future], lambda _: 1 / 0)
+    future.set_result(1)
+    with pytest.raises(ZeroDivisionError):
+        joined.result()
+
+
+def test_results_are_not_kept_alive():
+    """Chunk KV is large: it must go when its last user goes, not when the cycle collector comes by."""
+
+    class Large:
+        pass
+
+    gc.disable()
+    try:
+        future = Future()
+        joined = gather([future], lambda results: len(results))
+        large = Large()
+        gone = weakref.ref(large)
+        future.set_result(large)
+        del future, large
+        assert joined.result() == 1
+        assert gone() is None
+    finally:
+        gc.enable()
