@@ -44,7 +44,7 @@ class Refinement:
         self._dropped: list[tuple[int, int]] = []  # (first layer without them, how many)
         self._computed = 0
 
-    def asked_after(self, layer: int) -> bool:
+    def asked_in(self, layer: int) -> bool:
         return layer in self._policy.refine_layers
 
     def keep(

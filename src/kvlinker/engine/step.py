@@ -86,13 +86,13 @@ class Step:
         return output
 
     def _refine(self, index: int, key: Tensor, value: Tensor) -> Tensor | None:
-        """Ask the policies that refine after this layer, and go on with what they keep.
+        """Ask the policies that refine in this layer, and go on with what they keep.
 
         Returns the kept tokens' indices in the batch as it was; None when nothing was dropped.
         """
         keep = np.ones(key.shape[1], dtype=np.bool_)
         for refinement, rows in self._batch.refinements():
-            if refinement.asked_after(index):
+            if refinement.asked_in(index):
                 active = torch.from_numpy(rows).to(self._device)
                 slots = self._slots[active]
                 keep[rows] = refinement.keep(

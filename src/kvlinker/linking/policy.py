@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class LayerEvidence(Protocol):
-    """What one layer showed about the tokens of a request that it has just computed."""
+    """What one layer's keys and values show about the tokens of a request that are computed."""
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """The tokens that this layer computed, ascending: [active]."""
+        """The tokens that are computed so far, ascending: [active]."""
         ...
 
     @property
@@ -40,8 +40,9 @@ class LayerEvidence(Protocol):
 class Policy(ABC):
     """Base of all policies: immutable, printable, and equal to another of the same name.
 
-    ``select`` decides before the first layer. A policy that names ``refine_layers`` is asked again after the
-    attention of each of them, and may drop cached tokens from the layers that follow.
+    ``select`` decides before the first layer. A policy that names ``refine_layers`` is asked again in each of them,
+    when the layer's keys and values are known and before its attention. Cached tokens that it drops keep their placed
+    KV in this layer and all that follow.
     """
 
     family: ClassVar[str]
@@ -51,7 +52,7 @@ class Policy(ABC):
     """False: placed keys keep the positions that they were computed at (an ablation)."""
 
     refine_layers: frozenset[int] = frozenset()
-    """Layers after which ``refine`` is asked."""
+    """Layers in which ``refine`` is asked."""
 
     @property
     def name(self) -> str:
@@ -66,7 +67,7 @@ class Policy(ABC):
         """
 
     def refine(self, layer: int, evidence: LayerEvidence) -> NDArray[np.bool_]:
-        """Which active tokens the layers after ``layer`` compute: [active]. Fresh tokens stay whatever it says."""
+        """Which active tokens stay from this layer's attention on: [active]. Fresh ones stay whatever it says."""
         raise NotImplementedError(f"{self.name} names refine_layers but does not refine")
 
     @classmethod
