@@ -1,0 +1,1 @@
+"""How the reader in ``kvlinker/models/reader`` was made: data, tokenizer, training, evaluation."""

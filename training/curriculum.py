@@ -1,0 +1,80 @@
+"""The stages of training, in order, from one short passage to long contexts.
+
+Many passages, relations and wordings at once do not train from the start: the model first learns to
+bind an answer to its subject in short contexts, then in longer and more varied ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from training.conversations import Mixture
+from training.worlds import WorldSettings
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A mixture of data and how to learn from it.
+
+    Learning rates run linearly from `muon_lr[0]` to `muon_lr[1]`, and those of AdamW in proportion.
+    The stage ends after `steps`, or when the running answer accuracy reaches `until`.
+    """
+
+    name: str
+    mixture: Mixture
+    batch: int
+    steps: int
+    muon_lr: tuple[float, float] = (0.01, 0.01)
+    adam_lr: float = 1.5e-3
+    language_weight: float = 0.2
+    sink_weight: float = 0.0
+    until: float | None = None
+
+
+_EASY = WorldSettings(
+    fillers=1,
+    library_share=0.2,
+    phrasings=1,
+    relations=1,
+    continued_share=0.0,
+    pronoun_share=0.0,
+    bridge_share=0.0,
+    merged_share=0.0,
+    invented_share=0.0,
+)
+_SHORT = WorldSettings(fillers=1, phrasings=2, relations=2, continued_share=0.3, bridge_share=0.1, invented_share=0.05)
+_FULL = WorldSettings()
+_FAMILIAR = WorldSettings(invented_share=0.05)
+
+CURRICULUM = (
+    Stage(
+        "bind",
+        Mixture(128, _EASY, prose_share=0.05, repeated_share=0.2, recap_share=0.5),
+        batch=40,
+        steps=400,
+        until=0.85,
+    ),
+    Stage(
+        "short",
+        Mixture(224, _SHORT, prose_share=0.1, repeated_share=0.1, recap_share=0.3, loose_share=0.1),
+        batch=26,
+        steps=140,
+        sink_weight=0.02,
+    ),
+    Stage(
+        "middle",
+        Mixture(416, _FULL, prose_share=0.15, recap_share=0.2, loose_share=0.1),
+        batch=14,
+        steps=200,
+        sink_weight=0.05,
+    ),
+    Stage(
+        "anneal",
+        Mixture(768, _FAMILIAR, prose_share=0.1, recap_share=0.2, loose_share=0.1),
+        batch=8,
+        steps=300,
+        muon_lr=(0.01, 0.0005),
+        language_weight=0.1,
+        sink_weight=0.02,
+    ),
+)

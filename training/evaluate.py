@@ -1,0 +1,126 @@
+"""Exact match of the reader on worlds of people it never met.
+
+Run as ``python -m training.evaluate FOLDER``. Each prompt is a fresh conversation in the chat
+format: passages tokenised one by one, one question, and the model's greedy answer, which must equal
+the expected one up to and including the end of the turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from training.tokenizer import ASSISTANT, BOS, END, PAD, USER
+from training.worlds import KINDS, Kind, WorldBuilder, WorldSettings
+
+_WORDS_PER_TOKEN = 1 / 1.5
+
+
+class Prompt(NamedTuple):
+    """Token ids of a conversation up to the answer, and of the answer with its end token."""
+
+    ids: list[int]
+    answer: list[int]
+    kind: Kind
+
+
+def held_out_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Kind,
+    count: int,
+    tokens: tuple[int, int],
+    settings: WorldSettings,
+    seed: int = 0,
+) -> list[Prompt]:
+    """`count` prompts of one kind whose lengths lie within `tokens`, from held-out worlds."""
+    rng = random.Random(f"held out/{seed}/{kind}")
+    prompts: list[Prompt] = []
+    while len(prompts) < count:
+        budget = int(rng.uniform(*tokens) * _WORDS_PER_TOKEN)
+        world = WorldBuilder(rng, replace(settings, held_out=True)).build(budget)
+        questions = [q for q in world.questions if q.kind == kind]
+        if not questions:
+            continue
+        question = rng.choice(questions)
+        ids = [BOS, USER]
+        for passage in world.passages:
+            ids += tokenizer.encode(passage + "\n\n", add_special_tokens=False)
+        ids += tokenizer.encode("Question: " + question.text, add_special_tokens=False)
+        ids += [END, ASSISTANT]
+        if tokens[0] <= len(ids) <= tokens[1]:
+            answer = tokenizer.encode(question.answer, add_special_tokens=False)
+            prompts.append(Prompt(ids, [*answer, END], kind))
+    return prompts
+
+
+@torch.inference_mode()
+def exact_matches(model: PreTrainedModel, prompts: Sequence[Prompt], batch: int = 8) -> int:
+    """How many greedy answers are right: all their tokens must be the most likely ones."""
+    right = 0
+    for start in range(0, len(prompts), batch):
+        part = prompts[start : start + batch]
+        longest = max(len(p.ids) + len(p.answer) for p in part)
+        ids = torch.full((len(part), longest), PAD)
+        for row, prompt in zip(ids, part, strict=True):
+            row[: len(prompt.ids) + len(prompt.answer)] = torch.tensor(prompt.ids + prompt.answer)
+        best = model(ids).logits.argmax(-1)
+        for row, prompt in zip(best, part, strict=True):
+            first = len(prompt.ids) - 1
+            right += row[first : first + len(prompt.answer)].tolist() == prompt.answer
+    return right
+
+
+@torch.inference_mode()
+def first_token_attention(model: PreTrainedModel, prompts: Sequence[Prompt]) -> list[float]:
+    """Mean attention on the first token per layer, over heads and the prompts' last 32 tokens."""
+    model.set_attn_implementation("eager")
+    shares = [
+        torch.stack(
+            [
+                layer[0, :, -32:, 0].float().mean()
+                for layer in model(torch.tensor([prompt.ids]), output_attentions=True).attentions
+            ]
+        )
+        for prompt in prompts
+    ]
+    mean: list[float] = torch.stack(shares).mean(0).tolist()
+    return mean
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--count", type=int, default=200, help="prompts per kind")
+    parser.add_argument("--tokens", type=int, nargs=2, default=(500, 900), metavar=("MIN", "MAX"))
+    parser.add_argument("--invented", type=float, default=0.1, help="share of invented names")
+    parser.add_argument("--float32", action="store_true", help="compute in float32, not bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    dtype = torch.float32 if arguments.float32 else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).eval()
+    settings = WorldSettings(invented_share=arguments.invented)
+    low, high = arguments.tokens
+    print(f"{arguments.model}: {arguments.count} prompts per kind, {low} to {high} tokens, {dtype}")
+    prompts: list[Prompt] = []
+    for kind in KINDS:
+        prompts = held_out_prompts(tokenizer, kind, arguments.count, (low, high), settings, arguments.seed)
+        right = exact_matches(model, prompts)
+        print(f"{kind:10} {100 * right / len(prompts):5.1f}%", flush=True)
+    sinks = first_token_attention(model, prompts[:20])
+    print("attention on the first token by layer:", " ".join(f"{s:.2f}" for s in sinks))
+
+
+if __name__ == "__main__":
+    main()

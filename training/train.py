@@ -1,0 +1,221 @@
+"""Trains the reader; run as ``python -m training.train --work FOLDER --minutes 60``.
+
+Data, initialisation and order follow from the seed. A run resumes from the checkpoint in its
+folder, also in the middle of a stage, and reads the same data as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+
+from training.conversations import ANSWER, LANGUAGE, SequenceMaker
+from training.curriculum import CURRICULUM, Stage
+from training.export import export
+from training.initialisation import initial_reader
+from training.model import Reader
+from training.tokenizer import ASSISTANT, PAD, save_tokenizer, train_tokenizer
+
+_LANGUAGE_SAMPLE = 0.25  # share of the language-modelling positions whose loss is computed
+_PROBES = 32  # positions per step at which the attention on the first token is measured
+_SINK_SLACK = 0.7  # attention on the first token above exp(-0.7) = 0.5 costs nothing
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with the checkpoint."""
+
+    stage: int = 0
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    accuracy: float = 0.0
+
+
+class Losses(NamedTuple):
+    """The parts of a step's loss, and its answer accuracy."""
+
+    total: Tensor
+    answer: float
+    language: float
+    sink: float
+    accuracy: float
+
+
+def optimizers(reader: Reader) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embeddings, head and norms."""
+    matrices = [p for p in reader.model.layers.parameters() if p.dim() == 2]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in reader.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.95),
+        torch.optim.AdamW(others, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.97)),
+    ]
+
+
+def batches(stage: Stage, tokenizer: Tokenizer, seed: int, start: int) -> Iterator[Tensor]:
+    """Batches [2, batch, length] of ids and roles, from step `start` on."""
+    maker = SequenceMaker(tokenizer, stage.mixture)
+    for step in range(start, stage.steps):
+        rng = random.Random(f"{seed}/{stage.name}/{step}")
+        sequences = [maker.make(rng) for _ in range(stage.batch)]
+        yield torch.tensor([[s.ids for s in sequences], [s.roles for s in sequences]])
+
+
+def losses(reader: Reader, stage: Stage, batch: Tensor, generator: torch.Generator) -> Losses:
+    """The loss of a batch: answers, a sample of the language modelling, and the sinks."""
+    ids, roles = batch
+    length = ids.shape[1]
+    probes = torch.randint(8, length, (_PROBES,), generator=generator)
+    hidden, missed = reader.hidden(ids, probes)
+    targets, roles, previous = ids[:, 1:], roles[:, 1:], ids[:, :-1]
+    hidden = hidden[:, :-1]
+
+    answers = roles == ANSWER
+    sampled = torch.rand(roles.shape, generator=generator) < _LANGUAGE_SAMPLE
+    languages = (roles == LANGUAGE) & sampled
+    logits = reader.logits(torch.cat((hidden[answers], hidden[languages])))
+    count = int(answers.sum())
+    answer = functional.cross_entropy(logits[:count], targets[answers])
+    language = functional.cross_entropy(logits[count:], targets[languages])
+    sink = functional.relu(missed - _SINK_SLACK).mean()
+    total = answer + stage.language_weight * language + stage.sink_weight * sink
+
+    right = logits[:count].argmax(-1) == targets[answers]
+    if stage.mixture.repeated_share < 0.5:
+        right = right[previous[answers] == ASSISTANT]
+    accuracy = right.float().mean().item()
+    return Losses(total, answer.item(), language.item(), sink.item(), accuracy)
+
+
+def set_learning_rates(optimizers: list[torch.optim.Optimizer], stage: Stage, step: int) -> None:
+    """Linear in the step from the stage's first rate to its last, after a short warm-up."""
+    first, last = stage.muon_lr
+    rate = first + (last - first) * step / max(1, stage.steps - 1)
+    rate *= min(1.0, (step + 1) / 20)
+    for optimizer, value in zip(optimizers, (rate, rate / first * stage.adam_lr), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = value
+
+
+class Trainer:
+    """A run: model, optimizers and progress, with their checkpoint."""
+
+    def __init__(self, work: Path, seed: int, compiled: bool) -> None:
+        self.work = work
+        self.seed = seed
+        self.tokenizer = self._tokenizer()
+        self.reader = initial_reader(self.tokenizer, seed)
+        self.optimizers = optimizers(self.reader)
+        self.progress = Progress()
+        if (work / "checkpoint.pt").exists():
+            self._load()
+        if compiled:
+            for layer in self.reader.model.layers:
+                layer.compile(dynamic=False)
+
+    def _tokenizer(self) -> Tokenizer:
+        folder = self.work / "tokenizer"
+        if not (folder / "tokenizer.json").exists():
+            save_tokenizer(train_tokenizer(), folder)
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def _load(self) -> None:
+        state: dict[str, Any] = torch.load(self.work / "checkpoint.pt", weights_only=True)
+        self.reader.load_state_dict(state["reader"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.progress = Progress(**state["progress"])
+
+    def save(self, product: Path | None) -> None:
+        """Writes the checkpoint, and the model for users if `product` is given."""
+        state = {
+            "reader": self.reader.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "progress": vars(self.progress),
+        }
+        unfinished = self.work / "checkpoint.tmp"
+        torch.save(state, unfinished)
+        unfinished.replace(self.work / "checkpoint.pt")
+        if product is not None:
+            export(self.reader, self.work / "tokenizer", product)
+
+    def run(self, minutes: float, product: Path | None) -> None:
+        """Trains until the curriculum or the time is over; saves every two minutes."""
+        started = saved = time.monotonic()
+        while self.progress.stage < len(CURRICULUM):
+            stage = CURRICULUM[self.progress.stage]
+            torch.compiler.reset()  # each stage has its own shapes
+            for batch in batches(stage, self.tokenizer, self.seed, self.progress.step):
+                before = time.monotonic()
+                self._step(stage, batch)
+                now = time.monotonic()
+                self.progress.seconds += now - before
+                if now - saved > 120:
+                    self.save(product)
+                    saved = now
+                if now - started > 60 * minutes:
+                    self.save(product)
+                    return
+                if stage.until is not None and self.progress.accuracy > stage.until:
+                    break
+            self.progress.stage += 1
+            self.progress.step = 0
+            self.progress.accuracy = 0.0
+            self.save(product)
+
+    def _step(self, stage: Stage, batch: Tensor) -> None:
+        progress = self.progress
+        before = time.monotonic()
+        generator = torch.Generator().manual_seed(hash((self.seed, progress.stage, progress.step)))
+        set_learning_rates(self.optimizers, stage, progress.step)
+        step_losses = losses(self.reader, stage, batch, generator)
+        step_losses.total.backward()  # type: ignore[no-untyped-call]
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        progress.step += 1
+        progress.tokens += int((batch[0] != PAD).sum())
+        weight = max(0.05, 1 / progress.step)
+        progress.accuracy += weight * (step_losses.accuracy - progress.accuracy)
+        if progress.step % 20 == 0:
+            seconds = time.monotonic() - before
+            left = (stage.steps - progress.step) * seconds / 60
+            print(
+                f"{stage.name} {progress.step}/{stage.steps}"
+                f" answer {step_losses.answer:.3f} language {step_losses.language:.3f}"
+                f" sink {step_losses.sink:.3f} accuracy {progress.accuracy:.3f}"
+                f" | {progress.tokens / 1e6:.2f}M tokens, {progress.seconds / 60:.1f} min,"
+                f" {batch[0].numel() / seconds:.0f} tokens/s, stage ends in {left:.1f} min",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--export", type=Path, help="folder of the model for users")
+    parser.add_argument("--minutes", type=float, default=60.0, help="wall-clock budget")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eager", action="store_true", help="do not compile the layers")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(arguments.work, arguments.seed, not arguments.eager)
+    trainer.run(arguments.minutes, arguments.export)
+
+
+if __name__ == "__main__":
+    main()
