@@ -42,10 +42,27 @@ YARN_ROPE = {
     "original_max_position_embeddings": 512,
 }
 
+DYNAMIC_ROPE = {
+    "rope_type": "dynamic",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "short_factor": [1.0 + i / 10 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+    "original_max_position_embeddings": 256,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "yarn": ("llama", {"rope_parameters": YARN_ROPE}),
+    "dynamic-rope": ("llama", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 256}),
+    "longrope": ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 256}),
     "qwen3": ("qwen3", HEADS_OF_16),
     "mistral-window": ("mistral", {"sliding_window": WINDOW}),
     "gemma2-softcap": ("gemma2", {**HEADS_OF_16, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0}),

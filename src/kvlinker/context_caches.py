@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 from kvlinker.chunks import Chunk, GenerationContext, chunk_key
@@ -28,6 +28,7 @@ class ContextCaches:
         self._engine = engine
         self._catalog = catalog
         self._store = store
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-catalog")
 
     def create(
         self,
@@ -66,8 +67,10 @@ class ContextCaches:
             )
             for chunk in chunks
         )
-        computed = [self._engine.cache_chunk(chunk, tenant=tenant) for chunk in chunks]
-        return gather(computed, lambda _: self._enter(records))
+        entered: Future[tuple[ContextCache, ...]] = Future()
+        computed = gather([self._engine.cache_chunk(chunk, tenant=tenant) for chunk in chunks], len)
+        computed.add_done_callback(lambda done: self._computed(done, records, entered))
+        return entered
 
     def get(self, cache_id: str, *, tenant: str) -> ContextCache:
         """Raises ContextCacheNotFoundError for unknown, expired and other tenants' ids alike."""
@@ -134,9 +137,26 @@ class ContextCaches:
     def key(self, chunk: Chunk, tenant: str) -> str:
         return chunk_key(chunk, fingerprint=self._engine.fingerprint, tenant=tenant)
 
-    def _enter(self, records: tuple[ContextCache, ...]) -> tuple[ContextCache, ...]:
-        self._catalog.add(records)
-        return records
+    def close(self) -> None:
+        """Finish what is being entered."""
+        self._writer.shutdown()
+
+    def _computed(
+        self, done: Future[int], records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]
+    ) -> None:
+        """Runs in the engine's thread, which must not wait for the catalog's disk."""
+        try:
+            done.result()
+            self._writer.submit(self._enter, records, entered)
+        except BaseException as error:
+            entered.set_exception(error)
+
+    def _enter(self, records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]) -> None:
+        try:
+            self._catalog.add(records)
+            entered.set_result(records)
+        except BaseException as error:
+            entered.set_exception(error)
 
     def _drop(self, keys: Sequence[str]) -> None:
         for key in keys:

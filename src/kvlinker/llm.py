@@ -235,6 +235,7 @@ class LLM:
     def close(self) -> None:
         """Stop the engine and write what is still to be written. Idempotent."""
         self.engine.close()
+        self.caches.close()
         self.store.close()
         self.catalog.close()
 

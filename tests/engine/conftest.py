@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -85,7 +86,18 @@ class Bench:
         for future in [self.engine.cache_chunk(chunk, tenant=tenant) for chunk in prompt.chunks]:
             future.result(timeout=60)
 
+    def settle(self):
+        """Wait until the engine is idle, and check that it has freed everything."""
+        deadline = time.monotonic() + 10
+        while not self.engine.scheduler.idle and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self.engine.scheduler.check_integrity()
+        load = self.engine.load()
+        assert (load.running, load.waiting, load.slots_used) == (0, 0, 0)
+
     def close(self):
+        if self.engine.healthy:
+            self.settle()
         self.engine.close()
         self.store.close()
 

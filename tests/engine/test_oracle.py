@@ -71,6 +71,32 @@ def test_every_policy_equals_the_full_forward_pass(bench, family):
         assert outcome.finished.usage.prompt_tokens == len(prompt)
 
 
+@pytest.mark.parametrize("family", ["dynamic-rope", "longrope"])
+def test_rotary_embeddings_that_depend_on_length_are_exact_up_to_the_window(bench, family):
+    """Their tables change once more positions are asked for than the model was pretrained with: 256 here."""
+    made = bench(family, max_step_tokens=37)
+    assert made.engine.max_model_len == 256
+    prompt = linked_prompt(80, 90, 71, fresh=11)
+    tokens, logprobs = full_forward(family, prompt, 4)
+    for policy in ("full", "legolink-3", "naive"):
+        plant(made, prompt, policy, tenant=policy)
+        outcome = made.answer(prompt, policy, tenant=policy, max_tokens=4)
+        assert outcome.tokens == tokens
+        np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("lengths", [(1,), (1, 1), (30, 1), (31, 40)])
+def test_a_prompt_may_end_in_a_chunk(bench, policy, lengths):
+    made = bench()
+    prompt = linked_prompt(*lengths, fresh=0, header=2)
+    tokens, logprobs = full_forward("llama", prompt, STEPS)
+    plant(made, prompt, policy, tenant="default")
+    outcome = made.answer(prompt, policy, max_tokens=STEPS)
+    assert outcome.tokens == tokens
+    np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks"])
 def test_garbage_that_is_not_recomputed_shows(bench, family):
     """The oracle can fail: spoil one token that naive keeps, and the answer's probabilities move."""

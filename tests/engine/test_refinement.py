@@ -98,3 +98,69 @@ def test_usage_is_the_average_over_the_layers(bench):
     assert (after_one_layer.recomputed_tokens, after_one_layer.prompt_tokens) == (20, 65)
     at_once = submit(made, prompt, KeepNone({0})).wait().finished.usage
     assert (at_once.cached_tokens, at_once.recomputed_tokens) == (60, 0)
+
+
+@pytest.mark.parametrize("layers", [{0}, {1}, {2}, {0, 1, 2}])
+def test_the_last_token_is_never_dropped_even_from_a_chunk(bench, layers):
+    """Else the request would be answered with a neighbour's logits."""
+    made = bench(max_step_tokens=512)
+    prompt = linked_prompt(30, 25, fresh=0, header=3)
+    tokens, logprobs = full_forward("llama", prompt, 4)
+    plant(made, prompt, [])
+    neighbours = [made.submit(linked_prompt(fresh=20, seed=s), "full", max_tokens=40)[0] for s in (1, 2)]
+    for neighbour in neighbours:
+        neighbour.wait_for_token()
+    outcome = submit(made, prompt, KeepNone(layers)).wait()
+    assert outcome.tokens == tokens
+    np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
+    assert outcome.finished.usage.prompt_tokens == len(prompt)
+
+
+class Raises(Drop):
+    def refine(self, layer, evidence):
+        raise ValueError("not today")
+
+
+class WrongShape(Drop):
+    def refine(self, layer, evidence):
+        return np.ones(3, dtype=np.bool_)
+
+
+@pytest.mark.parametrize(("policy", "message"), [(Raises({1}), "not today"), (WrongShape({1}), "shape")])
+def test_a_policy_that_fails_fails_its_own_request_only(bench, policy, message):
+    made = bench()
+    neighbour = made.submit(linked_prompt(fresh=20, seed=1), "full", max_tokens=60)[0].wait_for_token()
+    outcome = submit(made, linked_prompt(30, 25), policy).wait()
+    assert message in outcome.failed.error.message
+    assert neighbour.wait().finished.reason == "length"
+
+
+class Quantile(Drop):
+    """Keeps what deviates most among all active tokens: it depends on everything it is shown."""
+
+    def refine(self, layer, evidence):
+        deviation = evidence.key_deviation().numpy()
+        return deviation >= np.quantile(deviation, 0.8)
+
+
+def test_preemption_does_not_change_what_a_policy_keeps(bench):
+    prompts = [linked_prompt(40, 41, 30, seed=s, fresh=7) for s in range(5)]
+
+    def answers(slots):
+        made = bench(kv_slots=slots, max_step_tokens=64)
+        for prompt in prompts:
+            made.cache(prompt)
+        outcomes = []
+        for prompt in prompts:
+            outcome = Outcome()
+            params = SamplingParams(temperature=0, max_tokens=150, logprobs=0, ignore_eos=True)
+            made.engine.generate(GenerationRequest(prompt, Quantile({1}), params), outcome.events.put)
+            outcomes.append(outcome)
+        return [outcome.wait() for outcome in outcomes], made.engine.scheduler.preemptions
+
+    roomy, none = answers(8192)
+    tight, some = answers(500)
+    assert none == 0 < some
+    for ours, expected in zip(tight, roomy, strict=True):
+        assert ours.tokens == expected.tokens
+        assert ours.finished.usage == expected.finished.usage

@@ -5,6 +5,7 @@ import torch
 
 from kvlinker.engine.base import SamplingParams
 from kvlinker.engine.sampling import Sampler
+from kvlinker.errors import InvalidRequestError
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.5])
 
@@ -88,3 +89,39 @@ def test_logprobs_only_where_wanted():
     assert Sampler(SamplingParams(), prompt_length=0).logprob(LOGITS, 2, str) is None
     assert Sampler(SamplingParams(logprobs=0), prompt_length=0).logprob(LOGITS, 2, str).top == ()
     assert len(Sampler(SamplingParams(logprobs=20), prompt_length=0).logprob(LOGITS, 2, str).top) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("temperature", "warm"),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-300),
+        ("presence_penalty", 3),
+        ("max_tokens", 0),
+        ("max_tokens", True),
+        ("logprobs", -1),
+        ("stop", ("",)),
+        ("stop", (3,)),
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(InvalidRequestError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+def test_whole_numbers_and_a_single_stop_text_will_do():
+    params = SamplingParams(temperature=2, repetition_penalty=2, stop="abc")
+    assert params.stop == ("abc",)
+    assert len(draws(3, temperature=2, repetition_penalty=2, tokens=[1], prompt_length=1)) == 3
+
+
+def test_the_coldest_temperatures_are_greedy():
+    assert set(draws(50, temperature=1e-40)) == {1}

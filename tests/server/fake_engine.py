@@ -28,6 +28,7 @@ class FakeEngine:
 
     def __init__(self, *, capacity: int = 2) -> None:
         self.fingerprint = "fake"
+        self.healthy = True
         self.max_model_len = 512
         self.capacity = capacity
         self.fails_at: int | None = None

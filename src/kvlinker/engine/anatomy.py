@@ -16,6 +16,9 @@ from kvlinker.errors import UnsupportedModelError
 
 TRACED_TOKENS = 8
 
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings whose angles change once a sequence passes the length that the model was pretrained with."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -41,7 +44,7 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
     prepare(model)
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(TRACED_TOKENS, device=device)[None] % model.config.get_text_config().vocab_size
-    tracer = _Tracer()
+    tracer = _Tracer(context_window(model))
     name = type(model).__name__
     try:
         with (
@@ -68,6 +71,17 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
     return tuple(tracer.layers[index] for index in range(expected))
 
 
+def context_window(model: Any) -> int:
+    """Positions that the model is made for, and over which its rotary embedding stays the same."""
+    config = model.config.get_text_config()
+    window = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            window = min(window, int(parameters.get("original_max_position_embeddings") or window))
+    return window
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The model's decoder layers, in order."""
     wanted = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
@@ -77,7 +91,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 class _Tracer:
     """Records, for every layer, its shapes and the rotary embedding that preceded its attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int) -> None:
+        self._window = window
         self.layers: dict[int, LayerShape] = {}
         self._tables: list[tuple[Tensor, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
         self._kinds: dict[tuple[int, str, int], Rotary] = {}
@@ -94,7 +109,9 @@ class _Tracer:
                 constants = repr([a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)])
                 identity = (id(module), constants, key.shape[-1])
                 if identity not in self._kinds:
-                    self._kinds[identity] = Rotary(module, args, kwargs, apply, width=key.shape[-1])
+                    self._kinds[identity] = Rotary(
+                        module, args, kwargs, apply, width=key.shape[-1], longest=self._window
+                    )
                 self._pending = self._kinds[identity]
                 return
         raise UnsupportedModelError("the model's rotary embedding does not come from a rotary embedding module")

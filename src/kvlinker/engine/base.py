@@ -8,9 +8,22 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvlinker.chunks import Chunk
-from kvlinker.errors import KVLinkerError
+from kvlinker.errors import InvalidRequestError, KVLinkerError
 from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "max_tokens": (1, 2**31 - 1),
+    "logprobs": (0, 1000),
+}
+_WHOLE = ("top_k", "max_tokens", "logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +46,24 @@ class SamplingParams:
     max_tokens: int | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequestError, naming the parameter, for values out of range."""
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is None and name in ("max_tokens", "logprobs"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise InvalidRequestError(f"{name} is {value!r}, but must be from {low} to {high}.", param=name)
+            if name in _WHOLE and not isinstance(value, int):
+                raise InvalidRequestError(f"{name} is {value!r}, but must be a whole number.", param=name)
+            if name not in _WHOLE:
+                object.__setattr__(self, name, float(value))
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise InvalidRequestError(f"stop is {self.stop!r}, but must be texts that are not empty.", param="stop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +189,11 @@ class Engine(Protocol):
         ...
 
     def load(self) -> EngineLoad: ...
+
+    @property
+    def healthy(self) -> bool:
+        """False once the engine was closed or has failed for good."""
+        ...
 
     def close(self) -> None:
         """Stop the engine; what is under way fails with EngineClosedError. Idempotent."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -25,7 +28,14 @@ from kvlinker.engine.pool import KVPool, SlotAllocator
 from kvlinker.engine.runner import Runner
 from kvlinker.engine.scheduler import Scheduler, Step
 from kvlinker.engine.sequence import Sequence
-from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError, KVLinkerError, OverloadedError
+from kvlinker.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    InvalidRequestError,
+    KVLinkerError,
+    ModelLoadError,
+    OverloadedError,
+)
 from kvlinker.events import Events
 from kvlinker.futures import gather
 from kvlinker.linking.plan import make_plan
@@ -35,6 +45,12 @@ from kvlinker.store.chunk_kv import ChunkKV
 logger = logging.getLogger(__name__)
 
 LOADERS = 2
+PREFETCHED = 8
+"""Requests in the queue whose chunks' KV is held ready; those behind them fetch it later."""
+
+FEWEST_SLOTS = 1024
+"""A default pool smaller than this, and than a context window, is refused at start."""
+
 POOL_SHARE = 0.25
 """Part of the available memory that the KV pool takes by default."""
 
@@ -60,16 +76,21 @@ class EmbeddedEngine:
         self._scheduler = Scheduler(
             self._allocator, pool.move, max_step_tokens=settings.max_step_tokens, max_running=settings.max_running
         )
+        self._closing = False  # guarded by _wake
         self._generations: dict[Sequence, Generation] = {}  # the engine thread's
         self._captures: dict[Sequence, Future[ChunkKV]] = {}  # the engine thread's
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # guarded by _wake
-        self._closing = False  # guarded by _wake
-        self._computing: dict[str, Future[ChunkKV]] = {}  # chunks by key; guarded by _wake
-        self._loading = 0  # requests whose chunks are being fetched; guarded by _wake
+        self._computing: dict[str, _Computation] = {}  # chunks by key; guarded by _wake
+        self._loading: set[Generation] = set()  # requests whose chunks are being fetched; guarded by _wake
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
         self._thread = threading.Thread(target=self._loop, name="kvlinker-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread inside torch when the interpreter goes would abort the process
+
+    @property
+    def healthy(self) -> bool:
+        return not self._closing and self._thread.is_alive()
 
     @property
     def runner(self) -> Runner:
@@ -98,10 +119,10 @@ class EmbeddedEngine:
         generation = Generation(request, plan, sink, loaded=self._loaded, max_tokens=max_tokens, events=self._events)
         with self._wake:
             self._refuse_if_closing()
-            waiting = self._scheduler.waiting + self._loading
+            waiting = self._scheduler.waiting + len(self._loading)
             if waiting >= self._max_waiting:
                 raise OverloadedError(f"{waiting} requests wait already; try again later.", retry_after=1)
-            self._loading += 1
+            self._loading.add(generation)
             self._loaders.submit(self._load, generation)
         return _Handle(partial(self._cancel, generation))
 
@@ -109,7 +130,7 @@ class EmbeddedEngine:
         with self._wake:
             return EngineLoad(
                 running=self._scheduler.running,
-                waiting=self._scheduler.waiting + self._loading,
+                waiting=self._scheduler.waiting + len(self._loading),
                 slots_used=self._allocator.used,
                 slots_total=self._allocator.slots,
             )
@@ -120,6 +141,7 @@ class EmbeddedEngine:
             self._wake.notify_all()
         self._thread.join()
         self._loaders.shutdown()
+        atexit.unregister(self.close)
 
     def _checked_max_tokens(self, request: GenerationRequest) -> int:
         length = len(request.prompt)
@@ -159,48 +181,57 @@ class EmbeddedEngine:
             self._commands.append(command)
             self._wake.notify_all()
 
-    def _compute(self, key: str, chunk: Chunk) -> Future[ChunkKV]:
-        """Compute a chunk's KV and store it; callers who ask while that goes on share one computation."""
+    def _compute(self, key: str, chunk: Chunk, *, urgent: bool = False) -> Future[ChunkKV]:
+        """Compute a chunk's KV and store it; callers who ask while that goes on share one computation.
+
+        ``urgent``: a request waits for it.
+        """
         length = len(chunk.prefix) + len(chunk)
         if length > self.max_model_len:
             raise ContextLengthError(
                 f"A chunk has {length} tokens with what stands before it, but the model takes {self.max_model_len}."
             )
         tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)  # [length]
+        capture = Capture(self._loaded.layers, first=len(chunk.prefix), tokens=len(chunk), dtype=self._loaded.dtype)
+        new = _Computation(Sequence(tokens, [(0, length)], most_tokens=length, capture=capture), Future())
+        new.future.add_done_callback(partial(self._computed, key))  # before anybody else can add theirs
         with self._wake:
             self._refuse_if_closing()
-            if key in self._computing:
-                return self._computing[key]
-            future: Future[ChunkKV] = Future()
-            self._computing[key] = future
-        capture = Capture(self._loaded.layers, first=len(chunk.prefix), tokens=len(chunk), dtype=self._loaded.dtype)
-        sequence = Sequence(tokens, [(0, length)], most_tokens=length, capture=capture)
+            computation = self._computing.setdefault(key, new)
+            if computation is new:
+                self._commands.append(partial(self._enter_chunk, new))
+            if urgent:
+                self._commands.append(partial(self._scheduler.promote, computation.sequence))
+            self._wake.notify_all()
+        return computation.future
 
-        def enqueue() -> None:
-            self._captures[sequence] = future
-            self._scheduler.add(sequence)
-
-        future.add_done_callback(lambda done: self._computed(key, done))
-        self._command(enqueue)
-        return future
+    def _enter_chunk(self, computation: _Computation) -> None:
+        self._captures[computation.sequence] = computation.future
+        self._scheduler.add(computation.sequence)
 
     def _computed(self, key: str, done: Future[ChunkKV]) -> None:
         """Runs in the engine's thread, before any other callback of the future."""
-        if done.exception() is None:
-            self._store.put(key, done.result())
-        with self._wake:
-            del self._computing[key]
+        try:
+            if done.exception() is None:
+                self._store.put(key, done.result())
+        finally:
+            with self._wake:
+                del self._computing[key]
 
     def _load(self, generation: Generation) -> None:
         """Runs in a loader: fetch the KV of the chunks to place, computing what the store lost, then queue."""
         try:
-            placements = generation.plan.placements
+            with self._wake:
+                self._wake.wait_for(lambda: self._closing or self._scheduler.waiting < PREFETCHED)
+                self._refuse_if_closing()
+                if generation not in self._loading:
+                    return  # cancelled
             found: list[Future[ChunkKV]] = []
-            for placement in placements:
+            for placement in generation.plan.placements:
                 key = chunk_key(placement.chunk, fingerprint=self.fingerprint, tenant=generation.request.tenant)
                 kv = self._store.get(key)
                 if kv is None:
-                    found.append(self._compute(key, placement.chunk))
+                    found.append(self._compute(key, placement.chunk, urgent=True))
                 else:
                     at_hand: Future[ChunkKV] = Future()
                     at_hand.set_result(kv)
@@ -212,13 +243,11 @@ class EmbeddedEngine:
             self._load_failed(generation, error)
 
     def _load_failed(self, generation: Generation, error: BaseException | None) -> None:
-        if error is None:
+        if error is None or not self._loading_ends(generation):
             return
         if not isinstance(error, KVLinkerError):
             logger.error("Loading a request's chunks failed.", exc_info=error)
             error = KVLinkerError("The request's chunks could not be loaded; see the server's log.")
-        with self._wake:
-            self._loading -= 1
         generation.fail(error)
 
     def _queue(self, generation: Generation, kvs: tuple[ChunkKV, ...]) -> None:
@@ -231,28 +260,30 @@ class EmbeddedEngine:
             most_tokens=plan.length + generation.max_tokens,
             policy=plan.policy,
         )
+        self._command(partial(self._enter, generation, sequence))
 
-        def enter() -> None:
-            with self._wake:
-                self._loading -= 1
-            if generation.cancelled:
-                generation.cancel()
-                return
+    def _enter(self, generation: Generation, sequence: Sequence) -> None:
+        if self._loading_ends(generation):
             generation.mark_loaded(sequence)
             self._generations[sequence] = generation
             self._scheduler.add(sequence)
 
-        self._command(enter)
+    def _loading_ends(self, generation: Generation) -> bool:
+        """Whether the caller is the one to go on with the request: it may have been cancelled meanwhile."""
+        with self._wake:
+            if generation not in self._loading:
+                return False
+            self._loading.remove(generation)
+            return True
 
     def _cancel(self, generation: Generation) -> None:
-        generation.cancelled = True
-        try:
+        with contextlib.suppress(EngineClosedError):  # closing ends it anyway
             self._command(partial(self._drop_cancelled, generation))
-        except EngineClosedError:
-            return  # closing ends it anyway
 
     def _drop_cancelled(self, generation: Generation) -> None:
-        if generation.sequence is not None and generation.sequence in self._generations:
+        if self._loading_ends(generation):
+            generation.cancel()
+        elif generation.sequence is not None and generation.sequence in self._generations:
             self._drop(generation.sequence)
             generation.cancel()
 
@@ -261,20 +292,35 @@ class EmbeddedEngine:
         self._scheduler.remove(sequence)
 
     def _loop(self) -> None:
-        while True:
+        try:
+            while self._turn():
+                pass
+        except Exception:
+            logger.exception("The engine failed; its requests are given up.")
+        finally:
             with self._wake:
-                while not (self._commands or self._closing or self._scheduler.waiting or self._scheduler.running):
-                    self._wake.wait()
-                if self._closing:
-                    break
-                commands = list(self._commands)
-                self._commands.clear()
-            for command in commands:
-                command()
-            step = self._scheduler.schedule()
-            if step is not None:
-                self._run(step)
-        self._fail_all(EngineClosedError("The engine was shut down."))
+                self._closing = True
+                self._wake.notify_all()
+            self._fail_all(EngineClosedError("The engine was shut down."))
+
+    def _turn(self) -> bool:
+        """Run the commands that came, and a step if there is one; False when the engine closes."""
+        with self._wake:
+            self._wake.notify_all()  # loaders wait until the queue is short enough
+            while not (self._commands or self._closing) and self._scheduler.idle:
+                self._wake.wait()
+            if self._closing:
+                return False
+        while (command := self._next_command()) is not None:
+            command()
+        step = self._scheduler.schedule()
+        if step is not None:
+            self._run(step)
+        return True
+
+    def _next_command(self) -> Callable[[], None] | None:
+        with self._wake:
+            return self._commands.popleft() if self._commands else None
 
     def _run(self, step: Step) -> None:
         for sequence in step.sequences:
@@ -287,14 +333,25 @@ class EmbeddedEngine:
             for sequence in step.sequences:
                 self._give_up(sequence, KVLinkerError(f"The model failed on this request: {type(error).__name__}."))
             return
+        self._give_up_failed_policies(step)
         computed = [sequence for sequence in step.sequences if sequence.computed]
         rows = iter(logits)
         for sequence in computed:
             if sequence.capture is None:
-                self._advance(sequence, next(rows))
+                row = next(rows)
+                if sequence in self._generations:
+                    self._advance(sequence, row)
             else:
                 self._scheduler.remove(sequence)
                 self._captures.pop(sequence).set_result(sequence.capture.finish())
+
+    def _give_up_failed_policies(self, step: Step) -> None:
+        for sequence in step.sequences:
+            if sequence.refinement is not None and sequence.refinement.error is not None:
+                error = sequence.refinement.error
+                name = self._generations[sequence].plan.policy.name
+                logger.error("Policy %s failed between layers.", name, exc_info=error)
+                self._give_up(sequence, KVLinkerError(f"Policy {name} failed between layers: {error}"))
 
     def _advance(self, sequence: Sequence, logits: Tensor) -> None:
         generation = self._generations[sequence]
@@ -317,23 +374,28 @@ class EmbeddedEngine:
             self._captures.pop(sequence).set_exception(error)
 
     def _fail_all(self, error: KVLinkerError) -> None:
-        with self._wake:
-            commands = list(self._commands)
-            self._commands.clear()
-        for command in commands:
-            command()
+        while (command := self._next_command()) is not None:
+            try:
+                command()
+            except Exception:
+                logger.exception("A command failed while the engine closes.")
         for sequence in [*self._generations, *self._captures]:
             self._give_up(sequence, error)
 
 
+@dataclass(frozen=True, slots=True)
 class _Handle:
     """``RequestHandle`` of the embedded engine."""
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        self._cancel = cancel
+    cancel: Callable[[], None]
 
-    def cancel(self) -> None:
-        self._cancel()
+
+@dataclass(frozen=True, slots=True)
+class _Computation:
+    """A chunk that is being computed, and whoever waits for it."""
+
+    sequence: Sequence
+    future: Future[ChunkKV]
 
 
 def _default_slots(loaded: LoadedModel, window: int) -> int:
@@ -341,4 +403,9 @@ def _default_slots(loaded: LoadedModel, window: int) -> int:
     if loaded.device.type == "cuda":
         available = torch.cuda.mem_get_info(loaded.device)[0]
     affordable = int(available * POOL_SHARE) // loaded.kv_bytes_per_token
+    if affordable < min(window, FEWEST_SLOTS):
+        raise ModelLoadError(
+            f"A quarter of the {available / 2**30:.1f} GiB of memory that is available holds the KV of {affordable} "
+            "tokens only. Free memory, or set kv_slots."
+        )
     return min(affordable, POOL_WINDOWS * window)

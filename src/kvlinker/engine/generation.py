@@ -89,7 +89,8 @@ class Generation:
         if self._text.stopped:
             self._end("stop", Delta(text, (token,), logprobs))
         elif self._output_tokens >= self.max_tokens:
-            self._end("length", Delta(text + self._text.finish(), (token,), logprobs))
+            text += self._text.finish()
+            self._end("stop" if self._text.stopped else "length", Delta(text, (token,), logprobs))
         else:
             sequence.append(token)
             self._send(Delta(text, (token,), logprobs))
@@ -103,6 +104,7 @@ class Generation:
         """End without an answer, by our fault."""
         if not self.ended:
             self.ended = True
+            self._publish("failed", Usage(0, 0, 0))
             self._send(Failed(error))
 
     def _end(self, reason: str, last: Delta | None = None) -> None:
@@ -110,6 +112,10 @@ class Generation:
         if last is not None:
             self._send(last)
         usage = self._usage()
+        self._publish(reason, usage)
+        self._send(Finished(reason, usage, self._timing()))
+
+    def _publish(self, reason: str, usage: Usage) -> None:
         self._events.publish(
             RequestFinished(
                 policy=self.plan.policy.name,
@@ -120,10 +126,11 @@ class Generation:
                 output_tokens=usage.output_tokens,
             )
         )
-        self._send(Finished(reason, usage, self._timing()))
 
     def _usage(self) -> Usage:
         plan = self.plan
+        if self._started is None:
+            return Usage(0, 0, 0)
         recomputed = plan.recomputed_tokens
         if self.sequence is not None and self.sequence.refinement is not None:
             recomputed = self.sequence.refinement.recomputed_tokens(self._layers)

@@ -43,6 +43,11 @@ class Interceptor(Protocol):
 _active: ContextVar[Interceptor | None] = ContextVar("kvlinker_interceptor", default=None)
 
 
+def active_interceptor() -> Interceptor | None:
+    """The interceptor of the forward pass that this thread is in."""
+    return _active.get()
+
+
 @contextmanager
 def intercepted(interceptor: Interceptor) -> Iterator[None]:
     """Route the rotary embedding and attention of this thread's forward passes to ``interceptor``."""

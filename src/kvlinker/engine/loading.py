@@ -14,13 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from kvlinker.config import Settings
-from kvlinker.engine.anatomy import LayerShape, trace_layers
+from kvlinker.engine.anatomy import LayerShape, context_window, trace_layers
 from kvlinker.engine.interception import ATTENTION_NAME
 from kvlinker.engine.selftest import require_exact
 from kvlinker.errors import ModelLoadError
-
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings whose angles change once a sequence passes the length that the model was pretrained with."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def prepare_model(model: Any, tokenizer: Any) -> LoadedModel:
         fingerprint=fingerprint(model),
         dtype=parameter.dtype,
         device=parameter.device,
-        context_window=_context_window(model),
+        context_window=context_window(model),
         eos_token_ids=_eos_token_ids(model, tokenizer),
     )
 
@@ -135,16 +132,6 @@ def fingerprint(model: Any) -> str:
         content = weight.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()
         digest.update(content)
     return digest.hexdigest()
-
-
-def _context_window(model: Any) -> int:
-    config = model.config.get_text_config()
-    window = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            window = min(window, int(parameters.get("original_max_position_embeddings") or window))
-    return window
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

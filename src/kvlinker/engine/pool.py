@@ -11,6 +11,9 @@ from torch import Tensor
 
 from kvlinker.engine.anatomy import LayerShape
 
+MOVED_TOGETHER = 1024
+"""Slots that are copied at once when a range moves."""
+
 
 @dataclass(slots=True)
 class SlotRange:
@@ -108,9 +111,8 @@ class KVPool:
 
     def move(self, source: int, target: int, size: int) -> None:
         """Copy ``size`` slots from ``source`` to ``target``; the two may overlap when moving down."""
-        block = size if abs(source - target) >= size else abs(source - target)
         for tensor in (*self.keys, *self.values):
-            for offset in range(0, size, block):
-                length = min(block, size - offset)
-                moved = tensor[:, source + offset : source + offset + length]
+            for offset in range(0, size, MOVED_TOGETHER):
+                length = min(MOVED_TOGETHER, size - offset)
+                moved = tensor[:, source + offset : source + offset + length].clone()
                 tensor[:, target + offset : target + offset + length] = moved

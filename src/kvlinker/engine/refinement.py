@@ -43,6 +43,8 @@ class Refinement:
         self._cached = cached
         self._dropped: list[tuple[int, int]] = []  # (first layer without them, how many)
         self._computed = 0
+        self.error: Exception | None = None
+        """What the policy raised, if it did; its tokens all stay then, for the sake of the batch."""
 
     def asked_in(self, layer: int) -> bool:
         return layer in self._policy.refine_layers
@@ -53,7 +55,14 @@ class Refinement:
         """Which of the active ``positions`` stay; ``new`` and ``placed`` are key and value at them."""
         cached = self.is_cached(positions)
         evidence = KVEvidence(positions, cached, new[0], placed[0], new[1], placed[1])
-        kept = self._policy.refine(layer, evidence) | ~cached
+        try:
+            kept = np.asarray(self._policy.refine(layer, evidence), dtype=np.bool_)
+            if kept.shape != positions.shape:
+                raise ValueError(f"refine returned shape {kept.shape} for {len(positions)} tokens")
+        except Exception as error:
+            self.error = error
+            kept = np.ones(len(positions), dtype=np.bool_)
+        kept = kept | ~cached | (positions >= len(self._cached) - 1)  # the prompt's last token gives the answer
         self._dropped.append((layer, int((~kept).sum())))
         return kept
 

@@ -14,24 +14,33 @@ class Rotary:
     """One kind of rotary embedding that a model uses; layers that use the same kind share it.
 
     ``module`` makes cos and sin tables from positions, ``apply`` rotates; ``width`` is the number of leading
-    dimensions of a head that ``apply`` is handed (the others carry no position).
+    dimensions of a head that ``apply`` is handed (the others carry no position); ``longest`` is the number of positions
+    over which the tables do not depend on how many are asked for at once.
     """
 
     def __init__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], apply: RotaryFunction, *, width: int
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        apply: RotaryFunction,
+        *,
+        width: int,
+        longest: int,
     ) -> None:
         self._module = module
         self._args = args
         self._kwargs = kwargs
         self._apply = apply
         self._width = width
-        self._cos, self._sin = self._make_tables(16)
+        self._longest = longest
+        self._cos, self._sin = self._make_tables(min(16, longest))
         self._halves = self._is_rotate_half()
 
     def tables(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin of positions [0, length): [length, table_width] each, in the model's dtype."""
         if length > len(self._cos):
-            self._cos, self._sin = self._make_tables(max(length, 2 * len(self._cos)))
+            self._cos, self._sin = self._make_tables(max(length, min(2 * len(self._cos), self._longest)))
         return self._cos[:length], self._sin[:length]
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:

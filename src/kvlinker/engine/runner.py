@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvlinker.engine.anatomy import LayerShape, decoder_layers
 from kvlinker.engine.batch import Batch
-from kvlinker.engine.interception import intercepted
+from kvlinker.engine.interception import active_interceptor, intercepted
 from kvlinker.engine.pool import KVPool
 from kvlinker.engine.profile import Profile
 from kvlinker.engine.step import Step
@@ -30,7 +30,7 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> Tensor:
-        """Compute all runs; returns the logits [runs that want them, vocabulary], in batch order, fp32."""
+        """Compute all runs; returns the logits [runs that want them, vocabulary], in batch order, fp32, on the CPU."""
         step = Step(self._layers, self.pool, batch, self.profile)
         wanted = len(step.logit_rows)
         refined = any(run.refinement is not None for run in batch.runs)
@@ -41,8 +41,8 @@ class Runner:
                 use_cache=False,
                 logits_to_keep=step.logit_rows if wanted else 1,
             )
-        logits: Tensor = output.logits[0].float()
-        return logits[:wanted]
+        logits: Tensor = output.logits[0, :wanted].float().cpu()
+        return logits
 
 
 @contextmanager
@@ -50,6 +50,8 @@ def _narrowing(model: Any, step: Step) -> Iterator[None]:
     """Before every decoder layer, take out the hidden states of tokens that a policy has dropped."""
 
     def narrow(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if active_interceptor() is not step:
+            return args, kwargs  # another engine's thread runs the same model
         if args:
             return (step.narrow(args[0]), *args[1:]), kwargs
         return args, kwargs | {"hidden_states": step.narrow(kwargs["hidden_states"])}

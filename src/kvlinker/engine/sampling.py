@@ -18,6 +18,9 @@ from transformers import (
 
 from kvlinker.engine.base import SamplingParams, TokenLogprob
 
+COLDEST = 1e-5
+"""Lower temperatures are greedy: logits divided by less would overflow."""
+
 
 class OutputPenalty(LogitsProcessor):  # type: ignore[misc]
     """OpenAI's presence and frequency penalties: they count generated tokens only.
@@ -42,7 +45,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, *, prompt_length: int) -> None:
         self._logprobs = params.logprobs
-        self._greedy = params.temperature == 0
+        self._greedy = params.temperature < COLDEST
         self._processors = LogitsProcessorList()
         if params.repetition_penalty != 1:
             self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
@@ -59,13 +62,16 @@ class Sampler:
                 self._generator.manual_seed(params.seed % 2**63)
 
     def sample(self, logits: Tensor, tokens: Callable[[], Tensor]) -> int:
-        """The next token from ``logits`` [vocabulary], fp32; ``tokens`` gives prompt and output so far, [tokens]."""
+        """The next token from ``logits`` [vocabulary], fp32, on the CPU.
+
+        ``tokens`` gives prompt and output so far: [tokens].
+        """
         scores = logits[None]
         if self._processors:
             scores = self._processors(tokens()[None], scores)
         if self._greedy:
             return int(scores.argmax())
-        probabilities = torch.softmax(scores[0], dim=-1).cpu()
+        probabilities = torch.softmax(scores[0], dim=-1)
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
     def logprob(self, logits: Tensor, token: int, text_of: Callable[[int], str]) -> TokenLogprob | None:

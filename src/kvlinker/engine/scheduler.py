@@ -29,8 +29,9 @@ class Scheduler:
     """First come, first served, under a token budget per step.
 
     Decoding sequences come first in every step; what is left of the budget goes to prefills and links in order of
-    admission, cut where it ends. When the pool is full, the sequence admitted last gives its slots up and starts
-    again later.
+    admission, cut where it ends, and then to chunks. Chunks wait in a queue of their own: one at a time is computed
+    whatever else waits, more of them only while nobody waits for an answer. When the pool is full, the sequence
+    admitted last gives its slots up and starts again later.
     """
 
     def __init__(self, allocator: SlotAllocator, move: MoveSlots, *, max_step_tokens: int, max_running: int) -> None:
@@ -39,34 +40,47 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
         self._waiting: deque[Sequence] = deque()
+        self._waiting_chunks: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self.preemptions = 0
 
     @property
     def waiting(self) -> int:
+        """Requests in the queue; chunks do not count."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
+        """Requests and chunks under way."""
         return len(self._running)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._running or self._waiting or self._waiting_chunks)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It must fit the pool alone: ``most_tokens`` ≤ slots."""
-        self._waiting.append(sequence)
+        self._queue_of(sequence).append(sequence)
+
+    def promote(self, sequence: Sequence) -> None:
+        """Somebody waits for this chunk's KV: it comes first among the chunks that wait."""
+        if sequence in self._waiting_chunks:
+            self._waiting_chunks.remove(sequence)
+            self._waiting_chunks.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Drop a sequence wherever it is, and free its slots at once. Unknown sequences are ignored."""
         if sequence in self._running:
             self._running.remove(sequence)
             self._release(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+        elif sequence in self._queue_of(sequence):
+            self._queue_of(sequence).remove(sequence)
 
     def schedule(self) -> Step | None:
         """The next step; None when there is nothing to compute."""
         self._grow_running()
         self._admit()
-        ordered = sorted(self._running, key=lambda sequence: not sequence.decoding)
+        ordered = sorted(self._running, key=_rank)
         budget = self._max_step_tokens
         runs, placed, sequences = [], [], []
         for sequence in ordered:
@@ -87,7 +101,7 @@ class Scheduler:
         self._allocator.check_integrity()
         assert self._allocator.used == sum(s.held.size for s in self._running if s.held is not None)
         assert all(s.held is not None for s in self._running)
-        assert all(s.held is None for s in self._waiting)
+        assert all(s.held is None for s in (*self._waiting, *self._waiting_chunks))
 
     def _grow_running(self) -> None:
         """Give every running sequence room for the tokens it has; the last admitted make room when there is none."""
@@ -116,15 +130,24 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_running:
-            size = self._wanted(self._waiting[0])
+        if not any(sequence.capture is not None for sequence in self._running):
+            self._admit_from(self._waiting_chunks, at_most=1)
+        self._admit_from(self._waiting, at_most=len(self._waiting))
+        if not self._waiting:
+            self._admit_from(self._waiting_chunks, at_most=len(self._waiting_chunks))
+
+    def _admit_from(self, queue: deque[Sequence], *, at_most: int) -> None:
+        for _ in range(at_most):
+            if not queue or len(self._running) >= self._max_running:
+                return
+            size = self._wanted(queue[0])
             held = self._allocator.allocate(size)
             if held is None and self._allocator.free >= size:
                 self._compact()
                 held = self._allocator.allocate(size)
             if held is None:
                 return
-            sequence = self._waiting.popleft()
+            sequence = queue.popleft()
             sequence.held = held
             self._running.append(sequence)
 
@@ -132,13 +155,16 @@ class Scheduler:
         self._running.remove(sequence)
         self._release(sequence)
         sequence.restart()
-        self._waiting.appendleft(sequence)
+        self._queue_of(sequence).appendleft(sequence)
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.held is not None:
             self._allocator.release(sequence.held)
             sequence.held = None
+
+    def _queue_of(self, sequence: Sequence) -> deque[Sequence]:
+        return self._waiting if sequence.capture is None else self._waiting_chunks
 
     def _compact(self) -> None:
         for source, target, size in self._allocator.compact():
@@ -147,3 +173,10 @@ class Scheduler:
     @staticmethod
     def _wanted(sequence: Sequence) -> int:
         return min(sequence.length + GROWTH, sequence.most_tokens)
+
+
+def _rank(sequence: Sequence) -> int:
+    """Decoding before prefills and links, these before chunks."""
+    if sequence.decoding:
+        return 0
+    return 1 if sequence.capture is None else 2

@@ -85,7 +85,8 @@ class Sequence:
     def take(self, budget: int) -> tuple[list[Run], list[Placed]]:
         """The next runs of at most ``budget`` tokens in all, and what to place before them; they count as done.
 
-        A prompt whose policy refines is taken whole, since what it keeps depends on all of its tokens.
+        A prompt whose policy refines is taken whole and alone, since what it keeps depends on all of its tokens and
+        on no others.
         """
         assert self.held is not None
         slot = self.held.start
@@ -96,10 +97,12 @@ class Sequence:
             placed = [self._to_place(slot, *entry) for entry in self._placements]
             if self._refining is not None:
                 refinement = self.refinement = Refinement(self._refining, self._placed_positions())
-                budget = self.length
+                budget = self.prompt_length
         taken: list[Range] = []
         while self._pending and budget > 0:
             begin, end = self._pending[0]
+            if refinement is not None and begin >= self.prompt_length:
+                break
             cut = min(end, begin + budget)
             taken.append((begin, cut))
             budget -= cut - begin

@@ -107,7 +107,9 @@ class Step:
         self._unnarrowed = kept
         self._enter(self._batch.narrowed(keep))
         if index + 1 < len(self._layers):
-            self.logit_rows.copy_(torch.tensor(self._batch.logit_rows, dtype=torch.long))
+            moved = self._batch.logit_rows
+            assert len(moved) == len(self.logit_rows), "a token whose logits are wanted was dropped"
+            self.logit_rows.copy_(torch.tensor(moved, dtype=torch.long))
         return kept
 
     def _rotated(self, index: int, heads: Tensor) -> Tensor:

@@ -24,7 +24,11 @@ async def page() -> HTMLResponse:
 
 
 @router.get("/health")
-async def health() -> dict[str, str]:
+async def health(service: ServiceParam, response: Response) -> dict[str, str]:
+    """503 once the engine has failed: restart the server."""
+    if not service.llm.engine.healthy:
+        response.status_code = 503
+        return {"status": "engine failed"}
     return {"status": "ok"}
 
 
