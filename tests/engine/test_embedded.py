@@ -254,7 +254,7 @@ def test_ids_outside_the_vocabulary_are_refused_before_they_harm_others(bench):
 
 
 def test_answers_do_not_wait_for_a_queue_of_chunks(bench):
-    made = bench(max_waiting=4)
+    made = bench(max_waiting=4, max_running=4)
     chunks = [made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default") for i in range(150)]
     outcome = made.answer(linked_prompt(fresh=30), "full")
     assert outcome.finished.reason == "length"
@@ -263,7 +263,7 @@ def test_answers_do_not_wait_for_a_queue_of_chunks(bench):
 
 
 def test_a_chunk_that_a_request_waits_for_comes_before_other_chunks(bench):
-    made = bench()
+    made = bench(max_running=4)
     chunks = [made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default") for i in range(150)]
     prompt = Prompt((CachedSegment(Chunk(random_tokens(60, [9, 149]))), FreshSegment((5, 6, 7))))
     assert made.answer(prompt).finished.reason == "length"

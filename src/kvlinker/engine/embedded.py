@@ -13,27 +13,25 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import psutil
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.config import Settings
 from kvlinker.engine.base import EngineLoad, GenerationRequest, Sink
-from kvlinker.engine.batch import Capture
+from kvlinker.engine.chunk_builder import ChunkBuilder
 from kvlinker.engine.generation import Generation
 from kvlinker.engine.loading import LoadedModel
 from kvlinker.engine.pool import KVPool, SlotAllocator
 from kvlinker.engine.runner import Runner
 from kvlinker.engine.scheduler import Scheduler, Step
 from kvlinker.engine.sequence import Sequence
+from kvlinker.engine.sizing import default_slots
 from kvlinker.errors import (
     ContextLengthError,
     EngineClosedError,
     InvalidRequestError,
     KVLinkerError,
-    ModelLoadError,
     OverloadedError,
 )
 from kvlinker.events import Events
@@ -48,15 +46,6 @@ LOADERS = 2
 PREFETCHED = 8
 """Requests in the queue whose chunks' KV is held ready; those behind them fetch it later."""
 
-FEWEST_SLOTS = 1024
-"""A default pool smaller than this, and than a context window, is refused at start."""
-
-POOL_SHARE = 0.25
-"""Part of the available memory that the KV pool takes by default."""
-
-POOL_WINDOWS = 16
-"""Context windows that the KV pool holds by default, memory permitting."""
-
 
 class EmbeddedEngine:
     """``Engine`` over one model in this process. See ``kvlinker.engine.base`` for the contract."""
@@ -68,7 +57,7 @@ class EmbeddedEngine:
         self._events = events
         self._max_waiting = settings.max_waiting
         window = min(loaded.context_window, settings.max_model_len or loaded.context_window)
-        slots = settings.kv_slots or _default_slots(loaded, window)
+        slots = settings.kv_slots or default_slots(loaded, window)
         self.max_model_len = min(window, slots)
         pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
         self._runner = Runner(loaded.model, loaded.layers, pool)
@@ -78,11 +67,10 @@ class EmbeddedEngine:
         )
         self._closing = False  # guarded by _wake
         self._generations: dict[Sequence, Generation] = {}  # the engine thread's
-        self._captures: dict[Sequence, Future[ChunkKV]] = {}  # the engine thread's
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # guarded by _wake
-        self._computing: dict[str, _Computation] = {}  # chunks by key; guarded by _wake
         self._loading: set[Generation] = set()  # requests whose chunks are being fetched; guarded by _wake
+        self._chunks = ChunkBuilder(loaded, store, self._scheduler, longest=self.max_model_len, command=self._command)
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
         self._thread = threading.Thread(target=self._loop, name="kvlinker-engine", daemon=True)
         self._thread.start()
@@ -103,17 +91,17 @@ class EmbeddedEngine:
         return self._scheduler
 
     def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
-        self._check_vocabulary(np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64))
+        self._check_vocabulary(np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks")
         key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant)
         stored = self._store.nbytes(key)
         if stored is not None:
             known: Future[int] = Future()
             known.set_result(stored)
             return known
-        return gather([self._compute(key, chunk)], lambda computed: computed[0].nbytes)
+        return gather([self._chunks.build(key, chunk)], lambda computed: computed[0].nbytes)
 
     def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
-        self._check_vocabulary(request.prompt.tokens)
+        self._check_vocabulary(request.prompt.tokens, param="prompt")
         max_tokens = self._checked_max_tokens(request)
         plan = make_plan(request.prompt, request.policy)
         generation = Generation(request, plan, sink, loaded=self._loaded, max_tokens=max_tokens, events=self._events)
@@ -161,13 +149,13 @@ class EmbeddedEngine:
             )
         return room if wanted is None else wanted
 
-    def _check_vocabulary(self, tokens: NDArray[np.int64]) -> None:
+    def _check_vocabulary(self, tokens: NDArray[np.int64], *, param: str) -> None:
         """An unknown id would fail all requests of its step."""
         vocabulary = self._loaded.vocabulary
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
             bad = int(tokens[(tokens < 0) | (tokens >= vocabulary)][0])
             raise InvalidRequestError(
-                f"Token id {bad} is not in the model's vocabulary: ids go from 0 to {vocabulary - 1}.", param="prompt"
+                f"Token id {bad} is not in the model's vocabulary: ids go from 0 to {vocabulary - 1}.", param=param
             )
 
     def _refuse_if_closing(self) -> None:
@@ -180,43 +168,6 @@ class EmbeddedEngine:
             self._refuse_if_closing()
             self._commands.append(command)
             self._wake.notify_all()
-
-    def _compute(self, key: str, chunk: Chunk, *, urgent: bool = False) -> Future[ChunkKV]:
-        """Compute a chunk's KV and store it; callers who ask while that goes on share one computation.
-
-        ``urgent``: a request waits for it.
-        """
-        length = len(chunk.prefix) + len(chunk)
-        if length > self.max_model_len:
-            raise ContextLengthError(
-                f"A chunk has {length} tokens with what stands before it, but the model takes {self.max_model_len}."
-            )
-        tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)  # [length]
-        capture = Capture(self._loaded.layers, first=len(chunk.prefix), tokens=len(chunk), dtype=self._loaded.dtype)
-        new = _Computation(Sequence(tokens, [(0, length)], most_tokens=length, capture=capture), Future())
-        new.future.add_done_callback(partial(self._computed, key))  # before anybody else can add theirs
-        with self._wake:
-            self._refuse_if_closing()
-            computation = self._computing.setdefault(key, new)
-            if computation is new:
-                self._commands.append(partial(self._enter_chunk, new))
-            if urgent:
-                self._commands.append(partial(self._scheduler.promote, computation.sequence))
-            self._wake.notify_all()
-        return computation.future
-
-    def _enter_chunk(self, computation: _Computation) -> None:
-        self._captures[computation.sequence] = computation.future
-        self._scheduler.add(computation.sequence)
-
-    def _computed(self, key: str, done: Future[ChunkKV]) -> None:
-        """Runs in the engine's thread, before any other callback of the future."""
-        try:
-            if done.exception() is None:
-                self._store.put(key, done.result())
-        finally:
-            with self._wake:
-                del self._computing[key]
 
     def _load(self, generation: Generation) -> None:
         """Runs in a loader: fetch the KV of the chunks to place, computing what the store lost, then queue."""
@@ -231,7 +182,7 @@ class EmbeddedEngine:
                 key = chunk_key(placement.chunk, fingerprint=self.fingerprint, tenant=generation.request.tenant)
                 kv = self._store.get(key)
                 if kv is None:
-                    found.append(self._compute(key, placement.chunk, urgent=True))
+                    found.append(self._chunks.build(key, placement.chunk, urgent=True))
                 else:
                     at_hand: Future[ChunkKV] = Future()
                     at_hand.set_result(kv)
@@ -288,7 +239,7 @@ class EmbeddedEngine:
             generation.cancel()
 
     def _drop(self, sequence: Sequence) -> None:
-        self._generations.pop(sequence, None)
+        del self._generations[sequence]
         self._scheduler.remove(sequence)
 
     def _loop(self) -> None:
@@ -342,8 +293,7 @@ class EmbeddedEngine:
                 if sequence in self._generations:
                     self._advance(sequence, row)
             else:
-                self._scheduler.remove(sequence)
-                self._captures.pop(sequence).set_result(sequence.capture.finish())
+                self._chunks.finish(sequence)
 
     def _give_up_failed_policies(self, step: Step) -> None:
         for sequence in step.sequences:
@@ -366,12 +316,12 @@ class EmbeddedEngine:
             generation.cancel()
 
     def _give_up(self, sequence: Sequence, error: KVLinkerError) -> None:
-        generation = self._generations.get(sequence)
-        self._drop(sequence)
-        if generation is not None:
+        if sequence in self._generations:
+            generation = self._generations[sequence]
+            self._drop(sequence)
             generation.fail(error)
-        elif sequence in self._captures:
-            self._captures.pop(sequence).set_exception(error)
+        else:
+            self._chunks.fail(sequence, error)
 
     def _fail_all(self, error: KVLinkerError) -> None:
         while (command := self._next_command()) is not None:
@@ -379,7 +329,7 @@ class EmbeddedEngine:
                 command()
             except Exception:
                 logger.exception("A command failed while the engine closes.")
-        for sequence in [*self._generations, *self._captures]:
+        for sequence in [*self._generations, *self._chunks.under_way]:
             self._give_up(sequence, error)
 
 
@@ -388,24 +338,3 @@ class _Handle:
     """``RequestHandle`` of the embedded engine."""
 
     cancel: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Computation:
-    """A chunk that is being computed, and whoever waits for it."""
-
-    sequence: Sequence
-    future: Future[ChunkKV]
-
-
-def _default_slots(loaded: LoadedModel, window: int) -> int:
-    available = psutil.virtual_memory().available
-    if loaded.device.type == "cuda":
-        available = torch.cuda.mem_get_info(loaded.device)[0]
-    affordable = int(available * POOL_SHARE) // loaded.kv_bytes_per_token
-    if affordable < min(window, FEWEST_SLOTS):
-        raise ModelLoadError(
-            f"A quarter of the {available / 2**30:.1f} GiB of memory that is available holds the KV of {affordable} "
-            "tokens only. Free memory, or set kv_slots."
-        )
-    return min(affordable, POOL_WINDOWS * window)
