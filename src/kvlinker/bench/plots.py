@@ -33,6 +33,7 @@ def plot_ttft(rows: Sequence[Row], path: Path) -> None:
         labels = [_label(row["policy"], row["engine"]) for row in rows]
         bars = axes.barh(labels, [row["ttft_ms"] for row in rows])
         axes.bar_label(bars, [f"{row['speedup']:.1f}×" if row["speedup"] else "" for row in rows], padding=3)
+        axes.margins(x=0.1)
         axes.invert_yaxis()
         axes.set(xlabel="time to first token (ms)", title=f"{rows[0]['context_tokens']} tokens of context")
     try:
