@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -251,7 +252,7 @@ class Catalog:
     def _open(self) -> None:
         with self._errors():
             self._check_version()
-            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._use_write_ahead_log()
             self._connection.execute("PRAGMA synchronous = FULL")
             self._connection.execute("PRAGMA foreign_keys = ON")
             faults = self._connection.execute("PRAGMA quick_check(1)").fetchall()
@@ -263,10 +264,24 @@ class Catalog:
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
+    def _use_write_ahead_log(self) -> None:
+        """Switching to it is the one thing for which SQLite does not wait until others are done."""
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.005)
+
     def _check_version(self) -> int:
         """The file's schema version, 0 for an empty file. Raises StoreError where this build cannot use it."""
-        version = int(self._connection.execute("PRAGMA user_version").fetchone()[0])
-        tables = int(self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
+        # one statement sees one state of the file, even while another process creates the tables
+        version, tables = self._connection.execute(
+            "SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version"
+        ).fetchone()
         if version > SCHEMA_VERSION:
             raise StoreError(
                 f"The catalog {self._path} was written by a newer kvlinker (schema {version}, this one knows up to "
@@ -274,7 +289,7 @@ class Catalog:
             )
         if version == 0 and tables:
             raise StoreError(f"{self._path} is another program's database. Choose another state directory.")
-        return version
+        return int(version)
 
     def _query(self, statement: str, values: dict[str, Any]) -> Sequence[Any]:
         with self._lock, self._errors():
