@@ -6,6 +6,7 @@ import queue
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -38,8 +39,8 @@ def run_decode(
         for batch in batches:
             tokens = np.random.default_rng(0).integers(0, vocabulary, (batch, context_tokens))
             systems: dict[str, Callable[[], float]] = {
-                "kvlinker": lambda tokens=tokens: _ours(llm.engine, tokens, steps),  # type: ignore[misc]
-                "transformers": lambda tokens=tokens: _theirs(subject.loaded, tokens, steps),  # type: ignore[misc]
+                "kvlinker": partial(_ours, llm.engine, tokens, steps),
+                "transformers": partial(_theirs, subject.loaded, tokens, steps),
             }
             taken: dict[str, list[float]] = {name: [] for name in systems}
             for turn in range(repeat + 1):
