@@ -50,6 +50,10 @@ def catalog(path: Path) -> Iterator[Catalog]:
     catalog.close()
 
 
+def count(catalog: Catalog, tenant: str, now: float) -> int:
+    return len(catalog.list(tenant, now, limit=1000).items)
+
+
 def test_what_is_added_is_found_in_every_field_also_after_a_restart(path: Path, catalog: Catalog) -> None:
     plain = dataclasses.replace(record(1), name=None, metadata={})
     full = record(2, expires_at=NOW + 1)
@@ -88,7 +92,7 @@ def test_another_tenants_context_cache_is_as_if_absent(catalog: Catalog) -> None
     assert catalog.get(hers.id, "bert", NOW) is None
     assert catalog.get_many([hers.id], "bert", NOW) == {}
     assert catalog.list("bert", NOW, limit=10).items == ()
-    assert catalog.count("bert", NOW) == 0
+    assert count(catalog, "bert", NOW) == 0
     with pytest.raises(ContextCacheNotFoundError):
         catalog.list("bert", NOW, limit=10, after=hers.id)
     with pytest.raises(ContextCacheNotFoundError):
@@ -103,22 +107,20 @@ def test_at_its_expiry_a_context_cache_is_as_if_absent(catalog: Catalog) -> None
     catalog.add([expiring, record(2)])
     just_before = NOW - 0.001
     assert catalog.get(expiring.id, "anna", just_before) == expiring
-    assert catalog.count("anna", just_before) == 2
+    assert count(catalog, "anna", just_before) == 2
     assert catalog.expire(just_before) == ()
     assert catalog.get(expiring.id, "anna", NOW) is None
     assert catalog.get_many([expiring.id], "anna", NOW) == {}
     assert expiring not in catalog.list("anna", NOW, limit=10).items
-    assert catalog.count("anna", NOW) == 1
+    assert count(catalog, "anna", NOW) == 1
     with pytest.raises(ContextCacheNotFoundError):
         catalog.list("anna", NOW, limit=10, after=expiring.id)
     with pytest.raises(ContextCacheNotFoundError):
         catalog.update(expiring.id, "anna", NOW, expires_at=None)
     with pytest.raises(ContextCacheNotFoundError):
         catalog.delete(expiring.id, "anna", NOW)
-    assert catalog.holders(expiring.chunk_key) == (expiring.id,)
     assert catalog.expire(NOW) == (expiring.chunk_key,)
     assert catalog.expire(NOW) == ()
-    assert catalog.holders(expiring.chunk_key) == ()
 
 
 def test_a_chunk_is_released_with_its_last_holder(catalog: Catalog) -> None:
@@ -126,7 +128,6 @@ def test_a_chunk_is_released_with_its_last_holder(catalog: Catalog) -> None:
     assert first.chunk_key == second.chunk_key
     catalog.add([first, other])
     catalog.add([second])
-    assert catalog.holders(first.chunk_key) == (first.id, second.id)
     assert catalog.chunk_keys() == {each.chunk_key: "sha256:weights" for each in (first, other)}
     assert catalog.delete(first.id, "anna", NOW) == ()
     assert catalog.get(second.id, "anna", NOW) == second
@@ -141,11 +142,11 @@ def test_add_is_all_or_nothing(catalog: Catalog) -> None:
     first, second = record(1), record(2)
     with pytest.raises(StoreError, match="UNIQUE"):
         catalog.add([first, second, first])
-    assert catalog.count("anna", NOW) == 0
+    assert count(catalog, "anna", NOW) == 0
     assert catalog.chunk_keys() == {}
     catalog.add([])
     catalog.add([first])
-    assert catalog.count("anna", NOW) == 1
+    assert count(catalog, "anna", NOW) == 1
 
 
 def test_get_many_finds_what_exists_however_many_are_asked_for(catalog: Catalog) -> None:
@@ -227,7 +228,7 @@ def test_two_catalogs_on_one_file(path: Path) -> None:
         lambda: [first.add([each]) for each in mine],
         lambda: [second.add([each]) for each in theirs],
     )
-    assert first.count("anna", NOW) == second.count("anna", NOW) == 80
+    assert count(first, "anna", NOW) == count(second, "anna", NOW) == 80
     assert all(first.delete(each.id, "anna", NOW) == () for each in theirs)
     released = [key for each in mine for key in second.delete(each.id, "anna", NOW)]
     assert released == [each.chunk_key for each in mine]
@@ -268,7 +269,7 @@ def test_a_thread_never_sees_another_ones_half_done_change(catalog: Catalog) -> 
 
     def read() -> None:
         while -1 not in counts:
-            counts.add(catalog.count("anna", NOW))
+            counts.add(count(catalog, "anna", NOW))
 
     run_threads(add_in_vain, read)
     assert counts == {0, -1}

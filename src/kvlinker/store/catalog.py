@@ -222,23 +222,10 @@ class Catalog:
             ).fetchall()
             return _release(connection, {key for (key,) in removed})
 
-    def count(self, tenant: str, now: float) -> int:
-        """How many context caches the tenant has."""
-        rows = self._query(
-            f"SELECT count(*) FROM context_caches c WHERE c.tenant = :tenant AND {_LIVE}",
-            {"tenant": tenant, "now": now},
-        )
-        return int(rows[0][0])
-
     def tenants(self) -> tuple[str, ...]:
         """All tenants that have context caches, expired ones that remain included, sorted by name."""
         rows = self._query("SELECT DISTINCT tenant FROM context_caches ORDER BY tenant", {})
         return tuple(tenant for (tenant,) in rows)
-
-    def holders(self, chunk_key: str) -> tuple[str, ...]:
-        """Ids of the context caches that hold the chunk, oldest first, expired ones that remain included."""
-        rows = self._query("SELECT id FROM context_caches WHERE chunk_key = :key ORDER BY number", {"key": chunk_key})
-        return tuple(cache_id for (cache_id,) in rows)
 
     def chunk_keys(self) -> dict[str, str]:
         """The model fingerprint of every chunk that some context cache holds, by chunk key."""
