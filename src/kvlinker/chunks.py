@@ -46,6 +46,11 @@ class Chunk:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def content(self) -> str:
+        """SHA-256 (hex) of the token ids alone: the same for all variants of a chunk."""
+        return hashlib.sha256(np.asarray(self.tokens, dtype="<u4").tobytes()).hexdigest()
+
 
 def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
     """Name of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and token ids.

@@ -50,6 +50,9 @@ class Settings(BaseSettings):
     generation_context: GenerationContext = Field(
         default=GenerationContext.PREFIX, description="What stands before chunks that name none: alone, bos, prefix."
     )
+    chunk_scores: bool = Field(
+        default=True, description="Collect chunks' attention scores, which cachecraft and h2o policies use."
+    )
 
     max_model_len: int | None = Field(default=None, ge=8, description="Tokens; the model's own limit by default.")
     kv_slots: int | None = Field(default=None, ge=16, description="Tokens that the KV pool holds.")

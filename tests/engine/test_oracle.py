@@ -7,6 +7,7 @@ import torch
 
 from kvlinker.chunks import chunk_key
 from kvlinker.engine.batch import Batch, Capture, Run
+from kvlinker.engine.link_loading import PromptEvidence
 from kvlinker.engine.pool import KVPool
 from kvlinker.engine.runner import Runner
 from kvlinker.linking import make_plan, parse_policy
@@ -21,14 +22,11 @@ TOLERANCE = 2e-5
 
 def true_chunk_kv(loaded, prompt):
     """Each chunk's KV as the full forward pass of this very prompt makes it."""
-    captures = [
-        Capture(loaded.layers, first=span.start, tokens=span.length, dtype=loaded.dtype) for span in prompt.spans
-    ]
+    capture = Capture(loaded.layers, [(span.start, span.end) for span in prompt.spans], dtype=loaded.dtype)
     pool = KVPool(loaded.layers, len(prompt), dtype=loaded.dtype, device=loaded.device)
     runner = Runner(loaded.model, loaded.layers, pool)
-    for capture in captures:
-        runner.step(Batch((Run(0, 0, prompt.tokens, capture=capture),)))
-    return [capture.finish() for capture in captures]
+    runner.step(Batch((Run(0, 0, prompt.tokens, capture=capture),)))
+    return capture.finish()
 
 
 def with_garbage(kv, positions):
@@ -44,7 +42,7 @@ def with_garbage(kv, positions):
 
 def plant(bench, prompt, policy, tenant):
     """Store the true KV under the chunks' keys, garbage at what the policy recomputes."""
-    selected = parse_policy(policy).select(prompt)
+    selected = parse_policy(policy).select(prompt, PromptEvidence())
     chunks_kv = true_chunk_kv(bench.loaded, prompt)
     for chunk, span, kv in zip(prompt.chunks, prompt.spans, chunks_kv, strict=True):
         positions = np.flatnonzero(selected[span.start : span.end]).tolist()
@@ -66,7 +64,7 @@ def test_every_policy_equals_the_full_forward_pass(bench, family):
         assert outcome.failed is None, outcome.failed
         assert outcome.tokens == tokens, policy
         np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE, err_msg=policy)
-        plan = make_plan(prompt, parse_policy(policy))
+        plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
         assert outcome.finished.usage.recomputed_tokens == plan.recomputed_tokens
         assert outcome.finished.usage.prompt_tokens == len(prompt)
 

@@ -1,5 +1,7 @@
 """Policies that drop tokens between layers, in batches where others do not."""
 
+from dataclasses import field
+
 import numpy as np
 import pytest
 
@@ -16,30 +18,32 @@ class Drop(Policy):
     """Computes all tokens in the first layer, and keeps those that deviate at every layer named."""
 
     family = "drop-for-tests"
+    refines = True
 
-    def __init__(self, layers, by="key"):
-        self.refine_layers = frozenset(layers)
-        self.by = by
-        self.seen = []
+    layers: set
+    by: str = "key"
+    seen: list = field(default_factory=list)
 
-    def select(self, prompt):
+    def select(self, prompt, evidence):
         return np.ones(len(prompt), dtype=np.bool_)
 
-    def refine(self, layer, evidence):
-        deviation = evidence.key_deviation() if self.by == "key" else evidence.value_deviation()
-        self.seen.append((layer, evidence.positions.copy(), evidence.cached.copy()))
-        return (deviation > 1e-3).numpy()
+    def refine(self, evidence):
+        if evidence.layer not in self.layers:
+            return None
+        self.seen.append((evidence.layer, evidence.positions.copy(), evidence.cached.copy()))
+        return self.keep(evidence)
+
+    def keep(self, evidence):
+        return (evidence.key_deviation() if self.by == "key" else evidence.value_deviation()) > 1e-3
 
 
 class KeepAll(Drop):
-    def refine(self, layer, evidence):
-        super().refine(layer, evidence)
+    def keep(self, evidence):
         return np.ones(len(evidence.positions), dtype=np.bool_)
 
 
 class KeepNone(Drop):
-    def refine(self, layer, evidence):
-        super().refine(layer, evidence)
+    def keep(self, evidence):
         return np.zeros(len(evidence.positions), dtype=np.bool_)
 
 
@@ -70,7 +74,7 @@ def test_dropping_exact_tokens_and_keeping_spoiled_ones_changes_nothing(bench, f
         outcome.wait()
         assert outcome.tokens == tokens
         np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
-        assert {layer for layer, _, _ in policy.seen} == policy.refine_layers
+        assert {layer for layer, _, _ in policy.seen} == policy.layers
     assert neighbour.wait().tokens == bench(family).answer(linked_prompt(20, 20, seed=8), "legolink-2").tokens
 
 
@@ -117,12 +121,12 @@ def test_the_last_token_is_never_dropped_even_from_a_chunk(bench, layers):
 
 
 class Raises(Drop):
-    def refine(self, layer, evidence):
+    def keep(self, evidence):
         raise ValueError("not today")
 
 
 class WrongShape(Drop):
-    def refine(self, layer, evidence):
+    def keep(self, evidence):
         return np.ones(3, dtype=np.bool_)
 
 
@@ -138,8 +142,8 @@ def test_a_policy_that_fails_fails_its_own_request_only(bench, policy, message):
 class Quantile(Drop):
     """Keeps what deviates most among all active tokens: it depends on everything it is shown."""
 
-    def refine(self, layer, evidence):
-        deviation = evidence.key_deviation().numpy()
+    def keep(self, evidence):
+        deviation = evidence.key_deviation()
         return deviation >= np.quantile(deviation, 0.8)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvlinker.linking import Policy, make_plan, parse_policy
 from kvlinker.linking.plan import ranges
-from tests.linking.test_policies import chunk_prompt
+from tests.linking.test_policies import NOTHING, chunk_prompt
 
 
 class Chosen(Policy):
@@ -15,39 +15,38 @@ class Chosen(Policy):
 
     family = "chosen"
 
-    def __init__(self, positions):
-        self.positions = positions
+    positions: list
 
-    def select(self, prompt):
+    def select(self, prompt, evidence):
         mask = np.zeros(len(prompt), dtype=bool)
         mask[self.positions] = True
         return mask
 
 
 def test_the_readme_case():
-    plan = make_plan(chunk_prompt(6, 6, header=2, fresh=3), parse_policy("legolink-2"))
+    plan = make_plan(chunk_prompt(6, 6, header=2, fresh=3), parse_policy("legolink-2"), NOTHING)
     assert plan.runs == ((0, 4), (8, 10), (14, 17))
     assert [(p.start, p.first, p.last, p.rotary_start) for p in plan.placements] == [(2, 2, 6, 2), (8, 2, 6, 8)]
     assert (plan.cached_tokens, plan.recomputed_tokens, plan.fresh_tokens) == (8, 4, 5)
 
 
 def test_a_plan_prints_what_it_does():
-    assert "legolink-2" in repr(make_plan(chunk_prompt(6, 6), parse_policy("legolink-2")))
+    assert "legolink-2" in repr(make_plan(chunk_prompt(6, 6), parse_policy("legolink-2"), NOTHING))
 
 
 def test_unpositioned_keys_keep_their_old_positions():
-    plan = make_plan(chunk_prompt(6, 6, header=2), parse_policy("naive-unpositioned"))
+    plan = make_plan(chunk_prompt(6, 6, header=2), parse_policy("naive-unpositioned"), NOTHING)
     assert [p.rotary_start for p in plan.placements] == [0, 0]
 
 
 def test_full_places_and_loads_nothing():
-    plan = make_plan(chunk_prompt(6, 6), parse_policy("full"))
+    plan = make_plan(chunk_prompt(6, 6), parse_policy("full"), NOTHING)
     assert plan.placements == ()
     assert plan.runs == ((0, 15),)
 
 
 def test_a_prompt_that_ends_in_a_chunk_computes_its_last_token():
-    plan = make_plan(chunk_prompt(6, 6, fresh=0), parse_policy("naive"))
+    plan = make_plan(chunk_prompt(6, 6, fresh=0), parse_policy("naive"), NOTHING)
     assert plan.runs == ((11, 12),)
     assert (plan.cached_tokens, plan.recomputed_tokens) == (11, 1)
 
@@ -61,7 +60,7 @@ def test_a_prompt_that_ends_in_a_chunk_computes_its_last_token():
 def test_every_position_is_computed_or_placed(lengths, header, fresh, raw):
     prompt = chunk_prompt(*lengths, header=header, fresh=fresh)
     chosen = sorted({position % len(prompt) for position in raw})
-    plan = make_plan(prompt, Chosen(chosen))
+    plan = make_plan(prompt, Chosen(chosen), NOTHING)
     computed, placed = np.zeros(len(prompt), dtype=bool), np.zeros(len(prompt), dtype=bool)
     for begin, end in plan.runs:
         assert not computed[begin:end].any()
@@ -93,10 +92,10 @@ def test_a_selection_is_not_changed_by_planning():
     mask = np.zeros(len(prompt), dtype=bool)
 
     class Shared(Chosen):
-        def select(self, _prompt):
+        def select(self, _prompt, _evidence):
             return mask
 
-    make_plan(prompt, Shared([]))
+    make_plan(prompt, Shared([]), NOTHING)
     assert not mask.any()
     with pytest.raises(AttributeError):
-        make_plan(prompt, Shared([])).length = 3
+        make_plan(prompt, Shared([]), NOTHING).fresh_tokens = 3

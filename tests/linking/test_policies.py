@@ -4,8 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.chunks import Chunk
+from kvlinker.engine.link_loading import PromptEvidence
 from kvlinker.linking import parse_policy
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
+
+NOTHING = PromptEvidence()
 
 
 def chunk_prompt(*lengths, header=0, fresh=3, first_prefix=()):
@@ -22,7 +25,11 @@ def chunk_prompt(*lengths, header=0, fresh=3, first_prefix=()):
 
 
 def selected(policy, prompt):
-    return np.flatnonzero(parse_policy(policy).select(prompt)).tolist()
+    return np.flatnonzero(select(policy, prompt)).tolist()
+
+
+def select(policy, prompt, evidence=NOTHING):
+    return parse_policy(policy).select(prompt, evidence) & prompt.cached
 
 
 def test_legolink_takes_the_first_tokens_of_all_chunks_but_the_exact_first():
@@ -58,14 +65,14 @@ def test_attnlink_leaves_an_exact_chunk_alone():
 
 def test_prefix_keeps_only_what_a_prefix_cache_would_hold():
     prompt = chunk_prompt(5, 5, fresh=2)
-    assert selected("prefix", prompt) == list(range(5, 12))
-    assert selected("prefix", chunk_prompt(5, 5, header=1, fresh=1)) == list(range(12))
+    assert selected("prefix", prompt) == list(range(5, 10))
+    assert selected("prefix", chunk_prompt(5, 5, header=1, fresh=1)) == list(range(1, 11))
 
 
 @pytest.mark.parametrize("percent", [0, 1, 15, 50, 100])
 def test_random_takes_its_share_of_every_inexact_chunk(percent):
     prompt = chunk_prompt(10, 200, 33)
-    chosen = parse_policy(f"random-{percent}").select(prompt)
+    chosen = select(f"random-{percent}", prompt)
     for span in prompt.spans[1:]:
         assert chosen[span.start : span.end].sum() == -(-span.length * percent // 100)
     assert not chosen[:10].any()
@@ -81,5 +88,5 @@ def test_random_is_the_same_for_the_same_prompt_only():
 def test_selections_grow_with_their_parameter(lengths, header, count):
     prompt = chunk_prompt(*lengths, header=header)
     for family in ("legolink", "attnlink"):
-        smaller, larger = (parse_policy(f"{family}-{k}").select(prompt) for k in (count, count + 1))
+        smaller, larger = (select(f"{family}-{k}", prompt) for k in (count, count + 1))
         assert (larger | ~smaller).all()

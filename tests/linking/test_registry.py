@@ -5,7 +5,28 @@ from kvlinker.linking import Policy, parse_policy, policies, register
 
 
 @pytest.mark.parametrize(
-    "name", ["full", "naive", "naive-unpositioned", "prefix", "legolink-16", "attnlink-8", "random-0", "random-15"]
+    "name",
+    [
+        "full",
+        "naive",
+        "naive-unpositioned",
+        "prefix",
+        "set-prefix",
+        "legolink-16",
+        "attnlink-8",
+        "random-0",
+        "random-15",
+        "random-2.5",
+        "h2o-10",
+        "query-5",
+        "cacheblend-15",
+        "cacheblend-15-onestep-v",
+        "cacheblend-7.5-k-d50",
+        "cachecraft-0.3",
+        "cachecraft-1-focus-w4",
+        "query-5+legolink-16",
+        "cacheblend-15+legolink-1+query-3",
+    ],
 )
 def test_names_parse_back_to_the_same_policy(name):
     policy = parse_policy(name)
@@ -34,6 +55,18 @@ def test_names_parse_back_to_the_same_policy(name):
         "Full",
         "nonsense",
         "legolink-١٦",
+        "random-1e1",
+        "random-.5",
+        "random-nan",
+        "cacheblend-15-gradual",
+        "cacheblend-15-k-v",
+        "cacheblend-15-d101",
+        "cachecraft-1-focus-w0",
+        "legolink-1+",
+        "+",
+        "legolink-1+nonsense",
+        "naive+naive-unpositioned",
+        "+".join(f"legolink-{k}" for k in range(1, 20)),
     ],
 )
 def test_bad_names_are_refused_by_name(name):
@@ -48,7 +81,7 @@ def test_unknown_policies_are_answered_with_the_known_ones():
 
 
 def test_out_of_range_parameters_are_answered_with_the_range():
-    with pytest.raises(PolicyError, match="between 1 and 4096"):
+    with pytest.raises(PolicyError, match="from 1 to 4096"):
         parse_policy("legolink-999999")
 
 
@@ -60,5 +93,5 @@ def test_a_family_is_registered_once():
         class Impostor(Policy):
             family = "legolink"
 
-            def select(self, prompt):
+            def select(self, prompt, evidence):
                 raise AssertionError(prompt)

@@ -22,13 +22,13 @@ from kvlinker.engine.embedded import EmbeddedEngine
 from kvlinker.engine.interception import attention_of
 from kvlinker.engine.loading import LoadedModel
 from kvlinker.engine.profile import Profile
-from kvlinker.linking import LinkPlan, make_plan, parse_policy
+from kvlinker.linking import parse_policy
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 
 TENANT = "bench"
 SPARE_SLOTS = 1024
 STEP_TOKENS = 2048
-PARTS = ("load", "place", "attention", "matmul", "rest")
+PARTS = ("load", "place", "select", "attention", "matmul", "rest")
 COLUMNS = (
     "policy",
     "engine",
@@ -107,7 +107,16 @@ def run_ttft(
                     measurement = measure()
                     if turn:
                         taken[key].append(measurement)
-            rows += _rows(loaded, workload, prompt, taken, tier=tier, bandwidth=bandwidth, rate=rate)
+            rows += _rows(
+                engine,
+                workload,
+                prompt,
+                taken,
+                tier=tier,
+                kv_bytes_per_token=loaded.kv_bytes_per_token,
+                bandwidth=bandwidth,
+                rate=rate,
+            )
     return subject.report(rows, copy_gb_per_s=round(bandwidth / 1e9, 1), matmul_tflop_per_s=round(rate / 1e12, 3))
 
 
@@ -124,34 +133,36 @@ def scaling_exponents(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
 
 
 def _rows(
-    loaded: LoadedModel,
+    engine: EmbeddedEngine,
     workload: Workload,
     prompt: Prompt,
     taken: Mapping[tuple[str, str], Sequence[_Measurement]],
     *,
     tier: str,
+    kv_bytes_per_token: int,
     bandwidth: float,
     rate: float,
 ) -> list[Row]:
+    """``floor_ms`` is what no implementation can beat: KV read and written once, all arithmetic at matmul speed."""
     medians = {key: statistics.median(m.ttft for m in measurements) for key, measurements in taken.items()}
     full = medians.get(("embedded", "full"))
     rows: list[Row] = []
-    for (engine, policy), measurements in taken.items():
-        plan = make_plan(prompt, parse_policy(policy))
-        ttft = medians[engine, policy]
+    for (system, policy), measurements in taken.items():
+        cost = engine.explain(GenerationRequest(prompt, parse_policy(policy), tenant=TENANT)).result().cost
+        ttft = medians[system, policy]
         row = {
             "policy": policy,
-            "engine": engine,
+            "engine": system,
             "context_tokens": len(prompt),
             "chunks": workload.chunks,
             "fresh_tokens": workload.fresh_tokens,
             "tier": tier,
             "ttft_ms": 1e3 * ttft,
             "speedup": None if full is None else full / ttft,
-            "recomputed_tokens": plan.recomputed_tokens,
-            "floor_ms": 1e3 * _floor(loaded, plan, bandwidth, rate),
+            "recomputed_tokens": cost.recomputed_tokens,
+            "floor_ms": 1e3 * (2 * cost.cached_tokens * kv_bytes_per_token / bandwidth + cost.flops / rate),
         }
-        for part in PARTS if engine == "embedded" else ():
+        for part in PARTS if system == "embedded" else ():
             row[f"{part}_ms"] = 1e3 * statistics.median(m.parts.get(part, 0.0) for m in measurements)
         rows.append(row)
     return rows
@@ -220,16 +231,3 @@ def _time_linears(model: nn.Module, profile: Profile) -> list[Any]:
 
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return [m.register_forward_pre_hook(before) for m in linears] + [m.register_forward_hook(after) for m in linears]
-
-
-def _floor(loaded: LoadedModel, plan: LinkPlan, bandwidth: float, rate: float) -> float:
-    """Seconds that no implementation can beat here: KV read and written once, and the arithmetic at matmul speed.
-
-    Per computed token 2 operations per weight outside the embedding, and 4 · heads · head_dim per layer and key seen.
-    """
-    placed = sum(p.last - p.first for p in plan.placements) * loaded.kv_bytes_per_token
-    weights: int = sum(p.numel() for n, p in loaded.model.named_parameters() if "embed" not in n and "lm_head" not in n)
-    computed = sum(end - begin for begin, end in plan.runs)
-    seen = sum((begin + end + 1) * (end - begin) / 2 for begin, end in plan.runs)
-    per_key = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in loaded.layers)
-    return 2 * placed / bandwidth + (2 * weights * computed + per_key * seen) / rate

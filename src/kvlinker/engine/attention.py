@@ -103,6 +103,21 @@ def attend(queries: Queries, query: Tensor, key: Tensor, value: Tensor, options:
     return torch.cat(blocks, dim=1)
 
 
+def attention_weights(queries: Queries, query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
+    """The weights that ``attend`` would use, written out: [heads, queries, last + 1], fp32. Meant for few queries."""
+    first = queries.first_seen(options.window)
+    groups = query.shape[0] // key.shape[0]
+    folded = query.reshape(key.shape[0], groups * len(queries), query.shape[2])
+    scores = _scores(folded, key[:, first:], queries.mask(options.window, groups, torch.float32), options)
+    scores = scores.view(query.shape[0], len(queries), -1)
+    if options.sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        total = torch.logaddexp(torch.logsumexp(scores, dim=-1), options.sinks.float()[:, None])
+        weights = torch.exp(scores - total[..., None])
+    return F.pad(weights, (first, 0)) if first else weights
+
+
 def _masked(queries: Queries, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """One kernel call under an explicit mask, over the keys that any of the queries sees."""
     first = queries.first_seen(options.window)
@@ -179,11 +194,15 @@ def _plain(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Attention written out, in fp32, for what no kernel offers."""
-    scores = torch.matmul(query.float(), key.float().transpose(1, 2)) * options.scale
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    if mask is not None:
-        scores = scores + mask
+    scores = _scores(query.float(), key.float(), mask, options)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None])
     return torch.matmul(weights, value.float()).to(query.dtype), lse
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
+    """What the softmax is taken of, fp32; the matrix product has the inputs' precision."""
+    scores = torch.matmul(query, key.transpose(1, 2)).float() * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    return scores if mask is None else scores + mask

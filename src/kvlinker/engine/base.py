@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvlinker.chunks import Chunk
 from kvlinker.errors import InvalidRequestError, KVLinkerError
+from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt
 
@@ -185,6 +186,13 @@ class Engine(Protocol):
         """Queue a request; its events go to ``sink`` in order, ``Finished`` or ``Failed`` last.
 
         Raises ContextLengthError, OverloadedError or EngineClosedError at once.
+        """
+        ...
+
+    def explain(self, request: GenerationRequest) -> Future[Explanation]:
+        """Link the request's prompt like ``generate``, and say how, without generating.
+
+        Raises ContextLengthError, OverloadedError or EngineClosedError at once; later errors are the future's.
         """
         ...
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.engine.anatomy import LayerShape
+from kvlinker.engine.observation import Observer, ScoreCollector
 from kvlinker.engine.refinement import Refinement
 from kvlinker.linking.plan import ranges
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
@@ -34,37 +35,49 @@ class Placed:
 
 
 class Capture:
-    """Collects a chunk's KV while it is computed: keys without rotary embedding."""
+    """Collects the KV of chunks while a sequence that holds them is computed: keys without rotary embedding."""
 
-    def __init__(self, layers: Sequence[LayerShape], *, first: int, tokens: int, dtype: torch.dtype) -> None:
-        """The chunk's ``tokens`` stand at the positions from ``first`` on."""
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        spans: Sequence[tuple[int, int]],
+        *,
+        dtype: torch.dtype,
+        scores: ScoreCollector | None = None,
+    ) -> None:
+        """``spans``: positions [start, end) of the chunks. ``scores`` collects theirs, in the same order."""
         self._shapes = layers
-        self._first = first
-        self._tokens = tokens
+        self._spans = tuple(spans)
         self._dtype = dtype
+        self.scores = scores
 
     @cached_property
-    def _layers(self) -> tuple[LayerKV, ...]:
-        """Allocated when the chunk's turn comes, not while it waits."""
+    def _chunks(self) -> tuple[tuple[LayerKV, ...], ...]:
+        """Per chunk and layer; allocated when the sequence's turn comes, not while it waits."""
         return tuple(
-            LayerKV(
-                key=torch.empty(shape.kv_heads, self._tokens, shape.key_dim, dtype=self._dtype),
-                value=torch.empty(shape.kv_heads, self._tokens, shape.value_dim, dtype=self._dtype),
+            tuple(
+                LayerKV(
+                    key=torch.empty(shape.kv_heads, end - start, shape.key_dim, dtype=self._dtype),
+                    value=torch.empty(shape.kv_heads, end - start, shape.value_dim, dtype=self._dtype),
+                )
+                for shape in self._shapes
             )
-            for shape in self._shapes
+            for start, end in self._spans
         )
 
     def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
         """Take one run's un-rotated ``key`` and ``value`` [kv_heads, run, head_dim] from position ``start`` on."""
-        begin = max(start, self._first)
-        end = min(start + key.shape[1], self._first + self._tokens)
-        if begin < end:
-            rows, columns = slice(begin - start, end - start), slice(begin - self._first, end - self._first)
-            self._layers[layer].key[:, columns] = key[:, rows]
-            self._layers[layer].value[:, columns] = value[:, rows]
+        for (first, last), chunk in zip(self._spans, self._chunks, strict=True):
+            begin, end = max(start, first), min(start + key.shape[1], last)
+            if begin < end:
+                rows, columns = slice(begin - start, end - start), slice(begin - first, end - first)
+                chunk[layer].key[:, columns] = key[:, rows]
+                chunk[layer].value[:, columns] = value[:, rows]
 
-    def finish(self) -> ChunkKV:
-        return ChunkKV(self._layers)
+    def finish(self) -> tuple[ChunkKV, ...]:
+        """The KV of every chunk, once all layers have seen all tokens."""
+        scores = [None] * len(self._spans) if self.scores is None else self.scores.finish()
+        return tuple(ChunkKV(layers, found) for layers, found in zip(self._chunks, scores, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +85,8 @@ class Run:
     """Positions [start, start + len(tokens)) of one request, to be computed now.
 
     ``slot``: where the request's position 0 lies. ``wants_logits``: the last token's logits are needed.
-    ``capture`` collects the KV of a chunk; ``refinement`` may drop tokens between layers, the same for all runs of a
-    request and never with ``capture``.
+    ``capture`` collects the KV of chunks; ``refinement`` may drop tokens between layers, the same for all runs of a
+    request and never with ``capture``; ``observer`` sees the attention.
     """
 
     slot: int
@@ -82,6 +95,7 @@ class Run:
     wants_logits: bool = False
     capture: Capture | None = None
     refinement: Refinement | None = None
+    observer: Observer | None = None
 
     @property
     def end(self) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from kvlinker.chunks import Chunk
 from kvlinker.engine.batch import Capture
 from kvlinker.engine.loading import LoadedModel
+from kvlinker.engine.observation import ScoreCollector
 from kvlinker.engine.scheduler import Scheduler
 from kvlinker.engine.sequence import Sequence
 from kvlinker.errors import ContextLengthError, KVLinkerError
@@ -39,14 +40,17 @@ class ChunkBuilder:
         scheduler: Scheduler,
         *,
         longest: int,
+        with_scores: bool,
         command: Callable[[Callable[[], None]], None],
     ) -> None:
-        """``longest``: tokens that a chunk may have, with what stands before it. ``command`` has the engine's thread
+        """``longest``: tokens that a chunk may have, with what stands before it. ``with_scores``: collect the chunks'
+        attention scores. ``command`` has the engine's thread
         run something before its next step, or raises EngineClosedError."""
         self._loaded = loaded
         self._store = store
         self._scheduler = scheduler
         self._longest = longest
+        self._with_scores = with_scores
         self._command = command
         self._lock = threading.Lock()
         self._by_key: dict[str, _Computation] = {}  # guarded by _lock
@@ -68,7 +72,8 @@ class ChunkBuilder:
                 f"A chunk has {length} tokens with what stands before it, but the model takes {self._longest}."
             )
         tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)  # [length]
-        capture = Capture(self._loaded.layers, first=len(chunk.prefix), tokens=len(chunk), dtype=self._loaded.dtype)
+        spans = [(len(chunk.prefix), length)]
+        capture = Capture(self._loaded.layers, spans, dtype=self._loaded.dtype, scores=self._scores(spans, [chunk]))
         new = _Computation(Sequence(tokens, [(0, length)], most_tokens=length, capture=capture), Future())
         new.future.add_done_callback(partial(self._built, key))  # before anybody else can add theirs
         with self._lock:
@@ -84,7 +89,7 @@ class ChunkBuilder:
         """All of the chunk's tokens are computed."""
         assert sequence.capture is not None
         self._scheduler.remove(sequence)
-        self._under_way.pop(sequence).set_result(sequence.capture.finish())
+        self._under_way.pop(sequence).set_result(sequence.capture.finish()[0])
 
     def fail(self, sequence: Sequence, error: KVLinkerError) -> None:
         """Give the chunk up; unknown sequences are ignored."""
@@ -92,6 +97,11 @@ class ChunkBuilder:
         if future is not None:
             self._scheduler.remove(sequence)
             future.set_exception(error)
+
+    def _scores(self, spans: list[tuple[int, int]], chunks: list[Chunk]) -> ScoreCollector | None:
+        if not self._with_scores:
+            return None
+        return ScoreCollector(len(self._loaded.layers), spans, [chunk.content for chunk in chunks])
 
     def _enter(self, computation: _Computation) -> None:
         self._under_way[computation.sequence] = computation.future

@@ -20,9 +20,15 @@ from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.config import Settings
 from kvlinker.engine.base import EngineLoad, GenerationRequest, Sink
 from kvlinker.engine.chunk_builder import ChunkBuilder
+from kvlinker.engine.cost import CostModel
+from kvlinker.engine.explaining import Explaining
 from kvlinker.engine.generation import Generation
+from kvlinker.engine.link_loading import Link, LinkLoader
+from kvlinker.engine.linked_request import LinkedRequest
 from kvlinker.engine.loading import LoadedModel
+from kvlinker.engine.observation import QuestionProbe
 from kvlinker.engine.pool import KVPool, SlotAllocator
+from kvlinker.engine.refinement import Refinement
 from kvlinker.engine.runner import Runner
 from kvlinker.engine.scheduler import Scheduler, Step
 from kvlinker.engine.sequence import Sequence
@@ -36,9 +42,9 @@ from kvlinker.errors import (
 )
 from kvlinker.events import Events
 from kvlinker.futures import gather
-from kvlinker.linking.plan import make_plan
+from kvlinker.linking import LinkPlan, NoVariants
+from kvlinker.linking.explanation import Explanation
 from kvlinker.store import ChunkStore
-from kvlinker.store.chunk_kv import ChunkKV
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +61,7 @@ class EmbeddedEngine:
         self._loaded = loaded
         self._store = store
         self._events = events
+        self._cost = CostModel(loaded.model, loaded.layers)
         self._max_waiting = settings.max_waiting
         window = min(loaded.context_window, settings.max_model_len or loaded.context_window)
         slots = settings.kv_slots or default_slots(loaded, window)
@@ -66,11 +73,19 @@ class EmbeddedEngine:
             self._allocator, pool.move, max_step_tokens=settings.max_step_tokens, max_running=settings.max_running
         )
         self._closing = False  # guarded by _wake
-        self._generations: dict[Sequence, Generation] = {}  # the engine thread's
+        self._generations: dict[Sequence, LinkedRequest] = {}  # the engine thread's
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # guarded by _wake
-        self._loading: set[Generation] = set()  # requests whose chunks are being fetched; guarded by _wake
-        self._chunks = ChunkBuilder(loaded, store, self._scheduler, longest=self.max_model_len, command=self._command)
+        self._loading: set[LinkedRequest] = set()  # requests whose chunks are being fetched; guarded by _wake
+        self._chunks = ChunkBuilder(
+            loaded,
+            store,
+            self._scheduler,
+            longest=self.max_model_len,
+            with_scores=settings.chunk_scores,
+            command=self._command,
+        )
+        self._links = LinkLoader(loaded.fingerprint, store, self._chunks, lambda tenant: NoVariants())
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
         self._thread = threading.Thread(target=self._loop, name="kvlinker-engine", daemon=True)
         self._thread.start()
@@ -103,8 +118,18 @@ class EmbeddedEngine:
     def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
         self._check_vocabulary(request.prompt.tokens, param="prompt")
         max_tokens = self._checked_max_tokens(request)
-        plan = make_plan(request.prompt, request.policy)
-        generation = Generation(request, plan, sink, loaded=self._loaded, max_tokens=max_tokens, events=self._events)
+        generation = Generation(request, sink, loaded=self._loaded, max_tokens=max_tokens, events=self._events)
+        self._admit(generation)
+        return _Handle(partial(self._cancel, generation))
+
+    def explain(self, request: GenerationRequest) -> Future[Explanation]:
+        self._check_vocabulary(request.prompt.tokens, param="prompt")
+        self._checked_max_tokens(request)
+        explaining = Explaining(request, layers=len(self._loaded.layers), cost=self._cost)
+        self._admit(explaining)
+        return explaining.explained
+
+    def _admit(self, generation: LinkedRequest) -> None:
         with self._wake:
             self._refuse_if_closing()
             waiting = self._scheduler.waiting + len(self._loading)
@@ -112,7 +137,6 @@ class EmbeddedEngine:
                 raise OverloadedError(f"{waiting} requests wait already; try again later.", retry_after=1)
             self._loading.add(generation)
             self._loaders.submit(self._load, generation)
-        return _Handle(partial(self._cancel, generation))
 
     def load(self) -> EngineLoad:
         with self._wake:
@@ -169,7 +193,7 @@ class EmbeddedEngine:
             self._commands.append(command)
             self._wake.notify_all()
 
-    def _load(self, generation: Generation) -> None:
+    def _load(self, generation: LinkedRequest) -> None:
         """Runs in a loader: fetch the KV of the chunks to place, computing what the store lost, then queue."""
         try:
             with self._wake:
@@ -177,23 +201,14 @@ class EmbeddedEngine:
                 self._refuse_if_closing()
                 if generation not in self._loading:
                     return  # cancelled
-            found: list[Future[ChunkKV]] = []
-            for placement in generation.plan.placements:
-                key = chunk_key(placement.chunk, fingerprint=self.fingerprint, tenant=generation.request.tenant)
-                kv = self._store.get(key)
-                if kv is None:
-                    found.append(self._chunks.build(key, placement.chunk, urgent=True))
-                else:
-                    at_hand: Future[ChunkKV] = Future()
-                    at_hand.set_result(kv)
-                    found.append(at_hand)
-            gather(found, partial(self._queue, generation)).add_done_callback(
+            linked = self._links.link(generation.request)
+            gather([linked], lambda links: self._queue(generation, links[0])).add_done_callback(
                 lambda done: self._load_failed(generation, done.exception())
             )
         except Exception as error:
             self._load_failed(generation, error)
 
-    def _load_failed(self, generation: Generation, error: BaseException | None) -> None:
+    def _load_failed(self, generation: LinkedRequest, error: BaseException | None) -> None:
         if error is None or not self._loading_ends(generation):
             return
         if not isinstance(error, KVLinkerError):
@@ -201,25 +216,32 @@ class EmbeddedEngine:
             error = KVLinkerError("The request's chunks could not be loaded; see the server's log.")
         generation.fail(error)
 
-    def _queue(self, generation: Generation, kvs: tuple[ChunkKV, ...]) -> None:
+    def _queue(self, generation: LinkedRequest, link: Link) -> None:
         """All chunks' KV is there: hand the request to the engine's thread. What is raised here fails the request."""
-        plan = generation.plan
+        plan = link.plan
+        layers = len(self._loaded.layers)
         sequence = Sequence(
-            generation.request.prompt.tokens,
+            plan.prompt.tokens,
             plan.runs,
-            placements=tuple(zip(plan.placements, kvs, strict=True)),
+            placements=tuple(zip(plan.placements, link.kvs, strict=True)),
             most_tokens=plan.length + generation.max_tokens,
-            policy=plan.policy,
+            probe=QuestionProbe(layers, plan.length) if plan.policy.probes else None,
+            refine=self._refinement_of(plan, explains=generation.explains),
         )
-        self._command(partial(self._enter, generation, sequence))
+        self._command(partial(self._enter, generation, link, sequence))
 
-    def _enter(self, generation: Generation, sequence: Sequence) -> None:
+    def _refinement_of(self, plan: LinkPlan, *, explains: bool) -> Callable[[], Refinement] | None:
+        if not plan.policy.refines:
+            return None
+        return partial(Refinement, plan, len(self._loaded.layers), explains=explains)
+
+    def _enter(self, generation: LinkedRequest, link: Link, sequence: Sequence) -> None:
         if self._loading_ends(generation):
-            generation.mark_loaded(sequence)
+            generation.mark_loaded(link, sequence)
             self._generations[sequence] = generation
             self._scheduler.add(sequence)
 
-    def _loading_ends(self, generation: Generation) -> bool:
+    def _loading_ends(self, generation: LinkedRequest) -> bool:
         """Whether the caller is the one to go on with the request: it may have been cancelled meanwhile."""
         with self._wake:
             if generation not in self._loading:
@@ -227,11 +249,11 @@ class EmbeddedEngine:
             self._loading.remove(generation)
             return True
 
-    def _cancel(self, generation: Generation) -> None:
+    def _cancel(self, generation: LinkedRequest) -> None:
         with contextlib.suppress(EngineClosedError):  # closing ends it anyway
             self._command(partial(self._drop_cancelled, generation))
 
-    def _drop_cancelled(self, generation: Generation) -> None:
+    def _drop_cancelled(self, generation: LinkedRequest) -> None:
         if self._loading_ends(generation):
             generation.cancel()
         elif generation.sequence is not None and generation.sequence in self._generations:
@@ -288,20 +310,33 @@ class EmbeddedEngine:
         computed = [sequence for sequence in step.sequences if sequence.computed]
         rows = iter(logits)
         for sequence in computed:
-            if sequence.capture is None:
+            if sequence.capture is not None:
+                self._chunks.finish(sequence)
+            elif sequence.probe is not None:
+                self._relink(sequence, sequence.probe)
+            else:
                 row = next(rows)
                 if sequence in self._generations:
                     self._advance(sequence, row)
-            else:
-                self._chunks.finish(sequence)
+
+    def _relink(self, sequence: Sequence, probe: QuestionProbe) -> None:
+        generation = self._generations[sequence]
+        try:
+            plan = generation.plan_after(probe)
+        except Exception as error:
+            self._give_up_policy(sequence, error)
+            return
+        sequence.relink(plan.runs, self._refinement_of(plan, explains=generation.explains))
 
     def _give_up_failed_policies(self, step: Step) -> None:
         for sequence in step.sequences:
             if sequence.refinement is not None and sequence.refinement.error is not None:
-                error = sequence.refinement.error
-                name = self._generations[sequence].plan.policy.name
-                logger.error("Policy %s failed between layers.", name, exc_info=error)
-                self._give_up(sequence, KVLinkerError(f"Policy {name} failed between layers: {error}"))
+                self._give_up_policy(sequence, sequence.refinement.error)
+
+    def _give_up_policy(self, sequence: Sequence, error: Exception) -> None:
+        name = self._generations[sequence].request.policy.name
+        logger.error("Policy %s failed.", name, exc_info=error)
+        self._give_up(sequence, KVLinkerError(f"Policy {name} failed: {error}"))
 
     def _advance(self, sequence: Sequence, logits: Tensor) -> None:
         generation = self._generations[sequence]

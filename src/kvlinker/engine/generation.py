@@ -18,58 +18,31 @@ from kvlinker.engine.base import (
     Timing,
     Usage,
 )
+from kvlinker.engine.linked_request import LinkedRequest
 from kvlinker.engine.loading import LoadedModel
 from kvlinker.engine.sampling import Sampler
-from kvlinker.engine.sequence import Sequence
 from kvlinker.engine.text import TextStream
 from kvlinker.errors import KVLinkerError
 from kvlinker.events import Events, FirstToken, RequestFinished
-from kvlinker.linking.plan import LinkPlan
 
 logger = logging.getLogger(__name__)
 
 
-class Generation:
-    """Samples a request's tokens, decides when it ends, and tells its sink. The engine's thread calls all but init."""
+class Generation(LinkedRequest):
+    """Samples a request's tokens, decides when it ends, and tells its sink."""
 
     def __init__(
-        self,
-        request: GenerationRequest,
-        plan: LinkPlan,
-        sink: Sink,
-        *,
-        loaded: LoadedModel,
-        max_tokens: int,
-        events: Events,
+        self, request: GenerationRequest, sink: Sink, *, loaded: LoadedModel, max_tokens: int, events: Events
     ) -> None:
-        self.request = request
-        self.plan = plan
-        self.max_tokens = max_tokens
-        self.sequence: Sequence | None = None
-        self.cancelled = False
-        self.ended = False
+        super().__init__(request, max_tokens=max_tokens)
         self._sink = sink
         self._events = events
-        self._layers = len(loaded.layers)
         self._tokenizer = loaded.tokenizer
         self._eos = frozenset() if request.sampling.ignore_eos else loaded.eos_token_ids
-        self._sampler = Sampler(request.sampling, prompt_length=plan.length)
+        self._sampler = Sampler(request.sampling, prompt_length=len(request.prompt))
         self._text = TextStream(loaded.tokenizer, request.sampling.stop)
         self._output_tokens = 0
-        self._submitted = time.perf_counter()
-        self._loaded = self._submitted
-        self._started: float | None = None
         self._first_token: float | None = None
-
-    def mark_loaded(self, sequence: Sequence) -> None:
-        """All chunks' KV is at hand; from now on the request, as ``sequence``, waits for its first step."""
-        self.sequence = sequence
-        self._loaded = time.perf_counter()
-
-    def mark_started(self) -> None:
-        """A step with its tokens begins."""
-        if self._started is None:
-            self._started = time.perf_counter()
 
     def accept(self, logits: Tensor) -> None:
         """Sample the next token from ``logits`` [vocabulary] and pass it on; ends the request if it was the last."""
@@ -79,7 +52,7 @@ class Generation:
         self._output_tokens += 1
         if self._first_token is None:
             self._first_token = time.perf_counter()
-            self._events.publish(FirstToken(self._first_token - self._submitted, self.plan.policy.name))
+            self._events.publish(FirstToken(self._first_token - self._submitted, self.request.policy.name))
         if token in self._eos:
             self._end("stop", Delta(self._text.finish(), (token,)))
             return
@@ -96,12 +69,10 @@ class Generation:
             self._send(Delta(text, (token,), logprobs))
 
     def cancel(self) -> None:
-        """End without an answer, as the caller wished."""
         if not self.ended:
             self._end("cancelled")
 
     def fail(self, error: KVLinkerError) -> None:
-        """End without an answer, by our fault."""
         if not self.ended:
             self.ended = True
             self._publish("failed", Usage(0, 0, 0))
@@ -118,7 +89,7 @@ class Generation:
     def _publish(self, reason: str, usage: Usage) -> None:
         self._events.publish(
             RequestFinished(
-                policy=self.plan.policy.name,
+                policy=self.request.policy.name,
                 reason=reason,
                 cached_tokens=usage.cached_tokens,
                 recomputed_tokens=usage.recomputed_tokens,
@@ -129,11 +100,11 @@ class Generation:
 
     def _usage(self) -> Usage:
         plan = self.plan
-        if self._started is None:
+        if self._started is None or plan is None:
             return Usage(0, 0, 0)
         recomputed = plan.recomputed_tokens
         if self.sequence is not None and self.sequence.refinement is not None:
-            recomputed = self.sequence.refinement.recomputed_tokens(self._layers)
+            recomputed = self.sequence.refinement.recomputed_tokens
         cached = plan.cached_tokens + plan.recomputed_tokens - recomputed
         return Usage(cached, recomputed, plan.fresh_tokens, self._output_tokens)
 

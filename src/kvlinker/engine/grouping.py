@@ -13,7 +13,7 @@ from kvlinker.engine.batch import Batch, Run
 CALL_COST = 2048
 """Work of one attention call besides its arithmetic, in query-key pairs."""
 
-KEY_COST = 4
+KEY_COST = 8
 """Work of reading one more key, in query-key pairs."""
 
 
@@ -27,7 +27,10 @@ class QueryGroup:
 
 
 def group_queries(batch: Batch, device: torch.device) -> tuple[QueryGroup, ...]:
-    """Join neighbouring runs of a request while masked-out work costs less than another call."""
+    """Join neighbouring runs of a request until the masked-out work of a group costs as much as another call.
+
+    With tokens at even distances this is the size at which masked-out work and calls together cost least.
+    """
     groups = []
     begin = 0
     for runs in _joined(batch.runs):
@@ -40,19 +43,15 @@ def group_queries(batch: Batch, device: torch.device) -> tuple[QueryGroup, ...]:
 
 def _joined(runs: tuple[Run, ...]) -> Iterator[list[Run]]:
     joined: list[Run] = []
-    queries = 0
+    queries = wasted = 0
     for run in runs:
-        if joined and not _worth_joining(joined[-1], queries, run):
-            yield joined
-            joined, queries = [], 0
+        if joined:
+            wasted += queries * (run.end - joined[-1].end)  # all queries so far are masked up to the new end
+            full = queries + len(run.tokens) > QUERY_BLOCK or wasted > CALL_COST + KEY_COST * run.end
+            if full or run.slot != joined[-1].slot:
+                yield joined
+                joined, queries, wasted = [], 0, 0
         joined.append(run)
         queries += len(run.tokens)
     if joined:
         yield joined
-
-
-def _worth_joining(previous: Run, queries: int, run: Run) -> bool:
-    if run.slot != previous.slot or queries + len(run.tokens) > QUERY_BLOCK:
-        return False
-    wasted = queries * (run.end - previous.end)
-    return wasted < CALL_COST + KEY_COST * run.end

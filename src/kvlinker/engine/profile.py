@@ -9,15 +9,19 @@ from contextlib import contextmanager
 
 
 class Profile:
-    """Adds up the wall time of parts that do not overlap."""
+    """Adds up the wall time of parts; a part inside another one does not count for that one."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._inner = 0.0
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
+        before, self._inner = self._inner, 0.0
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[part] += time.perf_counter() - begin
+            elapsed = time.perf_counter() - begin
+            self.seconds[part] += elapsed - self._inner
+            self._inner = before + elapsed

@@ -3,78 +3,152 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvlinker.engine.observation import ChunkWatch
+from kvlinker.linking.plan import LinkPlan
 from kvlinker.linking.policy import Policy
+from kvlinker.linking.score import Score
+from kvlinker.prompt.segments import Prompt
+
+
+class LayerKV(NamedTuple):
+    """New keys and values of the tokens in ``rows`` of a batch, and the pool that still holds the placed ones.
+
+    ``new``: key and value [kv_heads, batch, head_dim]; ``pool`` the same by slot; ``slots`` [batch].
+    """
+
+    new: tuple[Tensor, Tensor]
+    pool: tuple[Tensor, Tensor]
+    slots: Tensor
+    rows: NDArray[np.int64]
+
+    def deviation(self, part: int) -> NDArray[np.float32]:
+        """Squared L2 distance of new and placed key (``part`` 0) or value (1), over all heads: [rows]."""
+        rows = torch.from_numpy(self.rows).to(self.slots.device)
+        difference = self.new[part][:, rows].float() - self.pool[part][:, self.slots[rows]].float()
+        deviation: NDArray[np.float32] = difference.square_().sum(dim=(0, 2)).cpu().numpy()
+        return deviation
 
 
 @dataclass(frozen=True, slots=True)
-class KVEvidence:
-    """``LayerEvidence`` from keys and values [kv_heads, active, head_dim], newly computed and as placed."""
+class StepEvidence:
+    """``LayerEvidence`` of one part of a policy in one layer of a step."""
 
+    prompt: Prompt
+    layer: int
+    layers: int
     positions: NDArray[np.int64]
     cached: NDArray[np.bool_]
-    new_key: Tensor
-    placed_key: Tensor
-    new_value: Tensor
-    placed_value: Tensor
+    selected: int
+    kv: LayerKV
+    watch: ChunkWatch | None
 
-    def key_deviation(self) -> Tensor:
-        return self._deviation(self.new_key, self.placed_key)
+    shown: list[Score] | None
+    """Where what was asked for is noted, if it is."""
 
-    def value_deviation(self) -> Tensor:
-        return self._deviation(self.new_value, self.placed_value)
+    def key_deviation(self) -> NDArray[np.float32]:
+        return self._deviation("key_deviation", 0)
 
-    def _deviation(self, new: Tensor, placed: Tensor) -> Tensor:
-        squared = (new.float() - placed.float()).square().sum(dim=(0, 2)).cpu()
-        squared[np.flatnonzero(~self.cached)] = 0
-        return squared
+    def value_deviation(self) -> NDArray[np.float32]:
+        return self._deviation("value_deviation", 1)
+
+    def chunk_attention(self) -> NDArray[np.float32]:
+        if self.watch is None:
+            raise RuntimeError("a policy that looks at the question's attention on chunks must say that it watches")
+        attention = self.watch.attention
+        if self.shown is not None and len(attention):
+            self.shown.append(Score("chunk_attention", attention[-1], layer=self.layer - 1))
+        return attention
+
+    def _deviation(self, name: str, part: int) -> NDArray[np.float32]:
+        deviation = np.where(self.cached, self.kv.deviation(part), np.float32(0))
+        if self.shown is not None:
+            self.shown.append(Score(name, deviation[self.cached], self.positions[self.cached], self.layer))
+        return deviation
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One of the policies that are joined: ``active`` [length], the cached tokens that it still wants."""
+
+    policy: Policy
+    active: NDArray[np.bool_]
+    selected: int
 
 
 class Refinement:
     """One request's way through the layers under a policy that refines. All its tokens are computed in one step."""
 
-    def __init__(self, policy: Policy, cached: NDArray[np.bool_]) -> None:
-        """``cached`` [prompt length]: positions whose KV was placed."""
-        self._policy = policy
-        self._cached = cached
-        self._dropped: list[tuple[int, int]] = []  # (first layer without them, how many)
-        self._computed = 0
+    def __init__(self, plan: LinkPlan, layers: int, *, explains: bool = False) -> None:
+        """``explains``: keep what the policy is shown."""
+        self._prompt = plan.prompt
+        self._layers = layers
+        self._parts = [
+            _Part(policy, selection.copy(), int(selection.sum()))
+            for policy, selection in zip(plan.policy.parts, plan.selections, strict=True)
+        ]
+        self._computed = plan.recomputed_tokens
+        self.watch = ChunkWatch(plan.prompt.spans, plan.length) if plan.policy.watches else None
+        self.dropped: list[tuple[int, NDArray[np.int64]]] = []
+        """(first layer without them, positions), layers ascending."""
+        self._shown: list[Score] | None = [] if explains else None
         self.error: Exception | None = None
-        """What the policy raised, if it did; its tokens all stay then, for the sake of the batch."""
+        """What a policy raised, if one did; its tokens all stay then, for the sake of the batch."""
 
-    def asked_in(self, layer: int) -> bool:
-        return layer in self._policy.refine_layers
-
-    def keep(
-        self, layer: int, positions: NDArray[np.int64], new: tuple[Tensor, Tensor], placed: tuple[Tensor, Tensor]
-    ) -> NDArray[np.bool_]:
-        """Which of the active ``positions`` stay; ``new`` and ``placed`` are key and value at them."""
-        cached = self.is_cached(positions)
-        evidence = KVEvidence(positions, cached, new[0], placed[0], new[1], placed[1])
-        try:
-            kept = np.asarray(self._policy.refine(layer, evidence), dtype=np.bool_)
-            if kept.shape != positions.shape:
-                raise ValueError(f"refine returned shape {kept.shape} for {len(positions)} tokens")
-        except Exception as error:
-            self.error = error
-            kept = np.ones(len(positions), dtype=np.bool_)
-        kept = kept | ~cached | (positions >= len(self._cached) - 1)  # the prompt's last token gives the answer
-        self._dropped.append((layer, int((~kept).sum())))
+    def keep(self, layer: int, positions: NDArray[np.int64], kv: LayerKV) -> NDArray[np.bool_]:
+        """Which of the ``positions`` stay; they stand in ``kv.rows`` of the batch."""
+        cached = self._prompt.cached[positions]
+        kept: NDArray[np.bool_] = ~cached | (
+            positions == len(self._prompt) - 1
+        )  # the prompt's last token gives the answer
+        for part in self._parts:
+            if part.policy.refines:
+                self._ask(part, layer, positions, cached, kv)
+            kept |= part.active[positions]
+        if not kept.all():
+            self.dropped.append((layer, positions[~kept]))
         return kept
 
-    def start(self, positions: NDArray[np.int64]) -> None:
-        """The first layer computes these positions."""
-        self._computed = int(self.is_cached(positions).sum())
+    @property
+    def shown(self) -> tuple[Score, ...]:
+        """The figures that policies asked for."""
+        return tuple(self._shown or ())
 
-    def is_cached(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        inside = positions < len(self._cached)
-        return inside & self._cached[np.where(inside, positions, 0)]
-
-    def recomputed_tokens(self, layers: int) -> int:
+    @property
+    def recomputed_tokens(self) -> int:
         """Cached tokens that were computed again, averaged over the model's layers."""
-        spared = sum(count * (layers - layer) for layer, count in self._dropped)
-        return round(self._computed - spared / layers)
+        spared = sum(len(positions) * (self._layers - layer) for layer, positions in self.dropped)
+        return round(self._computed - spared / self._layers)
+
+    def _ask(
+        self, part: _Part, layer: int, positions: NDArray[np.int64], cached: NDArray[np.bool_], kv: LayerKV
+    ) -> None:
+        mine = np.flatnonzero(~cached | part.active[positions])
+        evidence = StepEvidence(
+            prompt=self._prompt,
+            layer=layer,
+            layers=self._layers,
+            positions=positions[mine],
+            cached=cached[mine],
+            selected=part.selected,
+            kv=kv._replace(rows=kv.rows[mine]),
+            watch=self.watch,
+            shown=self._shown,
+        )
+        try:
+            stay = part.policy.refine(evidence)
+            if stay is None:
+                return
+            stay = np.asarray(stay, dtype=np.bool_)
+            if stay.shape != mine.shape:
+                raise ValueError(f"refine returned shape {stay.shape} for {len(mine)} tokens")
+        except Exception as error:
+            self.error = error
+            return
+        part.active[evidence.positions[~stay]] = False

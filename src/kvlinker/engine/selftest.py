@@ -58,7 +58,7 @@ def self_test(model: Any) -> tuple[Check, ...]:
     expected = subject.own_logits()
     tolerance = TOLERANCES[subject.dtype]
     runner = subject.new_runner()
-    capture = Capture(subject.layers, first=CHUNK[0], tokens=CHUNK[1] - CHUNK[0], dtype=subject.dtype)
+    capture = Capture(subject.layers, [CHUNK], dtype=subject.dtype)
 
     whole = runner.step(Batch((Run(0, 0, tokens, True, capture),)))[0]
     prefill = Check("prefill", "a prompt computed at once", _error(whole, expected), tolerance)
@@ -70,7 +70,7 @@ def self_test(model: Any) -> tuple[Check, ...]:
     recompute = Check("recompute", "scattered tokens computed again over garbage", _error(again, expected), tolerance)
 
     _spoil(runner.pool, *CHUNK)
-    placed = Placed(capture.finish(), 0, CHUNK[1] - CHUNK[0], slot=CHUNK[0], rotary_start=CHUNK[0])
+    placed = Placed(capture.finish()[0], 0, CHUNK[1] - CHUNK[0], slot=CHUNK[0], rotary_start=CHUNK[0])
     last = Run(0, CHUNK[1], tokens[CHUNK[1] :], True)
     linked = runner.step(Batch((last,), (placed,)))[0]
     link = Check("link", "a chunk's stored KV placed back", _error(linked, expected), tolerance)
@@ -123,12 +123,12 @@ def _relocation_error(subject: _Subject) -> float:
     begin, end = CHUNK
     tokens = subject.tokens
     runner = subject.new_runner()
-    capture = Capture(subject.layers, first=0, tokens=end - begin, dtype=subject.dtype)
+    capture = Capture(subject.layers, [(0, end - begin)], dtype=subject.dtype)
     runner.step(Batch((Run(0, 0, tokens[begin:end], False, capture),)))
     runner.step(Batch((Run(0, 0, tokens),)))
     expected = runner.pool.keys[0][:, begin:end].clone()
     _spoil(runner.pool, begin, end)
-    placed = Placed(capture.finish(), 0, end - begin, slot=begin, rotary_start=begin)
+    placed = Placed(capture.finish()[0], 0, end - begin, slot=begin, rotary_start=begin)
     runner.step(Batch((Run(0, end, tokens[end:]),), (placed,)))
     return _error(runner.pool.keys[0][:, begin:end], expected)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.engine.batch import Capture, Placed, Run
+from kvlinker.engine.observation import Observer, QuestionProbe
 from kvlinker.engine.pool import SlotRange
 from kvlinker.engine.refinement import Refinement
 from kvlinker.linking.plan import Placement
-from kvlinker.linking.policy import Policy
 from kvlinker.store.chunk_kv import ChunkKV
 
 Range = tuple[int, int]
@@ -31,11 +32,13 @@ class Sequence:
         placements: Items[tuple[Placement, ChunkKV]] = (),
         most_tokens: int,
         capture: Capture | None = None,
-        policy: Policy | None = None,
+        probe: QuestionProbe | None = None,
+        refine: Callable[[], Refinement] | None = None,
     ) -> None:
-        """``most_tokens``: how long it can grow. With ``capture`` it is a chunk being computed: no logits.
+        """``most_tokens``: how long it can grow.
 
-        ``policy`` is asked between layers if it refines.
+        With ``capture`` it holds chunks that are computed: no logits. With ``probe`` its runs are a first pass that
+        ``relink`` follows. ``refine`` starts the way through the layers of a policy that refines.
         """
         self._tokens = np.empty(most_tokens, dtype=np.int64)
         self._tokens[: len(tokens)] = tokens
@@ -44,11 +47,19 @@ class Sequence:
         self.prompt_length = len(tokens)
         self.length = len(tokens)
         self.capture = capture
+        self.probe = probe
         self.held: SlotRange | None = None
-        self._refining = policy if policy is not None and policy.refine_layers else None
+        self._refine = refine
         self.refinement: Refinement | None = None
         self._placed = False
         self._pending: list[Range] = list(runs)
+
+    def relink(self, runs: Items[Range], refine: Callable[[], Refinement] | None) -> None:
+        """The probe is done: compute these runs, over what is placed already."""
+        self.probe = None
+        self._prompt_runs = tuple(runs)
+        self._pending = list(runs)
+        self._refine = refine
 
     @property
     def most_tokens(self) -> int:
@@ -78,6 +89,7 @@ class Sequence:
     def restart(self) -> None:
         """Forget all computed KV (its slots were taken): link and compute everything again."""
         self._placed = False
+        self.refinement = None
         self._pending = list(self._prompt_runs)
         if self.length > self.prompt_length:
             self._pending.append((self.prompt_length, self.length))
@@ -95,9 +107,9 @@ class Sequence:
         if not self._placed:
             self._placed = True
             placed = [self._to_place(slot, *entry) for entry in self._placements]
-            if self._refining is not None:
-                refinement = self.refinement = Refinement(self._refining, self._placed_positions())
-                budget = self.prompt_length
+        if self._refine is not None and self.refinement is None:
+            refinement = self.refinement = self._refine()
+            budget = self.prompt_length
         taken: list[Range] = []
         while self._pending and budget > 0:
             begin, end = self._pending[0]
@@ -110,7 +122,7 @@ class Sequence:
                 self._pending.pop(0)
             else:
                 self._pending[0] = (cut, end)
-        wants_logits = self.computed and self.capture is None
+        wants_logits = self.computed and self.capture is None and self.probe is None
         runs = [
             Run(
                 slot,
@@ -119,16 +131,16 @@ class Sequence:
                 wants_logits=wants_logits and (begin, end) == taken[-1],
                 capture=self.capture,
                 refinement=refinement,
+                observer=self._observer(refinement),
             )
             for begin, end in taken
         ]
         return runs, placed
 
-    def _placed_positions(self) -> NDArray[np.bool_]:
-        cached = np.zeros(self.prompt_length, dtype=np.bool_)
-        for placement, _ in self._placements:
-            cached[placement.start + placement.first : placement.start + placement.last] = True
-        return cached
+    def _observer(self, refinement: Refinement | None) -> Observer | None:
+        if self.capture is not None:
+            return self.capture.scores
+        return self.probe if refinement is None else refinement.watch
 
     @staticmethod
     def _to_place(slot: int, placement: Placement, kv: ChunkKV) -> Placed:

@@ -16,6 +16,7 @@ from kvlinker.engine.grouping import group_queries
 from kvlinker.engine.interception import RotaryFunction
 from kvlinker.engine.pool import KVPool
 from kvlinker.engine.profile import Profile
+from kvlinker.engine.refinement import LayerKV
 
 
 class Step:
@@ -34,8 +35,6 @@ class Step:
         self.logit_rows = torch.tensor(batch.logit_rows, dtype=torch.long, device=self._device)
         """Where in the last layer's output the wanted tokens are; follows them when others are dropped."""
         self._enter(batch)
-        for refinement, rows in batch.refinements():
-            refinement.start(batch.positions[rows])
 
     def narrow(self, hidden: Tensor) -> Tensor:
         """The layer's input [1, tokens, width] without the tokens that were dropped in the layer before."""
@@ -68,12 +67,15 @@ class Step:
             if run.capture is not None:
                 run.capture.record(index, run.start, key[:, rows], value[:, rows])
         rotated_query, rotated_key = self._rotated(index, query), self._rotated(index, key)
-        kept = self._refine(index, rotated_key, value)
+        pool_key, pool_value = self._pool.keys[index], self._pool.values[index]
+        with self._timed("select"):
+            kept = self._refine(index, (rotated_key, value), (pool_key, pool_value))
         if kept is not None:
             rotated_query, rotated_key, value = rotated_query[:, kept], rotated_key[:, kept], value[:, kept]
-        pool_key, pool_value = self._pool.keys[index], self._pool.values[index]
         pool_key.index_copy_(1, self._slots, rotated_key)
         pool_value.index_copy_(1, self._slots, value)
+        with self._timed("select"):
+            self._show(index, rotated_query, pool_key, options)
         output = query.new_empty(rotated_query.shape[1], query.shape[0], value.shape[2])
         for group in self._groups:
             seen = slice(group.slot, group.slot + group.queries.last + 1)
@@ -85,22 +87,22 @@ class Step:
             return output.new_zeros(tokens, *output.shape[1:]).index_copy_(0, kept, output)
         return output
 
-    def _refine(self, index: int, key: Tensor, value: Tensor) -> Tensor | None:
-        """Ask the policies that refine in this layer, and go on with what they keep.
+    def _show(self, index: int, query: Tensor, pool_key: Tensor, options: AttentionOptions) -> None:
+        """Let observers see the attention that is about to be computed."""
+        for run, rows in self._batch.rows():
+            if run.observer is not None:
+                keys = pool_key[:, run.slot : run.slot + run.end]
+                run.observer.observe(index, run.start, query[:, rows], keys, options)
+
+    def _refine(self, index: int, new: tuple[Tensor, Tensor], pool: tuple[Tensor, Tensor]) -> Tensor | None:
+        """Ask the policies that refine, and go on with what they keep.
 
         Returns the kept tokens' indices in the batch as it was; None when nothing was dropped.
         """
-        keep = np.ones(key.shape[1], dtype=np.bool_)
+        keep = np.ones(len(self._slots), dtype=np.bool_)
         for refinement, rows in self._batch.refinements():
-            if refinement.asked_in(index):
-                active = torch.from_numpy(rows).to(self._device)
-                slots = self._slots[active]
-                keep[rows] = refinement.keep(
-                    index,
-                    self._batch.positions[rows],
-                    new=(key[:, active], value[:, active]),
-                    placed=(self._pool.keys[index][:, slots], self._pool.values[index][:, slots]),
-                )
+            kv = LayerKV(new, pool, self._slots, rows)
+            keep[rows] = refinement.keep(index, self._batch.positions[rows], kv)
         if keep.all():
             return None
         kept = torch.from_numpy(np.flatnonzero(keep)).to(self._device)

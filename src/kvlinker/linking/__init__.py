@@ -1,19 +1,32 @@
 """Linking: which cached tokens to keep and which to recompute. Knows prompts, no model and no engine."""
 
 from kvlinker.linking import builtin
-from kvlinker.linking.plan import LinkPlan, Placement, make_plan
-from kvlinker.linking.policy import CountPolicy, LayerEvidence, Policy
+from kvlinker.linking.evidence import Evidence, LayerEvidence
+from kvlinker.linking.library import Library, NoVariants, Variant
+from kvlinker.linking.parameters import choice, number, percentage
+from kvlinker.linking.plan import LinkPlan, Placement, make_plan, probe_plan
+from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import parse_policy, policies, register
+from kvlinker.linking.selection import highest, share
 
 __all__ = [
-    "CountPolicy",
+    "Evidence",
     "LayerEvidence",
+    "Library",
     "LinkPlan",
+    "NoVariants",
     "Placement",
     "Policy",
+    "Variant",
     "builtin",
+    "choice",
+    "highest",
     "make_plan",
+    "number",
     "parse_policy",
+    "percentage",
     "policies",
+    "probe_plan",
     "register",
+    "share",
 ]

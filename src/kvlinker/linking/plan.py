@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.chunks import Chunk
+from kvlinker.linking.evidence import Evidence
 from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt
 
@@ -31,35 +32,44 @@ class LinkPlan:
     """What to place and what to compute.
 
     ``runs``: maximal ranges [begin, end) of positions to compute, ascending. Every position is in a run, in a
-    placement, or in both (then it is placed first and overwritten).
+    placement, or in both (then it is placed first and overwritten). ``selections``: what each of ``policy.parts``
+    selected among the cached tokens, [length] each.
     """
 
     policy: Policy
-    length: int
+    prompt: Prompt = field(repr=False)
     placements: tuple[Placement, ...]
     runs: tuple[tuple[int, int], ...]
     cached_tokens: int
     recomputed_tokens: int
     fresh_tokens: int
+    selections: tuple[NDArray[np.bool_], ...] = field(repr=False, compare=False)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt)
 
 
-def make_plan(prompt: Prompt, policy: Policy) -> LinkPlan:
-    """Turn a policy's selection into a plan.
+def make_plan(prompt: Prompt, policy: Policy, evidence: Evidence) -> LinkPlan:
+    """Turn a policy's selection into a plan."""
+    return _plan(prompt, policy, tuple(part.select(prompt, evidence) & prompt.cached for part in policy.parts))
 
-    Fresh tokens and the prompt's last token (its logits are needed) are always computed. A chunk's leading and
-    trailing computed tokens are not placed, unless the policy refines and thus compares old and new.
+
+def probe_plan(prompt: Prompt, policy: Policy) -> LinkPlan:
+    """The first pass of a policy that probes: everything is placed, and only fresh tokens are computed."""
+    return _plan(prompt, policy, (np.zeros(len(prompt), dtype=np.bool_),) * len(policy.parts))
+
+
+def _plan(prompt: Prompt, policy: Policy, selections: tuple[NDArray[np.bool_], ...]) -> LinkPlan:
+    """Fresh tokens and the prompt's last token (its logits are needed) are always computed. A chunk's leading and
+    trailing computed tokens are not placed, unless the policy needs to see or keep the placed KV of all tokens.
     """
-    length = len(prompt)
-    computed = policy.select(prompt).copy()
-    fresh = np.ones(length, dtype=np.bool_)
-    for span in prompt.spans:
-        fresh[span.start : span.end] = False
-    computed |= fresh
+    computed = np.logical_or.reduce([~prompt.cached, *selections])
     computed[-1:] = True
     placements = []
     for chunk, span in zip(prompt.chunks, prompt.spans, strict=True):
         kept = np.flatnonzero(~computed[span.start : span.end])
-        if policy.refine_layers:
+        if policy.refines or policy.probes:
             first, last = 0, span.length
         elif kept.size:
             first, last = int(kept[0]), int(kept[-1]) + 1
@@ -67,16 +77,17 @@ def make_plan(prompt: Prompt, policy: Policy) -> LinkPlan:
             continue
         rotary_start = span.start if policy.positioned else len(chunk.prefix)
         placements.append(Placement(chunk, span.start, first, last, rotary_start))
-    fresh_tokens = int(fresh.sum())
+    fresh_tokens = int((~prompt.cached).sum())
     recomputed_tokens = int(computed.sum()) - fresh_tokens
     return LinkPlan(
         policy=policy,
-        length=length,
+        prompt=prompt,
         placements=tuple(placements),
         runs=ranges(computed),
-        cached_tokens=length - fresh_tokens - recomputed_tokens,
+        cached_tokens=len(prompt) - fresh_tokens - recomputed_tokens,
         recomputed_tokens=recomputed_tokens,
         fresh_tokens=fresh_tokens,
+        selections=selections,
     )
 
 

@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, dataclass_transform
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.errors import PolicyError
+from kvlinker.linking import parameters
+from kvlinker.linking.evidence import Evidence, LayerEvidence
+from kvlinker.linking.library import Library
+from kvlinker.linking.score import Score
 from kvlinker.prompt.segments import Prompt
 
-if TYPE_CHECKING:
-    import torch
 
-
-class LayerEvidence(Protocol):
-    """What one layer's keys and values show about the tokens of a request that are computed."""
-
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        """The tokens that are computed so far, ascending: [active]."""
-        ...
-
-    @property
-    def cached(self) -> NDArray[np.bool_]:
-        """True for active tokens that a chunk cache holds, false for fresh ones: [active]."""
-        ...
-
-    def key_deviation(self) -> torch.Tensor:
-        """Squared L2 distance of new and placed key, over all heads: [active], fp32, 0 for fresh tokens."""
-        ...
-
-    def value_deviation(self) -> torch.Tensor:
-        """Squared L2 distance of new and placed value, over all heads: [active], fp32, 0 for fresh tokens."""
-        ...
-
-
+@dataclass_transform(
+    frozen_default=True, field_specifiers=(parameters.number, parameters.percentage, parameters.choice)
+)
 class Policy(ABC):
-    """Base of all policies: immutable, printable, and equal to another of the same name.
+    """Base of all policies. Subclasses become frozen dataclasses, their fields being the policy's parameters.
 
-    ``select`` decides before the first layer. A policy that names ``refine_layers`` is asked again in each of them,
-    when the layer's keys and values are known and before its attention. Cached tokens that it drops keep their placed
-    KV in this layer and all that follow.
+    A policy holds no state. It is asked up to three times: ``arrange`` picks the KV, ``select`` the tokens before the
+    first layer, ``refine`` those that are still computed in every layer. Cached tokens that it does not select, or
+    drops in a layer, keep their placed KV in this layer and all that follow.
     """
 
     family: ClassVar[str]
@@ -51,87 +33,86 @@ class Policy(ABC):
     positioned: ClassVar[bool] = True
     """False: placed keys keep the positions that they were computed at (an ablation)."""
 
-    refine_layers: frozenset[int] = frozenset()
-    """Layers in which ``refine`` is asked."""
+    uses_scores: ClassVar[bool] = False
+    """``select`` looks at the scores of the chunks' creation."""
+
+    uses_variants: ClassVar[bool] = False
+    """``arrange`` picks among variants; those that a request missed are created when the engine has time."""
+
+    probes: ClassVar[bool] = False
+    """``select`` looks at the question's attention: the fresh tokens pass once over the placed KV before it."""
+
+    refines: ClassVar[bool] = False
+    """``refine`` is asked in every layer."""
+
+    watches: ClassVar[bool] = False
+    """``refine`` looks at the question's attention on the chunks in earlier layers."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        dataclass(frozen=True, repr=False)(cls)
+
+    def __post_init__(self) -> None:
+        """Raises PolicyError for a parameter out of its range."""
+        parameters.check(self.family, self)
 
     @property
     def name(self) -> str:
         """Canonical name; parses back to an equal policy."""
-        return self.family
+        return "-".join([self.family, *parameters.write(self)])
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The policies that this one is the union of; itself, if it is none."""
+        return (self,)
+
+    def arrange(self, prompt: Prompt, library: Library) -> Prompt:
+        """The same prompt from other KV: chunks replaced by variants, or in another order. As it is by default."""
+        return prompt
 
     @abstractmethod
-    def select(self, prompt: Prompt) -> NDArray[np.bool_]:
+    def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         """Positions to compute again: [length]. Fresh positions are computed whatever it says.
 
-        Chunks whose span is ``exact`` need no repair.
+        ``prompt.inexact`` are the positions that may need repair.
         """
 
-    def refine(self, layer: int, evidence: LayerEvidence) -> NDArray[np.bool_]:
-        """Which active tokens stay from this layer's attention on: [active]. Fresh ones stay whatever it says."""
-        raise NotImplementedError(f"{self.name} names refine_layers but does not refine")
+    def refine(self, evidence: LayerEvidence) -> NDArray[np.bool_] | None:
+        """Which active tokens stay from this layer's attention on: [active]; None for all.
+
+        Fresh ones stay whatever it says.
+        """
+        return None
+
+    def explain(self, prompt: Prompt, evidence: Evidence) -> tuple[Score, ...]:
+        """The figures by which ``select`` chose, for people who want to know. What ``refine`` asks for is known."""
+        return ()
 
     @classmethod
     def usage(cls) -> str:
-        """How users write it, such as ``legolink-<tokens>``."""
-        return cls.family
+        """How users write it, such as ``legolink-<tokens, 1 to 4096>``."""
+        return parameters.usage(cls, cls.family)
 
     @classmethod
-    def parse(cls, parameter: str | None) -> Self:
-        """The policy with the parameter that stands behind the family's name and a hyphen; None without a hyphen."""
-        if parameter is not None:
-            raise PolicyError(
-                f"Policy {cls.family!r} takes no parameter, but got {parameter!r}.",
-                param="link.policy",
-            )
-        return cls()
+    def describe(cls) -> dict[str, Any]:
+        """Name, usage, what it does and its parameters, as JSON."""
+        return {
+            "name": cls.family,
+            "usage": cls.usage(),
+            "description": " ".join((cls.__doc__ or "").split()),
+            "parameters": parameters.describe(cls),
+        }
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Policy) and self.name == other.name
+    @classmethod
+    def parse(cls, text: str | None) -> Self:
+        """The policy with the parameters that stand behind the family's name and a hyphen; None without a hyphen.
 
-    def __hash__(self) -> int:
-        return hash(self.name)
+        Raises PolicyError for what is not a parameter, or out of its range.
+        """
+        return cls(**parameters.read(cls, cls.family, text))
 
     def __str__(self) -> str:
         return self.name
 
     def __repr__(self) -> str:
         return f"Policy({self.name!r})"
-
-
-class CountPolicy(Policy):
-    """A policy with one whole number as its parameter, such as ``legolink-16``."""
-
-    unit: ClassVar[str]
-    minimum: ClassVar[int] = 1
-    maximum: ClassVar[int]
-
-    def __init__(self, count: int) -> None:
-        if not self.minimum <= count <= self.maximum:
-            raise PolicyError(
-                f"Policy {self.family}-{count}: the number of {self.unit} must be between {self.minimum} and "
-                f"{self.maximum}.",
-                param="link.policy",
-            )
-        self.count = count
-
-    @property
-    def name(self) -> str:
-        return f"{self.family}-{self.count}"
-
-    @classmethod
-    def usage(cls) -> str:
-        return f"{cls.family}-<{cls.unit}, {cls.minimum} to {cls.maximum}>"
-
-    @classmethod
-    def parse(cls, parameter: str | None) -> Self:
-        if parameter is None or not (parameter.isascii() and parameter.isdigit()):
-            raise PolicyError(
-                f"Policy {cls.family!r} needs a whole number of {cls.unit} behind a hyphen, as in "
-                f"{cls.family}-{cls.example()}; got {parameter!r}.",
-                param="link.policy",
-            )
-        return cls(int(parameter[:9]))
-
-    @classmethod
-    def example(cls) -> int:
-        return min(16, cls.maximum)

@@ -1,4 +1,4 @@
-"""Policies by name: the decorator that registers one, and the parser of strings such as ``legolink-16``."""
+"""Policies by name: the decorator that registers one, and the parser of strings such as ``query-5+legolink-16``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import TypeVar
 
 from kvlinker.errors import PolicyError
 from kvlinker.linking.policy import Policy
+from kvlinker.linking.union import SIGN, Union
 
 P = TypeVar("P", bound=type[Policy])
 
 ENTRY_POINT_GROUP = "kvlinker.policies"
+MOST_PARTS = 8
 
 _families: dict[str, type[Policy]] = {}
 
@@ -23,6 +25,8 @@ def register(policy: P) -> P:
 
     Raises ValueError when another class has that name.
     """
+    if SIGN in policy.family:
+        raise ValueError(f"policy {policy.family!r} has a {SIGN!r} in its name, which joins policies")
     known = _families.setdefault(policy.family, policy)
     if known is not policy:
         raise ValueError(f"policy {policy.family!r} is registered already, by {known.__module__}")
@@ -36,10 +40,15 @@ def policies() -> Mapping[str, type[Policy]]:
 
 
 def parse_policy(text: str) -> Policy:
-    """The policy that ``text`` names: a family, and behind a hyphen its parameter, such as ``legolink-16``.
+    """The policy that ``text`` names: a family with its parameters behind hyphens, or several joined by ``+``.
 
-    Raises PolicyError for an unknown family and for a parameter that the family does not take.
+    Raises PolicyError for an unknown family and for parameters that the family does not take.
     """
+    parts = tuple(dict.fromkeys(_parse_one(part) for part in text.split(SIGN, MOST_PARTS)))
+    return parts[0] if len(parts) == 1 else Union(parts)
+
+
+def _parse_one(text: str) -> Policy:
     known = policies()
     matches = [name for name in known if text == name or text.startswith(f"{name}-")]
     if not matches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -78,6 +79,39 @@ class Prompt:
             for segment, start in zip(self.segments, starts, strict=False)
             if isinstance(segment, CachedSegment)
         )
+
+    @cached_property
+    def contents(self) -> tuple[str, ...]:
+        """``chunk.content`` of every chunk, in order."""
+        return tuple(chunk.content for chunk in self.chunks)
+
+    def tokens_before(self, chunk: int) -> list[int]:
+        """All token ids before ``chunks[chunk]``."""
+        before: list[int] = self.tokens[: self.spans[chunk].start].tolist()
+        return before
+
+    def with_chunks(self, chunks: Iterable[Chunk]) -> Prompt:
+        """The prompt with other chunks in the places of its own, in order."""
+        following = iter(chunks)
+        return Prompt(
+            tuple(CachedSegment(next(following)) if isinstance(s, CachedSegment) else s for s in self.segments)
+        )
+
+    @cached_property
+    def cached(self) -> NDArray[np.bool_]:
+        """True where a chunk stands, false for fresh tokens: [length]."""
+        return self._mask(self.spans)
+
+    @cached_property
+    def inexact(self) -> NDArray[np.bool_]:
+        """True where a chunk stands whose KV is not exact there: [length]."""
+        return self._mask([span for span in self.spans if not span.exact])
+
+    def _mask(self, spans: Iterable[ChunkSpan]) -> NDArray[np.bool_]:
+        mask = np.zeros(len(self), dtype=np.bool_)
+        for span in spans:
+            mask[span.start : span.end] = True
+        return mask
 
     def _is_exact(self, chunk: Chunk, start: int) -> bool:
         return len(chunk.prefix) == start and self.tokens[:start].tolist() == list(chunk.prefix)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvlinker.chunk_scores import ChunkScores
+
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
@@ -17,9 +19,13 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """All layers' KV of one chunk, on the CPU, contiguous, never modified after creation."""
+    """All layers' KV of one chunk, on the CPU, contiguous, never modified after creation.
+
+    ``scores``: what attention showed while it was computed, if that was collected.
+    """
 
     layers: tuple[LayerKV, ...]
+    scores: ChunkScores | None = None
 
     @property
     def tokens(self) -> int:
@@ -27,4 +33,5 @@ class ChunkKV:
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.key.nbytes + layer.value.nbytes for layer in self.layers)
+        scores = 0 if self.scores is None else self.scores.nbytes
+        return scores + sum(layer.key.nbytes + layer.value.nbytes for layer in self.layers)

@@ -1,5 +1,5 @@
 """The policies that ship with kvlinker; importing this package registers them."""
 
-from kvlinker.linking.builtin import baselines, controls, epic
+from kvlinker.linking.builtin import baselines, cacheblend, cachecraft, controls, epic, prefix, query
 
-__all__ = ["baselines", "controls", "epic"]
+__all__ = ["baselines", "cacheblend", "cachecraft", "controls", "epic", "prefix", "query"]

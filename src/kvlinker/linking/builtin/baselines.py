@@ -1,10 +1,11 @@
-"""The two ends of the scale, and prefix caching: what every other policy is compared with."""
+"""The two ends of the scale, and the ablation of positions: what every other policy is compared with."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.linking.evidence import Evidence
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
 from kvlinker.prompt.segments import Prompt
@@ -16,7 +17,7 @@ class Full(Policy):
 
     family = "full"
 
-    def select(self, prompt: Prompt) -> NDArray[np.bool_]:
+    def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         return np.ones(len(prompt), dtype=np.bool_)
 
 
@@ -26,7 +27,7 @@ class Naive(Policy):
 
     family = "naive"
 
-    def select(self, prompt: Prompt) -> NDArray[np.bool_]:
+    def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         return np.zeros(len(prompt), dtype=np.bool_)
 
 
@@ -36,17 +37,3 @@ class NaiveUnpositioned(Naive):
 
     family = "naive-unpositioned"
     positioned = False
-
-
-@register
-class Prefix(Policy):
-    """Keep the chunk that is exact, recompute all that follows it: prefix caching, as in vLLM and SGLang."""
-
-    family = "prefix"
-
-    def select(self, prompt: Prompt) -> NDArray[np.bool_]:
-        selected = np.ones(len(prompt), dtype=np.bool_)
-        for span in prompt.spans:
-            if span.exact:
-                selected[span.start : span.end] = False
-        return selected

@@ -5,44 +5,45 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.linking.policy import CountPolicy
+from kvlinker.linking.evidence import Evidence
+from kvlinker.linking.parameters import number
+from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
 from kvlinker.prompt.segments import Prompt
 
 
 @register
-class LegoLink(CountPolicy):
+class LegoLink(Policy):
     """The first k tokens of every chunk (EPIC, ICML 2025): where an independently computed chunk keeps its
     attention sink, which disappears once those tokens are computed in sight of what stands before them."""
 
     family = "legolink"
-    unit = "tokens"
-    maximum = 4096
 
-    def select(self, prompt: Prompt) -> NDArray[np.bool_]:
+    tokens: int = number("tokens", 1, 4096)
+
+    def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         selected = np.zeros(len(prompt), dtype=np.bool_)
         for span in prompt.spans:
             if not span.exact:
-                selected[span.start : min(span.start + self.count, span.end)] = True
+                selected[span.start : min(span.start + self.tokens, span.end)] = True
         return selected
 
 
 @register
-class AttnLink(CountPolicy):
+class AttnLink(Policy):
     """k/2 tokens on each side of every chunk boundary (EPIC, first version, section 4.2).
 
     A boundary is the start of a chunk that is not exact. With an odd k the later side gets the odd token.
     """
 
     family = "attnlink"
-    unit = "tokens"
-    minimum = 2
-    maximum = 4096
 
-    def select(self, prompt: Prompt) -> NDArray[np.bool_]:
+    tokens: int = number("tokens", 2, 4096)
+
+    def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         selected = np.zeros(len(prompt), dtype=np.bool_)
-        before = self.count // 2
-        after = self.count - before
+        before = self.tokens // 2
+        after = self.tokens - before
         previous = None
         for span in prompt.spans:
             if not span.exact:

@@ -1,0 +1,68 @@
+"""A request that wants to know how its prompt is linked."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from kvlinker.engine.base import GenerationRequest
+from kvlinker.engine.cost import CostModel
+from kvlinker.engine.linked_request import LinkedRequest
+from kvlinker.errors import EngineClosedError, KVLinkerError
+from kvlinker.linking.explanation import Explanation, LinkCost, layer_masks, layer_ranges, linked_segments
+from kvlinker.linking.plan import LinkPlan, probe_plan
+
+
+class Explaining(LinkedRequest):
+    """Links like a generation, and ends with an explanation where that would sample its first token."""
+
+    explains: ClassVar[bool] = True
+
+    def __init__(self, request: GenerationRequest, *, layers: int, cost: CostModel) -> None:
+        super().__init__(request, max_tokens=1)
+        self.explained: Future[Explanation] = Future()
+        self._layers = layers
+        self._cost = cost
+
+    def accept(self, logits: Tensor) -> None:
+        self.ended = True
+        self.explained.set_result(self._explain())
+
+    def cancel(self) -> None:
+        self.fail(EngineClosedError("The explanation was cancelled."))
+
+    def fail(self, error: KVLinkerError) -> None:
+        if not self.ended:
+            self.ended = True
+            self.explained.set_exception(error)
+
+    def _explain(self) -> Explanation:
+        assert self.plan is not None
+        assert self.sequence is not None
+        assert self._link is not None
+        plan, prompt, refinement = self.plan, self.plan.prompt, self.sequence.refinement
+        dropped = [] if refinement is None else refinement.dropped
+        shown = () if refinement is None else refinement.shown
+        masks = layer_masks(plan, self._layers, dropped)
+        recomputed = plan.recomputed_tokens if refinement is None else refinement.recomputed_tokens
+        probed = self._flops(probe_plan(prompt, plan.policy)) if plan.policy.probes else 0.0
+        return Explanation(
+            policy=plan.policy.name,
+            tokens=plan.length,
+            segments=linked_segments(prompt),
+            layers=layer_ranges(prompt, masks),
+            scores=(*plan.policy.explain(prompt, self._link.evidence), *shown),
+            cost=LinkCost(
+                cached_tokens=plan.cached_tokens + plan.recomputed_tokens - recomputed,
+                recomputed_tokens=recomputed,
+                fresh_tokens=plan.fresh_tokens,
+                flops=self._cost.flops(masks) + probed,
+                full_flops=self._cost.flops([np.ones(plan.length, dtype=np.bool_)] * self._layers),
+            ),
+        )
+
+    def _flops(self, plan: LinkPlan) -> float:
+        return self._cost.flops(layer_masks(plan, self._layers, []))

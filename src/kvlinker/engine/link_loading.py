@@ -1,0 +1,103 @@
+"""From a request to what the engine computes: its chunks' KV fetched, and the plan made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.chunk_scores import ChunkScores
+from kvlinker.chunks import Chunk, chunk_key
+from kvlinker.engine.base import GenerationRequest
+from kvlinker.engine.chunk_builder import ChunkBuilder
+from kvlinker.futures import gather
+from kvlinker.linking.library import Library
+from kvlinker.linking.plan import LinkPlan, make_plan, probe_plan
+from kvlinker.linking.policy import Policy
+from kvlinker.prompt.segments import Prompt
+from kvlinker.store import ChunkStore
+from kvlinker.store.chunk_kv import ChunkKV
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvidence:
+    """``Evidence`` from what was stored with the chunks, and from a probe."""
+
+    chunk_scores: tuple[ChunkScores | None, ...] | None = None
+    attention: NDArray[np.float32] | None = None
+
+    def scores(self, chunk: int) -> ChunkScores | None:
+        if self.chunk_scores is None:
+            raise RuntimeError("a policy that looks at chunks' scores must say that it uses them")
+        return self.chunk_scores[chunk]
+
+    def question_attention(self) -> NDArray[np.float32]:
+        if self.attention is None:
+            raise RuntimeError("a policy that looks at the question's attention must say that it probes")
+        return self.attention
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A plan with the KV of its placements. With a policy that probes, the plan of the first pass.
+
+    ``evidence``: what the policy may look at, but for the probe.
+    """
+
+    plan: LinkPlan
+    kvs: tuple[ChunkKV, ...]
+    evidence: PromptEvidence
+
+    def with_attention(self, attention: NDArray[np.float32]) -> Link:
+        """For the second pass, ``attention`` [layers, length] being what the first one showed."""
+        evidence = PromptEvidence(self.evidence.chunk_scores, attention)
+        return Link(make_plan(self.plan.prompt, self.plan.policy, evidence), self.kvs, evidence)
+
+
+class LinkLoader:
+    """Arranges, fetches and plans. Methods may be called from any thread."""
+
+    def __init__(
+        self, fingerprint: str, store: ChunkStore, builder: ChunkBuilder, library: Callable[[str], Library]
+    ) -> None:
+        """``library``: the variants of a tenant. ``builder`` computes what the store lost."""
+        self._fingerprint = fingerprint
+        self._store = store
+        self._builder = builder
+        self._library = library
+
+    def link(self, request: GenerationRequest) -> Future[Link]:
+        """Fetch what the request's policy needs; whatever is raised in between is the future's exception."""
+        policy, tenant = request.policy, request.tenant
+        prompt = policy.arrange(request.prompt, self._library(tenant))
+        if policy.uses_scores or policy.probes:
+            return gather(self._fetch(prompt.chunks, tenant), partial(_plan_with_scores, prompt, policy))
+        evidence = PromptEvidence()
+        plan = make_plan(prompt, policy, evidence)
+        chunks = [placement.chunk for placement in plan.placements]
+        return gather(self._fetch(chunks, tenant), lambda kvs: Link(plan, kvs, evidence))
+
+    def _fetch(self, chunks: Sequence[Chunk], tenant: str) -> list[Future[ChunkKV]]:
+        found = []
+        for chunk in chunks:
+            key = chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant)
+            kv = self._store.get(key)
+            if kv is None:
+                found.append(self._builder.build(key, chunk, urgent=True))
+            else:
+                at_hand: Future[ChunkKV] = Future()
+                at_hand.set_result(kv)
+                found.append(at_hand)
+        return found
+
+
+def _plan_with_scores(prompt: Prompt, policy: Policy, kvs: tuple[ChunkKV, ...]) -> Link:
+    """Plan once the KV of all chunks is at hand, and their scores with it."""
+    evidence = PromptEvidence(tuple(kv.scores for kv in kvs))
+    plan = probe_plan(prompt, policy) if policy.probes else make_plan(prompt, policy, evidence)
+    at = {span.start: kv for span, kv in zip(prompt.spans, kvs, strict=True)}
+    return Link(plan, tuple(at[placement.start] for placement in plan.placements), evidence)

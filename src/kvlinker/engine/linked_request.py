@@ -1,0 +1,66 @@
+"""What all requests for a linked prompt have in common, whatever they want of it."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvlinker.engine.base import GenerationRequest
+from kvlinker.engine.link_loading import Link
+from kvlinker.engine.observation import QuestionProbe
+from kvlinker.engine.sequence import Sequence
+from kvlinker.errors import KVLinkerError
+from kvlinker.linking.plan import LinkPlan
+
+
+class LinkedRequest(ABC):
+    """A request from its arrival to its end. The engine's thread calls all but init."""
+
+    explains: ClassVar[bool] = False
+    """What policies look at is kept."""
+
+    def __init__(self, request: GenerationRequest, *, max_tokens: int) -> None:
+        self.request = request
+        self.max_tokens = max_tokens
+        self.sequence: Sequence | None = None
+        self.plan: LinkPlan | None = None
+        self.cancelled = False
+        self.ended = False
+        self._link: Link | None = None
+        self._submitted = time.perf_counter()
+        self._loaded = self._submitted
+        self._started: float | None = None
+
+    def mark_loaded(self, link: Link, sequence: Sequence) -> None:
+        """All chunks' KV is at hand; from now on the request, as ``sequence``, waits for its first step."""
+        self.sequence = sequence
+        self._link = link
+        self.plan = link.plan
+        self._loaded = time.perf_counter()
+
+    def mark_started(self) -> None:
+        """A step with its tokens begins."""
+        if self._started is None:
+            self._started = time.perf_counter()
+
+    def plan_after(self, probe: QuestionProbe) -> LinkPlan:
+        """The first pass is done: what to compute in the second."""
+        assert self._link is not None
+        self._link = self._link.with_attention(probe.attention)
+        self.plan = self._link.plan
+        return self.plan
+
+    @abstractmethod
+    def accept(self, logits: Tensor) -> None:
+        """The last token's ``logits`` [vocabulary] are there."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """End without a result, as the caller wished."""
+
+    @abstractmethod
+    def fail(self, error: KVLinkerError) -> None:
+        """End without a result, by our fault."""

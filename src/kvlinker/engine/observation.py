@@ -1,0 +1,124 @@
+"""Looking on while attention is computed: the weights of a few queries at a time, never the whole matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlinker.chunk_scores import ChunkScores, ContextChunk, Contextualization
+from kvlinker.engine.attention import AttentionOptions, Queries, attention_weights
+from kvlinker.prompt.segments import ChunkSpan
+
+QUERIES_AT_ONCE = 64
+
+
+class Observer(Protocol):
+    """Sees every run of its request in every layer, after the run's keys are in the pool."""
+
+    def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
+        """``query`` [heads, run, key_dim] stands at positions from ``start`` on, ``key`` [kv_heads, start + run,
+        key_dim] at those from 0 on; both have their rotary embedding."""
+        ...
+
+
+class QuestionProbe:
+    """The last prompt token's attention on every token."""
+
+    def __init__(self, layers: int, length: int) -> None:
+        self.attention: NDArray[np.float32] = np.zeros((layers, length), dtype=np.float32)
+        """[layers, length], mean over heads."""
+
+    def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
+        if key.shape[1] == self.attention.shape[1]:
+            last = key.shape[1] - 1
+            for _, weights in _mean_weights(last, query[:, last - start :], key, options):
+                self.attention[layer] = weights[0].cpu().numpy()
+
+
+class ChunkWatch:
+    """The attention of the question, the tokens behind the last chunk, on every chunk, layer by layer."""
+
+    def __init__(self, spans: Sequence[ChunkSpan], length: int) -> None:
+        self._spans = tuple(spans)
+        self._question = min(max((span.end for span in spans), default=0), length - 1)
+        self._attention: list[NDArray[np.float32]] = []
+
+    @property
+    def attention(self) -> NDArray[np.float32]:
+        """[layers so far, chunks]; sum over the question's tokens, mean over heads."""
+        return np.array(self._attention, dtype=np.float32).reshape(-1, len(self._spans))
+
+    def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
+        if key.shape[1] <= self._question:
+            return
+        if layer == len(self._attention):
+            self._attention.append(np.zeros(len(self._spans), dtype=np.float32))
+        begin = max(self._question, start)
+        for _, weights in _mean_weights(begin, query[:, begin - start :], key, options):
+            received = weights.sum(0)
+            self._attention[layer] += [float(received[span.start : span.end].sum()) for span in self._spans]
+
+
+class ScoreCollector:
+    """Scores of the chunks in a sequence that is computed as a whole; see ``ChunkScores``."""
+
+    def __init__(self, layers: int, spans: Sequence[tuple[int, int]], contents: Sequence[str]) -> None:
+        """``spans``: positions [start, end) of the chunks, ascending; ``contents``: their names."""
+        self._layers = layers
+        self._spans = tuple(spans)
+        self._contents = tuple(contents)
+        sizes = [end - start for start, end in spans]
+        self._inter = [torch.zeros(index, size) for index, size in enumerate(sizes)]  # [earlier chunks, tokens]
+        self._received = [torch.zeros(size) for size in sizes]
+        self._intra = [0.0 for _ in sizes]
+
+    def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
+        end = start + query.shape[1]
+        for index, (first, last) in enumerate(self._spans):
+            begin, stop = max(start, first), min(end, last)
+            if begin < stop:
+                mine = query[:, begin - start : stop - start]
+                for position, weights in _mean_weights(begin, mine, key[:, :stop], options):
+                    self._note(index, position, weights.cpu())
+
+    def finish(self) -> list[ChunkScores]:
+        """The scores of every chunk, once all layers have seen all tokens."""
+        finished = []
+        for index, (first, last) in enumerate(self._spans):
+            inter = self._inter[index] / self._layers
+            context = tuple(
+                ContextChunk(content, end - begin, float(attention.sum()))
+                for content, (begin, end), attention in zip(self._contents, self._spans, inter, strict=False)
+            )
+            finished.append(
+                ChunkScores(
+                    Contextualization(last - first, self._intra[index] / self._layers, context),
+                    inter=inter.sum(0).numpy(),
+                    received=(self._received[index] / self._layers).numpy(),
+                )
+            )
+        return finished
+
+    def _note(self, index: int, position: int, weights: Tensor) -> None:
+        """``weights`` [queries, position + queries] of chunk ``index``'s tokens from ``position`` on."""
+        first, _ = self._spans[index]
+        tokens = slice(position - first, position - first + len(weights))
+        for earlier, (begin, end) in enumerate(self._spans[:index]):
+            self._inter[index][earlier, tokens] += weights[:, begin:end].sum(1)
+        own = weights[:, first:]
+        self._intra[index] += float(own.sum() - own.diagonal(position - first).sum())
+        self._received[index][: own.shape[1]] += own.sum(0)
+
+
+def _mean_weights(start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> Iterator[tuple[int, Tensor]]:
+    """Blocks of queries: the first one's position, and the weights, mean over heads, [queries, keys up to the last]."""
+    for begin in range(0, query.shape[1], QUERIES_AT_ONCE):
+        block = query[:, begin : begin + QUERIES_AT_ONCE]
+        first = start + begin
+        queries = Queries(torch.arange(first, first + block.shape[1], device=query.device))
+        yield first, attention_weights(queries, block, key[:, : queries.last + 1], options).mean(0)

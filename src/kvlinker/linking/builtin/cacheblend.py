@@ -1,0 +1,52 @@
+"""CacheBlend: the tokens whose KV deviates most from what was placed, chosen layer by layer."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.linking.evidence import Evidence, LayerEvidence
+from kvlinker.linking.parameters import choice, number, percentage
+from kvlinker.linking.policy import Policy
+from kvlinker.linking.registry import register
+from kvlinker.linking.selection import highest, share
+from kvlinker.prompt.segments import Prompt
+
+
+@register
+class CacheBlend(Policy):
+    """The r percent of the tokens with the highest KV deviation (CacheBlend, section 4.3). Layer 0 computes all; from
+    layer 1 on ever fewer stay (gradual filtering), r percent on average over these layers: r·(1 + d/100) in layer 1,
+    falling in equal steps to r·(1 - d/100) in the last. With ``onestep``, layer 1 decides for all layers."""
+
+    family = "cacheblend"
+    refines = True
+
+    percent: float = percentage()
+    schedule: str = choice("when tokens are dropped", "gradual", "onestep")
+    deviation: str = choice("what deviates", "kv", "k", "v")
+    spread: float = number("percent of r between the first and the average share", 0, 100, prefix="d", default=25)
+
+    def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
+        return prompt.inexact
+
+    def refine(self, evidence: LayerEvidence) -> NDArray[np.bool_] | None:
+        if evidence.layer == 0 or (evidence.layer > 1 and self.schedule == "onestep"):
+            return None
+        kept = share(self.kept_percent(evidence.layer, evidence.layers), evidence.selected)
+        return highest(self._deviation(evidence), kept, among=evidence.cached)
+
+    def kept_percent(self, layer: int, layers: int) -> float:
+        """Percent of the tokens that stay in ``layer`` (from 1 on) of ``layers``."""
+        if self.schedule == "onestep" or layers < 3:
+            return self.percent
+        most = min(self.percent * self.spread / 100, 100 - self.percent)  # above the average in layer 1
+        return self.percent + most * (1 - 2 * (layer - 1) / (layers - 2))
+
+    def _deviation(self, evidence: LayerEvidence) -> NDArray[np.float32]:
+        deviation = np.zeros(len(evidence.positions), dtype=np.float32)
+        if "k" in self.deviation:
+            deviation += evidence.key_deviation()
+        if "v" in self.deviation:
+            deviation += evidence.value_deviation()
+        return deviation

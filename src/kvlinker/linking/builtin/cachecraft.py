@@ -1,0 +1,96 @@
+"""Cache-Craft: of every chunk a share that its context demands, the tokens that looked at other chunks most."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.chunk_scores import Contextualization
+from kvlinker.linking.evidence import Evidence, LayerEvidence
+from kvlinker.linking.library import Library, Variant
+from kvlinker.linking.parameters import choice, number
+from kvlinker.linking.policy import Policy
+from kvlinker.linking.registry import register
+from kvlinker.linking.reuse import context_impact, fix_overhead, order_penalty, prefix_overlap, settled_focus
+from kvlinker.linking.score import Score
+from kvlinker.linking.selection import highest
+from kvlinker.prompt.segments import Prompt
+
+
+@register
+class CacheCraft(Policy):
+    """Of every chunk the CFO = α·CCI·(1 - β') share of its tokens that looked at earlier chunks most when its KV was
+    computed (Cache-Craft, section 3); of a chunk that was computed behind none, the first ones. The variant with the
+    lowest CFO is taken. With ``focus``, tokens of chunks that the question does not focus on are dropped once the
+    focus has been the same for w layers."""
+
+    family = "cachecraft"
+    uses_scores = True
+    uses_variants = True
+
+    alpha: float = number("alpha", 0, 1000, whole=False)
+    termination: str = choice("whether tokens of unfocused chunks are dropped", "no", "focus")
+    window: int = number("layers that the focus must last", 1, 1000, prefix="w", default=3)
+
+    @property
+    def refines(self) -> bool:  # type: ignore[override]
+        return self.termination == "focus"
+
+    @property
+    def watches(self) -> bool:  # type: ignore[override]
+        return self.refines
+
+    def arrange(self, prompt: Prompt, library: Library) -> Prompt:
+        chosen = []
+        for index, chunk in enumerate(prompt.chunks):
+            own = Variant(chunk, Contextualization(len(chunk), intra=0.0))
+            new = prompt.contents[:index]
+            stored = [own, *library.variants(chunk)]
+            chosen.append(min(stored, key=lambda variant: fix_overhead(variant.contextualization, new)).chunk)
+        return prompt.with_chunks(chosen)
+
+    def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
+        selected = np.zeros(len(prompt), dtype=np.bool_)
+        for index, span in enumerate(prompt.spans):
+            scores = evidence.scores(index)
+            looked = np.zeros(span.length) if scores is None else scores.inter
+            count = int(np.ceil(round(self._overhead(prompt, evidence, index) * span.length, 6)))
+            selected[span.start : span.end] = highest(looked, count)
+        return selected
+
+    def explain(self, prompt: Prompt, evidence: Evidence) -> tuple[Score, ...]:
+        known = [self._known(prompt, evidence, index) for index in range(len(prompt.spans))]
+        new = [prompt.contents[:index] for index in range(len(known))]
+        overheads = [self._overhead(prompt, evidence, index) for index in range(len(known))]
+        inter = [
+            Score("inter_attention", scores.inter, np.arange(span.start, span.end))
+            for index, span in enumerate(prompt.spans)
+            if (scores := evidence.scores(index)) is not None
+        ]
+        return (
+            Score("cci", np.array([context_impact(chunk) for chunk in known])),
+            Score("beta", np.array([prefix_overlap(*pair) for pair in zip(known, new, strict=True)])),
+            Score("gamma", np.array([order_penalty(*pair) for pair in zip(known, new, strict=True)])),
+            Score("cfo", np.array(overheads)),
+            *inter,
+        )
+
+    def _known(self, prompt: Prompt, evidence: Evidence, index: int) -> Contextualization:
+        scores = evidence.scores(index)
+        return Contextualization(len(prompt.chunks[index]), intra=0.0) if scores is None else scores.contextualization
+
+    def _overhead(self, prompt: Prompt, evidence: Evidence, index: int) -> float:
+        if prompt.spans[index].exact:
+            return 0.0
+        return fix_overhead(self._known(prompt, evidence, index), prompt.contents[:index], self.alpha)
+
+    def refine(self, evidence: LayerEvidence) -> NDArray[np.bool_] | None:
+        if not self.refines:
+            return None
+        settled = settled_focus(evidence.chunk_attention(), self.window)
+        if settled is None or settled[1] != evidence.layer:
+            return None
+        chunk_of = np.full(len(evidence.prompt), -1)
+        for index, span in enumerate(evidence.prompt.spans):
+            chunk_of[span.start : span.end] = index
+        return np.isin(chunk_of[evidence.positions], list(settled[0]))

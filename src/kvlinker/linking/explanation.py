@@ -1,0 +1,155 @@
+"""What a policy did to a prompt, and why: an immutable value that can be written as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.linking.plan import LinkPlan, ranges
+from kvlinker.linking.score import Score
+from kvlinker.prompt.segments import CachedSegment, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedSegment:
+    """A part of the prompt: fresh text, or a chunk with what is known of its KV.
+
+    ``exact``: its KV is what this very prompt makes of it. ``computed_behind``: how many tokens stood before it when
+    its KV was computed.
+    """
+
+    kind: Literal["fresh", "chunk"]
+    start: int
+    tokens: int
+    content: str | None = None
+    exact: bool | None = None
+    computed_behind: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRange:
+    """The ``recomputed`` ranges [begin, end) of cached tokens, the same in layers ``first`` to ``last``."""
+
+    first: int
+    last: int
+    recomputed: tuple[tuple[int, int], ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(end - begin for begin, end in self.recomputed)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """What linking costs. Token counts are averages over the layers; ``full_flops`` is a full prefill's."""
+
+    cached_tokens: int
+    recomputed_tokens: int
+    fresh_tokens: int
+    flops: float
+    full_flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How one prompt is linked under one policy."""
+
+    policy: str
+    tokens: int
+    segments: tuple[LinkedSegment, ...]
+    layers: tuple[LayerRange, ...]
+    scores: tuple[Score, ...]
+    cost: LinkCost
+
+    def to_json(self) -> dict[str, Any]:
+        cost = self.cost
+        return {
+            "object": "link.explanation",
+            "policy": self.policy,
+            "tokens": self.tokens,
+            "segments": [
+                {
+                    "type": segment.kind,
+                    "start": segment.start,
+                    "end": segment.start + segment.tokens,
+                    "tokens": segment.tokens,
+                }
+                | (
+                    {
+                        "content": segment.content,
+                        "exact": segment.exact,
+                        "computed_behind_tokens": segment.computed_behind,
+                    }
+                    if segment.kind == "chunk"
+                    else {}
+                )
+                for segment in self.segments
+            ],
+            "layers": [
+                {
+                    "first": layer.first,
+                    "last": layer.last,
+                    "recomputed_tokens": layer.tokens,
+                    "recomputed": [list(part) for part in layer.recomputed],
+                }
+                for layer in self.layers
+            ],
+            "scores": [score.to_json() for score in self.scores],
+            "cost": {
+                "cached_tokens": cost.cached_tokens,
+                "recomputed_tokens": cost.recomputed_tokens,
+                "fresh_tokens": cost.fresh_tokens,
+                "flops": cost.flops,
+                "full_flops": cost.full_flops,
+                "flops_ratio": cost.flops / cost.full_flops if cost.full_flops else 1.0,
+            },
+        }
+
+
+def linked_segments(prompt: Prompt) -> tuple[LinkedSegment, ...]:
+    """All segments with tokens, in order."""
+    found = []
+    start = 0
+    spans = iter(prompt.spans)
+    for segment in prompt.segments:
+        size = len(segment.tokens)
+        if isinstance(segment, CachedSegment):
+            chunk = segment.chunk
+            found.append(LinkedSegment("chunk", start, size, chunk.content, next(spans).exact, len(chunk.prefix)))
+        elif size:
+            found.append(LinkedSegment("fresh", start, size))
+        start += size
+    return tuple(found)
+
+
+def layer_masks(
+    plan: LinkPlan, layers: int, dropped: Sequence[tuple[int, NDArray[np.int64]]]
+) -> list[NDArray[np.bool_]]:
+    """The positions that each layer computes, [length] each; ``dropped``: (first layer without them, positions)."""
+    mask = np.zeros(plan.length, dtype=np.bool_)
+    for begin, end in plan.runs:
+        mask[begin:end] = True
+    masks = []
+    for layer in range(layers):
+        for first, positions in dropped:
+            if first == layer:
+                mask = mask.copy()
+                mask[positions] = False
+        masks.append(mask)
+    return masks
+
+
+def layer_ranges(prompt: Prompt, masks: Sequence[NDArray[np.bool_]]) -> tuple[LayerRange, ...]:
+    """The recomputed cached tokens, with neighbouring layers that are alike taken together."""
+    found: list[LayerRange] = []
+    for layer, mask in enumerate(masks):
+        recomputed = ranges(mask & prompt.cached)
+        if found and found[-1].recomputed == recomputed:
+            found[-1] = LayerRange(found[-1].first, layer, recomputed)
+        else:
+            found.append(LayerRange(layer, layer, recomputed))
+    return tuple(found)

@@ -1,0 +1,54 @@
+"""Several policies at once: a token is computed where any of them wants it."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.errors import PolicyError
+from kvlinker.linking.evidence import Evidence
+from kvlinker.linking.library import Library
+from kvlinker.linking.policy import Policy
+from kvlinker.linking.score import Score
+from kvlinker.prompt.segments import Prompt
+
+SIGN = "+"
+
+
+class Union(Policy):
+    """The union of what its parts select and keep; each part drops only what it selected itself."""
+
+    members: tuple[Policy, ...]
+
+    family = SIGN
+
+    def __post_init__(self) -> None:
+        if len(self.members) < 2 or len({member.positioned for member in self.members}) > 1:
+            raise PolicyError(
+                f"Policy {self.name!r}: only two or more policies that place keys alike can be joined.",
+                param="link.policy",
+            )
+        for flag in ("positioned", "uses_scores", "uses_variants", "probes", "refines", "watches"):
+            object.__setattr__(self, flag, any(getattr(member, flag) for member in self.members))
+
+    @property
+    def name(self) -> str:
+        return SIGN.join(member.name for member in self.members)
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        return self.members
+
+    def arrange(self, prompt: Prompt, library: Library) -> Prompt:
+        return reduce(lambda arranged, member: member.arrange(arranged, library), self.members, prompt)
+
+    def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
+        selected = np.zeros(len(prompt), dtype=np.bool_)
+        for member in self.members:
+            selected |= member.select(prompt, evidence)
+        return selected
+
+    def explain(self, prompt: Prompt, evidence: Evidence) -> tuple[Score, ...]:
+        return tuple(score for member in self.members for score in member.explain(prompt, evidence))
