@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,16 @@ class Contextualization:
     tokens: int
     intra: float
     context: tuple[ContextChunk, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises ValueError, KeyError or TypeError for what ``to_json`` did not write."""
+        fields = json.loads(text)
+        context = tuple(ContextChunk(**chunk) for chunk in fields["context"])
+        return cls(fields["tokens"], fields["intra"], context)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -49,7 +49,12 @@ class Chunk:
     @property
     def content(self) -> str:
         """SHA-256 (hex) of the token ids alone: the same for all variants of a chunk."""
-        return hashlib.sha256(np.asarray(self.tokens, dtype="<u4").tobytes()).hexdigest()
+        return content_of(np.asarray(self.tokens, dtype="<u4").tobytes())
+
+
+def content_of(tokens: bytes) -> str:
+    """SHA-256 (hex) of token ids as little-endian uint32."""
+    return hashlib.sha256(tokens).hexdigest()
 
 
 def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:

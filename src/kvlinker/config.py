@@ -53,6 +53,9 @@ class Settings(BaseSettings):
     chunk_scores: bool = Field(
         default=True, description="Collect chunks' attention scores, which cachecraft and h2o policies use."
     )
+    max_variants: int = Field(
+        default=64, ge=0, description="Variants of chunks that are kept for cachecraft and prefix policies; 0: none."
+    )
 
     max_model_len: int | None = Field(default=None, ge=8, description="Tokens; the model's own limit by default.")
     kv_slots: int | None = Field(default=None, ge=16, description="Tokens that the KV pool holds.")

@@ -30,6 +30,7 @@ from kvlinker.engine.base import (
 )
 from kvlinker.engine.embedded import EmbeddedEngine
 from kvlinker.engine.loading import LoadedModel, load_model
+from kvlinker.engine.variant_library import VariantLibrary
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
 from kvlinker.linking import parse_policy
@@ -100,7 +101,15 @@ class LLM:
             events=self.events,
         )
         self.catalog = Catalog(settings.state_dir / "catalog.sqlite")
-        self.engine: Engine = EmbeddedEngine(loaded, store=self.store, events=self.events, settings=settings)
+        self.engine: Engine = EmbeddedEngine(
+            loaded,
+            store=self.store,
+            events=self.events,
+            settings=settings,
+            variants=VariantLibrary(
+                self.catalog.variants, self.store, fingerprint=loaded.fingerprint, limit=settings.max_variants
+            ),
+        )
         self.builder = PromptBuilder(
             self.tokenizer,
             context=settings.generation_context,

@@ -15,7 +15,7 @@ from store_chunks import run_threads
 from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.errors import ContextCacheNotFoundError
 from kvlinker.store import Catalog, ContextCache, StoreError, new_context_cache_id
-from kvlinker.store.catalog import SCHEMA_VERSION
+from kvlinker.store.schema import SCHEMA_VERSION
 
 NOW = 1000.0
 

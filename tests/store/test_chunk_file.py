@@ -89,9 +89,9 @@ def test_another_chunks_file_is_refused(path: Path) -> None:
 
 
 def test_another_version_is_refused(path: Path) -> None:
-    with mock.patch.object(chunk_file, "FORMAT_VERSION", 2):
+    with mock.patch.object(chunk_file, "FORMAT_VERSION", 3):
         write(path, chunk_kv(1))
-    with pytest.raises(ChunkFileError, match="kvlinker-chunk 2, not kvlinker-chunk 1"):
+    with pytest.raises(ChunkFileError, match="kvlinker-chunk 3, not kvlinker-chunk 2"):
         read_chunk_file(path, KEY)
 
 

@@ -33,6 +33,8 @@ from kvlinker.engine.runner import Runner
 from kvlinker.engine.scheduler import Scheduler, Step
 from kvlinker.engine.sequence import Sequence
 from kvlinker.engine.sizing import default_slots
+from kvlinker.engine.variant_builder import VariantBuilder
+from kvlinker.engine.variant_library import VariantLibrary
 from kvlinker.errors import (
     ContextLengthError,
     EngineClosedError,
@@ -42,8 +44,9 @@ from kvlinker.errors import (
 )
 from kvlinker.events import Events
 from kvlinker.futures import gather
-from kvlinker.linking import LinkPlan, NoVariants
+from kvlinker.linking import LinkPlan
 from kvlinker.linking.explanation import Explanation
+from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore
 
 logger = logging.getLogger(__name__)
@@ -56,7 +59,15 @@ PREFETCHED = 8
 class EmbeddedEngine:
     """``Engine`` over one model in this process. See ``kvlinker.engine.base`` for the contract."""
 
-    def __init__(self, loaded: LoadedModel, *, store: ChunkStore, events: Events, settings: Settings) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        store: ChunkStore,
+        events: Events,
+        settings: Settings,
+        variants: VariantLibrary | None = None,
+    ) -> None:
         self.fingerprint = loaded.fingerprint
         self._loaded = loaded
         self._store = store
@@ -85,7 +96,8 @@ class EmbeddedEngine:
             with_scores=settings.chunk_scores,
             command=self._command,
         )
-        self._links = LinkLoader(loaded.fingerprint, store, self._chunks, lambda tenant: NoVariants())
+        self._links = LinkLoader(loaded.fingerprint, store, self._chunks, variants)
+        self._variants = None if variants is None else VariantBuilder(loaded, variants, longest=self.max_model_len)
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
         self._thread = threading.Thread(target=self._loop, name="kvlinker-engine", daemon=True)
         self._thread.start()
@@ -216,6 +228,15 @@ class EmbeddedEngine:
             error = KVLinkerError("The request's chunks could not be loaded; see the server's log.")
         generation.fail(error)
 
+    def _offer_variants(self, generation: LinkedRequest, prompt: Prompt) -> None:
+        """Runs in a loader: what this request missed may be there for the next one."""
+        request = generation.request
+        if self._variants is None or not request.policy.uses_variants or generation.explains:
+            return
+        if self._variants.offer(prompt, request.tenant):
+            with self._wake:
+                self._wake.notify_all()
+
     def _queue(self, generation: LinkedRequest, link: Link) -> None:
         """All chunks' KV is there: hand the request to the engine's thread. What is raised here fails the request."""
         plan = link.plan
@@ -229,6 +250,7 @@ class EmbeddedEngine:
             refine=self._refinement_of(plan, explains=generation.explains),
         )
         self._command(partial(self._enter, generation, link, sequence))
+        self._loaders.submit(self._offer_variants, generation, plan.prompt)
 
     def _refinement_of(self, plan: LinkPlan, *, explains: bool) -> Callable[[], Refinement] | None:
         if not plan.policy.refines:
@@ -280,16 +302,24 @@ class EmbeddedEngine:
         """Run the commands that came, and a step if there is one; False when the engine closes."""
         with self._wake:
             self._wake.notify_all()  # loaders wait until the queue is short enough
-            while not (self._commands or self._closing) and self._scheduler.idle:
+            while not (self._commands or self._closing or self._variants_wait) and self._scheduler.idle:
                 self._wake.wait()
             if self._closing:
                 return False
         while (command := self._next_command()) is not None:
             command()
+        if self._scheduler.idle and self._variants is not None:
+            sequence = self._variants.start()
+            if sequence is not None:
+                self._scheduler.add(sequence)
         step = self._scheduler.schedule()
         if step is not None:
             self._run(step)
         return True
+
+    @property
+    def _variants_wait(self) -> bool:
+        return self._variants is not None and self._variants.waiting
 
     def _next_command(self) -> Callable[[], None] | None:
         with self._wake:
@@ -311,13 +341,20 @@ class EmbeddedEngine:
         rows = iter(logits)
         for sequence in computed:
             if sequence.capture is not None:
-                self._chunks.finish(sequence)
+                self._finish_capture(sequence)
             elif sequence.probe is not None:
                 self._relink(sequence, sequence.probe)
             else:
                 row = next(rows)
                 if sequence in self._generations:
                     self._advance(sequence, row)
+
+    def _finish_capture(self, sequence: Sequence) -> None:
+        if self._variants is not None and sequence in self._variants.under_way:
+            self._scheduler.remove(sequence)
+            self._loaders.submit(self._variants.finish(sequence))
+        else:
+            self._chunks.finish(sequence)
 
     def _relink(self, sequence: Sequence, probe: QuestionProbe) -> None:
         generation = self._generations[sequence]
@@ -355,6 +392,9 @@ class EmbeddedEngine:
             generation = self._generations[sequence]
             self._drop(sequence)
             generation.fail(error)
+        elif self._variants is not None and sequence in self._variants.under_way:
+            self._scheduler.remove(sequence)
+            self._variants.drop(sequence)
         else:
             self._chunks.fail(sequence, error)
 
@@ -364,7 +404,8 @@ class EmbeddedEngine:
                 command()
             except Exception:
                 logger.exception("A command failed while the engine closes.")
-        for sequence in [*self._generations, *self._chunks.under_way]:
+        variants = () if self._variants is None else self._variants.under_way
+        for sequence in [*self._generations, *self._chunks.under_way, *variants]:
             self._give_up(sequence, error)
 
 

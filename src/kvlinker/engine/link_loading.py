@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +14,9 @@ from kvlinker.chunk_scores import ChunkScores
 from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.engine.base import GenerationRequest
 from kvlinker.engine.chunk_builder import ChunkBuilder
+from kvlinker.engine.variant_library import VariantLibrary
 from kvlinker.futures import gather
-from kvlinker.linking.library import Library
+from kvlinker.linking.library import NoVariants
 from kvlinker.linking.plan import LinkPlan, make_plan, probe_plan
 from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt
@@ -62,24 +63,32 @@ class LinkLoader:
     """Arranges, fetches and plans. Methods may be called from any thread."""
 
     def __init__(
-        self, fingerprint: str, store: ChunkStore, builder: ChunkBuilder, library: Callable[[str], Library]
+        self, fingerprint: str, store: ChunkStore, builder: ChunkBuilder, variants: VariantLibrary | None
     ) -> None:
-        """``library``: the variants of a tenant. ``builder`` computes what the store lost."""
+        """``builder`` computes what the store lost."""
         self._fingerprint = fingerprint
         self._store = store
         self._builder = builder
-        self._library = library
+        self._variants = variants
 
     def link(self, request: GenerationRequest) -> Future[Link]:
         """Fetch what the request's policy needs; whatever is raised in between is the future's exception."""
         policy, tenant = request.policy, request.tenant
-        prompt = policy.arrange(request.prompt, self._library(tenant))
+        prompt = self._arranged(request)
         if policy.uses_scores or policy.probes:
             return gather(self._fetch(prompt.chunks, tenant), partial(_plan_with_scores, prompt, policy))
         evidence = PromptEvidence()
         plan = make_plan(prompt, policy, evidence)
         chunks = [placement.chunk for placement in plan.placements]
         return gather(self._fetch(chunks, tenant), lambda kvs: Link(plan, kvs, evidence))
+
+    def _arranged(self, request: GenerationRequest) -> Prompt:
+        if self._variants is None or not request.policy.uses_variants:
+            return request.policy.arrange(request.prompt, NoVariants())
+        library = self._variants.of(request.tenant)
+        arranged = request.policy.arrange(request.prompt, library)
+        library.note_use(arranged)
+        return arranged
 
     def _fetch(self, chunks: Sequence[Chunk], tenant: str) -> list[Future[ChunkKV]]:
         found = []

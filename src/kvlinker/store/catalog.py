@@ -7,51 +7,21 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from kvlinker.chunks import Chunk
 from kvlinker.errors import ContextCacheNotFoundError
 from kvlinker.store.context_cache import ContextCache
-from kvlinker.store.errors import StoreError
+from kvlinker.store.database import Database
+from kvlinker.store.token_blobs import pack_tokens, unpack_tokens
+from kvlinker.store.variants import VariantIndex, release_variants
 
-SCHEMA_VERSION = 1
-
-_SCHEMA = (
-    """CREATE TABLE chunks (
-        key TEXT PRIMARY KEY,
-        fingerprint TEXT NOT NULL,
-        tenant TEXT NOT NULL,
-        tokens BLOB NOT NULL,  -- little-endian uint32, as prefix
-        prefix BLOB NOT NULL,
-        created_at REAL NOT NULL
-    )""",
-    """CREATE TABLE context_caches (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,  -- the order of creation within one created_at
-        id TEXT NOT NULL UNIQUE,
-        tenant TEXT NOT NULL,
-        model TEXT NOT NULL,
-        name TEXT,
-        metadata TEXT NOT NULL,  -- a JSON object of strings
-        created_at REAL NOT NULL,
-        expires_at REAL,
-        chunk_key TEXT NOT NULL REFERENCES chunks (key)
-    )""",
-    "CREATE INDEX context_caches_by_tenant ON context_caches (tenant, created_at, number)",
-    "CREATE INDEX context_caches_by_chunk ON context_caches (chunk_key)",
-    "CREATE INDEX context_caches_by_expiry ON context_caches (expires_at) WHERE expires_at IS NOT NULL",
-)
 _SELECT = """SELECT c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.chunk_key,
     k.fingerprint, k.tokens, k.prefix FROM context_caches c JOIN chunks k ON k.key = c.chunk_key"""
 _LIVE = "(c.expires_at IS NULL OR c.expires_at > :now)"
-_BUSY_SECONDS = 10.0
 _IDS_PER_QUERY = 500
 
 
@@ -81,31 +51,25 @@ class Catalog:
 
     def __init__(self, path: Path) -> None:
         """Open or create the file. Raises StoreError where it is damaged, foreign or from a newer kvlinker."""
-        self._path = path
-        self._lock = threading.Lock()
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.touch(mode=0o600)
-            self._connection = sqlite3.connect(
-                path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-            )
-        except (OSError, sqlite3.Error) as error:
-            raise StoreError(
-                f"The catalog {path} cannot be opened: {error}. Choose another state directory."
-            ) from error
-        try:
-            self._open()
-        except BaseException:
-            self._connection.close()
-            raise
+        self._database = Database(path)
+        self.variants = VariantIndex(self._database)
 
     def add(self, records: Sequence[ContextCache]) -> None:
         """Record context caches and the chunks they hold: all of them or, on an error, none."""
-        with self._transaction() as connection:
+        with self._database.transaction() as connection:
             connection.executemany(
-                "INSERT OR IGNORE INTO chunks VALUES (?, ?, ?, ?, ?, ?)",
+                "INSERT OR IGNORE INTO chunks (key, fingerprint, tenant, tokens, prefix, created_at, content)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
                 [
-                    (r.chunk_key, r.fingerprint, r.tenant, _pack(r.chunk.tokens), _pack(r.chunk.prefix), r.created_at)
+                    (
+                        r.chunk_key,
+                        r.fingerprint,
+                        r.tenant,
+                        pack_tokens(r.chunk.tokens),
+                        pack_tokens(r.chunk.prefix),
+                        r.created_at,
+                        r.chunk.content,
+                    )
                     for r in records
                 ],
             )
@@ -129,7 +93,7 @@ class Catalog:
             batch = wanted[start : start + _IDS_PER_QUERY]
             ids = {f"id{index}": cache_id for index, cache_id in enumerate(batch)}
             places = ", ".join(f":{name}" for name in ids)
-            rows = self._query(
+            rows = self._database.query(
                 # "+" keeps SQLite from walking all of the tenant's rows by their index
                 f"{_SELECT} WHERE c.id IN ({places}) AND +c.tenant = :tenant AND {_LIVE}",
                 {**ids, "tenant": tenant, "now": now},
@@ -155,7 +119,7 @@ class Catalog:
         values = {"tenant": tenant, "now": now, "limit": limit + 1}
         condition = ""
         if after is not None:
-            cursor = self._query(
+            cursor = self._database.query(
                 "SELECT c.created_at, c.number FROM context_caches c"
                 f" WHERE c.id = :id AND c.tenant = :tenant AND {_LIVE}",
                 {"id": after, "tenant": tenant, "now": now},
@@ -164,7 +128,7 @@ class Catalog:
                 raise ContextCacheNotFoundError(after)
             values["created_at"], values["number"] = cursor[0]
             condition = f"AND (c.created_at, c.number) {follows} (:created_at, :number)"
-        rows = self._query(
+        rows = self._database.query(
             f"{_SELECT} WHERE c.tenant = :tenant AND {_LIVE} {condition}"
             f" ORDER BY c.created_at {direction}, c.number {direction} LIMIT :limit",
             values,
@@ -188,7 +152,7 @@ class Catalog:
             "metadata": metadata if metadata is UNCHANGED else _json(metadata),
         }
         changes = {column: value for column, value in changes.items() if value is not UNCHANGED}
-        with self._transaction() as connection:
+        with self._database.transaction() as connection:
             row = connection.execute(
                 f"{_SELECT} WHERE c.id = :id AND c.tenant = :tenant AND {_LIVE}",
                 {"id": cache_id, "tenant": tenant, "now": now},
@@ -204,7 +168,7 @@ class Catalog:
 
         The caller deletes their KV from the store. Raises ContextCacheNotFoundError.
         """
-        with self._transaction() as connection:
+        with self._database.transaction() as connection:
             removed = connection.execute(
                 f"DELETE FROM context_caches AS c WHERE c.id = :id AND c.tenant = :tenant AND {_LIVE}"
                 " RETURNING chunk_key",
@@ -216,7 +180,7 @@ class Catalog:
 
     def expire(self, now: float) -> tuple[str, ...]:
         """Remove all expired context caches of all tenants; returns released chunk keys as ``delete`` does."""
-        with self._transaction() as connection:
+        with self._database.transaction() as connection:
             removed = connection.execute(
                 "DELETE FROM context_caches WHERE expires_at <= ? RETURNING chunk_key", (now,)
             ).fetchall()
@@ -224,101 +188,35 @@ class Catalog:
 
     def tenants(self) -> tuple[str, ...]:
         """All tenants that have context caches, expired ones that remain included, sorted by name."""
-        rows = self._query("SELECT DISTINCT tenant FROM context_caches ORDER BY tenant", {})
+        rows = self._database.query("SELECT DISTINCT tenant FROM context_caches ORDER BY tenant", {})
         return tuple(tenant for (tenant,) in rows)
 
     def chunk_keys(self) -> dict[str, str]:
-        """The model fingerprint of every chunk that some context cache holds, by chunk key."""
-        return dict(self._query("SELECT key, fingerprint FROM chunks", {}))
+        """The model fingerprint of every chunk that some context cache holds, and of its variants, by chunk key."""
+        return dict(
+            self._database.query("SELECT key, fingerprint FROM chunks UNION SELECT key, fingerprint FROM variants", {})
+        )
 
     def close(self) -> None:
         """Idempotent; no other method may be called afterwards."""
-        with self._lock:
-            self._connection.close()
-
-    def _open(self) -> None:
-        with self._errors():
-            self._check_version()
-            self._use_write_ahead_log()
-            self._connection.execute("PRAGMA synchronous = FULL")
-            self._connection.execute("PRAGMA foreign_keys = ON")
-            faults = self._connection.execute("PRAGMA quick_check(1)").fetchall()
-            if faults != [("ok",)]:
-                raise sqlite3.DatabaseError(faults[0][0])
-        with self._transaction() as connection:
-            if self._check_version() == 0:
-                for statement in _SCHEMA:
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-    def _use_write_ahead_log(self) -> None:
-        """Switching to it is the one thing for which SQLite does not wait until others are done."""
-        deadline = time.monotonic() + _BUSY_SECONDS
-        while True:
-            try:
-                self._connection.execute("PRAGMA journal_mode = WAL")
-                return
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.005)
-
-    def _check_version(self) -> int:
-        """The file's schema version, 0 for an empty file. Raises StoreError where this build cannot use it."""
-        # one statement sees one state of the file, even while another process creates the tables
-        version, tables = self._connection.execute(
-            "SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version"
-        ).fetchone()
-        if version > SCHEMA_VERSION:
-            raise StoreError(
-                f"The catalog {self._path} was written by a newer kvlinker (schema {version}, this one knows up to "
-                f"{SCHEMA_VERSION}). Upgrade kvlinker, or choose another state directory."
-            )
-        if version == 0 and tables:
-            raise StoreError(f"{self._path} is another program's database. Choose another state directory.")
-        return int(version)
-
-    def _query(self, statement: str, values: dict[str, Any]) -> Sequence[Any]:
-        with self._lock, self._errors():
-            return self._connection.execute(statement, values).fetchall()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Everything in the block happens, or nothing does."""
-        with self._lock, self._errors():
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._connection
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """SQLite's errors become StoreErrors that name the file and the way out."""
-        try:
-            yield
-        except sqlite3.Error as error:
-            if isinstance(error, (sqlite3.OperationalError, sqlite3.IntegrityError, sqlite3.ProgrammingError)):
-                raise StoreError(f"The catalog {self._path} failed: {error}.") from error
-            raise StoreError(
-                f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and -shm files) and start "
-                "again: a new one is made, and the context caches of the old one have to be created again."
-            ) from error
+        self._database.close()
 
 
 def _release(connection: sqlite3.Connection, chunk_keys: Iterable[str]) -> tuple[str, ...]:
-    """Remove those of the chunks that no context cache holds; returns their keys."""
+    """Remove those of the chunks that no context cache holds, with the variants of what is left of no chunk; returns
+    the keys of both."""
     released = []
     for key in chunk_keys:
-        released += connection.execute(
+        removed = connection.execute(
             "DELETE FROM chunks WHERE key = :key"
-            " AND NOT EXISTS (SELECT 1 FROM context_caches WHERE chunk_key = :key) RETURNING key",
+            " AND NOT EXISTS (SELECT 1 FROM context_caches WHERE chunk_key = :key)"
+            " RETURNING key, fingerprint, tenant, content",
             {"key": key},
         ).fetchall()
-    return tuple(key for (key,) in released)
+        for gone, *owner in removed:
+            released.append(gone)
+            released += release_variants(connection, *owner)
+    return tuple(released)
 
 
 def _context_cache(row: Any) -> ContextCache:
@@ -329,7 +227,7 @@ def _context_cache(row: Any) -> ContextCache:
         tenant=tenant,
         model=model,
         fingerprint=fingerprint,
-        chunk=Chunk(tokens=_unpack(tokens), prefix=_unpack(prefix)),
+        chunk=Chunk(tokens=unpack_tokens(tokens), prefix=unpack_tokens(prefix)),
         chunk_key=chunk_key,
         created_at=created_at,
         expires_at=expires_at,
@@ -340,11 +238,3 @@ def _context_cache(row: Any) -> ContextCache:
 
 def _json(metadata: Mapping[str, str]) -> str:
     return json.dumps(dict(metadata))
-
-
-def _pack(token_ids: Sequence[int]) -> bytes:
-    return np.asarray(token_ids, dtype="<u4").tobytes()
-
-
-def _unpack(blob: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(blob, dtype="<u4").tolist())

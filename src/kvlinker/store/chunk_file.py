@@ -1,7 +1,8 @@
 """The file format of one chunk's KV, as the disk tier writes and reads it: safetensors, layer by layer.
 
 Tensors are named ``layer.00.key``, ``layer.00.value``, ``layer.01.key`` … and lie in that order, so that a reader can
-take one layer after another. The metadata holds the format version, the chunk key, the xxh3_128 checksum of every
+take one layer after another; before them, where the chunk has scores, ``scores.inter`` and ``scores.received``. The
+metadata holds the format version, the chunk key, the rest of the scores as JSON, the xxh3_128 checksum of every
 tensor's bytes, and one over everything else in the header. The checksums find damage, not forgery: whoever may write
 the files may also write matching checksums. Nothing in a file is ever unpickled.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,13 +27,16 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from kvlinker.chunk_scores import ChunkScores, Contextualization
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 
 FORMAT = "kvlinker-chunk"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _METADATA = "__metadata__"
 _CHECKSUM = "xxh3_128"
+_SCORES = "scores"
+_SCORE_NAMES = ["scores.inter", "scores.received"]
 _LENGTH_BYTES = 8
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -47,7 +52,7 @@ class _Entry:
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     start: int
     end: int
     checksum: str
@@ -57,9 +62,12 @@ def encode_header(key: str, kv: ChunkKV) -> bytes:
     """All bytes that stand before the tensors. Raises ValueError for KV that the format does not have."""
     metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "key": key}
     header: dict[str, Any] = {_METADATA: metadata}
+    if kv.scores is not None:
+        metadata[_SCORES] = kv.scores.contextualization.to_json()
     offset = 0
     for name, tensor in _named_tensors(kv):
-        if tensor.dtype not in _DTYPE_NAMES or tensor.dtype != kv.layers[0].key.dtype:
+        expected = torch.float32 if name in _SCORE_NAMES else kv.layers[0].key.dtype
+        if tensor.dtype not in _DTYPE_NAMES or tensor.dtype != expected:
             raise ValueError(f"{name} is {tensor.dtype}; a chunk file holds one dtype out of {list(_DTYPE_NAMES)}.")
         if not tensor.numel():
             raise ValueError(f"{name} is empty; a chunk has at least one token.")
@@ -90,21 +98,28 @@ def read_chunk_file(path: Path, key: str) -> ChunkKV:
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        entries = _read_header(file, size, key)
+        entries, contextualization = _read_header(file, size, key)
         # NumPy asks for huge pages, which makes fresh memory less than half as expensive as torch.empty's.
         data: NDArray[np.uint8] = np.empty(entries[-1].end, dtype=np.uint8)
         tensors = [_read_tensor(file, data, entry) for entry in entries]
-    return ChunkKV(tuple(LayerKV(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)))
+    scores = None
+    if contextualization is not None:
+        inter, received, *tensors = tensors
+        scores = ChunkScores(contextualization, inter.numpy(), received.numpy())
+    return ChunkKV(tuple(LayerKV(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)), scores)
 
 
 def _named_tensors(kv: ChunkKV) -> Iterator[tuple[str, torch.Tensor]]:
-    names = iter(_names(len(kv.layers)))
+    if kv.scores is not None:
+        arrays = (kv.scores.inter, kv.scores.received)
+        yield from zip(_SCORE_NAMES, map(torch.from_numpy, arrays), strict=True)
+    names = iter(_layer_names(len(kv.layers)))
     for layer in kv.layers:
         yield next(names), layer.key
         yield next(names), layer.value
 
 
-def _names(layers: int) -> list[str]:
+def _layer_names(layers: int) -> list[str]:
     width = max(2, len(str(layers - 1)))
     return [f"layer.{index:0{width}d}.{part}" for index in range(layers) for part in ("key", "value")]
 
@@ -117,22 +132,22 @@ def _dump(header: dict[str, Any]) -> bytes:
     return json.dumps(header, separators=(",", ":")).encode()
 
 
-def _read_header(file: io.BufferedReader, size: int, key: str) -> list[_Entry]:
+def _read_header(file: io.BufferedReader, size: int, key: str) -> tuple[list[_Entry], Contextualization | None]:
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if length > size - _LENGTH_BYTES:
         raise ChunkFileError("truncated, or not a safetensors file")
     text = file.read(length)
     try:
-        entries = _parse_header(json.loads(text), key)
+        entries, contextualization = _parse_header(json.loads(text), key)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ChunkFileError(f"its header is not a chunk file's ({type(error).__name__}: {error})") from error
     expected = _LENGTH_BYTES + length + entries[-1].end
     if size != expected:
         raise ChunkFileError(f"it has {size} bytes instead of {expected}")
-    return entries
+    return entries, contextualization
 
 
-def _parse_header(header: dict[str, Any], key: str) -> list[_Entry]:
+def _parse_header(header: dict[str, Any], key: str) -> tuple[list[_Entry], Contextualization | None]:
     metadata = header[_METADATA]
     if (metadata["format"], metadata["version"]) != (FORMAT, str(FORMAT_VERSION)):
         raise ChunkFileError(
@@ -147,31 +162,39 @@ def _parse_header(header: dict[str, Any], key: str) -> list[_Entry]:
     entries = []
     for name, fields in header.items():
         start, end = fields["data_offsets"]
-        kv_heads, tokens, head_dim = fields["shape"]
-        shape = (kv_heads, tokens, head_dim)
+        shape = tuple(fields["shape"])
         entries.append(_Entry(name, _DTYPES[fields["dtype"]], shape, start, end, metadata[f"{_CHECKSUM}.{name}"]))
-    _check_layout(entries)
-    return entries
+    contextualization = Contextualization.from_json(metadata[_SCORES]) if _SCORES in metadata else None
+    _check_layout(entries, with_scores=contextualization is not None)
+    return entries, contextualization
 
 
-def _check_layout(entries: list[_Entry]) -> None:
+def _check_layout(entries: list[_Entry], *, with_scores: bool) -> None:
     """Raises ValueError unless the tensors are all layers' keys and values of one chunk, end to end."""
-    if not entries or [entry.name for entry in entries] != _names(len(entries) // 2):
+    scores = entries[: len(_SCORE_NAMES)] if with_scores else []
+    layers = entries[len(scores) :]
+    if [entry.name for entry in scores] != (_SCORE_NAMES if with_scores else []):
+        raise ValueError("the scores are not where they belong")
+    if not layers or [entry.name for entry in layers] != _layer_names(len(layers) // 2):
         raise ValueError("the tensors are not layers in order")
-    if len({(entry.dtype, entry.shape[1]) for entry in entries}) != 1:
+    if any(len(entry.shape) != 3 for entry in layers):
+        raise ValueError("a layer's tensor does not have three dimensions")
+    tokens = layers[0].shape[1]
+    if len({(entry.dtype, entry.shape[1]) for entry in layers}) != 1:
         raise ValueError("layers differ in dtype or number of tokens")
+    if any(entry.dtype != torch.float32 or entry.shape != (tokens,) for entry in scores):
+        raise ValueError("the scores are not one per token")
     offset = 0
     for entry in entries:
-        kv_heads, tokens, head_dim = entry.shape
         if any(type(size) is not int or size < 1 for size in entry.shape) or entry.start != offset:
             raise ValueError(f"{entry.name} has an impossible shape or offset")
-        offset += kv_heads * tokens * head_dim * entry.dtype.itemsize
+        offset += math.prod(entry.shape) * entry.dtype.itemsize
         if entry.end != offset:
             raise ValueError(f"{entry.name} has a size that is not its shape's")
 
 
 def _read_tensor(file: io.BufferedReader, data: NDArray[np.uint8], entry: _Entry) -> torch.Tensor:
-    """Read into ``data[start:end]``; returns a view of it, [kv_heads, tokens, head_dim]."""
+    """Read into ``data[start:end]``; returns a view of it, in the entry's shape."""
     part = data[entry.start : entry.end]
     if file.readinto(part.data) != len(part):
         raise ChunkFileError(f"truncated within {entry.name}")

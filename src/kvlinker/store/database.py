@@ -1,0 +1,115 @@
+"""One SQLite file that several processes may use: schema, transactions, and errors that say what to do."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvlinker.store.errors import StoreError
+from kvlinker.store.schema import SCHEMA_VERSION, upgrade
+
+_BUSY_SECONDS = 10.0
+
+
+class Database:
+    """The catalog's file. Methods may be called from any thread; all raise StoreError when SQLite fails."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file. Raises StoreError where it is damaged, foreign or from a newer kvlinker."""
+        self._path = path
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            self._connection = sqlite3.connect(
+                path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(
+                f"The catalog {path} cannot be opened: {error}. Choose another state directory."
+            ) from error
+        try:
+            self._open()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def query(self, statement: str, values: dict[str, Any]) -> Sequence[Any]:
+        """All rows of a SELECT."""
+        with self._lock, self._errors():
+            return self._connection.execute(statement, values).fetchall()
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Everything in the block happens, or nothing does."""
+        with self._lock, self._errors():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def close(self) -> None:
+        """Idempotent; no other method may be called afterwards."""
+        with self._lock:
+            self._connection.close()
+
+    def _open(self) -> None:
+        with self._errors():
+            self._check_version()
+            self._use_write_ahead_log()
+            self._connection.execute("PRAGMA synchronous = FULL")
+            self._connection.execute("PRAGMA foreign_keys = ON")
+            faults = self._connection.execute("PRAGMA quick_check(1)").fetchall()
+            if faults != [("ok",)]:
+                raise sqlite3.DatabaseError(faults[0][0])
+        with self.transaction() as connection:
+            upgrade(connection, self._check_version())
+
+    def _use_write_ahead_log(self) -> None:
+        """Switching to it is the one thing for which SQLite does not wait until others are done."""
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.005)
+
+    def _check_version(self) -> int:
+        """The file's schema version, 0 for an empty file. Raises StoreError where this build cannot use it."""
+        # one statement sees one state of the file, even while another process creates the tables
+        version, tables = self._connection.execute(
+            "SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version"
+        ).fetchone()
+        if version > SCHEMA_VERSION:
+            raise StoreError(
+                f"The catalog {self._path} was written by a newer kvlinker (schema {version}, this one knows up to "
+                f"{SCHEMA_VERSION}). Upgrade kvlinker, or choose another state directory."
+            )
+        if version == 0 and tables:
+            raise StoreError(f"{self._path} is another program's database. Choose another state directory.")
+        return int(version)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """SQLite's errors become StoreErrors that name the file and the way out."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            if isinstance(error, (sqlite3.OperationalError, sqlite3.IntegrityError, sqlite3.ProgrammingError)):
+                raise StoreError(f"The catalog {self._path} failed: {error}.") from error
+            raise StoreError(
+                f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and -shm files) and start "
+                "again: a new one is made, and the context caches of the old one have to be created again."
+            ) from error

@@ -1,0 +1,126 @@
+"""Which variants of a chunk are stored, how they depend on their context, and how much they are reused."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from kvlinker.chunk_scores import Contextualization
+from kvlinker.store.database import Database
+from kvlinker.store.token_blobs import pack_tokens, unpack_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVariant:
+    """``key``: of its KV in the store. ``prefix``: the token ids that it was computed behind."""
+
+    key: str
+    prefix: tuple[int, ...]
+    contextualization: Contextualization
+
+
+@dataclass(frozen=True, slots=True)
+class VariantOwner:
+    """What variants belong to: one tenant's chunk under one model."""
+
+    fingerprint: str
+    tenant: str
+    content: str
+
+
+class VariantIndex:
+    """Variants by owner, in the catalog's file. All methods may be called from any thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+        self._uses: defaultdict[str, float] = defaultdict(float)  # not yet written
+
+    def find(self, owner: VariantOwner) -> tuple[StoredVariant, ...]:
+        """All variants, the most reused first."""
+        rows = self._database.query(
+            "SELECT key, prefix, contextualization FROM variants WHERE fingerprint = :fingerprint"
+            " AND tenant = :tenant AND content = :content ORDER BY reuse DESC, key",
+            asdict(owner),
+        )
+        return tuple(
+            StoredVariant(key, unpack_tokens(prefix), Contextualization.from_json(text)) for key, prefix, text in rows
+        )
+
+    def add(self, variants: Sequence[tuple[VariantOwner, StoredVariant]], *, limit: int) -> tuple[str, ...]:
+        """Record variants whose chunks a context cache holds; returns the keys that had to go, or may not stay.
+
+        Of more than ``limit`` variants in all, those with the lowest f_r make room for the new ones.
+        """
+        with self._lock:
+            uses, self._uses = self._uses, defaultdict(float)
+        gone = []
+        with self._database.transaction() as connection:
+            _write_uses(connection, uses)
+            known = [variant for _, variant in variants if _exists(connection, variant.key)]
+            gone += _evict(connection, keep=max(0, limit - (len(variants) - len(known))))
+            for owner, variant in variants:
+                if not _insert(connection, owner, variant):
+                    gone.append(variant.key)
+            gone += _evict(connection, keep=limit)
+        return tuple(gone)
+
+    def note_use(self, key: str, overhead: float) -> None:
+        """f_r += 1 / CFO (Cache-Craft, section 3.3); ``overhead`` is above 0. Written with the next ``add``."""
+        with self._lock:
+            self._uses[key] += 1 / overhead
+
+    def forget(self, key: str) -> None:
+        """The variant's KV is gone."""
+        with self._database.transaction() as connection:
+            connection.execute("DELETE FROM variants WHERE key = ?", (key,))
+
+
+def release_variants(connection: sqlite3.Connection, fingerprint: str, tenant: str, content: str) -> list[str]:
+    """Remove all variants of a chunk that no context cache holds in any form; returns their keys."""
+    owner = {"fingerprint": fingerprint, "tenant": tenant, "content": content}
+    rows = connection.execute(
+        "DELETE FROM variants WHERE fingerprint = :fingerprint AND tenant = :tenant AND content = :content"
+        " AND NOT EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant = :tenant"
+        " AND content = :content) RETURNING key",
+        owner,
+    ).fetchall()
+    return [key for (key,) in rows]
+
+
+def _insert(connection: sqlite3.Connection, owner: VariantOwner, variant: StoredVariant) -> bool:
+    """Whether the variant is recorded now: only while some context cache holds its chunk in any form."""
+    connection.execute(
+        "INSERT OR IGNORE INTO variants SELECT :key, :fingerprint, :tenant, :content, :prefix, :text, 0"
+        " WHERE EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant = :tenant"
+        " AND content = :content)",
+        asdict(owner)
+        | {
+            "key": variant.key,
+            "prefix": pack_tokens(variant.prefix),
+            "text": variant.contextualization.to_json(),
+        },
+    )
+    return _exists(connection, variant.key)
+
+
+def _evict(connection: sqlite3.Connection, *, keep: int) -> list[str]:
+    rows = connection.execute(
+        "DELETE FROM variants WHERE key IN (SELECT key FROM variants ORDER BY reuse, rowid"
+        " LIMIT max(0, (SELECT count(*) FROM variants) - :keep)) RETURNING key",
+        {"keep": keep},
+    ).fetchall()
+    return [key for (key,) in rows]
+
+
+def _write_uses(connection: sqlite3.Connection, uses: dict[str, float]) -> None:
+    connection.executemany(
+        "UPDATE variants SET reuse = reuse + ? WHERE key = ?", [(added, key) for key, added in uses.items()]
+    )
+
+
+def _exists(connection: sqlite3.Connection, key: str) -> bool:
+    return connection.execute("SELECT 1 FROM variants WHERE key = ?", (key,)).fetchone() is not None
