@@ -33,7 +33,7 @@ from kvlinker.engine.loading import LoadedModel, load_model
 from kvlinker.engine.variant_library import VariantLibrary
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
-from kvlinker.linking import parse_policy
+from kvlinker.linking import Explanation, parse_policy
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
@@ -187,6 +187,33 @@ class LLM:
         built = self.completion_prompt(prompt, tenant=tenant)
         return self._answer(built, policy=policy, tenant=tenant, sampling=SamplingParams(**sampling))
 
+    def explain(
+        self,
+        messages: Sequence[Message] | None = None,
+        *,
+        prompt: str | Sequence[int] | Sequence[ContentPart] | None = None,
+        policy: str | None = None,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Explanation:
+        """How a conversation, or a completion's ``prompt``, is linked: segments, recomputed tokens by layer, the scores
+        that chose them, and the cost. Nothing is generated.
+
+        Raises what ``chat_completion`` does.
+        """
+        if (messages is None) == (prompt is None):
+            raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
+        if messages is not None:
+            built = self.chat_prompt(messages, tenant=tenant)
+            parts: list[Any] = [part for message in messages for part in _parts(message.get("content"))]
+        else:
+            built = self.completion_prompt(prompt or "", tenant=tenant)
+            parts = list(_parts(prompt))
+        chosen = parse_policy(self.settings.policy if policy is None else policy)
+        explained = self.engine.explain(GenerationRequest(built, chosen, tenant=tenant))
+        ids = [cache_id for part in parts if (cache_id := _cache_id(part))]
+        contents = {self.caches.chunk(cache_id, tenant=tenant).content: cache_id for cache_id in ids}
+        return explained.result().with_context_caches(contents)
+
     def expire_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> None:
         """Delete a context cache; its KV goes when no other holds it."""
         self.caches.delete(cache if isinstance(cache, str) else cache.id, tenant=tenant)
@@ -294,3 +321,14 @@ def _collect(deltas: Sequence[Delta], finished: Finished) -> Answer:
         timing=finished.timing,
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
     )
+
+
+def _parts(content: Any) -> Sequence[Any]:
+    """The parts of a message's content or of a prompt that may name context caches."""
+    return () if content is None or isinstance(content, str) else content
+
+
+def _cache_id(part: Any) -> str | None:
+    if isinstance(part, ContextCache):
+        return part.id
+    return part["id"] if isinstance(part, Mapping) and part.get("type") == "context_cache" else None

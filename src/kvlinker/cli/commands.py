@@ -10,6 +10,7 @@ import typer
 from kvlinker.cli import bench, caches
 from kvlinker.cli.check import check
 from kvlinker.cli.ingest import ingest
+from kvlinker.cli.policies import policies
 from kvlinker.cli.serve import serve
 
 app = typer.Typer(
@@ -39,5 +40,6 @@ def main(
 app.command()(serve)
 app.command()(ingest)
 app.command()(check)
+app.command()(policies)
 app.add_typer(caches.app, name="caches")
 app.add_typer(bench.app, name="bench")

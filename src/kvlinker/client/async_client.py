@@ -11,6 +11,7 @@ import httpx
 from kvlinker.client.wire import (
     CACHES,
     CHAT,
+    EXPLAIN,
     JSON,
     TIMEOUT,
     HasId,
@@ -66,6 +67,11 @@ class AsyncClient:
                 async for line in response.aiter_lines():
                     for text in read_texts(line):
                         yield text
+
+    async def explain(self, messages: Sequence[Message], *, policy: str | None = None) -> dict[str, Any]:
+        """How a conversation is linked, without answering it; the fields are those of the HTTP API."""
+        explanation: dict[str, Any] = (await self._send("POST", EXPLAIN, chat_body(messages, policy, {}))).json()
+        return explanation
 
     async def expire_cache(self, cache: HasId | str) -> None:
         """Delete a context cache."""

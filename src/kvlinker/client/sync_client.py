@@ -11,6 +11,7 @@ import httpx
 from kvlinker.client.wire import (
     CACHES,
     CHAT,
+    EXPLAIN,
     JSON,
     TIMEOUT,
     HasId,
@@ -64,6 +65,11 @@ class Client:
                 raise error_of(response, body)
             for line in response.iter_lines():
                 yield from read_texts(line)
+
+    def explain(self, messages: Sequence[Message], *, policy: str | None = None) -> dict[str, Any]:
+        """How a conversation is linked, without answering it; the fields are those of the HTTP API."""
+        explanation: dict[str, Any] = (self._send("POST", EXPLAIN, chat_body(messages, policy, {}))).json()
+        return explanation
 
     def expire_cache(self, cache: HasId | str) -> None:
         """Delete a context cache."""

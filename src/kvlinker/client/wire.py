@@ -27,6 +27,7 @@ from kvlinker.errors import (
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 CACHES = "v1/context_caches"
 CHAT = "v1/chat/completions"
+EXPLAIN = "v1/link/explain"
 
 JSON = {"Content-Type": "application/json"}
 

@@ -2,21 +2,25 @@
 
 from kvlinker.linking import builtin
 from kvlinker.linking.evidence import Evidence, LayerEvidence
+from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.library import Library, NoVariants, Variant
 from kvlinker.linking.parameters import choice, number, percentage
 from kvlinker.linking.plan import LinkPlan, Placement, make_plan, probe_plan
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import parse_policy, policies, register
+from kvlinker.linking.score import Score
 from kvlinker.linking.selection import highest, share
 
 __all__ = [
     "Evidence",
+    "Explanation",
     "LayerEvidence",
     "Library",
     "LinkPlan",
     "NoVariants",
     "Placement",
     "Policy",
+    "Score",
     "Variant",
     "builtin",
     "choice",

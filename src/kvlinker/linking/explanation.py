@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +19,7 @@ class LinkedSegment:
     """A part of the prompt: fresh text, or a chunk with what is known of its KV.
 
     ``exact``: its KV is what this very prompt makes of it. ``computed_behind``: how many tokens stood before it when
-    its KV was computed.
+    its KV was computed. ``context_cache``: the id by which the caller named it, if one did.
     """
 
     kind: Literal["fresh", "chunk"]
@@ -28,6 +28,7 @@ class LinkedSegment:
     content: str | None = None
     exact: bool | None = None
     computed_behind: int | None = None
+    context_cache: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,14 @@ class Explanation:
     scores: tuple[Score, ...]
     cost: LinkCost
 
+    def with_context_caches(self, ids: Mapping[str, str]) -> Explanation:
+        """The same with the chunks' ids; ``ids`` has them by content."""
+        named = tuple(
+            replace(segment, context_cache=ids.get(segment.content)) if segment.content else segment
+            for segment in self.segments
+        )
+        return replace(self, segments=named)
+
     def to_json(self) -> dict[str, Any]:
         cost = self.cost
         return {
@@ -80,6 +89,7 @@ class Explanation:
                 }
                 | (
                     {
+                        "context_cache": segment.context_cache,
                         "content": segment.content,
                         "exact": segment.exact,
                         "computed_behind_tokens": segment.computed_behind,

@@ -96,7 +96,7 @@ def check(family: str, values: Any) -> None:
         value = getattr(values, name)
         if not parameter.accepts(value):
             raise PolicyError(
-                f"Policy {family!r}: {parameter.meaning} is {value!r}, but must be {parameter.allowed}.",
+                f"Policy {family!r}: {name} is {_shown(value)}, but must be {parameter.allowed}.",
                 param="link.policy",
             )
 
@@ -130,7 +130,7 @@ def read(cls: type, family: str, text: str | None) -> dict[str, Any]:
     for name, (parameter, entry) in parameters.items():
         if name not in values and isinstance(parameter, Number) and not _has_default(entry):
             raise PolicyError(
-                f"Policy {family!r} needs {parameter.meaning} behind a hyphen, {parameter.allowed}. "
+                f"Policy {family!r} needs {name} behind a hyphen, {parameter.allowed}. "
                 f"It is written {usage(cls, family)}.",
                 param="link.policy",
             )
@@ -140,11 +140,11 @@ def read(cls: type, family: str, text: str | None) -> dict[str, Any]:
 def usage(cls: type, family: str) -> str:
     """How users write it, such as ``cacheblend-<percent, 0 to 100>[-onestep]``."""
     written = family
-    for parameter, entry in declared(cls).values():
+    for name, (parameter, entry) in declared(cls).items():
         if isinstance(parameter, Choice):
             written += f"[-{'|'.join(parameter.words[1:])}]"
         else:
-            word = f"-{parameter.prefix}<{parameter.meaning}, {parameter.minimum:g} to {parameter.maximum:g}>"
+            word = f"-{parameter.prefix}<{name}, {parameter.minimum:g} to {parameter.maximum:g}>"
             written += f"[{word}]" if _has_default(entry) else word
     return written
 
@@ -161,6 +161,10 @@ def describe(cls: type) -> list[dict[str, Any]]:
             row |= {"minimum": parameter.minimum, "maximum": parameter.maximum, "prefix": parameter.prefix}
         described.append(row | {"default": entry.default if _has_default(entry) else None})
     return described
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def _has_default(entry: Field[Any]) -> bool:

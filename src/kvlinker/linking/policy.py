@@ -99,7 +99,7 @@ class Policy(ABC):
         return {
             "name": cls.family,
             "usage": cls.usage(),
-            "description": " ".join((cls.__doc__ or "").split()),
+            "description": " ".join((cls.__doc__ or "").replace("``", "`").split()),
             "parameters": parameters.describe(cls),
         }
 

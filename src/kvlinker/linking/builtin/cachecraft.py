@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.chunk_scores import Contextualization
+from kvlinker.chunks import Chunk
 from kvlinker.linking.evidence import Evidence, LayerEvidence
 from kvlinker.linking.library import Library, Variant
 from kvlinker.linking.parameters import choice, number
@@ -41,13 +42,7 @@ class CacheCraft(Policy):
         return self.refines
 
     def arrange(self, prompt: Prompt, library: Library) -> Prompt:
-        chosen = []
-        for index, chunk in enumerate(prompt.chunks):
-            own = Variant(chunk, Contextualization(len(chunk), intra=0.0))
-            new = prompt.contents[:index]
-            stored = [own, *library.variants(chunk)]
-            chosen.append(min(stored, key=lambda variant: fix_overhead(variant.contextualization, new)).chunk)
-        return prompt.with_chunks(chosen)
+        return prompt.with_chunks(self._best(prompt, index, library) for index in range(len(prompt.chunks)))
 
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         selected = np.zeros(len(prompt), dtype=np.bool_)
@@ -74,6 +69,15 @@ class CacheCraft(Policy):
             Score("cfo", np.array(overheads)),
             *inter,
         )
+
+    @staticmethod
+    def _best(prompt: Prompt, index: int, library: Library) -> Chunk:
+        """The variant with the lowest CFO; of equal ones, one that is exact."""
+        chunk, new = prompt.chunks[index], prompt.contents[:index]
+        before = tuple(prompt.tokens_before(index))
+        stored = [Variant(chunk, Contextualization(len(chunk), intra=0.0)), *library.variants(chunk)]
+        best = min(stored, key=lambda known: (fix_overhead(known.contextualization, new), known.chunk.prefix != before))
+        return best.chunk
 
     def _known(self, prompt: Prompt, evidence: Evidence, index: int) -> Contextualization:
         scores = evidence.scores(index)

@@ -59,6 +59,14 @@ def plain_prompts(prompt: Prompt) -> list[PlainPrompt]:
     return [[part.model_dump() for part in prompt if isinstance(part, BaseModel)]]
 
 
+def single_prompt(prompt: Prompt) -> PlainPrompt:
+    """The prompt of a body that takes only one. Raises InvalidRequestError for several."""
+    prompts = plain_prompts(prompt)
+    if len(prompts) > 1:
+        raise InvalidRequestError("'prompt' must be one prompt here.", param="prompt")
+    return prompts[0]
+
+
 class CompletionBody(GenerationBody):
     """As OpenAI's, with context caches in the prompt. Several prompts give n choices each, in order."""
 

@@ -7,9 +7,8 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 
-from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.segments import Prompt
-from kvlinker.server.bodies.completion import plain_prompts
+from kvlinker.server.bodies.completion import single_prompt
 from kvlinker.server.bodies.tokenize import TokenizeBody
 from kvlinker.server.routes.answering import errors_name
 from kvlinker.server.service import Service, ServiceParam, TenantParam
@@ -33,11 +32,9 @@ def _tokens(service: Service, body: TokenizeBody, tenant: str) -> list[int]:
         messages = [message.plain() for message in body.messages]
         with errors_name("messages", messages):
             return _ids(llm.chat_prompt(messages, tenant=tenant))
-    prompts = plain_prompts(body.prompt or "")
-    if len(prompts) > 1:
-        raise InvalidRequestError("'prompt' must be one prompt here.", param="prompt")
-    with errors_name("prompt", prompts[0]):
-        return _ids(llm.completion_prompt(prompts[0], tenant=tenant))
+    prompt = single_prompt(body.prompt or "")
+    with errors_name("prompt", prompt):
+        return _ids(llm.completion_prompt(prompt, tenant=tenant))
 
 
 def _ids(prompt: Prompt) -> list[int]:
