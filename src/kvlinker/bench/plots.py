@@ -49,17 +49,17 @@ def plot_quality(rows: Sequence[Row], path: Path) -> None:
     across = min(len(tasks), 3)
     down = -(-len(tasks) // across)
     figure = _figure(4.5 * across, 3.6 * down)
-    panels = figure.subplots(down, across, squeeze=False).flat
+    panels = figure.subplots(down, across, squeeze=False).flatten()
     for axes, (dataset, task, metric) in zip(panels, tasks, strict=False):
         for row in rows:
             if (row["dataset"], row["task"]) == (dataset, task):
                 reach = [[row["score"] - row["ci_low"]], [row["ci_high"] - row["score"]]]
                 axes.errorbar(100 * row["recomputed_fraction"], row["score"], reach, marker="o", label=row["policy"])
         title = dataset if task == dataset else f"{dataset}: {task}"
-        axes.set(xlabel="recomputed (% of cached tokens)", ylabel=metric, title=title)
-    for axes in list(panels):
+        axes.set(xlabel="recomputed (% of cached tokens)", ylabel=metric, title=title, ylim=(0, 1.02))
+    for axes in panels[len(tasks) :]:
         axes.set_visible(False)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
+    handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6)
     _save(figure, path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from kvlinker.llm import LLM, Message
 
 LAST_QUERIES = 16
 """Fresh tokens at the prompt's end (the question's, and the template's behind it) whose attention is kept at most."""
+
+IDLE_WITHIN = 5.0
+"""Seconds."""
 
 RECORDED_ATTENTION = "kvlinker-recorded"
 
@@ -54,8 +58,7 @@ class EngineInspector:
 
     def inspect(self, messages: Sequence[Message], policy: str) -> tuple[LayerView, ...]:
         """Raises InvalidRequestError while the engine does something else: the prompt must lie at the pool's start."""
-        if self._llm.load().slots_used:
-            raise InvalidRequestError("Deviations can only be measured while no other request runs.")
+        self._wait_until_idle()
         prompt = self._llm.chat_prompt(messages)
         fresh = len(prompt) - max([span.end for span in prompt.spans], default=0)
         with _recorded(self._loaded.model) as recorded:
@@ -64,6 +67,14 @@ class EngineInspector:
             self._view(index, len(prompt), query[:, -min(fresh, LAST_QUERIES) :], options)
             for index, (query, options) in sorted(recorded.items())
         )
+
+    def _wait_until_idle(self) -> None:
+        """A request's slots are freed shortly after its last event."""
+        deadline = time.monotonic() + IDLE_WITHIN
+        while self._llm.load().slots_used:
+            if time.monotonic() > deadline:
+                raise InvalidRequestError("Deviations can only be measured while no other request runs.")
+            time.sleep(0.001)
 
     @torch.inference_mode()
     def _view(self, index: int, length: int, query: Tensor, options: AttentionOptions) -> LayerView:

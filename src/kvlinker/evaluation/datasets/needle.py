@@ -56,13 +56,9 @@ def needle_examples(folder: Path, source: Source) -> Iterator[Example]:
 
 
 def _with_needle(passages: list[str], depth: float) -> tuple[str, ...]:
-    """The needle between two sentences of the passage that lies at ``depth`` (0 to 1) of the text."""
-    target = depth * sum(map(len, passages))
+    """The needle between two sentences, as near as can be to ``depth`` (0 to 1) of the text."""
     starts = list(accumulate(map(len, passages), initial=0))
-    index = min(sum(start <= target for start in starts) - 1, len(passages) - 1)
+    gaps = [(0, 0)] + [(i, end.end()) for i, passage in enumerate(passages) for end in _SENTENCE_END.finditer(passage)]
+    index, place = min(gaps, key=lambda gap: abs(starts[gap[0]] + gap[1] - depth * starts[-1]))
     passage = passages[index]
-    breaks = [0, *(found.end() for found in _SENTENCE_END.finditer(passage)), len(passage)]
-    place = min(breaks, key=lambda end: abs(starts[index] + end - target))
-    before, after = passage[:place], passage[place:]
-    gap = "" if not before or before[-1].isspace() else " "
-    return (*passages[:index], f"{before}{gap}{NEEDLE} {after}", *passages[index + 1 :])
+    return (*passages[:index], f"{passage[:place]}{NEEDLE} {passage[place:]}", *passages[index + 1 :])
