@@ -72,6 +72,7 @@ def test_contexts_over_the_window_are_skipped_or_truncated(llm):
     ends = dataclasses.replace(example, passages=(passages[0], passages[1], passages[7]))
     assert truncated[0].text == Examiner(llm).examine(ends, ("naive",))[0].text
     assert truncated[0].cached_tokens == 300
+    assert isinstance(Examiner(llm, truncate=True).examine(dataclasses.replace(example, whole=True), POLICIES), Skipped)
     too_long = make_example(question="x" * 500)
     assert isinstance(Examiner(llm, truncate=True).examine(too_long, POLICIES), Skipped)
 

@@ -18,6 +18,7 @@ from kvlinker.evaluation.datasets import load_dataset
 from kvlinker.evaluation.examples import Dataset, Example, Skipped
 from kvlinker.evaluation.inspection import EngineInspector
 from kvlinker.evaluation.journal import Journal
+from kvlinker.evaluation.metrics import rouge_scorer
 from kvlinker.evaluation.runner import evaluate
 from kvlinker.evaluation.scores import Score, scores
 
@@ -71,6 +72,7 @@ def run_quality(
     ``settings`` say how chunks are made (``generation_context``, ``system_prompt``, ``chat_template``).
     Raises InvalidRequestError for data that cannot be read, and when no example could be asked.
     """
+    rouge_scorer()  # where it is missing, better now than after the run
     if options.deviation and options.concurrency > 1:
         raise InvalidRequestError("Deviations need one request at a time: leave --concurrency out.")
     with subject.llm(

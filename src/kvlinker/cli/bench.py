@@ -186,6 +186,7 @@ def quality(
     from kvlinker.bench.subject import make_subject
 
     with failures(BAD_USAGE):
+        _require_folders(json, plot, resume)
         options = QualityOptions(
             datasets=tuple(dataset or ("reader",)),
             policies=tuple(dict.fromkeys(_policy_names(policies))),
@@ -244,6 +245,15 @@ def _show(report: Report, columns: Sequence[str], json: Path | None) -> None:
     report.print(console if console.is_terminal else Console(width=WIDTH_OF_FILES), columns)
     if json is not None:
         report.write_json(json)
+
+
+def _require_folders(*files: Path | None) -> None:
+    """Raises InvalidRequestError when one of the files to write lies in no folder, rather than after a long run."""
+    from kvlinker.errors import InvalidRequestError
+
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise InvalidRequestError(f"Cannot write {file}: there is no folder {file.parent}.")
 
 
 def _command() -> str:

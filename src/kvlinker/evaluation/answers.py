@@ -130,7 +130,7 @@ class Examiner:
         prompt = builder.chat([ChatMessage("user", (*chunks, example.question))])
         excess = len(prompt) + limit - self.llm.max_model_len
         kept = list(range(len(chunks)))
-        while self.truncate and excess > 0 and len(kept) > 1:
+        while self.truncate and not example.whole and excess > 0 and len(kept) > 1:
             excess -= len(chunks[kept.pop(len(kept) // 2)])
         if excess > 0:
             raise ContextLengthError(

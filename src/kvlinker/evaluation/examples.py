@@ -13,7 +13,8 @@ class Example:
     """Passages, each a chunk of its own, a question behind them, and the answers that count as right.
 
     ``metric``: the one that its task is usually measured by. ``max_tokens``: longest answer. ``first_line``: whether
-    the answer ends with its first line, as papers score short answers.
+    the answer ends with its first line, as papers score short answers. ``whole``: it makes no sense with passages taken
+    out.
     """
 
     id: str
@@ -25,6 +26,7 @@ class Example:
     metric: str = "f1"
     max_tokens: int = 32
     first_line: bool = True
+    whole: bool = False
 
     @cached_property
     def digest(self) -> str:

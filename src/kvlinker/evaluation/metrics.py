@@ -52,8 +52,18 @@ def rouge_l(answer: str, reference: str) -> float:
 
     Raises InvalidRequestError without the package rouge-score.
     """
-    score: float = _rouge_scorer().score(reference, answer)["rougeL"].fmeasure
+    score: float = rouge_scorer().score(reference, answer)["rougeL"].fmeasure
     return score
+
+
+@cache
+def rouge_scorer() -> Any:
+    """rouge-score's scorer of ``rouge_l``. Raises InvalidRequestError without the package."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise InvalidRequestError("ROUGE-L needs rouge-score: pip install 'kvlinker[bench]'.") from error
+    return RougeScorer(["rougeL"], use_stemmer=True)
 
 
 METRICS: dict[str, Metric] = {"exact_match": exact_match, "f1": f1, "rouge_l": rouge_l, "jaccard": jaccard}
@@ -71,12 +81,3 @@ def best_score(metric: Metric, answer: str, references: Sequence[str]) -> float:
 def similarity(metric: Metric, answer: str, other: str) -> float:
     """The score between two answers of a model; 1 where they are the same text, be it one without words."""
     return 1.0 if answer == other else metric(answer, other)
-
-
-@cache
-def _rouge_scorer() -> Any:
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise InvalidRequestError("ROUGE-L needs rouge-score: pip install 'kvlinker[bench]'.") from error
-    return RougeScorer(["rougeL"], use_stemmer=True)

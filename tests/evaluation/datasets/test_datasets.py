@@ -193,5 +193,5 @@ def test_data_that_cannot_be_used_is_refused_with_the_way_out(tmp_path, name, co
 
 
 def test_a_folder_without_texts_is_no_haystack(tmp_path):
-    with pytest.raises(InvalidRequestError, match="no .txt files"):
+    with pytest.raises(InvalidRequestError, match=r"no \.txt files"):
         load_dataset(str(tmp_path), SEMANTIC)

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from itertools import pairwise
 
 from training.evaluation_set import evaluation_set
 from training.vocabulary import MEN, SURNAMES, WOMEN, is_held_out
@@ -35,7 +36,7 @@ def test_the_reader_met_nobody_who_is_asked_about():
     known = set(WOMEN + MEN), set(SURNAMES)
     for example in load_dataset("reader", SPLITTER).examples:
         words = example.question.strip("?.").split()
-        for first, last in zip(words, words[1:], strict=False):
+        for first, last in pairwise(words):
             if first in known[0] and last in known[1]:
                 assert is_held_out(f"{first} {last}"), example.question
 

@@ -27,6 +27,7 @@ def _parse(record: Record, source: Source) -> Example:
         answers=(text_field(record, "value"),),
         metric="exact_match",
         max_tokens=64,
+        whole=True,
     )
 
 

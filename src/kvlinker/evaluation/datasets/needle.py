@@ -52,6 +52,7 @@ def needle_examples(folder: Path, source: Source) -> Iterator[Example]:
                 passages=_with_needle(passages, depth / 100),
                 question="\n\n" + short_question(QUESTION),
                 answers=(ANSWER,),
+                whole=True,
             )
 
 
