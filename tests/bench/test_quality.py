@@ -24,6 +24,9 @@ FIELDS = {
     "score",
     "ci_low",
     "ci_high",
+    "vs_full",
+    "vs_full_low",
+    "vs_full_high",
     "recomputed_fraction",
     "agreement",
     "kl",
@@ -69,8 +72,10 @@ def test_rows_have_the_fixed_names_and_full_agrees_with_itself(subject, settings
     }
     for row in rows:
         assert row["ci_low"] <= row["score"] <= row["ci_high"]
+        assert row["vs_full_low"] <= row["vs_full"] <= row["vs_full_high"]
         if row["policy"] == "full":
             assert (row["agreement"], row["kl"], row["recomputed_fraction"]) == (1, 0, 1)
+            assert row["vs_full"] == row["vs_full_low"] == row["vs_full_high"] == 0
             assert row["score"] == 1 or not row["metric"].endswith("vs_full")
         else:
             assert row["kl"] > 0 == row["recomputed_fraction"]
@@ -129,6 +134,14 @@ def test_deviations_add_rows_with_their_layers(subject, settings, data):
 def test_nothing_to_ask_is_an_error_that_says_why(subject, data):
     with pytest.raises(InvalidRequestError, match=r"No example could be asked\. 6 skipped: record 5: 'passages' is"):
         run_quality(subject, load_settings(max_model_len=20), QualityOptions((data,), ("full",)))
+
+
+def test_two_data_sets_cannot_have_one_name(subject, settings, data, tmp_path):
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / "toys.jsonl"
+    other.write_text(json.dumps(RECORDS[0]))
+    with pytest.raises(InvalidRequestError, match="called 'toys'"):
+        run_quality(subject, settings, QualityOptions((data, str(other)), ("full",)))
 
 
 def test_plots_have_a_panel_per_task(subject, settings, data, tmp_path):

@@ -50,6 +50,15 @@ def test_full_is_exactly_like_itself_even_where_it_says_nothing():
     assert rows["even", "p", "jaccard_vs_full"].score == 1
 
 
+def test_differences_from_full_are_paired():
+    rows = by_name(scores(answered(), ["p", "full"]))
+    exact = rows["even", "p", "exact_match"]  # both right on the first, both wrong on the third
+    assert (exact.difference, exact.difference_interval) == (0, (0, 0))
+    assert exact.interval.low < exact.interval.high
+    assert rows["odd", "p", "f1"].difference == pytest.approx(-2 / 3)
+    assert all(score.difference == 0 for (_, policy, _), score in rows.items() if policy == "full")
+
+
 def test_one_task_has_no_second_total():
     (one, *_) = answered()
     assert {score.task for score in scores([one], ["full"])} == {"even"}

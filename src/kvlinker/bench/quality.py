@@ -31,6 +31,7 @@ COLUMNS = (
     "score",
     "ci_low",
     "ci_high",
+    "vs_full",
     "recomputed_fraction",
     "agreement",
     "kl",
@@ -83,7 +84,8 @@ def run_quality(
         max_model_len=settings.max_model_len,
     ) as llm:
         splitter = ContextSplitter(llm.builder.encoder, options.split, options.chunk_tokens)
-        datasets = [load_dataset(name, splitter, limit=options.limit) for name in options.datasets]
+        datasets = [load_dataset(name, splitter, limit=options.limit) for name in dict.fromkeys(options.datasets)]
+        _require_names(datasets)
         examiner = Examiner(
             llm,
             max_tokens=options.max_tokens,
@@ -103,6 +105,14 @@ def run_quality(
 def main_rows(rows: Sequence[Row]) -> list[Row]:
     """Of each task only the metric that it is usually measured by."""
     return [row for row in rows if row["main"]]
+
+
+def _require_names(datasets: Sequence[Dataset]) -> None:
+    """Rows go by name: raises InvalidRequestError where two data sets share one."""
+    names = [dataset.name for dataset in datasets]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise InvalidRequestError(f"Two data sets are called {twice[0]!r}: rename one of the files.", param="dataset")
 
 
 def _answers(
@@ -161,6 +171,9 @@ def _row(score: Score) -> Row:
         "score": score.score,
         "ci_low": score.interval.low,
         "ci_high": score.interval.high,
+        "vs_full": score.difference,
+        "vs_full_low": score.difference_interval.low,
+        "vs_full_high": score.difference_interval.high,
         "recomputed_fraction": score.recomputed_fraction,
         "agreement": score.agreement,
         "kl": score.kl,

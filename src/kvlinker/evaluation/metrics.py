@@ -6,7 +6,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from kvlinker.errors import InvalidRequestError
@@ -47,6 +47,7 @@ def jaccard(answer: str, reference: str) -> float:
     return len(words & expected) / len(either) if either else 1.0
 
 
+@lru_cache(maxsize=2**16)  # slow for long answers, which several tables score
 def rouge_l(answer: str, reference: str) -> float:
     """F-measure of the longest common subsequence of words, with Porter's stemmer, as CacheBlend computes it.
 

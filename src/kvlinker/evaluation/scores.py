@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -16,9 +16,10 @@ ALL_TASKS = "all"
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The mean of one metric over ``n`` examples of a task. ``layers``: its parts, for metrics that have one by layer.
+    """The mean of one metric over ``n`` examples of a task.
 
-    ``main``: it is the metric that the task is usually measured by.
+    ``main``: it is the metric that the task is usually measured by. ``difference``: from full's score on the same
+    examples, with the interval of the paired differences. ``layers``: means by layer, for metrics that have them.
     """
 
     policy: str
@@ -29,6 +30,8 @@ class Score:
     main: bool
     score: float
     interval: Interval
+    difference: float
+    difference_interval: Interval
     recomputed_fraction: float
     agreement: float
     kl: float
@@ -58,29 +61,13 @@ def scores(answered: Iterable[tuple[Example, Sequence[Result]]], policies: Seque
     return found
 
 
-def _scores_of(group: Sequence[_Answered], dataset: str, task: str, policy: str) -> Iterable[Score]:
-    examples = [example for example, _ in group]
+def _scores_of(group: Sequence[_Answered], dataset: str, task: str, policy: str) -> Iterator[Score]:
     results = [by_policy[policy] for _, by_policy in group]
-    references = [by_policy[REFERENCE] for _, by_policy in group]
-    values: dict[str, list[float]] = {
-        name: [best_score(metric, r.text, e.answers) for e, r in zip(examples, results, strict=True)]
-        for name, metric in METRICS.items()
-    }
-    for name, metric in VERSUS_FULL.items():
-        pairs = zip(results, references, strict=True)
-        values[name] = [similarity(metric, result.text, full.text) for result, full in pairs]
-    layers: dict[str, tuple[float, ...]] = {}
-    deviations = [result.deviation for result in results if result.deviation is not None]
-    if deviations:
-        for name, by_layer in (
-            ("kv_deviation", [deviation.kv for deviation in deviations]),
-            ("attention_deviation", [deviation.attention for deviation in deviations]),
-        ):
-            values[name] = [fmean(one) for one in by_layer]
-            layers[name] = tuple(fmean(layer) for layer in zip(*by_layer, strict=True))
-    mains = {example.metric for example in examples}
+    values, full_values = _values(group, policy), _values(group, REFERENCE)
+    mains = {example.metric for example, _ in group}
     main = mains.pop() if len(mains) == 1 else "f1"
     for name, numbers in values.items():
+        differences = [mine - full for mine, full in zip(numbers, full_values[name], strict=True)]
         yield Score(
             policy=policy,
             dataset=dataset,
@@ -90,8 +77,48 @@ def _scores_of(group: Sequence[_Answered], dataset: str, task: str, policy: str)
             main=name == main,
             score=fmean(numbers),
             interval=mean_interval(numbers),
+            difference=fmean(differences),
+            difference_interval=mean_interval(differences),
             recomputed_fraction=fmean(result.recomputed_fraction for result in results),
             agreement=fmean(result.agreed for result in results),
             kl=fmean(result.kl for result in results),
-            layers=layers.get(name, ()),
+            layers=_layers(results, name),
         )
+
+
+def _values(group: Sequence[_Answered], policy: str) -> dict[str, list[float]]:
+    """Every metric's value for every example, in order."""
+    answered = [(example, by_policy[policy], by_policy[REFERENCE]) for example, by_policy in group]
+    values = {
+        name: [best_score(metric, result.text, example.answers) for example, result, _ in answered]
+        for name, metric in METRICS.items()
+    }
+    for name, metric in VERSUS_FULL.items():
+        values[name] = [similarity(metric, result.text, full.text) for _, result, full in answered]
+    for name, by_layer in DEVIATIONS.items():
+        if all(result.deviation is not None for _, result, _ in answered):
+            values[name] = [fmean(by_layer(result)) for _, result, _ in answered]
+    return values
+
+
+def _layers(results: Sequence[Result], metric: str) -> tuple[float, ...]:
+    if metric not in DEVIATIONS:
+        return ()
+    return tuple(fmean(layer) for layer in zip(*map(DEVIATIONS[metric], results), strict=True))
+
+
+def _kv_by_layer(result: Result) -> tuple[float, ...]:
+    assert result.deviation is not None
+    return result.deviation.kv
+
+
+def _attention_by_layer(result: Result) -> tuple[float, ...]:
+    assert result.deviation is not None
+    return result.deviation.attention
+
+
+DEVIATIONS: dict[str, Callable[[Result], tuple[float, ...]]] = {
+    "kv_deviation": _kv_by_layer,
+    "attention_deviation": _attention_by_layer,
+}
+"""By layer; a run has them only where they were wanted."""
