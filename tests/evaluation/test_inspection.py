@@ -53,7 +53,7 @@ def test_linked_prompts_deviate_where_they_must(family):
     full = inspector.inspect(messages, "full")
     found = {
         policy: deviation(full, inspector.inspect(messages, policy), cached)
-        for policy in ("full", "prefix", "random-50", "naive")
+        for policy in ("full", "prefix", "random-50", "cacheblend-50", "query-50", "naive")
     }
     layers = len(loaded.layers)
     assert found["full"].kv == found["full"].attention == (0.0,) * layers
@@ -63,6 +63,8 @@ def test_linked_prompts_deviate_where_they_must(family):
         assert found["prefix"].kv[layer] < 1e-5
         assert 1e-4 < found["random-50"].kv[layer] < found["naive"].kv[layer]
         assert found["naive"].attention[layer] > 1e-5
+    for policy in ("cacheblend-50", "query-50"):  # the one narrows between layers, the other runs twice
+        assert 1e-4 < found[policy].kv[-1] < found["naive"].kv[-1]
 
 
 def test_few_fresh_tokens_are_not_mixed_with_recomputed_ones(family):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlinker.engine.anatomy import LayerShape
-from kvlinker.engine.attention import AttentionOptions
+from kvlinker.engine.attention import AttentionOptions, Queries, attention_weights
 from kvlinker.engine.embedded import EmbeddedEngine
 from kvlinker.engine.interception import ATTENTION_NAME, attention_of
 from kvlinker.engine.loading import LoadedModel
@@ -79,8 +79,9 @@ class EngineInspector:
     @torch.inference_mode()
     def _view(self, index: int, length: int, query: Tensor, options: AttentionOptions) -> LayerView:
         key = self._pool.keys[index][:, :length].clone()
-        rotated = _rotated(self._loaded.layers[index], query, length)
-        return LayerView(key, self._pool.values[index][:, :length].clone(), _attention(rotated, key, options))
+        last = Queries(torch.arange(length - query.shape[1], length, device=query.device))
+        attention = attention_weights(last, _rotated(self._loaded.layers[index], query, last), key, options)
+        return LayerView(key, self._pool.values[index][:, :length].clone(), attention)
 
 
 @contextmanager
@@ -107,30 +108,11 @@ def _recorded(model: Any) -> Iterator[dict[int, tuple[Tensor, AttentionOptions]]
         yield latest
 
 
-def _rotated(layer: LayerShape, query: Tensor, length: int) -> Tensor:
-    """Queries of the last positions of ``length``, with their rotary embedding."""
+def _rotated(layer: LayerShape, query: Tensor, queries: Queries) -> Tensor:
+    """``query`` [heads, queries, key_dim] with the rotary embedding of its positions."""
     if layer.rotary is None:
         return query
-    cos, sin = layer.rotary.tables(length)
-    rotated = torch.empty_like(query)
-    last = slice(length - query.shape[1], length)
-    layer.rotary.rotate(query, cos[last], sin[last], out=rotated)
+    cos, sin = layer.rotary.tables(queries.last + 1)
+    rotated = torch.empty_like(query, memory_format=torch.contiguous_format)
+    layer.rotary.rotate(query, cos[queries.positions], sin[queries.positions], out=rotated)
     return rotated
-
-
-def _attention(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
-    """Attention weights [heads, queries, tokens] of the last queries, which see the keys up to their own."""
-    heads, queries, _ = query.shape
-    tokens = key.shape[1]
-    scores = query.float() @ key.float().repeat_interleave(heads // key.shape[0], 0).transpose(1, 2) * options.scale
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    distance = torch.arange(tokens - queries, tokens)[:, None] - torch.arange(tokens)[None]
-    hidden = distance < 0
-    if options.window is not None:
-        hidden |= distance >= options.window
-    scores = scores.masked_fill(hidden.to(scores.device), float("-inf"))
-    if options.sinks is not None:
-        sinks = options.sinks.float().reshape(-1, 1, 1).expand(-1, queries, 1)
-        return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
-    return scores.softmax(-1)
