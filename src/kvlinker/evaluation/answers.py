@@ -133,9 +133,10 @@ class Examiner:
         while self.truncate and not example.whole and excess > 0 and len(kept) > 1:
             excess -= len(chunks[kept.pop(len(kept) // 2)])
         if excess > 0:
+            hint = "" if self.truncate or example.whole else " (--truncate takes passages from the middle)"
             raise ContextLengthError(
                 f"over the window: {len(prompt)} prompt tokens and {limit} for the answer, but the model takes "
-                f"{self.llm.max_model_len} (--truncate takes passages from the middle)"
+                f"{self.llm.max_model_len}{hint}"
             )
         return tuple(example.passages[index] for index in kept)
 
