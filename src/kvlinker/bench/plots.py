@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvlinker.bench.report import Row
 from kvlinker.errors import InvalidRequestError
@@ -14,11 +15,7 @@ def plot_ttft(rows: Sequence[Row], path: Path) -> None:
 
     Raises InvalidRequestError without matplotlib, and for a file name whose ending it does not know.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidRequestError("--plot needs matplotlib: pip install 'kvlinker[bench]'.") from error
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = _figure(7, 4.5)
     axes = figure.subplots()
     competitors = list(dict.fromkeys((row["policy"], row["engine"]) for row in rows))
     if len({row["context_tokens"] for row in rows}) > 1:
@@ -36,11 +33,47 @@ def plot_ttft(rows: Sequence[Row], path: Path) -> None:
         axes.margins(x=0.1)
         axes.invert_yaxis()
         axes.set(xlabel="time to first token (ms)", title=f"{rows[0]['context_tokens']} tokens of context")
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise InvalidRequestError(f"Cannot write {path}: {error}", param="plot") from error
+    _save(figure, path)
 
 
 def _label(policy: str, engine: str) -> str:
     return policy if engine == "embedded" else f"{policy} ({engine})"
+
+
+def plot_quality(rows: Sequence[Row], path: Path) -> None:
+    """Score over recomputed share, a panel per data set and task and a point per policy, with confidence intervals.
+
+    ``rows`` have one metric per task. Raises InvalidRequestError as ``plot_ttft`` does.
+    """
+    tasks = list(dict.fromkeys((row["dataset"], row["task"], row["metric"]) for row in rows))
+    across = min(len(tasks), 3)
+    down = -(-len(tasks) // across)
+    figure = _figure(4.5 * across, 3.6 * down)
+    panels = figure.subplots(down, across, squeeze=False).flatten()
+    for axes, (dataset, task, metric) in zip(panels, tasks, strict=False):
+        for row in rows:
+            if (row["dataset"], row["task"]) == (dataset, task):
+                reach = [[row["score"] - row["ci_low"]], [row["ci_high"] - row["score"]]]
+                axes.errorbar(100 * row["recomputed_fraction"], row["score"], reach, marker="o", label=row["policy"])
+        title = dataset if task == dataset else f"{dataset}: {task}"
+        axes.set(xlabel="recomputed (% of cached tokens)", ylabel=metric, title=title, ylim=(0, 1.02))
+    for axes in panels[len(tasks) :]:
+        axes.set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6)
+    _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InvalidRequestError("--plot needs matplotlib: pip install 'kvlinker[bench]'.") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise InvalidRequestError(f"Cannot write {path}: {error}", param="plot") from error

@@ -13,7 +13,7 @@ from rich.table import Table
 
 Row = Mapping[str, Any]
 
-_TEXT_COLUMNS = ("policy", "engine", "system", "case")
+_TEXT_COLUMNS = ("policy", "engine", "system", "case", "dataset", "task", "metric")
 
 
 @dataclass(frozen=True)
@@ -53,5 +53,6 @@ def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+        digits = 1 if abs(value) >= 10 else 2 if abs(value) > 1 else 3
+        return f"{value:.{digits}f}"
     return str(value)

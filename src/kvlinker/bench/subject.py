@@ -33,7 +33,7 @@ class Subject:
     options: dict[str, Any]
 
     @contextmanager
-    def llm(self, *, kv_slots: int, tier: str = "host", **options: Any) -> Iterator[LLM]:
+    def llm(self, *, kv_slots: int | None = None, tier: str = "host", **options: Any) -> Iterator[LLM]:
         """A fresh engine and store. With tier ``disk``, nothing is kept in host memory."""
         if tier not in TIERS:
             raise InvalidRequestError(f"Unknown tier {tier!r}; known are {', '.join(TIERS)}.", param="tier")

@@ -6,14 +6,16 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlinker.cli.failures import BAD_USAGE, failures
+from kvlinker.cli.failures import BAD_USAGE, failures, warn
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
+from kvlinker.evaluation.contexts import ContextSplit
 
 if TYPE_CHECKING:
     from kvlinker.bench.report import Report
@@ -29,6 +31,7 @@ FreshTokens = Annotated[int, typer.Option(min=1, help="Tokens behind the chunks.
 Policies = Annotated[str, typer.Option(help="Policies to compare, with commas between.")]
 
 WIDTH_OF_FILES = 180
+SKIPS_SHOWN = 5
 
 MODEL_OPTIONS = ("model", "engine", "dtype", "device", "threads")
 
@@ -138,6 +141,93 @@ def overhead(
     _show(report, COLUMNS, json)
 
 
+QUALITY_OPTIONS = ("generation_context", "system_prompt", "chat_template", "max_model_len")
+
+
+@app.command()
+@settings_options(*MODEL_OPTIONS, *QUALITY_OPTIONS)
+def quality(
+    settings: Settings,
+    shape: Shape = None,
+    policies: Policies = "full,naive,legolink-16,attnlink-16,random-15",
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="reader (the default), a file of questions, or a folder of texts to hide needles in; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most examples of each data set.")] = None,
+    split: Annotated[ContextSplit, typer.Option(help="Chunks are passages, or windows of equal length.")] = (
+        ContextSplit.SEMANTIC
+    ),
+    chunk_tokens: ChunkTokens = 512,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; by default what the data set asks for.")
+    ] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Take passages from the middle of contexts over the window.")
+    ] = False,
+    deviation: Annotated[
+        bool, typer.Option("--deviation", help="Measure KV and attention deviation by layer, too.")
+    ] = False,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=64, help="Examples at once; with more than 1, rounding differs between runs.")
+    ] = 1,
+    resume: Annotated[
+        Path | None, typer.Option(help="Keep finished results in this file, and go on from it.", dir_okay=False)
+    ] = None,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Quality of answers by policy, beside those of a full prefill."""
+    from kvlinker.bench.plots import plot_quality
+    from kvlinker.bench.quality import COLUMNS, QualityOptions, main_rows, run_quality
+    from kvlinker.bench.subject import make_subject
+
+    with failures(BAD_USAGE):
+        _require_folders(json, plot, resume)
+        options = QualityOptions(
+            datasets=tuple(dataset or ("reader",)),
+            policies=tuple(dict.fromkeys(_policy_names(policies))),
+            limit=limit,
+            split=split,
+            chunk_tokens=chunk_tokens,
+            max_tokens=max_tokens,
+            truncate=truncate,
+            deviation=deviation,
+            concurrency=concurrency,
+            resume=resume,
+        )
+        with _progress():
+            subject = make_subject(settings, shape=shape, command=_command())
+        with _bar() as advance:
+            measured = run_quality(subject, settings, options, progress=advance)
+    for skip in measured.skipped[:SKIPS_SHOWN]:
+        warn(f"skipped {skip.where}: {skip.reason}")
+    if len(measured.skipped) > SKIPS_SHOWN:
+        warn(f"skipped {len(measured.skipped)} examples in all")
+    report = measured.report
+    _show(replace(report, rows=main_rows(report.rows)), COLUMNS, None)
+    if json is not None:
+        report.write_json(json)
+    if plot is not None:
+        with failures(BAD_USAGE):
+            plot_quality(main_rows(report.rows), plot)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("examples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """A line on stderr that says what is being measured."""
@@ -155,6 +245,15 @@ def _show(report: Report, columns: Sequence[str], json: Path | None) -> None:
     report.print(console if console.is_terminal else Console(width=WIDTH_OF_FILES), columns)
     if json is not None:
         report.write_json(json)
+
+
+def _require_folders(*files: Path | None) -> None:
+    """Raises InvalidRequestError when one of the files to write lies in no folder, rather than after a long run."""
+    from kvlinker.errors import InvalidRequestError
+
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise InvalidRequestError(f"Cannot write {file}: there is no folder {file.parent}.")
 
 
 def _command() -> str:

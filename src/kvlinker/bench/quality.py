@@ -1,0 +1,186 @@
+"""Answer quality of policies beside a full prefill: rows of scores over data sets of examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kvlinker.bench.report import Report, Row
+from kvlinker.bench.subject import Subject
+from kvlinker.config import Settings
+from kvlinker.errors import InvalidRequestError
+from kvlinker.evaluation.answers import REFERENCE, Examiner, Result
+from kvlinker.evaluation.contexts import ContextSplit, ContextSplitter
+from kvlinker.evaluation.datasets import load_dataset
+from kvlinker.evaluation.examples import Dataset, Example, Skipped
+from kvlinker.evaluation.inspection import EngineInspector
+from kvlinker.evaluation.journal import Journal
+from kvlinker.evaluation.metrics import rouge_scorer
+from kvlinker.evaluation.runner import evaluate
+from kvlinker.evaluation.scores import Score, scores
+
+COLUMNS = (
+    "dataset",
+    "task",
+    "policy",
+    "n",
+    "metric",
+    "score",
+    "ci_low",
+    "ci_high",
+    "vs_full",
+    "recomputed_fraction",
+    "agreement",
+    "kl",
+)
+
+Progress = Callable[[int, int], None]
+"""Takes how many examples are done, and how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class QualityOptions:
+    """What is asked and how. ``concurrency`` above 1 is faster, but rounding then differs from run to run."""
+
+    datasets: tuple[str, ...] = ("reader",)
+    policies: tuple[str, ...] = (REFERENCE, "naive", "legolink-16", "random-15")
+    limit: int | None = None
+    split: ContextSplit = ContextSplit.SEMANTIC
+    chunk_tokens: int = 512
+    max_tokens: int | None = None
+    truncate: bool = False
+    deviation: bool = False
+    concurrency: int = 1
+    resume: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """The report, and the examples that could not be asked."""
+
+    report: Report
+    skipped: tuple[Skipped, ...]
+
+
+def run_quality(
+    subject: Subject, settings: Settings, options: QualityOptions, *, progress: Progress = lambda _, __: None
+) -> Quality:
+    """Ask all examples under all policies.
+
+    ``settings`` say how chunks are made (``generation_context``, ``system_prompt``, ``chat_template``).
+    Raises InvalidRequestError for data that cannot be read, and when no example could be asked.
+    """
+    rouge_scorer()  # where it is missing, better now than after the run
+    if options.deviation and options.concurrency > 1:
+        raise InvalidRequestError("Deviations need one request at a time: leave --concurrency out.")
+    with subject.llm(
+        disk_space=0,  # chunks are used at once
+        generation_context=settings.generation_context,
+        system_prompt=settings.system_prompt,
+        chat_template=settings.chat_template,
+        max_model_len=settings.max_model_len,
+    ) as llm:
+        splitter = ContextSplitter(llm.builder.encoder, options.split, options.chunk_tokens)
+        datasets = [load_dataset(name, splitter, limit=options.limit) for name in dict.fromkeys(options.datasets)]
+        _require_names(datasets)
+        examiner = Examiner(
+            llm,
+            max_tokens=options.max_tokens,
+            truncate=options.truncate,
+            inspector=EngineInspector(llm, subject.loaded) if options.deviation else None,
+            one_by_one=options.concurrency == 1,
+        )
+        answered, skipped = _answers(examiner, datasets, settings, options, progress)
+    if not answered:
+        raise InvalidRequestError(f"No example could be asked. {_reasons(skipped)}", param="dataset")
+    rows = [_row(score) for score in scores(answered, options.policies)]
+    report = subject.report(rows)
+    described = {name: value for name, value in _described(settings, options).items() if value is not None}
+    return Quality(replace(report, settings={**report.settings, **described, "skipped": len(skipped)}), skipped)
+
+
+def main_rows(rows: Sequence[Row]) -> list[Row]:
+    """Of each task only the metric that it is usually measured by."""
+    return [row for row in rows if row["main"]]
+
+
+def _require_names(datasets: Sequence[Dataset]) -> None:
+    """Rows go by name: raises InvalidRequestError where two data sets share one."""
+    names = [dataset.name for dataset in datasets]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise InvalidRequestError(f"Two data sets are called {twice[0]!r}: rename one of the files.", param="dataset")
+
+
+def _answers(
+    examiner: Examiner,
+    datasets: Sequence[Dataset],
+    settings: Settings,
+    options: QualityOptions,
+    progress: Progress,
+) -> tuple[list[tuple[Example, tuple[Result, ...]]], tuple[Skipped, ...]]:
+    answered: list[tuple[Example, tuple[Result, ...]]] = []
+    skipped = [skip for dataset in datasets for skip in dataset.skipped]
+    examples = [example for dataset in datasets for example in dataset.examples]
+    policies = list(dict.fromkeys((*options.policies, REFERENCE)))
+    journal = None
+    if options.resume is not None:
+        made_by = {"kvlinker": version("kvlinker"), "model": examiner.llm.engine.fingerprint}
+        wanted = ("max_tokens", "truncate", "deviation", "generation_context", "system_prompt", "chat_template")
+        described = _described(settings, options)
+        journal = Journal(options.resume, made_by | {name: described[name] for name in wanted})
+    outcomes = evaluate(examiner, examples, policies, concurrency=options.concurrency, journal=journal)
+    for done, (example, outcome) in enumerate(outcomes):
+        progress(done + 1, len(examples))
+        if isinstance(outcome, Skipped):
+            skipped.append(outcome)
+        else:
+            answered.append((example, outcome))
+    return answered, tuple(skipped)
+
+
+def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
+    """Whatever the scores depend on, and how they were made."""
+    return {
+        "datasets": list(options.datasets),
+        "policies": list(options.policies),
+        "limit": options.limit,
+        "split": str(options.split),
+        "chunk_tokens": options.chunk_tokens,
+        "max_tokens": options.max_tokens,
+        "truncate": options.truncate,
+        "deviation": options.deviation,
+        "concurrency": options.concurrency,
+        "generation_context": str(settings.generation_context),
+        "system_prompt": settings.system_prompt,
+        "chat_template": settings.chat_template,
+    }
+
+
+def _row(score: Score) -> Row:
+    row = {
+        "policy": score.policy,
+        "dataset": score.dataset,
+        "task": score.task,
+        "n": score.n,
+        "metric": score.metric,
+        "main": score.main,
+        "score": score.score,
+        "ci_low": score.interval.low,
+        "ci_high": score.interval.high,
+        "vs_full": score.difference,
+        "vs_full_low": score.difference_interval.low,
+        "vs_full_high": score.difference_interval.high,
+        "recomputed_fraction": score.recomputed_fraction,
+        "agreement": score.agreement,
+        "kl": score.kl,
+    }
+    return row | {"layers": list(score.layers)} if score.layers else row
+
+
+def _reasons(skipped: Sequence[Skipped]) -> str:
+    shown = "; ".join(f"{skip.where}: {skip.reason}" for skip in skipped[:3])
+    return f"{len(skipped)} skipped: {shown}{'; …' if len(skipped) > 3 else ''}"

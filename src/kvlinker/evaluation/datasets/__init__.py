@@ -1,0 +1,84 @@
+"""Data sets by name or path. The format of a file is recognised by its records' fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.evaluation.contexts import ContextSplitter
+from kvlinker.evaluation.datasets.base import Format, Source
+from kvlinker.evaluation.datasets.cacheblend import CACHEBLEND
+from kvlinker.evaluation.datasets.kv_retrieval import KV_RETRIEVAL
+from kvlinker.evaluation.datasets.longbench import LONGBENCH
+from kvlinker.evaluation.datasets.needle import needle_examples
+from kvlinker.evaluation.datasets.passages import PASSAGES
+from kvlinker.evaluation.datasets.records import Record, read_records
+from kvlinker.evaluation.datasets.samsum import SAMSUM
+from kvlinker.evaluation.examples import Dataset, Example, Skipped
+
+FORMATS: tuple[Format, ...] = (PASSAGES, LONGBENCH, CACHEBLEND, KV_RETRIEVAL, SAMSUM)
+
+BUNDLED = {"reader": Path(__file__).parents[1] / "data" / "reader.jsonl.gz"}
+"""Data sets that ship with kvlinker."""
+
+__all__ = ["BUNDLED", "FORMATS", "load_dataset"]
+
+
+def load_dataset(name_or_path: str, splitter: ContextSplitter, *, limit: int | None = None) -> Dataset:
+    """A bundled data set, a file of records, or a folder of texts to hide needles in; at most ``limit`` examples.
+
+    Raises InvalidRequestError for a path that does not exist, an unknown schema, and data without any usable example.
+    """
+    path = BUNDLED.get(name_or_path, Path(name_or_path))
+    if path.is_dir():
+        source = Source(path.name, splitter)
+        found: Iterator[Example | Skipped] = iter(needle_examples(path, source))
+    elif path.is_file():
+        source = Source(path.name.split(".")[0], splitter)
+        found = _read_file(path, source)
+    else:
+        raise InvalidRequestError(
+            f"No data set {name_or_path!r}: there is no such file or folder, and the data sets that ship with "
+            f"kvlinker are {', '.join(BUNDLED)}.",
+            param="dataset",
+        )
+    dataset = _collect(source.name, found, limit)
+    if not dataset.examples:
+        reasons = "; ".join(f"{skipped.where}: {skipped.reason}" for skipped in dataset.skipped[:3])
+        raise InvalidRequestError(f"{path} has no usable example ({reasons or 'it is empty'}).", param="dataset")
+    return dataset
+
+
+def _collect(name: str, found: Iterable[Example | Skipped], limit: int | None) -> Dataset:
+    examples: list[Example] = []
+    skipped: list[Skipped] = []
+    for entry in found:
+        if isinstance(entry, Skipped):
+            skipped.append(entry)
+            continue
+        examples.append(entry)
+        if len(examples) == limit:
+            break
+    return Dataset(name, tuple(examples), tuple(skipped))
+
+
+def _read_file(path: Path, source: Source) -> Iterator[Example | Skipped]:
+    entries = list(read_records(path))
+    yield from (entry for entry in entries if isinstance(entry, Skipped))
+    records = [entry for entry in entries if isinstance(entry, Record)]
+    if records:
+        yield from _format_of(records, path).read(records, source)
+
+
+def _format_of(records: Sequence[Record], path: Path) -> Format:
+    for record in records:
+        for known in FORMATS:
+            if known.accepts(record):
+                return known
+    schemas = "; ".join(f"{known.name}: {', '.join(known.fields)}" for known in FORMATS)
+    raise InvalidRequestError(
+        f"{path} fits no known schema: its first record has the fields {', '.join(records[0].fields)}. Known are "
+        f"{schemas}.",
+        param="dataset",
+    )

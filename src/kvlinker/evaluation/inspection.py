@@ -1,0 +1,118 @@
+"""What a model computed for one prompt, from the inside: keys, values and attention of every layer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvlinker.engine.anatomy import LayerShape
+from kvlinker.engine.attention import AttentionOptions, Queries, attention_weights
+from kvlinker.engine.embedded import EmbeddedEngine
+from kvlinker.engine.interception import ATTENTION_NAME, attention_of
+from kvlinker.engine.loading import LoadedModel
+from kvlinker.errors import InvalidRequestError
+from kvlinker.llm import LLM, Message
+
+LAST_QUERIES = 16
+"""Fresh tokens at the prompt's end (the question's, and the template's behind it) whose attention is kept at most."""
+
+IDLE_WITHIN = 5.0
+"""Seconds."""
+
+RECORDED_ATTENTION = "kvlinker-recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """One layer's keys (with rotary embedding) and values, [kv_heads, tokens, head_dim], and the attention of the
+    prompt's last tokens on all, [heads, queries, tokens], fp32."""
+
+    key: Tensor
+    value: Tensor
+    attention: Tensor
+
+
+class Inspector(Protocol):
+    """Runs one prompt under a policy while nothing else runs, and shows all layers."""
+
+    def inspect(self, messages: Sequence[Message], policy: str) -> tuple[LayerView, ...]: ...
+
+
+class EngineInspector:
+    """``Inspector`` of the embedded engine: reads its KV pool, and records the queries that its model attends with."""
+
+    def __init__(self, llm: LLM, loaded: LoadedModel) -> None:
+        """``loaded`` is the model that ``llm`` runs. Raises InvalidRequestError for another kind of engine."""
+        if not isinstance(llm.engine, EmbeddedEngine):
+            raise InvalidRequestError("Deviations can only be measured with the embedded engine.")
+        self._llm = llm
+        self._loaded = loaded
+        self._pool = llm.engine.runner.pool
+
+    def inspect(self, messages: Sequence[Message], policy: str) -> tuple[LayerView, ...]:
+        """Raises InvalidRequestError while the engine does something else: the prompt must lie at the pool's start."""
+        self._wait_until_idle()
+        prompt = self._llm.chat_prompt(messages)
+        fresh = len(prompt) - max([span.end for span in prompt.spans], default=0)
+        with _recorded(self._loaded.model) as recorded:
+            self._llm.chat_completion(messages, policy=policy, max_tokens=1, temperature=0)
+        return tuple(
+            self._view(index, len(prompt), query[:, -min(fresh, LAST_QUERIES) :], options)
+            for index, (query, options) in sorted(recorded.items())
+        )
+
+    def _wait_until_idle(self) -> None:
+        """A request's slots are freed shortly after its last event."""
+        deadline = time.monotonic() + IDLE_WITHIN
+        while self._llm.load().slots_used:
+            if time.monotonic() > deadline:
+                raise InvalidRequestError("Deviations can only be measured while no other request runs.")
+            time.sleep(0.001)
+
+    @torch.inference_mode()
+    def _view(self, index: int, length: int, query: Tensor, options: AttentionOptions) -> LayerView:
+        key = self._pool.keys[index][:, :length].clone()
+        last = Queries(torch.arange(length - query.shape[1], length, device=query.device))
+        attention = attention_weights(last, _rotated(self._loaded.layers[index], query, last), key, options)
+        return LayerView(key, self._pool.values[index][:, :length].clone(), attention)
+
+
+@contextmanager
+def _recorded(model: Any) -> Iterator[dict[int, tuple[Tensor, AttentionOptions]]]:
+    """By layer, the last un-rotated queries [heads, queries, head_dim] of the latest forward pass, and its options."""
+    latest: dict[int, tuple[Tensor, AttentionOptions]] = {}
+
+    def record(module: nn.Module, query: Tensor, *others: Any, **options: Any) -> tuple[Tensor, None]:
+        scaling = options.get("scaling")
+        latest[int(module.layer_idx)] = (  # type: ignore[arg-type]
+            query[0, :, -LAST_QUERIES:].clone(),
+            AttentionOptions(
+                scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+                window=options.get("sliding_window"),
+                softcap=options.get("softcap"),
+                sinks=options.get("s_aux"),
+            ),
+        )
+        attended: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME](module, query, *others, **options)
+        return attended
+
+    ALL_ATTENTION_FUNCTIONS.register(RECORDED_ATTENTION, record)
+    with attention_of(model, RECORDED_ATTENTION):
+        yield latest
+
+
+def _rotated(layer: LayerShape, query: Tensor, queries: Queries) -> Tensor:
+    """``query`` [heads, queries, key_dim] with the rotary embedding of its positions."""
+    if layer.rotary is None:
+        return query
+    cos, sin = layer.rotary.tables(queries.last + 1)
+    rotated = torch.empty_like(query, memory_format=torch.contiguous_format)
+    layer.rotary.rotate(query, cos[queries.positions], sin[queries.positions], out=rotated)
+    return rotated

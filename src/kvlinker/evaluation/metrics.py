@@ -1,0 +1,84 @@
+"""Metrics of an answer against a reference; each gives 0 to 1."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+from kvlinker.errors import InvalidRequestError
+
+Metric = Callable[[str, str], float]
+"""(answer, reference) -> score."""
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalised(text: str) -> str:
+    """SQuAD's normalisation (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, reference: str) -> float:
+    """1 where the two are the same once normalised (SQuAD)."""
+    return float(normalised(answer) == normalised(reference))
+
+
+def f1(answer: str, reference: str) -> float:
+    """SQuAD's F1: harmonic mean of precision and recall over normalised words, counted with multiplicity.
+
+    Where either has no word, 1 if neither has one, else 0.
+    """
+    words, expected = normalised(answer).split(), normalised(reference).split()
+    if not words or not expected:
+        return float(words == expected)
+    common = (Counter(words) & Counter(expected)).total()
+    return 2 * common / (len(words) + len(expected))
+
+
+def jaccard(answer: str, reference: str) -> float:
+    """Words in both over words in either, normalised, without multiplicity; 1 where neither has any."""
+    words, expected = set(normalised(answer).split()), set(normalised(reference).split())
+    either = words | expected
+    return len(words & expected) / len(either) if either else 1.0
+
+
+@lru_cache(maxsize=2**16)  # slow for long answers, which several tables score
+def rouge_l(answer: str, reference: str) -> float:
+    """F-measure of the longest common subsequence of words, with Porter's stemmer, as CacheBlend computes it.
+
+    Raises InvalidRequestError without the package rouge-score.
+    """
+    score: float = rouge_scorer().score(reference, answer)["rougeL"].fmeasure
+    return score
+
+
+@cache
+def rouge_scorer() -> Any:
+    """rouge-score's scorer of ``rouge_l``. Raises InvalidRequestError without the package."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise InvalidRequestError("ROUGE-L needs rouge-score: pip install 'kvlinker[bench]'.") from error
+    return RougeScorer(["rougeL"], use_stemmer=True)
+
+
+METRICS: dict[str, Metric] = {"exact_match": exact_match, "f1": f1, "rouge_l": rouge_l, "jaccard": jaccard}
+"""Against the references of a data set."""
+
+VERSUS_FULL: dict[str, Metric] = {"rouge_l_vs_full": rouge_l, "jaccard_vs_full": jaccard}
+"""Against the answer that the same model gives when it computes everything (Cache-Craft section 5.1)."""
+
+
+def best_score(metric: Metric, answer: str, references: Sequence[str]) -> float:
+    """The score against whichever reference it is highest for."""
+    return max(metric(answer, reference) for reference in references)
+
+
+def similarity(metric: Metric, answer: str, other: str) -> float:
+    """The score between two answers of a model; 1 where they are the same text, be it one without words."""
+    return 1.0 if answer == other else metric(answer, other)

@@ -1,0 +1,68 @@
+"""The reader's tasks: questions on worlds of people it never met, as ``kvlinker bench quality`` asks them.
+
+Run as ``python -m training.evaluation_set`` to write the file that ships with kvlinker again, after the generator
+has changed. Filler comes from the grammar of `prose` alone, so that everything in the file is generated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from training.worlds import KINDS, Kind, WorldBuilder, WorldSettings
+
+OUTPUT = Path(__file__).parents[1] / "src" / "kvlinker" / "evaluation" / "data" / "reader.jsonl.gz"
+SETTINGS = WorldSettings(library_share=0, held_out=True)
+MOST_WORLDS = 1000
+"""Worlds in a row without a question of the wanted kind before the generator is said not to make that kind."""
+
+
+def evaluation_set(per_kind: int, words: tuple[int, int], seed: int) -> Iterator[dict[str, Any]]:
+    """Records of ``kvlinker.evaluation.datasets.passages``, the kinds in turn, so that any beginning is balanced.
+
+    A world has about as many words as drawn from ``words``, and is asked about once.
+    """
+    generators = {kind: random.Random(f"evaluation/{seed}/{kind}") for kind in KINDS}
+    for number in range(per_kind):
+        for kind, rng in generators.items():
+            yield {"id": f"{kind}-{number}"} | _record(rng, kind, words)
+
+
+def _record(rng: random.Random, kind: Kind, words: tuple[int, int]) -> dict[str, Any]:
+    for _ in range(MOST_WORLDS):
+        world = WorldBuilder(rng, SETTINGS).build(rng.randint(*words))
+        questions = [question for question in world.questions if question.kind == kind]
+        if questions:
+            question = rng.choice(questions)
+            return {
+                "task": kind,
+                "passages": [passage + "\n\n" for passage in world.passages],
+                "question": f"Question: {question.text}",
+                "answers": [question.answer],
+                "metric": "exact_match",
+            }
+    raise ValueError(f"None of {MOST_WORLDS} worlds has a question of kind {kind!r}.")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--per-kind", type=int, default=60)
+    parser.add_argument("--words", type=int, nargs=2, default=(80, 400), metavar=("MIN", "MAX"))
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    low, high = arguments.words
+    lines = [json.dumps(record) + "\n" for record in evaluation_set(arguments.per_kind, (low, high), arguments.seed)]
+    content = "".join(lines).encode()
+    arguments.output.write_bytes(gzip.compress(content, mtime=0))  # equal contents give equal files
+    print(f"{arguments.output}: {len(lines)} questions, {len(content) / 1e3:.0f} kB of text")
+
+
+if __name__ == "__main__":
+    main()
