@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from kvlinker.bench.report import Report
+from kvlinker.bench.report import Report, Row
 from kvlinker.bench.subject import Subject
 from kvlinker.chunks import Chunk
 from kvlinker.engine.base import Engine
@@ -39,7 +39,7 @@ def run_creation(
                 if turn:
                     seconds[scores].append(elapsed)
     medians = {scores: statistics.median(taken) for scores, taken in seconds.items()}
-    rows = [
+    rows: list[Row] = [
         {
             "scores": "with" if scores else "without",
             "chunk_tokens": chunk_tokens,
