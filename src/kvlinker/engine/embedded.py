@@ -247,7 +247,7 @@ class EmbeddedEngine:
             placements=tuple(zip(plan.placements, link.kvs, strict=True)),
             most_tokens=plan.length + generation.max_tokens,
             probe=QuestionProbe(layers, plan.length) if plan.policy.probes else None,
-            refine=self._refinement_of(plan, explains=generation.explains),
+            refine=None if plan.policy.probes else self._refinement_of(plan, explains=generation.explains),
         )
         self._command(partial(self._enter, generation, link, sequence))
         self._loaders.submit(self._offer_variants, generation, plan.prompt)
