@@ -20,6 +20,7 @@ BASE = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "initializer_range": 0.1,
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 2048,
     "pad_token_id": 0,
