@@ -94,7 +94,7 @@ def test_selections_grow_with_their_parameter(lengths, header, count):
 
 
 def evidence_for(prompt, seed):
-    """Scores of all chunks, as if they had been computed behind a chunk that they looked at, and a probe's attention."""
+    """Scores of chunks that were computed behind another one and looked at it, and a probe's attention."""
     generator = np.random.default_rng(seed)
     scores = [
         ChunkScores(

@@ -261,5 +261,5 @@ def test_nothing_settles_before_the_first_layer():
 def test_settling_is_the_first_time_that_the_window_is_all_the_same(rows, window):
     attention = np.array(rows, dtype=np.float64).reshape(-1, 4)
     found = [focused_chunks(attention[: layer + 1].sum(0)) for layer in range(len(rows))]
-    lasting = [l for l in range(window, len(rows) + 1) if all(f == found[l - 1] for f in found[l - window : l])]
+    lasting = [layer for layer in range(window, len(rows) + 1) if len(set(found[layer - window : layer])) == 1]
     assert settled_focus(attention, window) == ((found[lasting[0] - 1], lasting[0]) if lasting else None)

@@ -58,7 +58,7 @@ def test_order_matters_for_the_name_and_not_for_the_selection():
 
 @pytest.mark.parametrize("text", ["+legolink-1", "legolink-1+", "legolink-1++random-5", "+", "legolink-1+fancy-3"])
 def test_a_part_that_is_no_policy_is_named(text):
-    with pytest.raises(PolicyError, match="Unknown policy '(fancy-3)?'"):
+    with pytest.raises(PolicyError, match=r"Unknown policy '(fancy-3)?'"):
         parse_policy(text)
 
 
