@@ -93,6 +93,6 @@ def tiny_model(family: str, **changes: Any) -> Any:
 
 
 @cache
-def loaded_model(family: str) -> LoadedModel:
+def loaded_model(family: str, **changes: Any) -> LoadedModel:
     """The family's tiny model as the engine runs it, shared by all tests: they must not change it."""
-    return prepare_model(tiny_model(family), byte_tokenizer())
+    return prepare_model(tiny_model(family, **changes), byte_tokenizer())

@@ -65,8 +65,9 @@ class Outcome:
 class Bench:
     """One engine over a tiny model with a store of its own."""
 
-    def __init__(self, family="llama", **options):
-        self.loaded = loaded_model(family)
+    def __init__(self, family="llama", changes=None, **options):
+        """``changes``: to the model's configuration. ``options``: settings."""
+        self.loaded = loaded_model(family, **(changes or {}))
         self.events = Events()
         self.store = ChunkStore([HostTier(1 << 28, self.events)], self.events)
         settings = load_settings(**({"kv_slots": 4096, "max_step_tokens": 64} | options))
@@ -75,12 +76,17 @@ class Bench:
     def submit(self, prompt, policy="legolink-4", tenant="default", sink=None, **sampling):
         outcome = Outcome()
         params = SamplingParams(**({"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True} | sampling))
-        request = GenerationRequest(prompt, parse_policy(policy), params, tenant)
+        request = GenerationRequest(prompt, _policy(policy), params, tenant)
         handle = self.engine.generate(request, sink or outcome.events.put)
         return outcome, handle
 
     def answer(self, prompt, policy="legolink-4", **sampling):
         return self.submit(prompt, policy, **sampling)[0].wait()
+
+    def explain(self, prompt, policy, tenant="default"):
+        """What a request for one token would do, and why."""
+        request = GenerationRequest(prompt, _policy(policy), SamplingParams(max_tokens=1), tenant)
+        return self.engine.explain(request).result(timeout=60)
 
     def cache(self, prompt, tenant="default"):
         for future in [self.engine.cache_chunk(chunk, tenant=tenant) for chunk in prompt.chunks]:
@@ -100,6 +106,10 @@ class Bench:
             self.settle()
         self.engine.close()
         self.store.close()
+
+
+def _policy(policy):
+    return parse_policy(policy) if isinstance(policy, str) else policy
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 from kvlinker.chunks import chunk_key
 from kvlinker.engine.batch import Batch, Capture, Run
 from kvlinker.engine.link_loading import PromptEvidence
+from kvlinker.engine.observation import ScoreCollector
 from kvlinker.engine.pool import KVPool
 from kvlinker.engine.runner import Runner
 from kvlinker.linking import make_plan, parse_policy
@@ -20,12 +21,16 @@ STEPS = 4
 TOLERANCE = 2e-5
 
 
-def true_chunk_kv(loaded, prompt):
-    """Each chunk's KV as the full forward pass of this very prompt makes it."""
-    capture = Capture(loaded.layers, [(span.start, span.end) for span in prompt.spans], dtype=loaded.dtype)
+def true_chunk_kv(loaded, prompt, names=None, step=10**6):
+    """Each chunk's KV as the full forward pass of this very prompt makes it, ``step`` tokens at a time. With ``names``
+    of the chunks, their scores are collected too."""
+    spans = [(span.start, span.end) for span in prompt.spans]
+    scores = None if names is None else ScoreCollector(len(loaded.layers), spans, names)
+    capture = Capture(loaded.layers, spans, dtype=loaded.dtype, scores=scores)
     pool = KVPool(loaded.layers, len(prompt), dtype=loaded.dtype, device=loaded.device)
     runner = Runner(loaded.model, loaded.layers, pool)
-    runner.step(Batch((Run(0, 0, prompt.tokens, capture=capture),)))
+    for begin in range(0, len(prompt), step):
+        runner.step(Batch((Run(0, begin, prompt.tokens[begin : begin + step], capture=capture, observer=scores),)))
     return capture.finish()
 
 

@@ -97,7 +97,7 @@ def test_bad_words_are_answered_with_what_is_allowed(name, words):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, True, "15", None, 100.0001])
 def test_values_from_code_are_checked_too(value):
-    with pytest.raises(PolicyError, match="must be a number from 0 to 100"):
+    with pytest.raises(PolicyError, match=f"is {value!r}, but must be a number from 0 to 100"):
         policies()["random"](percent=value)
 
 

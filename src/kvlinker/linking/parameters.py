@@ -168,7 +168,7 @@ def describe(cls: type) -> list[dict[str, Any]]:
 
 
 def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else repr(value)
+    return f"{value:.12g}" if isinstance(value, float) else repr(value)
 
 
 def _has_default(entry: Field[Any]) -> bool:
