@@ -117,8 +117,8 @@ def bench():
     """Makes engines, and checks at the end of the test that each has freed everything."""
     with ExitStack() as stack:
 
-        def make(family="llama", **options):
-            made = Bench(family, **options)
+        def make(family="llama", changes=None, **options):
+            made = Bench(family, changes, **options)
             stack.callback(made.close)
             return made
 
