@@ -22,6 +22,28 @@ from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.store import ChunkStore, HostTier
 from tests.toy_models import VOCABULARY, loaded_model
 
+EVERY_POLICY = [
+    "full",
+    "naive",
+    "naive-unpositioned",
+    "prefix",
+    "set-prefix",
+    "legolink-4",
+    "attnlink-5",
+    "random-30",
+    "h2o-30",
+    "cacheblend-20",
+    "cacheblend-20-onestep-v",
+    "cachecraft-0.7",
+    "cachecraft-1-focus-w1",
+    "query-10",
+    "random-10+h2o-10",
+    "query-10+legolink-2",
+    "cacheblend-20+legolink-2",
+    "query-10+cacheblend-20+cachecraft-1-focus-w1",
+]
+"""Every family, and unions of every kind: static, probing, refining, and all at once."""
+
 
 @dataclass
 class Outcome:

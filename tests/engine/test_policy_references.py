@@ -11,7 +11,7 @@ from kvlinker.linking import policies
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from tests.engine.conftest import linked_prompt, random_tokens
 from tests.engine.reference import Reference, chunk_attention, forward
-from tests.engine.test_oracle import TOLERANCE, true_chunk_kv
+from tests.engine.test_oracle import TOLERANCE, computed_layers, true_chunk_kv
 from tests.linking.test_reuse import entropy_growth, kendall
 
 MODELS = {
@@ -42,17 +42,6 @@ def top(values, count, among):
     mask = np.zeros(len(among), dtype=bool)
     mask[order[:count]] = True
     return mask
-
-
-def computed_layers(explanation, layers):
-    """The cached tokens that each layer computed, [layers, tokens]."""
-    masks = np.zeros((layers, explanation.tokens), dtype=bool)
-    assert [entry.first for entry in explanation.layers] == [0, *[entry.last + 1 for entry in explanation.layers[:-1]]]
-    assert explanation.layers[-1].last == layers - 1
-    for entry in explanation.layers:
-        for begin, end in entry.recomputed:
-            masks[entry.first : entry.last + 1, begin:end] = True
-    return masks
 
 
 def check(made, reference, policy, selected):
