@@ -26,7 +26,7 @@ class Shelf:
 
 @st.composite
 def prompts(draw):
-    """Up to four different chunks of one token each, fresh tokens between some, and what was computed of them before."""
+    """Up to four different chunks of one token each, fresh tokens between some, and variants of them."""
     count = draw(st.integers(1, 4))
     head = draw(st.sampled_from(HEADS))
     between = draw(st.lists(st.booleans(), min_size=count, max_size=count))
