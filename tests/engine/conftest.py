@@ -98,7 +98,7 @@ class Bench:
     def submit(self, prompt, policy="legolink-4", tenant="default", sink=None, **sampling):
         outcome = Outcome()
         params = SamplingParams(**({"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True} | sampling))
-        request = GenerationRequest(prompt, _policy(policy), params, tenant)
+        request = GenerationRequest(prompt, as_policy(policy), params, tenant)
         handle = self.engine.generate(request, sink or outcome.events.put)
         return outcome, handle
 
@@ -107,8 +107,7 @@ class Bench:
 
     def explain(self, prompt, policy, tenant="default"):
         """What a request for one token would do, and why."""
-        request = GenerationRequest(prompt, _policy(policy), SamplingParams(max_tokens=1), tenant)
-        return self.engine.explain(request).result(timeout=60)
+        return self.engine.explain(request_for(prompt, policy, tenant)).result(timeout=60)
 
     def cache(self, prompt, tenant="default"):
         for future in [self.engine.cache_chunk(chunk, tenant=tenant) for chunk in prompt.chunks]:
@@ -130,8 +129,13 @@ class Bench:
         self.store.close()
 
 
-def _policy(policy):
+def as_policy(policy):
     return parse_policy(policy) if isinstance(policy, str) else policy
+
+
+def request_for(prompt, policy, tenant="default"):
+    """A request for one token."""
+    return GenerationRequest(prompt, as_policy(policy), SamplingParams(max_tokens=1), tenant)
 
 
 @pytest.fixture

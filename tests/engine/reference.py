@@ -60,9 +60,10 @@ def forward(model, tokens, computed=None, placed=None, first=0):
 
 
 class Reference:
-    """One prompt whose chunks were computed alone, or behind their prefixes."""
+    """One prompt whose chunks were computed alone, or behind their prefixes, and are placed where they stand; if not
+    ``positioned``, they stay where they were."""
 
-    def __init__(self, prompt, family="llama", **changes):
+    def __init__(self, prompt, family="llama", positioned=True, **changes):
         self.model = reference_model(family, **changes)
         self.prompt = prompt
         self.layers = self.model.config.num_hidden_layers
@@ -75,7 +76,8 @@ class Reference:
             self.cached[span.start : span.end] = True
             self.inexact[span.start : span.end] = tokens[: span.start] != list(chunk.prefix)
             # Rotary embeddings tell distances only, so that a chunk may be computed where it is to be placed.
-            alone = forward(self.model, [*chunk.prefix, *chunk.tokens], first=span.start - before)
+            first = span.start - before if positioned else 0
+            alone = forward(self.model, [*chunk.prefix, *chunk.tokens], first=first)
             self._place(span, [(key[:, before:], value[:, before:]) for key, value in zip(*alone[1:3], strict=True)])
 
     def _place(self, span, kv):

@@ -1,13 +1,15 @@
 """Policies at the ends of their ranges, next to each other in one batch, and when they fail or are cancelled."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
 
+from kvlinker.errors import EngineClosedError
 from kvlinker.linking import Policy, parse_policy
 from kvlinker.linking.union import Union
-from tests.engine.conftest import EVERY_POLICY, linked_prompt
+from tests.engine.conftest import EVERY_POLICY, linked_prompt, request_for
 from tests.engine.test_oracle import TOLERANCE
 
 MODELS = ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"]
@@ -107,7 +109,14 @@ def test_mixed_batches_equal_single_runs(bench, family, step):
     alone = bench(family, max_running=1)
     for prompt in prompts:
         alone.cache(prompt)
+    explanations = [
+        together.engine.explain(request_for(prompt, policy)) for prompt in prompts for policy in EVERY_POLICY
+    ]
     mixed = answers(together, prompts, 4)
+    costs = iter([explanation.result(timeout=60).cost for explanation in explanations])
+    for prompt in prompts:
+        for policy in EVERY_POLICY:
+            assert next(costs) == alone.explain(prompt, policy).cost, policy
     for case, expected in answers(alone, prompts, 4).items():
         assert mixed[case].tokens == expected.tokens, case
         np.testing.assert_allclose(mixed[case].logprobs, expected.logprobs, atol=TOLERANCE, err_msg=case)
@@ -228,3 +237,18 @@ def test_a_policy_that_cannot_explain_fails_the_explanation(bench):
     with pytest.raises(Exception, match="not today"):
         made.explain(prompt, Failing("explain"))
     assert made.answer(prompt, Failing("explain")).failed is None
+
+
+def test_closing_ends_an_explanation(bench):
+    made = bench()
+    stepping = Stepping(made, at=1)
+    explained = made.engine.explain(request_for(linked_prompt(30, 25), "query-10"))
+    assert stepping.reached.wait(30)
+    closing = threading.Thread(target=made.engine.close)
+    closing.start()
+    while made.engine.healthy:
+        time.sleep(0.001)
+    stepping.go.set()
+    closing.join()
+    with pytest.raises(EngineClosedError):
+        explained.result(timeout=60)

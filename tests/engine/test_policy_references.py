@@ -68,6 +68,30 @@ def score(explanation, name, layer=None):
     return found
 
 
+# Static selections, over KV that is not exact.
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_static_policies(bench, model, prompt):
+    family, changes = model
+    made = bench(family, changes, max_step_tokens=29)
+    reference = Reference(prompt, family, **changes)
+    nothing = np.zeros(len(prompt), dtype=bool)
+    first, around = nothing.copy(), nothing.copy()
+    for span in prompt.spans:
+        first[span.start : min(span.start + 4, span.end)] = True
+        around[span.start : min(span.start + 3, span.end)] = True
+    for span in prompt.spans[:-1]:
+        around[max(span.end - 2, span.start) : span.end] = True
+    check(made, reference, "naive", [nothing])
+    check(made, reference, "full", [reference.cached])
+    check(made, reference, "prefix", [reference.inexact])
+    check(made, reference, "legolink-4", [first & reference.inexact])
+    check(made, reference, "attnlink-5", [around & reference.inexact])
+    stale = Reference(prompt, family, positioned=False, **changes)
+    check(made, stale, "naive-unpositioned", [nothing])
+
+
 # CacheBlend, section 4.3.
 
 
@@ -344,3 +368,38 @@ def test_query_joined_with_a_focus(bench, joined):
     masks = focused(reference, selected, 1, also=wanted)
     assert masks[-1].sum() < (selected | wanted).sum()
     check(made, reference, joined, masks)
+
+
+# Prompts of any shape.
+
+
+def any_prompt(random):
+    """Chunks that were computed alone, behind the prompt's own start, or behind something else, one of them twice."""
+    chunks = []
+    segments = [FreshSegment(random_tokens(int(random.integers(0, 5)), random))]
+    for _ in range(random.integers(1, 6)):
+        prompt = Prompt(tuple(segments))
+        tokens = random_tokens(int(random.integers(1, 40)), random)
+        prefix = [(), tuple(prompt.tokens.tolist()), random_tokens(int(random.integers(1, 9)), random)]
+        chunks.append(Chunk(tokens, prefix[random.integers(0, 3)]))
+        segments.append(CachedSegment(chunks[random.integers(0, len(chunks))]))
+        segments.append(FreshSegment(random_tokens(int(random.integers(0, 4)), random)))
+    return Prompt((*segments, FreshSegment(random_tokens(int(random.choice([0, 1, 10, 70])), random))))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prompts_of_any_shape(bench, seed):
+    random = np.random.default_rng(seed)
+    family = list(MODELS)[seed % len(MODELS)]
+    changes = MODELS[family]
+    made = bench(family, changes, max_step_tokens=int(random.choice([5, 40, 500])))
+    prompt = any_prompt(random)
+    made.cache(prompt)
+    reference = Reference(prompt, family, **changes)
+    percent = float(random.choice([1, 12.5, 50, 99]))
+    wanted = top(probed(reference), ceil(percent * reference.inexact.sum() / 100), among=reference.inexact)
+    check(made, reference, f"query-{percent:g}", [wanted])
+    check(made, reference, f"cacheblend-{percent:g}", blended(reference, percent))
+    check(made, reference, f"cacheblend-{percent:g}-onestep-k", blended(reference, percent, onestep=True, parts="k"))
+    joined = blended(reference, percent, also=wanted)
+    check(made, reference, f"cacheblend-{percent:g}+query-{percent:g}", joined)
