@@ -20,6 +20,7 @@ BASE = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "initializer_range": 0.1,
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 2048,
     "pad_token_id": 0,
@@ -92,6 +93,6 @@ def tiny_model(family: str, **changes: Any) -> Any:
 
 
 @cache
-def loaded_model(family: str) -> LoadedModel:
+def loaded_model(family: str, **changes: Any) -> LoadedModel:
     """The family's tiny model as the engine runs it, shared by all tests: they must not change it."""
-    return prepare_model(tiny_model(family), byte_tokenizer())
+    return prepare_model(tiny_model(family, **changes), byte_tokenizer())

@@ -22,6 +22,28 @@ from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.store import ChunkStore, HostTier
 from tests.toy_models import VOCABULARY, loaded_model
 
+EVERY_POLICY = [
+    "full",
+    "naive",
+    "naive-unpositioned",
+    "prefix",
+    "set-prefix",
+    "legolink-4",
+    "attnlink-5",
+    "random-30",
+    "h2o-30",
+    "cacheblend-20",
+    "cacheblend-20-onestep-v",
+    "cachecraft-0.7",
+    "cachecraft-1-focus-w1",
+    "query-10",
+    "random-10+h2o-10",
+    "query-10+legolink-2",
+    "cacheblend-20+legolink-2",
+    "query-10+cacheblend-20+cachecraft-1-focus-w1",
+]
+"""Every family, and unions of every kind: static, probing, refining, and all at once."""
+
 
 @dataclass
 class Outcome:
@@ -65,8 +87,9 @@ class Outcome:
 class Bench:
     """One engine over a tiny model with a store of its own."""
 
-    def __init__(self, family="llama", **options):
-        self.loaded = loaded_model(family)
+    def __init__(self, family="llama", changes=None, **options):
+        """``changes``: to the model's configuration. ``options``: settings."""
+        self.loaded = loaded_model(family, **(changes or {}))
         self.events = Events()
         self.store = ChunkStore([HostTier(1 << 28, self.events)], self.events)
         settings = load_settings(**({"kv_slots": 4096, "max_step_tokens": 64} | options))
@@ -75,12 +98,16 @@ class Bench:
     def submit(self, prompt, policy="legolink-4", tenant="default", sink=None, **sampling):
         outcome = Outcome()
         params = SamplingParams(**({"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True} | sampling))
-        request = GenerationRequest(prompt, parse_policy(policy), params, tenant)
+        request = GenerationRequest(prompt, as_policy(policy), params, tenant)
         handle = self.engine.generate(request, sink or outcome.events.put)
         return outcome, handle
 
     def answer(self, prompt, policy="legolink-4", **sampling):
         return self.submit(prompt, policy, **sampling)[0].wait()
+
+    def explain(self, prompt, policy, tenant="default"):
+        """What a request for one token would do, and why."""
+        return self.engine.explain(request_for(prompt, policy, tenant)).result(timeout=60)
 
     def cache(self, prompt, tenant="default"):
         for future in [self.engine.cache_chunk(chunk, tenant=tenant) for chunk in prompt.chunks]:
@@ -102,13 +129,22 @@ class Bench:
         self.store.close()
 
 
+def as_policy(policy):
+    return parse_policy(policy) if isinstance(policy, str) else policy
+
+
+def request_for(prompt, policy, tenant="default"):
+    """A request for one token."""
+    return GenerationRequest(prompt, as_policy(policy), SamplingParams(max_tokens=1), tenant)
+
+
 @pytest.fixture
 def bench():
     """Makes engines, and checks at the end of the test that each has freed everything."""
     with ExitStack() as stack:
 
-        def make(family="llama", **options):
-            made = Bench(family, **options)
+        def make(family="llama", changes=None, **options):
+            made = Bench(family, changes, **options)
             stack.callback(made.close)
             return made
 

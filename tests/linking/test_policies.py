@@ -3,9 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlinker.chunk_scores import ChunkScores, ContextChunk, Contextualization
 from kvlinker.chunks import Chunk
 from kvlinker.engine.link_loading import PromptEvidence
-from kvlinker.linking import parse_policy
+from kvlinker.linking import parse_policy, policies
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 
 NOTHING = PromptEvidence()
@@ -90,3 +91,94 @@ def test_selections_grow_with_their_parameter(lengths, header, count):
     for family in ("legolink", "attnlink"):
         smaller, larger = (select(f"{family}-{k}", prompt) for k in (count, count + 1))
         assert (larger | ~smaller).all()
+
+
+def evidence_for(prompt, seed):
+    """Scores of chunks that were computed behind another one and looked at it, and a probe's attention."""
+    generator = np.random.default_rng(seed)
+    scores = [
+        ChunkScores(
+            Contextualization(
+                span.length, float(generator.random()), (ContextChunk("elsewhere", 7, float(inter.sum())),)
+            ),
+            inter=inter,
+            received=generator.random(span.length, dtype=np.float32),
+        )
+        for span in prompt.spans
+        for inter in [generator.random(span.length, dtype=np.float32)]
+    ]
+    return PromptEvidence(tuple(scores), generator.random((3, len(prompt)), dtype=np.float32))
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    st.integers(0, 3),
+    st.floats(0, 100),
+    st.floats(0, 100),
+    st.integers(0, 9),
+)
+def test_shares_grow_with_their_parameter(lengths, header, one, other, seed):
+    prompt = chunk_prompt(*lengths, header=header)
+    evidence = evidence_for(prompt, seed)
+    low, high = sorted([one, other])
+    for family, unit in (("random", 1), ("h2o", 1), ("query", 1), ("cachecraft", 0.02)):
+        cls = policies()[family]
+        smaller, larger = (cls(value * unit).select(prompt, evidence) for value in (low, high))
+        assert (larger | ~smaller).all(), family
+        assert not (larger & ~prompt.inexact).any(), family
+        assert not cls(0).select(prompt, evidence).any(), family
+        everything = cls(100 if unit == 1 else 1000).select(prompt, evidence)
+        if not (family == "cachecraft" and header):  # a chunk that no other stands before has β = 1
+            assert (everything == prompt.inexact).all(), family
+
+
+def test_h2o_takes_the_tokens_that_receive_most():
+    prompt = chunk_prompt(2, 5, 4)
+    received = [np.zeros(2), np.array([0.1, 0.5, 0.3, 0.5, 0.2]), np.array([0, 0, 0, 1.0])]
+    scores = [
+        ChunkScores(Contextualization(len(values), 1.0), np.zeros(len(values)), values.astype(np.float32))
+        for values in received
+    ]
+    evidence = PromptEvidence(tuple(scores))
+    assert np.flatnonzero(parse_policy("h2o-40").select(prompt, evidence)).tolist() == [3, 5, 7, 10]
+
+
+def test_query_takes_its_share_of_all_inexact_tokens_wherever_they_stand():
+    prompt = chunk_prompt(3, 4, 3, fresh=2)
+    attention = np.zeros((2, len(prompt)), dtype=np.float32)
+    attention[0] = [9, 9, 9, 0, 1, 0, 5, 3, 4, 0, 9, 9]
+    attention[1] = [9, 9, 9, 0, 6, 0, 0, 3, 4, 0, 9, 9]
+    evidence = PromptEvidence((None,) * 3, attention)
+    chosen = [np.flatnonzero(parse_policy(f"query-{r}").select(prompt, evidence)).tolist() for r in (0, 14, 28, 40, 60)]
+    assert chosen == [[], [8], [4, 8], [4, 7, 8], [3, 4, 6, 7, 8]]
+
+
+def test_cachecraft_takes_what_looked_at_other_chunks_most():
+    """CCI of the second chunk is 1 / (1 + exp(-(2/(5·4)) / (2.5/5²))) = 1 / (1 + e^-1) = 0.731, so that CFO·5 = 3.66;
+    the third was computed alone: 0.5·4 = 2 of its first tokens."""
+    prompt = chunk_prompt(2, 5, 4)
+    inter = np.array([0.3, 0.1, 0.8, 0.2, 0.6], dtype=np.float32)
+    second = ChunkScores(Contextualization(5, 2.5, (ContextChunk("elsewhere", 4, 2.0),)), inter, np.zeros(5))
+    third = ChunkScores(Contextualization(4, 1.0), np.zeros(4), np.ones(4))
+    evidence = PromptEvidence((None, second, third))
+    assert np.flatnonzero(parse_policy("cachecraft-1").select(prompt, evidence)).tolist() == [2, 4, 5, 6, 7, 8]
+    assert np.flatnonzero(parse_policy("cachecraft-0.4").select(prompt, evidence)).tolist() == [4, 6, 7]
+    cci, beta, gamma, cfo, *inter_scores = parse_policy("cachecraft-1").explain(prompt, evidence)
+    np.testing.assert_allclose(cci.values, [0.5, 1 / (1 + np.exp(-1)), 0.5])
+    assert beta.values.tolist() == [1, 0, 0]
+    assert gamma.values.tolist() == [0, 0, 0]
+    np.testing.assert_allclose(cfo.values, [0, 1 / (1 + np.exp(-1)), 0.5])
+    assert [score.positions.tolist() for score in inter_scores] == [[2, 3, 4, 5, 6], [7, 8, 9, 10]]
+
+
+def test_cachecraft_repairs_nothing_behind_the_same_chunks_in_the_same_order():
+    prompt = chunk_prompt(2, 5, 4)
+    first, second, _ = prompt.contents
+    context = (ContextChunk(first, 2, 0.5), ContextChunk(second, 5, 1.5))
+    known = ChunkScores(Contextualization(4, 1.0, context), np.ones(4, dtype=np.float32), np.ones(4))
+    chosen = {}
+    for order in ([0, 1, 2], [1, 0, 2]):
+        shuffled = prompt.with_chunks([prompt.chunks[index] for index in order])
+        evidence = PromptEvidence((None, None, known))
+        chosen[tuple(order)] = parse_policy("cachecraft-1000").select(shuffled, evidence)[7:11].sum()
+    assert chosen == {(0, 1, 2): 0, (1, 0, 2): 4}

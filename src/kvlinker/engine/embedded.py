@@ -240,14 +240,14 @@ class EmbeddedEngine:
     def _queue(self, generation: LinkedRequest, link: Link) -> None:
         """All chunks' KV is there: hand the request to the engine's thread. What is raised here fails the request."""
         plan = link.plan
-        layers = len(self._loaded.layers)
+        probe = QuestionProbe(len(self._loaded.layers), plan.length) if plan.policy.probes else None
         sequence = Sequence(
             plan.prompt.tokens,
             plan.runs,
             placements=tuple(zip(plan.placements, link.kvs, strict=True)),
             most_tokens=plan.length + generation.max_tokens,
-            probe=QuestionProbe(layers, plan.length) if plan.policy.probes else None,
-            refine=None if plan.policy.probes else self._refinement_of(plan, explains=generation.explains),
+            probe=probe,
+            refine=None if probe else self._refinement_of(plan, explains=generation.explains),
         )
         self._command(partial(self._enter, generation, link, sequence))
         self._loaders.submit(self._offer_variants, generation, plan.prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 from typing import ClassVar
 
@@ -14,6 +15,8 @@ from kvlinker.engine.linked_request import LinkedRequest
 from kvlinker.errors import EngineClosedError, KVLinkerError
 from kvlinker.linking.explanation import Explanation, LinkCost, layer_masks, layer_ranges, linked_segments
 from kvlinker.linking.plan import LinkPlan, probe_plan
+
+logger = logging.getLogger(__name__)
 
 
 class Explaining(LinkedRequest):
@@ -28,8 +31,14 @@ class Explaining(LinkedRequest):
         self._cost = cost
 
     def accept(self, logits: Tensor) -> None:
-        self.ended = True
-        self.explained.set_result(self._explain())
+        try:
+            explanation = self._explain()
+        except Exception as error:
+            logger.exception("A policy could not be explained.")
+            self.fail(KVLinkerError(f"Policy {self.request.policy.name} could not be explained: {error}"))
+        else:
+            self.ended = True
+            self.explained.set_result(explanation)
 
     def cancel(self) -> None:
         self.fail(EngineClosedError("The explanation was cancelled."))

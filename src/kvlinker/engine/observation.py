@@ -51,7 +51,7 @@ class ChunkWatch:
     @property
     def attention(self) -> NDArray[np.float32]:
         """[layers so far, chunks]; sum over the question's tokens, mean over heads."""
-        return np.array(self._attention, dtype=np.float32).reshape(-1, len(self._spans))
+        return np.array(self._attention, dtype=np.float32).reshape(len(self._attention), len(self._spans))
 
     def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
         if key.shape[1] <= self._question:

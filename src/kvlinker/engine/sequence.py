@@ -55,8 +55,10 @@ class Sequence:
         self._pending: list[Range] = list(runs)
 
     def relink(self, runs: Items[Range], refine: Callable[[], Refinement] | None) -> None:
-        """The probe is done: compute these runs, over what is placed already."""
+        """The probe is done: compute these runs, over what is placed already. For a policy that refines, it is placed
+        anew: the probe has overwritten the last token's KV where a chunk ends the prompt."""
         self.probe = None
+        self._placed = refine is None
         self._prompt_runs = tuple(runs)
         self._pending = list(runs)
         self._refine = refine

@@ -13,6 +13,7 @@ from kvlinker.errors import PolicyError
 
 _KEY = "kvlinker"
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+_DECIMALS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Number:
         return int(digits) if self.whole else float(digits)
 
     def write(self, value: float) -> str:
-        return self.prefix + (str(value) if self.whole else f"{value:.9f}".rstrip("0").rstrip("."))
+        return self.prefix + (str(value) if self.whole else f"{value:.{_DECIMALS}f}".rstrip("0").rstrip("."))
 
     def accepts(self, value: object) -> bool:
         number = isinstance(value, int if self.whole else int | float) and not isinstance(value, bool)
@@ -91,7 +92,8 @@ def declared(cls: type) -> dict[str, tuple[Number | Choice, Field[Any]]]:
 
 
 def check(policy: str, values: Any) -> None:
-    """Raises PolicyError when a field of ``values``, the policy of this name, is out of its range."""
+    """Raises PolicyError when a field of ``values``, the policy of this name, is out of its range; numbers get the
+    digits that are written."""
     for name, (parameter, _) in declared(type(values)).items():
         value = getattr(values, name)
         if not parameter.accepts(value):
@@ -99,6 +101,8 @@ def check(policy: str, values: Any) -> None:
                 f"Policy {policy!r}: {name} is {_shown(value)}, but must be {parameter.allowed}.",
                 param="link.policy",
             )
+        if isinstance(parameter, Number) and not parameter.whole:
+            object.__setattr__(values, name, abs(round(float(value), _DECIMALS)))  # abs: -0.0 would be written -0
 
 
 def write(values: Any) -> list[str]:
@@ -164,7 +168,7 @@ def describe(cls: type) -> list[dict[str, Any]]:
 
 
 def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else repr(value)
+    return f"{value:.12g}" if isinstance(value, float) else repr(value)
 
 
 def _has_default(entry: Field[Any]) -> bool:

@@ -42,9 +42,12 @@ def policies() -> Mapping[str, type[Policy]]:
 def parse_policy(text: str) -> Policy:
     """The policy that ``text`` names: a family with its parameters behind hyphens, or several joined by ``+``.
 
-    Raises PolicyError for an unknown family and for parameters that the family does not take.
+    Raises PolicyError for an unknown family, for parameters that the family does not take, and for too many parts.
     """
-    parts = tuple(dict.fromkeys(_parse_one(part) for part in text.split(SIGN, MOST_PARTS)))
+    joined = text.count(SIGN) + 1
+    if joined > MOST_PARTS:
+        raise PolicyError(f"{joined} policies are joined, but at most {MOST_PARTS} can be.", param="link.policy")
+    parts = tuple(dict.fromkeys(_parse_one(part) for part in text.split(SIGN)))
     return parts[0] if len(parts) == 1 else Union(parts)
 
 
