@@ -121,7 +121,7 @@ def test_words_in_another_order_mean_the_same():
 
 def test_defaults_are_not_written():
     assert parse_policy("cacheblend-15.0-d25").name == "cacheblend-15"
-    assert parse_policy("cachecraft-0.50-w3").name == "cachecraft-0.5"
+    assert parse_policy("cachecraft-0.50-w2").name == "cachecraft-0.5"
 
 
 @pytest.mark.parametrize("cls", policies().values(), ids=lambda cls: cls.family)

@@ -47,14 +47,19 @@ class ChunkWatch:
         self._spans = tuple(spans)
         self._question = min(max((span.end for span in spans), default=0), length - 1)
         self._attention: list[NDArray[np.float32]] = []
+        self._wanted_in = -1
 
     @property
     def attention(self) -> NDArray[np.float32]:
         """[layers so far, chunks]; sum over the question's tokens, mean over heads."""
         return np.array(self._attention, dtype=np.float32).reshape(len(self._attention), len(self._spans))
 
+    def want(self, layer: int) -> None:
+        """Somebody still looks: watch this layer, too. The first layer in which nobody does is the end of it."""
+        self._wanted_in = layer
+
     def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
-        if key.shape[1] <= self._question:
+        if key.shape[1] <= self._question or layer != self._wanted_in or layer > len(self._attention):
             return
         if layer == len(self._attention):
             self._attention.append(np.zeros(len(self._spans), dtype=np.float32))

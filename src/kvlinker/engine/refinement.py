@@ -67,6 +67,7 @@ class StepEvidence:
     def chunk_attention(self) -> NDArray[np.float32]:
         if self.watch is None:
             raise RuntimeError("a policy that looks at the question's attention on chunks must say that it watches")
+        self.watch.want(self.layer)
         attention = self.watch.attention
         if self.shown is not None and len(attention):
             self.shown.append(Score("chunk_attention", attention[-1], layer=self.layer - 1))

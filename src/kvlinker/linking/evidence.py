@@ -69,6 +69,7 @@ class LayerEvidence(Protocol):
     def chunk_attention(self) -> NDArray[np.float32]:
         """The question's attention on every chunk in the layers before this one: [layers so far, chunks].
 
-        Sum over the question's tokens (those behind the last chunk), mean over heads. For policies that watch.
+        Sum over the question's tokens (those behind the last chunk), mean over heads. For policies that watch; it ends
+        with the first layer in which no policy asks for it.
         """
         ...

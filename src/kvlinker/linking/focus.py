@@ -10,6 +10,8 @@ from kvlinker.linking.evidence import LayerEvidence
 
 def in_focus(evidence: LayerEvidence, window: int) -> NDArray[np.bool_] | None:
     """The active tokens of focused chunks, [active], in the layer in which the focus settles; None in all others."""
+    if evidence.cached.sum() < evidence.selected:
+        return None  # it has settled before
     settled = settled_focus(evidence.chunk_attention(), window)
     if settled is None or settled[1] != evidence.layer:
         return None

@@ -32,7 +32,7 @@ class CacheCraft(Policy):
 
     alpha: float = number("alpha", 0, 1000, whole=False)
     termination: str = choice("whether tokens of unfocused chunks are dropped", "no", "focus")
-    window: int = number("layers that the focus must last", 1, 1000, prefix="w", default=3)
+    window: int = number("layers that the focus must last", 1, 1000, prefix="w", default=2)
 
     @property
     def refines(self) -> bool:  # type: ignore[override]
