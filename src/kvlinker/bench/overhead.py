@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import uvicorn
 
@@ -17,6 +16,7 @@ from kvlinker.bench.subject import Subject
 from kvlinker.bench.ttft import Workload
 from kvlinker.client import Client
 from kvlinker.llm import LLM
+from kvlinker.server.address import bind, url_of
 from kvlinker.server.app import create_app
 from kvlinker.store import ContextCache
 
@@ -60,16 +60,14 @@ def _ask(target: LLM | Client, caches: tuple[ContextCache, ...], policy: str) ->
 @contextmanager
 def _served(llm: LLM) -> Iterator[str]:
     """The app on a free port of this machine, in a thread of its own."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+    with closing(bind("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(uvicorn.Config(create_app(llm, llm.settings), log_level="error", lifespan="off"))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()
         while not server.started:
             time.sleep(0.01)
         try:
-            yield f"http://127.0.0.1:{port}"
+            yield url_of(listening)
         finally:
             server.should_exit = True
             thread.join()
