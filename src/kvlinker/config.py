@@ -64,6 +64,10 @@ class Settings(BaseSettings):
     max_waiting: int = Field(default=256, ge=1, description="Longer queues answer 429.")
     threads: int | None = Field(default=None, ge=1, description="CPU threads for the model; all by default.")
 
+    native_attention: bool = Field(
+        default=True, description="Compile an attention kernel where the CPU multiplies bfloat16."
+    )
+
     state_dir: Path = Field(
         default=Path("~/.local/share/kvlinker"), description="Where chunk caches and the catalog live."
     )

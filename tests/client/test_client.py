@@ -51,6 +51,13 @@ def test_context_caches_are_what_was_asked_for(client: Client) -> None:
         assert abs(cache.expires_at - time.time() - 100) < 5
 
 
+def test_explanation_is_that_of_llm(served: Served, client: Client) -> None:
+    remote = client.explain(question(client.generate_context_cache(CHUNKS)), policy="query-10")
+    local = served.llm.explain(question(served.llm.generate_context_cache(CHUNKS)), policy="query-10").to_json()
+    for part in ("layers", "scores", "cost", "policy", "tokens"):
+        assert remote[part] == local[part]
+
+
 def test_answer_is_that_of_llm(served: Served, client: Client) -> None:
     remote = client.chat_completion(question(client.generate_context_cache(CHUNKS)), policy="legolink-2", **GREEDY)
     local = served.llm.chat_completion(

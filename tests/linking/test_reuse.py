@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.chunk_scores import ContextChunk, Contextualization
+from kvlinker.linking.focus import focused_chunks, settled_focus
 from kvlinker.linking.reuse import (
     adjusted_overlap,
     context_impact,
     fix_overhead,
-    focused_chunks,
     order_penalty,
     prefix_overlap,
-    settled_focus,
 )
 
 BY_HAND = Contextualization(4, intra=1.6, context=(ContextChunk("A", 2, 0.8), ContextChunk("B", 5, 1.0)))

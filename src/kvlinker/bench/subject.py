@@ -42,6 +42,7 @@ class Subject:
                 state_dir=Path(folder),
                 kv_slots=kv_slots,
                 host_memory=HOST_MEMORY if tier == "host" else 0,
+                max_variants=0,  # what was asked before must not change what is measured now
                 **options,
             )
             with LLM.from_model(self.loaded, settings) as llm:

@@ -120,6 +120,25 @@ def memory(
 
 @app.command()
 @settings_options(*MODEL_OPTIONS)
+def creation(
+    settings: Settings,
+    shape: Shape = None,
+    chunk_tokens: ChunkTokens = 512,
+    repeat: Repeat = 9,
+    json: Json = None,
+) -> None:
+    """Time to compute a chunk, with and without the attention scores that some policies use."""
+    from kvlinker.bench.creation import COLUMNS, run_creation
+    from kvlinker.bench.subject import make_subject
+
+    with failures(BAD_USAGE), _progress() as progress:
+        subject = make_subject(settings, shape=shape, command=_command(), repeat=repeat)
+        report = run_creation(subject, chunk_tokens=chunk_tokens, repeat=repeat, progress=progress)
+    _show(report, COLUMNS, json)
+
+
+@app.command()
+@settings_options(*MODEL_OPTIONS)
 def overhead(
     settings: Settings,
     shape: Shape = None,
@@ -201,7 +220,7 @@ def quality(
         )
         with _progress():
             subject = make_subject(settings, shape=shape, command=_command())
-        with _bar() as advance:
+        with progress_bar() as advance:
             measured = run_quality(subject, settings, options, progress=advance)
     for skip in measured.skipped[:SKIPS_SHOWN]:
         warn(f"skipped {skip.where}: {skip.reason}")
@@ -217,7 +236,7 @@ def quality(
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
+def progress_bar() -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvlinker.cli import bench, caches
+from kvlinker.cli.calibrate import calibrate
 from kvlinker.cli.check import check
 from kvlinker.cli.ingest import ingest
 from kvlinker.cli.policies import policies
@@ -41,5 +42,6 @@ app.command()(serve)
 app.command()(ingest)
 app.command()(check)
 app.command()(policies)
+app.command()(calibrate)
 app.add_typer(caches.app, name="caches")
 app.add_typer(bench.app, name="bench")

@@ -108,8 +108,12 @@ def attention_weights(queries: Queries, query: Tensor, key: Tensor, options: Att
     first = queries.first_seen(options.window)
     groups = query.shape[0] // key.shape[0]
     folded = query.reshape(key.shape[0], groups * len(queries), query.shape[2])
-    scores = _scores(folded, key[:, first:], queries.mask(options.window, groups, torch.float32), options)
-    scores = scores.view(query.shape[0], len(queries), -1)
+    windowed = options.window is not None and queries.last >= options.window
+    mask = None if queries.contiguous and not windowed else queries.mask(options.window, groups, torch.float32)
+    scores = _scores(folded, key[:, first:], mask, options).view(query.shape[0], len(queries), -1)
+    if mask is None:  # only the queries' own positions hide anything
+        own = scores[..., -len(queries) :]
+        own.masked_fill_(torch.ones_like(own[0], dtype=torch.bool).triu_(1), float("-inf"))
     if options.sinks is None:
         weights = torch.softmax(scores, dim=-1)
     else:
@@ -202,7 +206,7 @@ def _plain(
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
     """What the softmax is taken of, fp32; the matrix product has the inputs' precision."""
-    scores = torch.matmul(query, key.transpose(1, 2)).float() * options.scale
+    scores = torch.matmul(query, key.transpose(1, 2)).float().mul_(options.scale)
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     return scores if mask is None else scores + mask

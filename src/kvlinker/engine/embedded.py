@@ -78,7 +78,7 @@ class EmbeddedEngine:
         slots = settings.kv_slots or default_slots(loaded, window)
         self.max_model_len = min(window, slots)
         pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
-        self._runner = Runner(loaded.model, loaded.layers, pool)
+        self._runner = Runner(loaded.model, loaded.layers, pool, native_attention=settings.native_attention)
         self._allocator = SlotAllocator(slots)
         self._scheduler = Scheduler(
             self._allocator, pool.move, max_step_tokens=settings.max_step_tokens, max_running=settings.max_running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -38,6 +39,17 @@ def group_queries(batch: Batch, device: torch.device) -> tuple[QueryGroup, ...]:
         positions = torch.cat([torch.arange(run.start, run.end) for run in runs]).to(device)
         groups.append(QueryGroup(slice(begin, end), runs[0].slot, Queries(positions)))
         begin = end
+    return tuple(groups)
+
+
+def group_requests(batch: Batch) -> tuple[QueryGroup, ...]:
+    """All runs of a request together, on the CPU."""
+    positions = torch.from_numpy(batch.positions)
+    groups = []
+    for slot, runs in groupby(batch.rows(), key=lambda found: found[0].slot):
+        parts = [rows for _, rows in runs]
+        rows = slice(parts[0].start, parts[-1].stop)
+        groups.append(QueryGroup(rows, slot, Queries(positions[rows])))
     return tuple(groups)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvlinker.engine.anatomy import LayerShape, decoder_layers
 from kvlinker.engine.batch import Batch
 from kvlinker.engine.interception import active_interceptor, intercepted
+from kvlinker.engine.kernels import choose_kernel
 from kvlinker.engine.pool import KVPool
 from kvlinker.engine.profile import Profile
 from kvlinker.engine.step import Step
@@ -20,18 +21,24 @@ from kvlinker.engine.step import Step
 class Runner:
     """Runs one model over one KV pool. Not thread safe: the engine's thread owns it."""
 
-    def __init__(self, model: Any, layers: Sequence[LayerShape], pool: KVPool) -> None:
-        """``model`` is a transformers causal language model whose attention is kvlinker's."""
+    def __init__(
+        self, model: Any, layers: Sequence[LayerShape], pool: KVPool, *, native_attention: bool = True
+    ) -> None:
+        """``model`` is a transformers causal language model whose attention is kvlinker's. ``native_attention``: take a
+        kernel that is compiled for the CPU, where there is one for the model."""
         self._model = model
         self._layers = tuple(layers)
         self.pool = pool
         self.device = pool.keys[0].device
         self.profile: Profile | None = None
+        self._kernel = choose_kernel(
+            self._layers, dtype=pool.keys[0].dtype, device=self.device, use_native=native_attention
+        )
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> Tensor:
         """Compute all runs; returns the logits [runs that want them, vocabulary], in batch order, fp32, on the CPU."""
-        step = Step(self._layers, self.pool, batch, self.profile)
+        step = Step(self._layers, self.pool, batch, kernel=self._kernel, profile=self.profile)
         wanted = len(step.logit_rows)
         refined = any(run.refinement is not None for run in batch.runs)
         with intercepted(step), _narrowing(self._model, step) if refined else nullcontext():

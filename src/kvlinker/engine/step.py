@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.engine.anatomy import LayerShape
-from kvlinker.engine.attention import AttentionOptions, attend
+from kvlinker.engine.attention import AttentionOptions
 from kvlinker.engine.batch import Batch, Placed
-from kvlinker.engine.grouping import group_queries
 from kvlinker.engine.interception import RotaryFunction
+from kvlinker.engine.kernels import AttentionKernel
 from kvlinker.engine.pool import KVPool
 from kvlinker.engine.profile import Profile
 from kvlinker.engine.refinement import LayerKV
@@ -22,9 +22,18 @@ from kvlinker.engine.refinement import LayerKV
 class Step:
     """The interceptor of the runner's forward pass over one batch."""
 
-    def __init__(self, layers: tuple[LayerShape, ...], pool: KVPool, batch: Batch, profile: Profile | None) -> None:
+    def __init__(
+        self,
+        layers: tuple[LayerShape, ...],
+        pool: KVPool,
+        batch: Batch,
+        *,
+        kernel: AttentionKernel,
+        profile: Profile | None,
+    ) -> None:
         self._layers = layers
         self._pool = pool
+        self._kernel = kernel
         self._profile = profile
         self._device = pool.keys[0].device
         self._placed = batch.placed
@@ -55,7 +64,7 @@ class Step:
     def _enter(self, batch: Batch) -> None:
         """Compute these runs from now on."""
         self._batch = batch
-        self._groups = group_queries(batch, self._device)
+        self._groups = self._kernel.group(batch, self._device)
         self._slots = torch.from_numpy(batch.slots).to(self._device)
         self._positions = torch.from_numpy(batch.positions).to(self._device)
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
@@ -79,10 +88,14 @@ class Step:
         output = query.new_empty(rotated_query.shape[1], query.shape[0], value.shape[2])
         for group in self._groups:
             seen = slice(group.slot, group.slot + group.queries.last + 1)
-            attended = attend(
-                group.queries, rotated_query[:, group.rows], pool_key[:, seen], pool_value[:, seen], options
+            self._kernel.attend(
+                group.queries,
+                rotated_query[:, group.rows],
+                pool_key[:, seen],
+                pool_value[:, seen],
+                options,
+                output=output[group.rows].transpose(0, 1),
             )
-            output[group.rows] = attended.transpose(0, 1)
         if kept is not None:
             return output.new_zeros(tokens, *output.shape[1:]).index_copy_(0, kept, output)
         return output

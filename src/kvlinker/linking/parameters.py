@@ -91,14 +91,14 @@ def declared(cls: type) -> dict[str, tuple[Number | Choice, Field[Any]]]:
     return {entry.name: (entry.metadata[_KEY], entry) for entry in fields(cls) if _KEY in entry.metadata}
 
 
-def check(family: str, values: Any) -> None:
-    """Raises PolicyError when a field of the policy ``values`` is out of its range; numbers get the digits that are
-    written."""
+def check(policy: str, values: Any) -> None:
+    """Raises PolicyError when a field of ``values``, the policy of this name, is out of its range; numbers get the
+    digits that are written."""
     for name, (parameter, _) in declared(type(values)).items():
         value = getattr(values, name)
         if not parameter.accepts(value):
             raise PolicyError(
-                f"Policy {family!r}: {name} is {_shown(value)}, but must be {parameter.allowed}.",
+                f"Policy {policy!r}: {name} is {_shown(value)}, but must be {parameter.allowed}.",
                 param="link.policy",
             )
         if isinstance(parameter, Number) and not parameter.whole:

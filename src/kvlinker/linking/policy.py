@@ -54,7 +54,7 @@ class Policy(ABC):
 
     def __post_init__(self) -> None:
         """Raises PolicyError for a parameter out of its range."""
-        parameters.check(self.family, self)
+        parameters.check(self.name, self)
 
     @property
     def name(self) -> str:

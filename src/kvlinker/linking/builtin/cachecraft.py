@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 from kvlinker.chunk_scores import Contextualization
 from kvlinker.chunks import Chunk
 from kvlinker.linking.evidence import Evidence, LayerEvidence
+from kvlinker.linking.focus import in_focus
 from kvlinker.linking.library import Library, Variant
 from kvlinker.linking.parameters import choice, number
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
-from kvlinker.linking.reuse import context_impact, fix_overhead, order_penalty, prefix_overlap, settled_focus
+from kvlinker.linking.reuse import context_impact, fix_overhead, order_penalty, prefix_overlap
 from kvlinker.linking.score import Score
 from kvlinker.linking.selection import highest
 from kvlinker.prompt.segments import Prompt
@@ -89,12 +90,4 @@ class CacheCraft(Policy):
         return fix_overhead(self._known(prompt, evidence, index), prompt.contents[:index], self.alpha)
 
     def refine(self, evidence: LayerEvidence) -> NDArray[np.bool_] | None:
-        if not self.refines:
-            return None
-        settled = settled_focus(evidence.chunk_attention(), self.window)
-        if settled is None or settled[1] != evidence.layer:
-            return None
-        chunk_of = np.full(len(evidence.prompt), -1)
-        for index, span in enumerate(evidence.prompt.spans):
-            chunk_of[span.start : span.end] = index
-        return np.isin(chunk_of[evidence.positions], list(settled[0]))
+        return in_focus(evidence, self.window) if self.refines else None

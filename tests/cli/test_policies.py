@@ -1,0 +1,57 @@
+"""``kvlinker policies`` and ``kvlinker calibrate``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvlinker.cli import app
+from kvlinker.linking import policies
+
+runner = CliRunner()
+
+
+def test_policies_are_listed() -> None:
+    shown = runner.invoke(app, ["policies"], env={"COLUMNS": "200"}).output
+    for family in policies():
+        assert family in shown
+    assert "cacheblend-<percent, 0 to 100>[-onestep][-k|v]" in shown
+
+
+def test_policies_are_listed_as_json() -> None:
+    listed = json.loads(runner.invoke(app, ["policies", "--json"]).output)
+    assert listed == [policy.describe() for policy in policies().values()]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    rows = [
+        {"passages": ["Mira Holt lives in Varna.", "Otto Lund lives in Bergen."], "question": f"Who are you {n}?"}
+        for n in range(2)
+    ]
+    path.write_text("".join(json.dumps(row | {"answers": ["Nobody"]}) + "\n" for row in rows))
+    return path
+
+
+def test_calibration_says_when_examples_cannot_tell(questions: Path) -> None:
+    result = runner.invoke(app, ["calibrate", "--dataset", str(questions), "--values", "1", "--threads", "1"])
+    assert result.exit_code == 2
+    assert "cannot tell settings apart" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["legolink-4"], "must have one {}"),
+        (["legolink-{}", "--values", "0"], "from 1 to 4096"),
+        (["--dataset", "/nowhere.jsonl"], "/nowhere.jsonl"),
+    ],
+)
+def test_bad_calibrations_are_refused(arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, ["calibrate", *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
