@@ -39,8 +39,11 @@ class Number:
             return None
         return int(digits) if self.whole else float(digits)
 
-    def write(self, value: float) -> str:
-        return self.prefix + (str(value) if self.whole else f"{value:.{_DECIMALS}f}".rstrip("0").rstrip("."))
+    def write(self, value: object) -> str:
+        """What ``read`` reads; for an error message, anything."""
+        if self.whole or not isinstance(value, int | float):
+            return f"{self.prefix}{value}"
+        return self.prefix + f"{value:.{_DECIMALS}f}".rstrip("0").rstrip(".")
 
     def accepts(self, value: object) -> bool:
         number = isinstance(value, int if self.whole else int | float) and not isinstance(value, bool)
@@ -61,8 +64,8 @@ class Choice:
     def read(self, text: str) -> str | None:
         return text if text in self.words[1:] else None
 
-    def write(self, value: str) -> str:
-        return value
+    def write(self, value: object) -> str:
+        return str(value)
 
     def accepts(self, value: object) -> bool:
         return value in self.words
