@@ -71,9 +71,10 @@ def score(explanation, name, layer=None):
 # Static selections, over KV that is not exact.
 
 
-@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-def test_static_policies(bench, model, prompt):
+@pytest.mark.parametrize("shape", ["header and fresh text between", "ends in a chunk"])
+def test_static_policies(bench, model, shape):
     family, changes = model
+    prompt = PROMPTS[shape]
     made = bench(family, changes, max_step_tokens=29)
     reference = Reference(prompt, family, **changes)
     nothing = np.zeros(len(prompt), dtype=bool)
@@ -84,8 +85,6 @@ def test_static_policies(bench, model, prompt):
     for span in prompt.spans[:-1]:
         around[max(span.end - 2, span.start) : span.end] = True
     check(made, reference, "naive", [nothing])
-    check(made, reference, "full", [reference.cached])
-    check(made, reference, "prefix", [reference.inexact])
     check(made, reference, "legolink-4", [first & reference.inexact])
     check(made, reference, "attnlink-5", [around & reference.inexact])
     stale = Reference(prompt, family, positioned=False, **changes)
@@ -290,7 +289,7 @@ def test_cachecraft(bench, model, header, order):
     old, new = old_and_new(made, header, order)
     assert [span.exact for span in new.spans] == [order[0] == 0, False, False, False]
     reference = Reference(new, family, **changes)
-    for alpha in (0.3, 1, 2.5):
+    for alpha in (0.4, 2.5):
         selected, overheads = crafted(reference, old, alpha)
         explanation = check(made, reference, f"cachecraft-{alpha:g}", [selected])
         np.testing.assert_allclose(score(explanation, "cfo").values, overheads, rtol=1e-4)
@@ -300,8 +299,7 @@ def test_cachecraft(bench, model, header, order):
         assert overheads[0] > 0.1  # it was computed behind all others, and stands behind none
 
 
-@pytest.mark.parametrize("window", [1, 2, 3])
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 0, 1)])
+@pytest.mark.parametrize(("window", "order"), [(1, (0, 1, 2, 3)), (2, (0, 1, 2, 3)), (1, (3, 2, 0, 1))])
 def test_cachecraft_with_focus(bench, model, window, order):
     family, changes = model
     made = bench(family, changes, max_step_tokens=29)
