@@ -117,7 +117,7 @@ def test_policies_by_evidence_equal_the_full_forward_pass(bench, family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"])
-@pytest.mark.parametrize("policy", ["cacheblend-20", "cacheblend-20-onestep", "cacheblend-20-v", "cacheblend-20-k"])
+@pytest.mark.parametrize("policy", ["cacheblend-40", "cacheblend-40-onestep", "cacheblend-40-v", "cacheblend-40-k"])
 @pytest.mark.parametrize("joined", ["", "+legolink-1"])
 def test_cacheblend_finds_what_is_spoiled(bench, family, policy, joined):
     """Up to 15 percent in the last layer of the gradual schedule, of 171 tokens here."""

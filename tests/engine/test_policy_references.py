@@ -95,16 +95,18 @@ def test_static_policies(bench, model, shape):
 
 
 def blended(reference, percent, *, onestep=False, parts="kv", spread=25, also=False):
-    """Gradual filtering: layer 0 computes all; r₁ > r₂ > … percent of the tokens stay from layer 1 on, r on average,
-    those with the highest deviation among those that are left. ``also`` are computed whatever happens."""
-    more = min(percent * spread / 100, 100 - percent)
-    shares = np.linspace(percent + more, percent - more, reference.layers - 1)
+    """Gradual filtering: layer 0 computes all; r₁ > r₂ > … percent of the tokens stay from layer 1 on, so that r is the
+    average over all layers, but they half of it at least; those with the highest deviation among those that are left.
+    ``also`` are computed whatever happens."""
+    behind = max(percent / 2, (percent * reference.layers - 100) / (reference.layers - 1))
+    more = min(behind * spread / 100, 100 - behind)
+    shares = np.linspace(behind + more, behind - more, reference.layers - 1)
     own, masks = reference.inexact, [reference.inexact]
     for layer in range(1, reference.layers):
         if onestep and layer > 1:
             break
         deviation = reference.deviation(masks, layer, parts)
-        share = percent if onestep else shares[layer - 1]
+        share = behind if onestep else shares[layer - 1]
         own = top(deviation, ceil(round(share * reference.inexact.sum() / 100, 6)), among=own)
         masks.append(own | also)
     return masks
@@ -155,15 +157,17 @@ def test_parts_of_the_kv_deviate_differently():
 
 
 def test_cacheblend_on_average_computes_its_percentage():
+    """Layer 0, which computes all, included: in models with enough layers."""
     for spread in (0, 25, 100):
-        policy = policies()["cacheblend"](15, spread=spread)
-        for layers in (3, 4, 7, 32):
+        for percent, layers in ((15, 24), (15, 32), (30, 6), (50, 3), (100, 2)):
+            policy = policies()["cacheblend"](percent, spread=spread)
             shares = [policy.kept_percent(layer, layers) for layer in range(1, layers)]
-            assert np.mean(shares) == pytest.approx(15)
-            np.testing.assert_allclose(shares, np.linspace(15 + 15 * spread / 100, 15 - 15 * spread / 100, layers - 1))
-    assert policies()["cacheblend"](90, spread=100).kept_percent(1, 5) == 100
-    assert policies()["cacheblend"](90, spread=100).kept_percent(4, 5) == 80
-    assert [policies()["cacheblend"](15).kept_percent(1, layers) for layers in (1, 2)] == [15, 15]
+            assert np.mean([100, *shares]) == pytest.approx(percent)
+            assert shares == sorted(shares, reverse=True)
+            assert 0 <= shares[-1] <= shares[0] <= 100
+            np.testing.assert_allclose(np.diff(shares, n=2), 0, atol=1e-9)  # equal steps
+    assert policies()["cacheblend"](15, spread=0).kept_percent(3, 6) == 7.5  # too few layers
+    assert policies()["cacheblend"](15).kept_percent(1, 1) == 15
 
 
 # query: the tokens that the prompt's last token attends to most.

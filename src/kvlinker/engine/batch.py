@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from kvlinker.engine.anatomy import LayerShape
 from kvlinker.engine.observation import Observer, ScoreCollector
 from kvlinker.engine.refinement import Refinement
-from kvlinker.linking.plan import ranges
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 
 
@@ -148,16 +148,21 @@ class Batch:
 
     def narrowed(self, keep: NDArray[np.bool_]) -> Batch:
         """The batch without the tokens where ``keep`` [tokens] is false; nothing is left to place."""
+        found = list(self.rows())
+        run_of = np.repeat(np.arange(1, len(found) + 1), [len(run.tokens) for run in self.runs])
+        labels = np.where(keep, run_of, 0)  # a kept token's run, 0 for dropped ones
+        edges = np.flatnonzero(np.diff(labels, prepend=0, append=0)).tolist()
         runs = []
-        for run, rows in self.rows():
-            kept = ranges(keep[rows])
-            runs += [
-                replace(
-                    run,
-                    start=run.start + begin,
-                    tokens=run.tokens[begin:end],
-                    wants_logits=run.wants_logits and end == len(run.tokens),
+        for begin, end in pairwise(edges):
+            if labels[begin]:
+                run, rows = found[labels[begin] - 1]
+                part = slice(begin - rows.start, end - rows.start)
+                runs.append(
+                    replace(
+                        run,
+                        start=run.start + part.start,
+                        tokens=run.tokens[part],
+                        wants_logits=run.wants_logits and end == rows.stop,
+                    )
                 )
-                for begin, end in kept
-            ]
         return Batch(tuple(runs))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,21 +17,25 @@ from kvlinker.linking.score import Score
 from kvlinker.prompt.segments import Prompt
 
 
-class LayerKV(NamedTuple):
-    """New keys and values of the tokens in ``rows`` of a batch, and the pool that still holds the placed ones.
+@dataclass(frozen=True)
+class LayerKV:
+    """A layer's keys and values of a request's active tokens: as newly computed, once they are asked for, and as the
+    pool still holds them.
 
-    ``new``: key and value [kv_heads, batch, head_dim]; ``pool`` the same by slot; ``slots`` [batch].
+    ``new``: rotated key and value [kv_heads, active, head_dim]; ``pool`` the same by slot; ``slots`` [active].
     """
 
-    new: tuple[Tensor, Tensor]
+    new: Callable[[], tuple[Tensor, Tensor]]
     pool: tuple[Tensor, Tensor]
     slots: Tensor
-    rows: NDArray[np.int64]
+
+    @cached_property
+    def _new(self) -> tuple[Tensor, Tensor]:
+        return self.new()
 
     def deviation(self, part: int) -> NDArray[np.float32]:
-        """Squared L2 distance of new and placed key (``part`` 0) or value (1), over all heads: [rows]."""
-        rows = torch.from_numpy(self.rows).to(self.slots.device)
-        difference = self.new[part][:, rows].float() - self.pool[part][:, self.slots[rows]].float()
+        """Squared L2 distance of new and placed key (``part`` 0) or value (1), over all heads: [active]."""
+        difference = self._new[part].float() - self.pool[part][:, self.slots].float()
         deviation: NDArray[np.float32] = difference.square_().sum(dim=(0, 2)).cpu().numpy()
         return deviation
 
@@ -47,6 +51,8 @@ class StepEvidence:
     cached: NDArray[np.bool_]
     selected: int
     kv: LayerKV
+    rows: NDArray[np.int64]
+    """Where these tokens stand among those of ``kv``."""
     watch: ChunkWatch | None
 
     shown: list[Score] | None
@@ -67,7 +73,7 @@ class StepEvidence:
         return attention
 
     def _deviation(self, name: str, part: int) -> NDArray[np.float32]:
-        deviation = np.where(self.cached, self.kv.deviation(part), np.float32(0))
+        deviation = np.where(self.cached, self.kv.deviation(part)[self.rows], np.float32(0))
         if self.shown is not None:
             self.shown.append(Score(name, deviation[self.cached], self.positions[self.cached], self.layer))
         return deviation
@@ -102,7 +108,7 @@ class Refinement:
         """What a policy raised, if one did; its tokens all stay then, for the sake of the batch."""
 
     def keep(self, layer: int, positions: NDArray[np.int64], kv: LayerKV) -> NDArray[np.bool_]:
-        """Which of the ``positions`` stay; they stand in ``kv.rows`` of the batch."""
+        """Which of the ``positions`` stay; ``kv`` is theirs."""
         cached = self._prompt.cached[positions]
         kept: NDArray[np.bool_] = ~cached | (
             positions == len(self._prompt) - 1
@@ -137,7 +143,8 @@ class Refinement:
             positions=positions[mine],
             cached=cached[mine],
             selected=part.selected,
-            kv=kv._replace(rows=kv.rows[mine]),
+            kv=kv,
+            rows=mine,
             watch=self.watch,
             shown=self._shown,
         )

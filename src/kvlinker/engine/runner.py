@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,16 +55,27 @@ class Runner:
 
 @contextmanager
 def _narrowing(model: Any, step: Step) -> Iterator[None]:
-    """Before every decoder layer, take out the hidden states of tokens that a policy has dropped."""
+    """Let the step take tokens out of the hidden states before every decoder layer."""
 
-    def narrow(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(
+        index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if active_interceptor() is not step:
             return args, kwargs  # another engine's thread runs the same model
-        if args:
-            return (step.narrow(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": step.narrow(kwargs["hidden_states"])}
 
-    handles = [layer.register_forward_pre_hook(narrow, with_kwargs=True) for layer in decoder_layers(model)]
+        def with_input(hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+        def compute(hidden: Tensor) -> object:
+            changed_args, changed_kwargs = with_input(hidden)
+            return layer.forward(*changed_args, **changed_kwargs)
+
+        return with_input(step.enter_layer(index, args[0] if args else kwargs["hidden_states"], compute))
+
+    handles = [
+        layer.register_forward_pre_hook(partial(enter, index), with_kwargs=True)
+        for index, layer in enumerate(decoder_layers(model))
+    ]
     try:
         yield
     finally:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvlinker.engine.anatomy import LayerShape
@@ -17,6 +20,14 @@ from kvlinker.engine.kernels import AttentionKernel
 from kvlinker.engine.pool import KVPool
 from kvlinker.engine.profile import Profile
 from kvlinker.engine.refinement import LayerKV
+
+
+class _Peeked(Exception):  # noqa: N818
+    """Ends a layer whose un-rotated ``key`` and ``value`` [kv_heads, tokens, head_dim] are all that is wanted."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self.key = key
+        self.value = value
 
 
 class Step:
@@ -40,24 +51,45 @@ class Step:
         self._length = max(
             [run.end for run in batch.runs] + [placed.rotary_start + placed.tokens for placed in batch.placed]
         )
+        self._placed_layers = 0
+        self._asked: set[int] = set()
         self._unnarrowed: Tensor | None = None
+        self._peeking = False
         self.logit_rows = torch.tensor(batch.logit_rows, dtype=torch.long, device=self._device)
         """Where in the last layer's output the wanted tokens are; follows them when others are dropped."""
         self._enter(batch)
 
-    def narrow(self, hidden: Tensor) -> Tensor:
-        """The layer's input [1, tokens, width] without the tokens that were dropped in the layer before."""
-        kept, self._unnarrowed = self._unnarrowed, None
-        return hidden if kept is None else hidden[:, kept]
+    def enter_layer(self, index: int, hidden: Tensor, compute: Callable[[Tensor], object]) -> Tensor:
+        """The layer's input [1, tokens, width] without the tokens that were dropped before it.
+
+        Policies that have dropped nothing yet are asked here, before the layer computes anything: from all tokens to
+        few, it is worth computing the layer's keys and values ahead. ``compute`` runs the layer on an input.
+        """
+        if self._unnarrowed is not None:
+            hidden = self._narrowed(hidden, self._unnarrowed)
+            self._unnarrowed = None
+        self._asked = {id(refinement) for refinement, _ in self._batch.refinements() if not refinement.dropped}
+        if not self._asked:
+            return hidden
+        with self._timed("place"):
+            self._place_layer(index)
+        with self._timed("select"):
+
+            def ahead(rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+                return self._peek(index, rows, hidden, compute)
+
+            kept = self._refine(index, ahead, at_entry=True)
+        return hidden if kept is None else self._narrowed(hidden, kept)
 
     def rotary(self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
         """The tables that were traced at load stand in for the model's own."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        if self._peeking:
+            raise _Peeked(key[0], value[0])
         index = int(module.layer_idx)  # type: ignore[arg-type]
         with self._timed("place"):
-            for placed in self._placed:
-                self._place(index, placed)
+            self._place_layer(index)
         with self._timed("attention"):
             return self._attend(index, query[0], key[0], value[0], _options(query, options))[None]
 
@@ -78,8 +110,14 @@ class Step:
         rotated_query, rotated_key = self._rotated(index, query), self._rotated(index, key)
         pool_key, pool_value = self._pool.keys[index], self._pool.values[index]
         with self._timed("select"):
-            kept = self._refine(index, (rotated_key, value), (pool_key, pool_value))
+
+            def computed(rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+                active = torch.from_numpy(rows).to(self._device)
+                return rotated_key[:, active], value[:, active]
+
+            kept = self._refine(index, computed, at_entry=False)
         if kept is not None:
+            self._unnarrowed = kept
             rotated_query, rotated_key, value = rotated_query[:, kept], rotated_key[:, kept], value[:, kept]
         pool_key.index_copy_(1, self._slots, rotated_key)
         pool_value.index_copy_(1, self._slots, value)
@@ -107,28 +145,52 @@ class Step:
                 keys = pool_key[:, run.slot : run.slot + run.end]
                 run.observer.observe(index, run.start, query[:, rows], keys, options)
 
-    def _refine(self, index: int, new: tuple[Tensor, Tensor], pool: tuple[Tensor, Tensor]) -> Tensor | None:
-        """Ask the policies that refine, and go on with what they keep.
+    def _refine(
+        self, index: int, computed: Callable[[NDArray[np.int64]], tuple[Tensor, Tensor]], *, at_entry: bool
+    ) -> Tensor | None:
+        """Ask the policies whose turn it is, and go on with what they keep.
 
-        Returns the kept tokens' indices in the batch as it was; None when nothing was dropped.
+        ``computed``: new keys and values of rows of the batch. Returns the kept tokens' indices in the batch as it was;
+        None when nothing was dropped.
         """
         keep = np.ones(len(self._slots), dtype=np.bool_)
         for refinement, rows in self._batch.refinements():
-            kv = LayerKV(new, pool, self._slots, rows)
-            keep[rows] = refinement.keep(index, self._batch.positions[rows], kv)
+            if (id(refinement) in self._asked) == at_entry:
+                kv = LayerKV(
+                    new=partial(computed, rows),
+                    pool=(self._pool.keys[index], self._pool.values[index]),
+                    slots=self._slots[torch.from_numpy(rows).to(self._device)],
+                )
+                keep[rows] = refinement.keep(index, self._batch.positions[rows], kv)
         if keep.all():
             return None
         kept = torch.from_numpy(np.flatnonzero(keep)).to(self._device)
-        self._unnarrowed = kept
         self._enter(self._batch.narrowed(keep))
-        if index + 1 < len(self._layers):
-            moved = self._batch.logit_rows
-            assert len(moved) == len(self.logit_rows), "a token whose logits are wanted was dropped"
-            self.logit_rows.copy_(torch.tensor(moved, dtype=torch.long))
         return kept
 
-    def _rotated(self, index: int, heads: Tensor) -> Tensor:
-        """``heads`` [heads, tokens, head_dim] with the rotary embedding of the batch's positions."""
+    def _narrowed(self, hidden: Tensor, kept: Tensor) -> Tensor:
+        """``hidden`` of the tokens that are left; the batch is theirs already."""
+        moved = self._batch.logit_rows
+        assert len(moved) == len(self.logit_rows), "a token whose logits are wanted was dropped"
+        self.logit_rows.copy_(torch.tensor(moved, dtype=torch.long))
+        return hidden[:, kept]
+
+    def _peek(
+        self, index: int, rows: NDArray[np.int64], hidden: Tensor, compute: Callable[[Tensor], object]
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's rotated keys and values of these rows, without its attention and all that follows."""
+        active = torch.from_numpy(rows).to(self._device)
+        self._peeking = True
+        try:
+            compute(hidden[:, active])
+        except _Peeked as peeked:
+            return self._rotated(index, peeked.key, active), peeked.value
+        finally:
+            self._peeking = False
+        raise RuntimeError(f"layer {index} computed no attention")
+
+    def _rotated(self, index: int, heads: Tensor, rows: Tensor | None = None) -> Tensor:
+        """``heads`` [heads, tokens, head_dim] with the rotary embedding of the batch's positions, or of its rows'."""
         rotary = self._layers[index].rotary
         if rotary is None:
             return heads
@@ -136,8 +198,16 @@ class Step:
             cos, sin = rotary.tables(self._length)
             self._angles[id(rotary)] = cos[self._positions], sin[self._positions]
         rotated = torch.empty_like(heads, memory_format=torch.contiguous_format)
-        rotary.rotate(heads, *self._angles[id(rotary)], out=rotated)
+        cos, sin = self._angles[id(rotary)]
+        rotary.rotate(heads, *((cos, sin) if rows is None else (cos[rows], sin[rows])), out=rotated)
         return rotated
+
+    def _place_layer(self, index: int) -> None:
+        """Once, whoever needs it first."""
+        if self._placed_layers <= index:
+            self._placed_layers = index + 1
+            for placed in self._placed:
+                self._place(index, placed)
 
     def _place(self, index: int, placed: Placed) -> None:
         layer = placed.kv.layers[index]

@@ -40,10 +40,8 @@ class Number:
         return int(digits) if self.whole else float(digits)
 
     def write(self, value: object) -> str:
-        """What ``read`` reads; for an error message, anything."""
-        if self.whole or not isinstance(value, int | float):
-            return f"{self.prefix}{value}"
-        return self.prefix + f"{value:.{_DECIMALS}f}".rstrip("0").rstrip(".")
+        decimal = not self.whole and isinstance(value, int | float)
+        return self.prefix + (f"{value:.{_DECIMALS}f}".rstrip("0").rstrip(".") if decimal else str(value))
 
     def accepts(self, value: object) -> bool:
         number = isinstance(value, int if self.whole else int | float) and not isinstance(value, bool)

@@ -15,9 +15,10 @@ from kvlinker.prompt.segments import Prompt
 
 @register
 class CacheBlend(Policy):
-    """The r percent of the tokens with the highest KV deviation (CacheBlend, section 4.3). Layer 0 computes all; from
-    layer 1 on ever fewer stay (gradual filtering), r percent on average over these layers: r·(1 + d/100) in layer 1,
-    falling in equal steps to r·(1 - d/100) in the last. With ``onestep``, layer 1 decides for all layers."""
+    """The tokens with the highest KV deviation, chosen layer by layer, r percent on average (CacheBlend, section 4.3).
+    Layer 0 computes all tokens; from layer 1 on ever fewer stay (gradual filtering): s·(1 + d/100) percent in layer 1,
+    falling in equal steps to s·(1 - d/100) in the last, where s makes the average over all layers r (but is at least
+    r/2, in models of few layers). With ``onestep``, layer 1 decides for all layers: s percent."""
 
     family = "cacheblend"
     refines = True
@@ -25,10 +26,10 @@ class CacheBlend(Policy):
     percent: float = percentage()
     schedule: str = choice("when tokens are dropped", "gradual", "onestep")
     deviation: str = choice("what deviates", "kv", "k", "v")
-    spread: float = number("percent of r between the first and the average share", 0, 100, prefix="d", default=25)
+    spread: float = number("percent of s between its first and its average value", 0, 100, prefix="d", default=25)
 
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
-        return prompt.inexact
+        return prompt.inexact if self.percent else np.zeros(len(prompt), dtype=np.bool_)
 
     def refine(self, evidence: LayerEvidence) -> NDArray[np.bool_] | None:
         if evidence.layer == 0 or (evidence.layer > 1 and self.schedule == "onestep"):
@@ -38,10 +39,13 @@ class CacheBlend(Policy):
 
     def kept_percent(self, layer: int, layers: int) -> float:
         """Percent of the tokens that stay in ``layer`` (from 1 on) of ``layers``."""
-        if self.schedule == "onestep" or layers < 3:
+        if layers < 2:
             return self.percent
-        most = min(self.percent * self.spread / 100, 100 - self.percent)  # above the average in layer 1
-        return self.percent + most * (1 - 2 * (layer - 1) / (layers - 2))
+        average = max(self.percent / 2, (self.percent * layers - 100) / (layers - 1))
+        if self.schedule == "onestep" or layers < 3:
+            return average
+        most = min(average * self.spread / 100, 100 - average)  # above the average in layer 1
+        return average + most * (1 - 2 * (layer - 1) / (layers - 2))
 
     def _deviation(self, evidence: LayerEvidence) -> NDArray[np.float32]:
         deviation = np.zeros(len(evidence.positions), dtype=np.float32)
