@@ -92,6 +92,27 @@ def test_evidence_tells_positions_and_what_is_cached(bench):
     assert second[~second_cached].tolist() == [0, 1, 2, 3, 75, 76, 77, 78, 79]
 
 
+class Noting(Drop):
+    def keep(self, evidence):
+        self.seen[-1] = evidence.cached, evidence.key_deviation(), evidence.value_deviation()
+        return evidence.key_deviation() >= 0
+
+
+def test_fresh_tokens_do_not_deviate(bench):
+    """Whatever lay in their slots before."""
+    made = bench()
+    prompt = linked_prompt(31, 40, header=4, fresh=5)
+    plant(made, prompt, SPOILED)
+    for tensor in (*made.engine.runner.pool.keys, *made.engine.runner.pool.values):
+        tensor.fill_(5.0)
+    policy = Noting({0, 1})
+    submit(made, prompt, policy).wait()
+    for cached, *deviations in policy.seen:
+        for deviation in deviations:
+            assert not deviation[~cached].any()
+            assert (deviation[cached] > 1e-3).sum() == 2 * len(SPOILED)
+
+
 def test_usage_is_the_average_over_the_layers(bench):
     made = bench()
     prompt = linked_prompt(30, 30, fresh=5)

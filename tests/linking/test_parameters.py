@@ -109,8 +109,9 @@ def test_values_from_code_are_as_exact_as_they_are_written(value, name):
 
 
 def test_words_from_code_are_checked_too():
-    with pytest.raises(PolicyError, match="gradual or onestep"):
-        policies()["cacheblend"](15, schedule="twostep")
+    for word in ("twostep", None, 3):
+        with pytest.raises(PolicyError, match=f"is {word!r}, but must be gradual or onestep"):
+            policies()["cacheblend"](15, schedule=word)
     with pytest.raises(PolicyError, match="a whole number from 1 to 4096"):
         policies()["legolink"](tokens=2.5)
 

@@ -10,13 +10,13 @@ from kvlinker.linking import highest, share
 
 @given(st.integers(0, 100_000), st.integers(0, 100_000))
 def test_a_share_is_rounded_up_exactly(thousandths, count):
-    """1.1 percent of 1000 tokens are 11, whatever floats make of it."""
     assert share(thousandths / 1000, count) == ceil(Fraction(thousandths, 1000) * count / 100)
 
 
 def test_shares_by_hand():
     assert [share(percent, 10) for percent in (0, 1, 10, 10.1, 99, 100)] == [0, 1, 1, 2, 10, 10]
-    assert share(7, 100) == 7  # 7 * 100 / 100 has a rounding error in some orders
+    assert share(8.8, 375) == 33  # 8.8 * 375 / 100 is 33.00000000000001
+    assert share(64.4, 250) == 161
     assert share(15, 0) == 0
 
 
