@@ -24,7 +24,8 @@ def wait_until_running(served: Served, requests: int) -> None:
 
 def test_closed_stream_frees_the_engine(served: Served) -> None:
     with served.http.stream("POST", CHAT, json=ENDLESS | {"stream": True}) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: the response ends with its iterator
+        next(lines)
         wait_until_running(served, 2)
         assert served.llm.load().slots_used > 0
     assert served.becomes_idle()
@@ -53,7 +54,8 @@ def test_clients_that_leave_before_the_first_token_are_noticed(faked: Served, en
 def test_shutdown_frees_the_engine(faked: Served, engine: FakeEngine) -> None:
     engine.flowing.clear()
     with faked.http.stream("POST", CHAT, json=ENDLESS | {"stream": True}) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: the response ends with its iterator
+        next(lines)
         assert engine.load().running == 2
         faked.llm.close()
         assert engine.wait_until_idle()

@@ -228,12 +228,9 @@ class EmbeddedEngine:
             error = KVLinkerError("The request's chunks could not be loaded; see the server's log.")
         generation.fail(error)
 
-    def _offer_variants(self, generation: LinkedRequest, prompt: Prompt) -> None:
+    def _offer_variants(self, variants: VariantBuilder, prompt: Prompt, tenant: str) -> None:
         """Runs in a loader: what this request missed may be there for the next one."""
-        request = generation.request
-        if self._variants is None or not request.policy.uses_variants or generation.explains:
-            return
-        if self._variants.offer(prompt, request.tenant):
+        if variants.offer(prompt, tenant):
             with self._wake:
                 self._wake.notify_all()
 
@@ -250,7 +247,8 @@ class EmbeddedEngine:
             refine=None if probe else self._refinement_of(plan, explains=generation.explains),
         )
         self._command(partial(self._enter, generation, link, sequence))
-        self._loaders.submit(self._offer_variants, generation, plan.prompt)
+        if self._variants is not None and plan.policy.uses_variants and not generation.explains:
+            self._loaders.submit(self._offer_variants, self._variants, plan.prompt, generation.request.tenant)
 
     def _refinement_of(self, plan: LinkPlan, *, explains: bool) -> Callable[[], Refinement] | None:
         if not plan.policy.refines:
