@@ -189,3 +189,15 @@ def test_preemption_does_not_change_what_a_policy_keeps(bench):
     for ours, expected in zip(tight, roomy, strict=True):
         assert ours.tokens == expected.tokens
         assert ours.finished.usage == expected.finished.usage
+
+
+class RaisesBefore(Drop):
+    def select(self, prompt, evidence):
+        raise ValueError("nor before")
+
+
+def test_a_policy_that_fails_before_the_first_layer_is_named(bench):
+    made = bench()
+    outcome = submit(made, linked_prompt(30, 25), RaisesBefore({1})).wait()
+    assert "Policy drop-for-tests failed: nor before" in outcome.failed.error.message
+    assert made.answer(linked_prompt(30, 25)).finished.reason == "length"

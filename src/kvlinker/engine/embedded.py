@@ -213,7 +213,7 @@ class EmbeddedEngine:
                 self._refuse_if_closing()
                 if generation not in self._loading:
                     return  # cancelled
-            linked = self._links.link(generation.request)
+            linked = self._links.link(generation.request, counts=not generation.explains)
             gather([linked], lambda links: self._queue(generation, links[0])).add_done_callback(
                 lambda done: self._load_failed(generation, done.exception())
             )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +17,7 @@ from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.engine.base import GenerationRequest
 from kvlinker.engine.chunk_builder import ChunkBuilder
 from kvlinker.engine.variant_library import VariantLibrary
+from kvlinker.errors import KVLinkerError
 from kvlinker.futures import gather
 from kvlinker.linking.library import NoVariants
 from kvlinker.linking.plan import LinkPlan, make_plan, probe_plan
@@ -22,6 +25,8 @@ from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +76,29 @@ class LinkLoader:
         self._builder = builder
         self._variants = variants
 
-    def link(self, request: GenerationRequest) -> Future[Link]:
-        """Fetch what the request's policy needs; whatever is raised in between is the future's exception."""
+    def link(self, request: GenerationRequest, *, counts: bool = True) -> Future[Link]:
+        """Fetch what the request's policy needs. ``counts``: variants that are picked count as used.
+
+        Raises KVLinkerError when the policy fails; later errors are the future's.
+        """
         policy, tenant = request.policy, request.tenant
-        prompt = self._arranged(request)
+        with _asking(policy):
+            prompt = self._arranged(request, counts=counts)
         if policy.uses_scores or policy.probes:
             return gather(self._fetch(prompt.chunks, tenant), partial(_plan_with_scores, prompt, policy))
         evidence = PromptEvidence()
-        plan = make_plan(prompt, policy, evidence)
+        with _asking(policy):
+            plan = make_plan(prompt, policy, evidence)
         chunks = [placement.chunk for placement in plan.placements]
         return gather(self._fetch(chunks, tenant), lambda kvs: Link(plan, kvs, evidence))
 
-    def _arranged(self, request: GenerationRequest) -> Prompt:
+    def _arranged(self, request: GenerationRequest, *, counts: bool) -> Prompt:
         if self._variants is None or not request.policy.uses_variants:
             return request.policy.arrange(request.prompt, NoVariants())
         library = self._variants.of(request.tenant)
         arranged = request.policy.arrange(request.prompt, library)
-        library.note_use(arranged)
+        if counts:
+            library.note_use(arranged)
         return arranged
 
     def _fetch(self, chunks: Sequence[Chunk], tenant: str) -> list[Future[ChunkKV]]:
@@ -104,9 +115,22 @@ class LinkLoader:
         return found
 
 
+@contextmanager
+def _asking(policy: Policy) -> Iterator[None]:
+    """What a policy raises becomes a KVLinkerError that names it."""
+    try:
+        yield
+    except KVLinkerError:
+        raise
+    except Exception as error:
+        logger.exception("Policy %s failed.", policy.name)
+        raise KVLinkerError(f"Policy {policy.name} failed: {error}") from error
+
+
 def _plan_with_scores(prompt: Prompt, policy: Policy, kvs: tuple[ChunkKV, ...]) -> Link:
     """Plan once the KV of all chunks is at hand, and their scores with it."""
     evidence = PromptEvidence(tuple(kv.scores for kv in kvs))
-    plan = probe_plan(prompt, policy) if policy.probes else make_plan(prompt, policy, evidence)
+    with _asking(policy):
+        plan = probe_plan(prompt, policy) if policy.probes else make_plan(prompt, policy, evidence)
     at = {span.start: kv for span, kv in zip(prompt.spans, kvs, strict=True)}
     return Link(plan, tuple(at[placement.start] for placement in plan.placements), evidence)
