@@ -18,10 +18,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from training.prose import held_out_paragraphs
+from training.questions import KINDS, Kind
+from training.settings import WorldSettings
 from training.tokenizer import ASSISTANT, BOS, END, PAD, USER
-from training.worlds import KINDS, Kind, WorldBuilder, WorldSettings
+from training.worlds import build_world
 
-_WORDS_PER_TOKEN = 1 / 1.5
+_WORDS_PER_TOKEN = 1 / 1.45
 
 
 class Prompt(NamedTuple):
@@ -45,7 +48,7 @@ def held_out_prompts(
     prompts: list[Prompt] = []
     while len(prompts) < count:
         budget = int(rng.uniform(*tokens) * _WORDS_PER_TOKEN)
-        world = WorldBuilder(rng, replace(settings, held_out=True)).build(budget)
+        world = build_world(rng, replace(settings.about(kind), held_out=True), budget)
         questions = [q for q in world.questions if q.kind == kind]
         if not questions:
             continue
@@ -95,13 +98,28 @@ def first_token_attention(model: PreTrainedModel, prompts: Sequence[Prompt]) -> 
     return mean
 
 
+@torch.inference_mode()
+def prose_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int = 512, count: int = 20) -> float:
+    """Nats per token on prose that training never read, in `count` sequences of `tokens` tokens."""
+    ids: list[int] = []
+    for paragraph in held_out_paragraphs():
+        ids += tokenizer.encode(paragraph + "\n\n", add_special_tokens=False)
+    starts = range(0, min(count * (tokens - 1), len(ids) - tokens), tokens - 1)
+    rows = torch.tensor([[BOS, *ids[start : start + tokens - 1]] for start in starts])
+    losses = [
+        torch.nn.functional.cross_entropy(model(row[None]).logits[0, :-1].float(), row[1:]).item() for row in rows
+    ]
+    return sum(losses) / len(losses)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--count", type=int, default=200, help="prompts per kind")
     parser.add_argument("--tokens", type=int, nargs=2, default=(500, 900), metavar=("MIN", "MAX"))
-    parser.add_argument("--invented", type=float, default=0.1, help="share of invented names")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--invented", type=float, default=WorldSettings.invented_share, help="share of invented names")
     parser.add_argument("--float32", action="store_true", help="compute in float32, not bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -114,10 +132,13 @@ def main() -> None:
     low, high = arguments.tokens
     print(f"{arguments.model}: {arguments.count} prompts per kind, {low} to {high} tokens, {dtype}")
     prompts: list[Prompt] = []
-    for kind in KINDS:
+    right: list[int] = []
+    for kind in arguments.kinds:
         prompts = held_out_prompts(tokenizer, kind, arguments.count, (low, high), settings, arguments.seed)
-        right = exact_matches(model, prompts)
-        print(f"{kind:10} {100 * right / len(prompts):5.1f}%", flush=True)
+        right.append(exact_matches(model, prompts))
+        print(f"{kind:10} {100 * right[-1] / len(prompts):5.1f}%", flush=True)
+    print(f"{'all':10} {100 * sum(right) / (arguments.count * len(right)):5.1f}%")
+    print(f"held-out prose: {prose_loss(model, tokenizer):.2f} nats per token")
     sinks = first_token_attention(model, prompts[:20])
     print("attention on the first token by layer:", " ".join(f"{s:.2f}" for s in sinks))
 

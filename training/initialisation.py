@@ -1,11 +1,13 @@
-"""Initial weights that already hold two circuits: one for copying, one for binding.
+"""Initial weights that already hold circuits for copying and for binding facts to their subjects.
 
 From random weights a model of this size spends most of a short training finding out that text
 repeats and that a fact belongs to the name before it. Here layer 0 starts with a head that notes
-the previous token and one that notes the last surname; layer 1 starts with heads that attend to
-tokens whose first note equals the current token (an induction head), and layer 2 with heads that
-attend to tokens with the same surname in their notes; both copy what they find. Everything else is
-random, and everything is trained. Called by `train`.
+the previous token and heads that note the last surname and the last city or company. Later layers
+start with heads that attend to tokens whose note fits, and copy what they find: to tokens that
+follow the current token elsewhere (layer 1, an induction head), to those with the same surname or
+the same place in their notes (layer 2), and to those that belong to a place which has been copied
+(layer 3, the second hop of a bridge). Words of one kind start out alike, and numbers in order.
+Everything else is random, and everything is trained. Called by `train`.
 """
 
 from __future__ import annotations
@@ -14,18 +16,37 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from training import vocabulary as words
 from training.model import Attention, ModelSettings, Reader
-from training.vocabulary import SURNAMES
 
-_CONTENT = slice(0, 192)  # dimensions of the residual stream that hold a token's identity
-_NOTE = slice(192, 224)  # the previous token's identity, written by layer 0
-_SUBJECT = slice(224, 254)  # the last surname's identity, written by layer 0
-_SURNAME = 254  # the same for every surname, zero for other tokens
+_CONTENT = slice(0, 160)  # dimensions of the residual stream that hold a token's identity
+_NOTE = slice(160, 192)  # the previous token's identity, written by layer 0
+_SUBJECT = slice(192, 222)  # the last surname's identity, written by layer 0
+_PLACE = slice(222, 252)  # the last city's or company's identity, written by layer 0
+_IS_PLACE = 253  # the same for every city and company, zero for other tokens
+_IS_SURNAME = 254  # the same for every surname, zero for other tokens
 _CONSTANT = 255  # the same for every token: lets attention depend on positions alone
+_WIDTH = 160  # of the content
 _SCALE = 0.25  # standard deviation of the embeddings
-_FAST = 6  # rotary planes that tell neighbouring positions apart
-_RECENT = slice(4, 12)  # rotary planes that together prefer near to far, up to some hundred tokens
+_FAST = 4  # rotary planes that tell neighbouring positions apart
+_RECENT = slice(2, 9)  # rotary planes that together prefer near to far, up to some hundred tokens
 _SLOW = 8  # the first rotary plane that hardly turns within a thousand tokens
+
+_KINDS_OF_WORDS = (
+    (*words.WOMEN, *words.MEN),
+    words.SURNAMES,
+    words.CITIES,
+    words.RIVERS,
+    words.COMPANIES,
+    words.JOBS,
+    words.FOODS,
+    words.ANIMALS,
+    words.INSTRUMENTS,
+    words.FIELDS,
+    words.COLOURS,
+    words.PRODUCTS,
+    words.AGES,
+)
 
 
 def initial_reader(tokenizer: Tokenizer, seed: int) -> Reader:
@@ -34,14 +55,17 @@ def initial_reader(tokenizer: Tokenizer, seed: int) -> Reader:
     reader = Reader(ModelSettings())
     with torch.no_grad():
         _set_embeddings(reader, tokenizer)
-        projection = _orthonormal(32, 192)
-        _set_previous_token_head(reader.model.attention(0), projection)
-        _set_surname_head(reader.model.attention(0))
-        parts = (slice(0, 16), slice(16, 32))
-        _set_copying_heads(reader.model.attention(1), projection, _CONTENT, _NOTE, parts, 1.7)
+        repeated, surname, place = (_orthonormal(rows, _WIDTH) for rows in (32, 30, 30))
+        first = reader.model.attention(0)
+        _set_previous_token_head(first, repeated)
+        _set_last_word_head(first, 1, _IS_SURNAME, surname, _SUBJECT)
+        _set_last_word_head(first, 2, _IS_PLACE, place, _PLACE)
+        halves, overlapping = (slice(0, 16), slice(16, 32)), (slice(0, 16), slice(14, 30))
         same = torch.eye(30)
-        parts = (slice(0, 16), slice(14, 30))
-        _set_copying_heads(reader.model.attention(2), same, _SUBJECT, _SUBJECT, parts, 1.5)
+        _set_copying_heads(reader.model.attention(1), 0, repeated, _CONTENT, _NOTE, halves, 1.7)
+        _set_copying_heads(reader.model.attention(2), 0, same, _SUBJECT, _SUBJECT, overlapping, 1.5)
+        _set_copying_heads(reader.model.attention(2), 2, same, _PLACE, _PLACE, overlapping, 1.5)
+        _set_copying_heads(reader.model.attention(3), 0, place, _CONTENT, _PLACE, overlapping, 1.5)
     return reader
 
 
@@ -52,20 +76,28 @@ def _orthonormal(rows: int, columns: int) -> Tensor:
 
 
 def _set_embeddings(reader: Reader, tokenizer: Tokenizer) -> None:
-    """Embeddings with a note left blank and a constant; the head is parallel to their content."""
+    """Embeddings with notes left blank and a constant; the head is parallel to their content."""
     embeddings = reader.model.embed_tokens.weight
     embeddings.normal_(std=_SCALE)
-    embeddings[:, _NOTE.start :] = 0.0
     vocabulary = tokenizer.get_vocab()
+    for kind in _KINDS_OF_WORDS:
+        ids = [vocabulary["Ġ" + word] for word in kind]
+        embeddings[ids] = 0.85 * embeddings[ids] + 0.5 * _SCALE * torch.randn(embeddings.shape[1])
+    ages = [vocabulary["Ġ" + age] for age in words.AGES]
+    order = torch.linspace(-1.5, 1.5, len(ages))
+    embeddings[ages] += 0.5 * _SCALE * order[:, None] * torch.randn(embeddings.shape[1])
+    embeddings[:, _NOTE.start :] = 0.0
     for token, spaced in vocabulary.items():
         bare = vocabulary.get(token.removeprefix("Ġ"))
         if token.startswith("Ġ") and bare is not None:
             embeddings[bare] = 0.8 * embeddings[spaced] + 0.6 * embeddings[bare]
     reader.lm_head.weight.zero_()
     reader.lm_head.weight[:, _CONTENT] = embeddings[:, _CONTENT] * 0.15
-    embeddings[:, _CONSTANT] = _SCALE * 192**0.5
-    surnames = [vocabulary["Ġ" + name] for name in SURNAMES]
-    embeddings[surnames, _SURNAME] = _SCALE * 192**0.5
+    embeddings[:, _CONSTANT] = _SCALE * _WIDTH**0.5
+    for names, dimension in ((words.SURNAMES, _IS_SURNAME), ((*words.CITIES, *words.COMPANIES), _IS_PLACE)):
+        embeddings[[vocabulary["Ġ" + name] for name in names], dimension] = _SCALE * _WIDTH**0.5
+    bare_places = [vocabulary[name] for name in (*words.CITIES, *words.COMPANIES)]
+    embeddings[bare_places, _IS_PLACE] = _SCALE * _WIDTH**0.5
 
 
 def _set_previous_token_head(attention: Attention, projection: Tensor) -> None:
@@ -73,7 +105,7 @@ def _set_previous_token_head(attention: Attention, projection: Tensor) -> None:
     settings = attention.settings
     half = settings.head_dim // 2
     turns = settings.rope_theta ** (-torch.arange(_FAST) / half)  # radians per position
-    strength = 0.63
+    strength = 0.72
     q, k, v, o = _weights(attention)
     q[: settings.head_dim] = 0.0
     q[:_FAST, _CONSTANT] = strength
@@ -85,51 +117,53 @@ def _set_previous_token_head(attention: Attention, projection: Tensor) -> None:
     o[_NOTE, : settings.head_dim] = torch.eye(settings.head_dim)
 
 
-def _set_surname_head(attention: Attention) -> None:
-    """Query head 2 looks at the nearest surname, and notes a projection of it."""
+def _set_last_word_head(attention: Attention, group: int, flag: int, projection: Tensor, note: slice) -> None:
+    """The first query head of a key-value group looks at the nearest word with a flag, and notes it."""
     settings = attention.settings
     size, half = settings.head_dim, settings.head_dim // 2
+    head = 2 * group * size
     q, k, v, o = _weights(attention)
-    head, group = slice(2 * size, 3 * size), slice(size, 2 * size)
     planes = torch.zeros(size)
-    planes[_RECENT] = 0.42
-    planes[half - 1] = 0.8  # hardly turns: all surnames before all other tokens
-    q[head] = 0.0
-    q[head, _CONSTANT] = planes
-    k[group] = 0.0
-    k[group, _SURNAME] = planes
-    v[group] = 0.0
-    v[size : size + 30, _CONTENT] = _orthonormal(30, 192)
-    o[_SUBJECT, 2 * size : 2 * size + 30] = torch.eye(30)
+    planes[_RECENT] = 0.45
+    planes[half - 1] = 0.8  # hardly turns: all words with the flag before all other tokens
+    rows = slice(group * size, (group + 1) * size)
+    q[head : head + size] = 0.0
+    q[head : head + size, _CONSTANT] = planes
+    k[rows] = 0.0
+    k[rows, flag] = planes
+    v[rows] = 0.0
+    v[group * size : group * size + len(projection), _CONTENT] = projection
+    o[note, head : head + len(projection)] = torch.eye(len(projection))
 
 
 def _set_copying_heads(
     attention: Attention,
+    first_group: int,
     projection: Tensor,
     asked: slice,
     noted: slice,
     parts: tuple[slice, slice],
     strength: float,
 ) -> None:
-    """Query heads 0 to 3 attend where `noted` equals the projection of `asked`, and copy content.
+    """The heads of two key-value groups attend where `noted` equals the projection of `asked`, and copy content.
 
-    Heads 0 and 1 compare the first of `parts` (of the noted dimensions), heads 2 and 3 the second.
+    Each group compares one of the `parts` of the noted dimensions.
     """
     settings = attention.settings
     size, half = settings.head_dim, settings.head_dim // 2
     planes = torch.cat((torch.arange(_SLOW, half), torch.arange(half + _SLOW, size)))
-    copied = _orthonormal(2 * size, 192)
     q, k, v, o = _weights(attention)
-    for group, part in enumerate(parts):
+    for group, part in enumerate(parts, start=first_group):
+        copied = _orthonormal(size, _WIDTH)
         rows = slice(size * group, size * (group + 1))
         k[rows] = 0.0
         k[size * group + planes, noted] = strength * torch.eye(len(projection))[part]
         v[rows] = 0.0
-        v[rows, _CONTENT] = copied[rows]
+        v[rows, _CONTENT] = copied
         for head in (2 * group, 2 * group + 1):
             q[size * head : size * (head + 1)] = 0.0
             q[size * head + planes, asked] = strength * projection[part]
-            o[_CONTENT, size * head : size * (head + 1)] = copied[rows].T
+            o[_CONTENT, size * head : size * (head + 1)] = copied.T
 
 
 def _weights(attention: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:

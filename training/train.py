@@ -26,9 +26,10 @@ from training.initialisation import initial_reader
 from training.model import Reader
 from training.tokenizer import ASSISTANT, PAD, save_tokenizer, train_tokenizer
 
-_LANGUAGE_SAMPLE = 0.25  # share of the language-modelling positions whose loss is computed
-_PROBES = 32  # positions per step at which the attention on the first token is measured
+_LEARNED_SHARE = 0.25  # of a sequence's positions: its answers, and a sample of its other text
+_PROBES = 12  # positions per step at which the attention on the first token is measured
 _SINK_SLACK = 0.7  # attention on the first token above exp(-0.7) = 0.5 costs nothing
+_SINK_ENOUGH = 0.6  # nor does anything in a layer whose mean attention on it is higher
 
 
 @dataclass
@@ -48,7 +49,8 @@ class Losses(NamedTuple):
     total: Tensor
     answer: float
     language: float
-    sink: float
+    attention: float
+    """On the first token, mean over layers >= 1."""
     accuracy: float
 
 
@@ -77,25 +79,26 @@ def losses(reader: Reader, stage: Stage, batch: Tensor, generator: torch.Generat
     ids, roles = batch
     length = ids.shape[1]
     probes = torch.randint(8, length, (_PROBES,), generator=generator)
-    hidden, missed = reader.hidden(ids, probes)
-    targets, roles, previous = ids[:, 1:], roles[:, 1:], ids[:, :-1]
-    hidden = hidden[:, :-1]
+    roles = roles[:, 1:]
+    urgency = torch.rand(roles.shape, generator=generator) + roles  # ANSWER > LANGUAGE > IGNORED
+    chosen = urgency.topk(int(length * _LEARNED_SHARE)).indices.sort().values
+    hidden, missed = reader.hidden(ids, probes, chosen)
+    roles, previous, targets = roles.gather(1, chosen), ids.gather(1, chosen), ids.gather(1, chosen + 1)
 
-    answers = roles == ANSWER
-    sampled = torch.rand(roles.shape, generator=generator) < _LANGUAGE_SAMPLE
-    languages = (roles == LANGUAGE) & sampled
+    answers, languages = roles == ANSWER, roles == LANGUAGE
     logits = reader.logits(torch.cat((hidden[answers], hidden[languages])))
     count = int(answers.sum())
     answer = functional.cross_entropy(logits[:count], targets[answers])
     language = functional.cross_entropy(logits[count:], targets[languages])
-    sink = functional.relu(missed - _SINK_SLACK).mean()
+    attention = torch.exp(-missed).mean((1, 2, 3))  # [layers - 1]
+    lacking = (attention < _SINK_ENOUGH).float()
+    sink = (functional.relu(missed - _SINK_SLACK).mean((1, 2, 3)) * lacking).mean()
     total = answer + stage.language_weight * language + stage.sink_weight * sink
 
     right = logits[:count].argmax(-1) == targets[answers]
     if stage.mixture.repeated_share < 0.5:
         right = right[previous[answers] == ASSISTANT]
-    accuracy = right.float().mean().item()
-    return Losses(total, answer.item(), language.item(), sink.item(), accuracy)
+    return Losses(total, answer.item(), language.item(), attention.mean().item(), right.float().mean().item())
 
 
 def set_learning_rates(optimizers: list[torch.optim.Optimizer], stage: Stage, step: int) -> None:
@@ -194,7 +197,7 @@ class Trainer:
             print(
                 f"{stage.name} {progress.step}/{stage.steps}"
                 f" answer {step_losses.answer:.3f} language {step_losses.language:.3f}"
-                f" sink {step_losses.sink:.3f} accuracy {progress.accuracy:.3f}"
+                f" first token {step_losses.attention:.2f} accuracy {progress.accuracy:.3f}"
                 f" | {progress.tokens / 1e6:.2f}M tokens, {progress.seconds / 60:.1f} min,"
                 f" {batch[0].numel() / seconds:.0f} tokens/s, stage ends in {left:.1f} min",
                 flush=True,

@@ -33,7 +33,7 @@ SURNAMES = _words(
     "Falk Gruber Haas Jansen Kraus Lange Moser Nagel Ortiz Pohl Quist Ritter Sauer Thorn Ulrich "
     "Vogel Weiss Ziegler Archer Barlow Carver Dalton Ellis Foster Garner Hayes Irving Jensen "
     "Kemp Lawson Mercer Norris Osborn Parker Quinn Reeves Sutton Turner Underhill Vance Walsh "
-    "Yates Abbott Bishop Cooper Dixon Everett Fletcher Graves Hunter Ingram Jarvis Kendall Lowell "
+    "Reyes Yates Abbott Bishop Cooper Dixon Everett Fletcher Graves Hunter Ingram Jarvis Kendall Lowell "
     "Madsen Nolan Oakley Pratt Ramsey Sawyer Talbot Usher Vernon Whitaker Zeller Alvarez Bianchi "
     "Costa Duarte Esposito Ferrari Gomez Herrera Ivanov Jokic Kowalski Lopez Moretti Nunez Okafor "
     "Petrov Rossi Silva Tanaka Umar Vargas Wong Yamada Zhang Chen Kumar Singh Patel Sato Kim "
@@ -127,6 +127,6 @@ def invented_name(rng: random.Random) -> str:
     return "".join(syllables).capitalize()
 
 
-def is_held_out(name: str) -> bool:
-    """Whether an entity's full name is kept out of training, by its checksum: one in ten."""
-    return zlib.crc32(name.encode()) % 10 == 0
+def is_held_out(text: str) -> bool:
+    """Whether a full name (or a format, or a paragraph) is kept out of training, by its checksum: one in ten."""
+    return zlib.crc32(text.encode()) % 10 == 0
