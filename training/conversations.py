@@ -14,14 +14,17 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from training import prose
-from training.questions import Question, World
+from training.questions import KINDS, Question, World
 from training.settings import WorldSettings
 from training.tokenizer import ASSISTANT, BOS, END, PAD, SPECIAL_TOKENS, SYSTEM, USER, VOCABULARY_SIZE
 from training.vocabulary import WORLD_WORDS
 from training.worlds import build_world
 
 IGNORED, LANGUAGE, ANSWER = 0, 1, 2
-"""What a token is to the loss: nothing, language modelling, or an answer."""
+"""What a token is to the loss: nothing, language modelling, or an answer to no question of any kind."""
+
+ANSWERS = {kind: ANSWER + 1 + i for i, kind in enumerate(KINDS)}
+"""The same for answers to questions of a kind; all answers are `ANSWER` or above."""
 
 SYSTEM_PROMPTS = (
     "Answer the question from the passages.",
@@ -36,7 +39,7 @@ _INSTRUCTIONS = ("Context:\n\n", "Passages:\n\n", "Read the following passages.\
 
 
 class Sequence(NamedTuple):
-    """Token ids and their roles (`IGNORED`, `LANGUAGE`, `ANSWER`), both `length` long."""
+    """Token ids and their roles (`IGNORED`, `LANGUAGE`, `ANSWER` or one of `ANSWERS`), both `length` long."""
 
     ids: list[int]
     roles: list[int]
@@ -157,7 +160,7 @@ class SequenceMaker:
                 if len(ids) + len(asked) + len(answer) > length:
                     continue
                 ids += asked + answer
-                roles += [IGNORED] * len(asked) + [ANSWER] * len(answer)
+                roles += [IGNORED] * len(asked) + [ANSWERS[question.kind]] * len(answer)
                 first = False
             if length - len(ids) < max(64, length // 8):
                 return ids, roles

@@ -10,7 +10,7 @@ import argparse
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from training.conversations import ANSWER, LANGUAGE, SequenceMaker
+from training.conversations import ANSWER, ANSWERS, LANGUAGE, SequenceMaker
 from training.curriculum import CURRICULUM, Stage
 from training.export import export
 from training.initialisation import initial_reader
 from training.model import Reader
-from training.tokenizer import ASSISTANT, PAD, save_tokenizer, train_tokenizer
+from training.tokenizer import END, PAD, save_tokenizer, train_tokenizer
 
 _LEARNED_SHARE = 0.25  # of a sequence's positions: its answers, and a sample of its other text
 _PROBES = 12  # positions per step at which the attention on the first token is measured
@@ -40,18 +40,25 @@ class Progress:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    accuracy: float = 0.0
+    accuracies: dict[str, float] = field(default_factory=dict)
+    """Running accuracy of each kind's answer tokens, without the ends of turns."""
+
+    @property
+    def accuracy(self) -> float:
+        """The mean over kinds."""
+        return sum(self.accuracies.values()) / max(1, len(self.accuracies))
 
 
 class Losses(NamedTuple):
-    """The parts of a step's loss, and its answer accuracy."""
+    """The parts of a step's loss, and the accuracy of its answers."""
 
     total: Tensor
     answer: float
     language: float
     attention: float
     """On the first token, mean over layers >= 1."""
-    accuracy: float
+    accuracies: dict[str, float]
+    """Of each kind in the batch."""
 
 
 def optimizers(reader: Reader) -> list[torch.optim.Optimizer]:
@@ -80,12 +87,12 @@ def losses(reader: Reader, stage: Stage, batch: Tensor, generator: torch.Generat
     length = ids.shape[1]
     probes = torch.randint(8, length, (_PROBES,), generator=generator)
     roles = roles[:, 1:]
-    urgency = torch.rand(roles.shape, generator=generator) + roles  # ANSWER > LANGUAGE > IGNORED
+    urgency = torch.rand(roles.shape, generator=generator) + roles.clamp(max=ANSWER)  # ANSWER > LANGUAGE > IGNORED
     chosen = urgency.topk(int(length * _LEARNED_SHARE)).indices.sort().values
     hidden, missed = reader.hidden(ids, probes, chosen)
-    roles, previous, targets = roles.gather(1, chosen), ids.gather(1, chosen), ids.gather(1, chosen + 1)
+    roles, targets = roles.gather(1, chosen), ids.gather(1, chosen + 1)
 
-    answers, languages = roles == ANSWER, roles == LANGUAGE
+    answers, languages = roles >= ANSWER, roles == LANGUAGE
     logits = reader.logits(torch.cat((hidden[answers], hidden[languages])))
     count = int(answers.sum())
     answer = functional.cross_entropy(logits[:count], targets[answers])
@@ -95,10 +102,13 @@ def losses(reader: Reader, stage: Stage, batch: Tensor, generator: torch.Generat
     sink = (functional.relu(missed - _SINK_SLACK).mean((1, 2, 3)) * lacking).mean()
     total = answer + stage.language_weight * language + stage.sink_weight * sink
 
-    right = logits[:count].argmax(-1) == targets[answers]
-    if stage.mixture.repeated_share < 0.5:
-        right = right[previous[answers] == ASSISTANT]
-    return Losses(total, answer.item(), language.item(), attention.mean().item(), right.float().mean().item())
+    right = (logits[:count].argmax(-1) == targets[answers]).float()
+    kinds = roles[answers].masked_fill(targets[answers] == END, ANSWER)
+    accuracies: dict[str, float] = {}
+    for kind, role in ANSWERS.items():
+        if (kinds == role).any():
+            accuracies[kind] = right[kinds == role].mean().item()
+    return Losses(total, answer.item(), language.item(), attention.mean().item(), accuracies)
 
 
 def set_learning_rates(optimizers: list[torch.optim.Optimizer], stage: Stage, step: int) -> None:
@@ -174,7 +184,7 @@ class Trainer:
                     break
             self.progress.stage += 1
             self.progress.step = 0
-            self.progress.accuracy = 0.0
+            self.progress.accuracies = {}
             self.save(product)
 
     def _step(self, stage: Stage, batch: Tensor) -> None:
@@ -189,15 +199,17 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         progress.step += 1
         progress.tokens += int((batch[0] != PAD).sum())
-        weight = max(0.05, 1 / progress.step)
-        progress.accuracy += weight * (step_losses.accuracy - progress.accuracy)
+        for kind, accuracy in step_losses.accuracies.items():
+            running = progress.accuracies.get(kind, accuracy)
+            progress.accuracies[kind] = running + 0.05 * (accuracy - running)
         if progress.step % 20 == 0:
             seconds = time.monotonic() - before
+            accuracies = " ".join(f"{kind} {value:.2f}" for kind, value in sorted(progress.accuracies.items()))
             left = (stage.steps - progress.step) * seconds / 60
             print(
                 f"{stage.name} {progress.step}/{stage.steps}"
                 f" answer {step_losses.answer:.3f} language {step_losses.language:.3f}"
-                f" first token {step_losses.attention:.2f} accuracy {progress.accuracy:.3f}"
+                f" first token {step_losses.attention:.2f} | {accuracies}"
                 f" | {progress.tokens / 1e6:.2f}M tokens, {progress.seconds / 60:.1f} min,"
                 f" {batch[0].numel() / seconds:.0f} tokens/s, stage ends in {left:.1f} min",
                 flush=True,

@@ -17,7 +17,7 @@ from training.entities import Cast, Entity
 from training.examples import answer_format, example_passage
 from training.haystacks import haystack
 from training.questions import Kind, Question, World
-from training.relations import BRIDGES, CITY_RELATIONS, COMPANY_RELATIONS, PERSON_RELATIONS, RELATIONS, Relation
+from training.relations import BRIDGES, PERSON_RELATIONS, RELATIONS, Relation
 from training.settings import WorldSettings
 
 _HEADERS = ("Record {n}.", "Note {n}.", "Page {n}.", "From the files.", "Report {n}.", "Archive.")
@@ -110,9 +110,7 @@ class _WorldBuilder:
     def _shared(self) -> list[Relation]:
         return self.rng.sample(PERSON_RELATIONS, self.settings.relations)
 
-    def _people(
-        self, shared: list[Relation], word_budget: int, bridged: str | None
-    ) -> list[tuple[Entity, _Unit]]:
+    def _people(self, shared: list[Relation], word_budget: int, bridged: str | None) -> list[tuple[Entity, _Unit]]:
         """People with the shared relations, until the budget is used up; half of it for a bridged world."""
         rng = self.rng
         people: list[tuple[Entity, _Unit]] = []

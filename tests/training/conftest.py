@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from tokenizers import Tokenizer
-
 from training.tokenizer import train_tokenizer
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from training.export import export
 from training.initialisation import initial_reader
 from training.model import Reader
 from training.tokenizer import save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ import random
 
 import pytest
 from tokenizers import Tokenizer
-
-from training import prose
 from training.settings import WorldSettings
 from training.tokenizer import BOS, SPECIAL_TOKENS, VOCABULARY_SIZE
 from training.vocabulary import ANSWER_WORDS, WORLD_WORDS
 from training.worlds import build_world
+
+from training import prose
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -37,4 +37,4 @@ def test_passages_tokenise_alone_as_in_context(tokenizer: Tokenizer) -> None:
         world = build_world(rng, WorldSettings(), 200)
         chunks = [passage + "\n\n" for passage in [*world.passages, prose.paragraph(rng)]]
         alone = [ids_of(tokenizer, chunk) for chunk in chunks]
-        assert sum(alone, []) == ids_of(tokenizer, "".join(chunks))
+        assert [token for ids in alone for token in ids] == ids_of(tokenizer, "".join(chunks))

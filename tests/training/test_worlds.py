@@ -7,12 +7,12 @@ import re
 from dataclasses import replace
 
 import pytest
-
-from training import vocabulary as words
 from training.questions import KINDS, Kind, Question, World
 from training.relations import BRIDGES, RELATIONS, Relation
 from training.settings import WorldSettings
 from training.worlds import build_world
+
+from training import vocabulary as words
 
 SETTINGS = WorldSettings(invented_share=0.0)
 NAME = rf"\b(?:{'|'.join((*words.WOMEN, *words.MEN))}) (?:{'|'.join(words.SURNAMES)})\b"
