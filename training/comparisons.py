@@ -10,7 +10,7 @@ from training.entities import Entity
 from training.questions import Question
 
 _GAP = 5  # years; closer ages are not compared
-_PER_PERSON = 1  # questions per person of the world
+_PER_PERSON = 2  # questions per person of the world
 
 
 class Aged(NamedTuple):
@@ -21,7 +21,7 @@ class Aged(NamedTuple):
 
 
 def comparisons(rng: random.Random, people: Sequence[Aged]) -> list[Question]:
-    """Questions on random pairs of people, about as many as there are people."""
+    """Questions on random pairs of people, at most twice as many as there are people."""
     questions: list[Question] = []
     if len(people) < 2:
         return questions

@@ -6,7 +6,7 @@ bind an answer to its subject in short contexts, then in longer and more varied 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from training.conversations import Mixture
 from training.settings import WorldSettings
@@ -55,6 +55,7 @@ _SHORT = WorldSettings(
     continued_share=0.3,
     invented_share=0.0,
 )
+_KINDS = replace(_SHORT, bridge_share=0.35, comparison_share=0.2, needle_share=0.05, phrasings=3, invented_share=0.03)
 _FULL = WorldSettings()
 
 CURRICULUM = (
@@ -69,8 +70,16 @@ CURRICULUM = (
         "short",
         Mixture(256, _SHORT, prose_share=0.05, repeated_share=0.05, recap_share=0.2, loose_share=0.1),
         batch=24,
-        steps=500,
+        steps=300,
         sink_weight=0.02,
+    ),
+    Stage(
+        "kinds",
+        Mixture(256, _KINDS, prose_share=0.05, recap_share=0.05, loose_share=0.1),
+        batch=24,
+        steps=1000,
+        sink_weight=0.02,
+        until=0.93,
     ),
     Stage(
         "middle",

@@ -92,17 +92,22 @@ class _WorldBuilder:
     def bridged(self, word_budget: int) -> World:
         """The same; people have homes or employers, about which there are passages too."""
         rng = self.rng
-        bridge = rng.choice(BRIDGES)
-        shared = list(dict.fromkeys([RELATIONS[bridge.first], *self._shared()]))[: self.settings.relations]
+        first = rng.choice(BRIDGES).first
+        bridges = [bridge for bridge in BRIDGES if bridge.first == first]
+        shared = list(dict.fromkeys([RELATIONS[first], *self._shared()]))[: self.settings.relations]
         units: list[_Unit] = []
         questions: list[Question] = []
-        for person, unit in self._people(shared, word_budget, bridge.first):
+        for person, unit in self._people(shared, word_budget, first):
             units.append(unit)
-            middle = unit.values.get(bridge.first)
-            place = self.cast.place(middle, bridge.first) if middle is not None else None
-            if place is not None:
-                place_unit = self._unit(place, [RELATIONS[bridge.second]])
-                units.append(place_unit)
+            middle = unit.values.get(first)
+            place = self.cast.place(middle, first) if middle is not None else None
+            if place is None:
+                continue
+            stated = rng.sample(bridges, rng.randint(1, len(bridges)))
+            place_unit = self._unit(place, [RELATIONS[bridge.second] for bridge in stated])
+            place_unit.questions = [q for q in place_unit.questions if rng.random() < 0.4]
+            units.append(place_unit)
+            for bridge in stated:
                 text = self.cast.phrase(bridge.questions).format(s=person.name)
                 questions.append(Question(text, place_unit.values[bridge.second], "bridge", ""))
         return self._world(units, questions, word_budget)
