@@ -27,10 +27,11 @@ def comparisons(rng: random.Random, people: Sequence[Aged]) -> list[Question]:
         return questions
     for _ in range(_PER_PERSON * len(people)):
         first, second = rng.sample(people, 2)
-        if abs(first.age - second.age) < _GAP:
+        surnames = {aged.person.name.split()[1] for aged in (first, second)}
+        if abs(first.age - second.age) < _GAP or len(surnames) == 1:
             continue
         older, younger = sorted((first, second), key=lambda aged: -aged.age)
         word, right = rng.choice((("older", older), ("younger", younger)))
-        text = f"Who is {word}, {first.person.name} or {second.person.name}?"
-        questions.append(Question(text, right.person.name, "comparison", ""))
+        text = f"What is the surname of the {word} one, {first.person.name} or {second.person.name}?"
+        questions.append(Question(text, right.person.name.split()[1], "comparison", ""))
     return list(dict.fromkeys(questions))

@@ -6,7 +6,7 @@ bind an answer to its subject in short contexts, then in longer and more varied 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from training.conversations import Mixture
 from training.settings import WorldSettings
@@ -32,8 +32,8 @@ class Stage:
 
 
 _EASY = WorldSettings(
-    bridge_share=0.15,
-    comparison_share=0.0,
+    bridge_share=0.4,
+    comparison_share=0.2,
     example_share=0.0,
     needle_share=0.0,
     fillers=0,
@@ -46,36 +46,27 @@ _EASY = WorldSettings(
     invented_share=0.0,
 )
 _SHORT = WorldSettings(
-    bridge_share=0.25,
-    comparison_share=0.15,
-    example_share=0.15,
-    needle_share=0.0,
+    bridge_share=0.35,
+    comparison_share=0.2,
+    example_share=0.1,
+    needle_share=0.05,
     fillers=1,
-    phrasings=2,
     continued_share=0.3,
-    invented_share=0.0,
+    invented_share=0.02,
 )
-_KINDS = replace(_SHORT, bridge_share=0.35, comparison_share=0.2, needle_share=0.05, phrasings=3, invented_share=0.03)
 _FULL = WorldSettings()
 
 CURRICULUM = (
     Stage(
         "bind",
-        Mixture(128, _EASY, prose_share=0.05, repeated_share=0.15, recap_share=0.5),
-        batch=48,
-        steps=400,
-        until=0.9,
+        Mixture(144, _EASY, prose_share=0.05, repeated_share=0.1, recap_share=0.3),
+        batch=42,
+        steps=500,
+        until=0.85,
     ),
     Stage(
         "short",
-        Mixture(256, _SHORT, prose_share=0.05, repeated_share=0.05, recap_share=0.2, loose_share=0.1),
-        batch=24,
-        steps=300,
-        sink_weight=0.02,
-    ),
-    Stage(
-        "kinds",
-        Mixture(256, _KINDS, prose_share=0.05, recap_share=0.05, loose_share=0.1),
+        Mixture(256, _SHORT, prose_share=0.05, repeated_share=0.03, recap_share=0.1, loose_share=0.1),
         batch=24,
         steps=1000,
         sink_weight=0.02,

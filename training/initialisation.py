@@ -23,6 +23,7 @@ _CONTENT = slice(0, 160)  # dimensions of the residual stream that hold a token'
 _NOTE = slice(160, 192)  # the previous token's identity, written by layer 0
 _SUBJECT = slice(192, 222)  # the last surname's identity, written by layer 0
 _PLACE = slice(222, 252)  # the last city's or company's identity, written by layer 0
+_IS_VALUE = 252  # the same for every word that can be a value, zero for other tokens
 _IS_PLACE = 253  # the same for every city and company, zero for other tokens
 _IS_SURNAME = 254  # the same for every surname, zero for other tokens
 _CONSTANT = 255  # the same for every token: lets attention depend on positions alone
@@ -32,9 +33,8 @@ _FAST = 4  # rotary planes that tell neighbouring positions apart
 _RECENT = slice(2, 9)  # rotary planes that together prefer near to far, up to some hundred tokens
 _SLOW = 8  # the first rotary plane that hardly turns within a thousand tokens
 
-_KINDS_OF_WORDS = (
-    (*words.WOMEN, *words.MEN),
-    words.SURNAMES,
+_NAMES = ((*words.WOMEN, *words.MEN), words.SURNAMES)
+_VALUES = (
     words.CITIES,
     words.RIVERS,
     words.COMPANIES,
@@ -54,18 +54,19 @@ def initial_reader(tokenizer: Tokenizer, seed: int) -> Reader:
     torch.manual_seed(seed)
     reader = Reader(ModelSettings())
     with torch.no_grad():
-        _set_embeddings(reader, tokenizer)
-        repeated, surname, place = (_orthonormal(rows, _WIDTH) for rows in (32, 30, 30))
+        basis = _orthonormal(64, _WIDTH)  # what is copied from the facts of a subject
+        place, size = basis[:30], basis[32]
+        surname, repeated = _orthonormal(30, _WIDTH), _orthonormal(32, _WIDTH)
+        _set_embeddings(reader, tokenizer, size)
         first = reader.model.attention(0)
         _set_previous_token_head(first, repeated)
         _set_last_word_head(first, 1, _IS_SURNAME, surname, _SUBJECT)
         _set_last_word_head(first, 2, _IS_PLACE, place, _PLACE)
-        halves, overlapping = (slice(0, 16), slice(16, 32)), (slice(0, 16), slice(14, 30))
         same = torch.eye(30)
-        _set_copying_heads(reader.model.attention(1), 0, repeated, _CONTENT, _NOTE, halves, 1.7)
-        _set_copying_heads(reader.model.attention(2), 0, same, _SUBJECT, _SUBJECT, overlapping, 1.5)
-        _set_copying_heads(reader.model.attention(2), 2, same, _PLACE, _PLACE, overlapping, 1.5)
-        _set_copying_heads(reader.model.attention(3), 0, place, _CONTENT, _PLACE, overlapping, 1.5)
+        _set_copying_heads(reader.model.attention(1), 0, repeated, _CONTENT, _NOTE, _orthonormal(64, _WIDTH), 1.7, 0.0)
+        _set_copying_heads(reader.model.attention(2), 0, same, _SUBJECT, _SUBJECT, basis, 1.7, 1.0)
+        _set_copying_heads(reader.model.attention(2), 2, same, _PLACE, _PLACE, basis, 1.7, 1.0)
+        _set_copying_heads(reader.model.attention(3), 0, place, _CONTENT, _PLACE, basis, 2.2, 1.0)
     return reader
 
 
@@ -75,17 +76,19 @@ def _orthonormal(rows: int, columns: int) -> Tensor:
     return basis.T
 
 
-def _set_embeddings(reader: Reader, tokenizer: Tokenizer) -> None:
-    """Embeddings with notes left blank and a constant; the head is parallel to their content."""
+def _set_embeddings(reader: Reader, tokenizer: Tokenizer, size: Tensor) -> None:
+    """Embeddings with notes left blank and a constant; the head is parallel to their content.
+
+    Ages go in order along the direction `size` of the content.
+    """
     embeddings = reader.model.embed_tokens.weight
     embeddings.normal_(std=_SCALE)
     vocabulary = tokenizer.get_vocab()
-    for kind in _KINDS_OF_WORDS:
+    for kind in (*_NAMES, *_VALUES):
         ids = [vocabulary["Ġ" + word] for word in kind]
         embeddings[ids] = 0.85 * embeddings[ids] + 0.5 * _SCALE * torch.randn(embeddings.shape[1])
     ages = [vocabulary["Ġ" + age] for age in words.AGES]
-    order = torch.linspace(-1.5, 1.5, len(ages))
-    embeddings[ages] += 0.5 * _SCALE * order[:, None] * torch.randn(embeddings.shape[1])
+    embeddings[ages, _CONTENT] += torch.linspace(-2.5, 2.5, len(ages))[:, None] * size
     embeddings[:, _NOTE.start :] = 0.0
     for token, spaced in vocabulary.items():
         bare = vocabulary.get(token.removeprefix("Ġ"))
@@ -94,10 +97,12 @@ def _set_embeddings(reader: Reader, tokenizer: Tokenizer) -> None:
     reader.lm_head.weight.zero_()
     reader.lm_head.weight[:, _CONTENT] = embeddings[:, _CONTENT] * 0.15
     embeddings[:, _CONSTANT] = _SCALE * _WIDTH**0.5
-    for names, dimension in ((words.SURNAMES, _IS_SURNAME), ((*words.CITIES, *words.COMPANIES), _IS_PLACE)):
-        embeddings[[vocabulary["Ġ" + name] for name in names], dimension] = _SCALE * _WIDTH**0.5
-    bare_places = [vocabulary[name] for name in (*words.CITIES, *words.COMPANIES)]
-    embeddings[bare_places, _IS_PLACE] = _SCALE * _WIDTH**0.5
+    places = (*words.CITIES, *words.COMPANIES)
+    for names, dimension in ((words.SURNAMES, _IS_SURNAME), (places, _IS_PLACE)):
+        for spelled in (*names, *("Ġ" + name for name in names)):
+            embeddings[vocabulary[spelled], dimension] = _SCALE * _WIDTH**0.5
+    for kind in _VALUES:  # which never start a line, and therefore follow a space
+        embeddings[[vocabulary["Ġ" + word] for word in kind], _IS_VALUE] = _SCALE * _WIDTH**0.5
 
 
 def _set_previous_token_head(attention: Attention, projection: Tensor) -> None:
@@ -142,28 +147,34 @@ def _set_copying_heads(
     projection: Tensor,
     asked: slice,
     noted: slice,
-    parts: tuple[slice, slice],
+    copied: Tensor,
     strength: float,
+    preference: float,
 ) -> None:
-    """The heads of two key-value groups attend where `noted` equals the projection of `asked`, and copy content.
+    """The heads of two key-value groups attend where `noted` equals the projection of `asked`.
 
-    Each group compares one of the `parts` of the noted dimensions.
+    Each group compares one half of the noted dimensions, prefers values by `preference`, and copies
+    content by half of the rows of `copied`.
     """
     settings = attention.settings
     size, half = settings.head_dim, settings.head_dim // 2
     planes = torch.cat((torch.arange(_SLOW, half), torch.arange(half + _SLOW, size)))
     q, k, v, o = _weights(attention)
-    for group, part in enumerate(parts, start=first_group):
-        copied = _orthonormal(size, _WIDTH)
+    for part in range(2):
+        group = first_group + part
         rows = slice(size * group, size * (group + 1))
+        chosen = torch.arange(len(projection))[part * 15 :][:15]
+        compared, valued = planes[:15], planes[15]
         k[rows] = 0.0
-        k[size * group + planes, noted] = strength * torch.eye(len(projection))[part]
+        k[size * group + compared, noted] = strength * torch.eye(len(projection))[chosen]
+        k[size * group + valued, _IS_VALUE] = preference
         v[rows] = 0.0
-        v[rows, _CONTENT] = copied
+        v[rows, _CONTENT] = copied[size * part : size * (part + 1)]
         for head in (2 * group, 2 * group + 1):
             q[size * head : size * (head + 1)] = 0.0
-            q[size * head + planes, asked] = strength * projection[part]
-            o[_CONTENT, size * head : size * (head + 1)] = copied.T
+            q[size * head + compared, asked] = strength * projection[chosen]
+            q[size * head + valued, _CONSTANT] = preference
+            o[_CONTENT, size * head : size * (head + 1)] = copied[size * part : size * (part + 1)].T
 
 
 def _weights(attention: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ Kind = Literal["single", "pronoun", "anaphora", "bridge", "comparison", "fewshot
 - ``pronoun``: behind a pronoun in the passage that names the subject;
 - ``anaphora``: in a passage that continues another one and does not name the subject;
 - ``bridge``: behind another entity, such as the river of the city where somebody lives;
-- ``comparison``: one of two people, whose ages are stated in two places;
+- ``comparison``: the older or younger of two people, whose ages are stated in two places;
 - ``fewshot``: beside the full name, to be given in the format of examples that come first;
 - ``needle``: in one sentence within prose about other things.
 """

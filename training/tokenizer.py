@@ -56,7 +56,7 @@ def _corpus() -> Iterator[str]:
                 yield template.replace("{s}", "It")
         for template in FORMATS:
             yield template.replace("{v}", "it")
-        yield "Question: Who is older or younger?\n\n"
+        yield "Question: What is the surname of the older one, or the younger one?\n\n"
         yield "Examples:\nAnswer like this:\nUse this format:\nContinued. Further notes. More on this.\n\n"
     for _ in range(2000):
         name = words.invented_name(rng)

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
 from training.evaluate import Prompt, _passages_apart, held_out_prompts
 from training.questions import KINDS, Kind
 from training.settings import WorldSettings
 from training.tokenizer import ASSISTANT, BOS, END, USER, save_tokenizer
+from transformers import AutoTokenizer
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
 @pytest.fixture(scope="module")

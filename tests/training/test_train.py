@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from training import train
 from training.conversations import Mixture
 from training.curriculum import Stage
 from training.settings import WorldSettings
+
+from training import train
 
 MIXTURE = Mixture(96, WorldSettings(fillers=0))
 STAGES = (
