@@ -5,8 +5,9 @@ repeats and that a fact belongs to the name before it. Here layer 0 starts with 
 the previous token and heads that note the last surname and the last city or company. Later layers
 start with heads that attend to tokens whose note fits, and copy what they find: to tokens that
 follow the current token elsewhere (layer 1, an induction head), to those with the same surname or
-the same place in their notes (layer 2), and to those that belong to a place which has been copied
-(layer 3, the second hop of a bridge). Words of one kind start out alike, and numbers in order.
+the same place in their notes (layer 2), to those that belong to a place which has been copied
+(layer 3, the second hop of a bridge), and to the last surnames (layer 4, to choose one of them).
+Words of one kind start out alike, and numbers in order.
 Everything else is random, and everything is trained. Called by `train`.
 """
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from training import vocabulary as words
 from training.model import Attention, ModelSettings, Reader
+from training.tokenizer import SPECIAL_TOKENS
 
 _CONTENT = slice(0, 160)  # dimensions of the residual stream that hold a token's identity
 _NOTE = slice(160, 192)  # the previous token's identity, written by layer 0
@@ -54,19 +56,21 @@ def initial_reader(tokenizer: Tokenizer, seed: int) -> Reader:
     torch.manual_seed(seed)
     reader = Reader(ModelSettings())
     with torch.no_grad():
-        basis = _orthonormal(64, _WIDTH)  # what is copied from the facts of a subject
+        basis = _orthonormal(128, _WIDTH)
         place, size = basis[:30], basis[32]
+        facts, others = basis[:64], basis[64:]
         surname, repeated = _orthonormal(30, _WIDTH), _orthonormal(32, _WIDTH)
-        _set_embeddings(reader, tokenizer, size)
-        first = reader.model.attention(0)
-        _set_previous_token_head(first, repeated)
-        _set_last_word_head(first, 1, _IS_SURNAME, surname, _SUBJECT)
-        _set_last_word_head(first, 2, _IS_PLACE, place, _PLACE)
         same = torch.eye(30)
-        _set_copying_heads(reader.model.attention(1), 0, repeated, _CONTENT, _NOTE, _orthonormal(64, _WIDTH), 1.7, 0.0)
-        _set_copying_heads(reader.model.attention(2), 0, same, _SUBJECT, _SUBJECT, basis, 1.7, 1.0)
-        _set_copying_heads(reader.model.attention(2), 2, same, _PLACE, _PLACE, basis, 1.7, 1.0)
-        _set_copying_heads(reader.model.attention(3), 0, place, _CONTENT, _PLACE, basis, 2.2, 1.0)
+        layers = [reader.model.attention(layer) for layer in range(5)]
+        _set_embeddings(reader, tokenizer, place, size)
+        _set_previous_token_head(layers[0], repeated)
+        _set_last_word_head(layers[0], 1, _IS_SURNAME, surname, _SUBJECT)
+        _set_last_word_head(layers[0], 2, _IS_PLACE, place, _PLACE)
+        _set_copying_heads(layers[1], 0, repeated, _CONTENT, _NOTE, others, 1.7, 0.0)
+        _set_copying_heads(layers[2], 0, same, _SUBJECT, _SUBJECT, facts, 1.7, 0.8)
+        _set_copying_heads(layers[2], 2, same, _PLACE, _PLACE, others, 1.7, 0.8)
+        _set_copying_heads(layers[3], 0, place, _CONTENT, _PLACE, others, 2.2, 1.0)
+        _set_choosing_head(layers[4], others[:32], size)
     return reader
 
 
@@ -76,10 +80,10 @@ def _orthonormal(rows: int, columns: int) -> Tensor:
     return basis.T
 
 
-def _set_embeddings(reader: Reader, tokenizer: Tokenizer, size: Tensor) -> None:
+def _set_embeddings(reader: Reader, tokenizer: Tokenizer, place: Tensor, size: Tensor) -> None:
     """Embeddings with notes left blank and a constant; the head is parallel to their content.
 
-    Ages go in order along the direction `size` of the content.
+    Ages go in order along the direction `size` of the content. Special tokens are no places.
     """
     embeddings = reader.model.embed_tokens.weight
     embeddings.normal_(std=_SCALE)
@@ -89,6 +93,8 @@ def _set_embeddings(reader: Reader, tokenizer: Tokenizer, size: Tensor) -> None:
         embeddings[ids] = 0.85 * embeddings[ids] + 0.5 * _SCALE * torch.randn(embeddings.shape[1])
     ages = [vocabulary["Ġ" + age] for age in words.AGES]
     embeddings[ages, _CONTENT] += torch.linspace(-2.5, 2.5, len(ages))[:, None] * size
+    special = slice(0, len(SPECIAL_TOKENS))
+    embeddings[special, _CONTENT] -= embeddings[special, _CONTENT] @ place.T @ place
     embeddings[:, _NOTE.start :] = 0.0
     for token, spaced in vocabulary.items():
         bare = vocabulary.get(token.removeprefix("Ġ"))
@@ -151,7 +157,7 @@ def _set_copying_heads(
     strength: float,
     preference: float,
 ) -> None:
-    """The heads of two key-value groups attend where `noted` equals the projection of `asked`.
+    """The first heads of two key-value groups attend where `noted` equals the projection of `asked`.
 
     Each group compares one half of the noted dimensions, prefers values by `preference`, and copies
     content by half of the rows of `copied`.
@@ -170,11 +176,27 @@ def _set_copying_heads(
         k[size * group + valued, _IS_VALUE] = preference
         v[rows] = 0.0
         v[rows, _CONTENT] = copied[size * part : size * (part + 1)]
-        for head in (2 * group, 2 * group + 1):
-            q[size * head : size * (head + 1)] = 0.0
-            q[size * head + compared, asked] = strength * projection[chosen]
-            q[size * head + valued, _CONSTANT] = preference
-            o[_CONTENT, size * head : size * (head + 1)] = copied[size * part : size * (part + 1)].T
+        head = 2 * size * group
+        q[head : head + size] = 0.0
+        q[head + compared, asked] = strength * projection[chosen]
+        q[head + valued, _CONSTANT] = preference
+        o[_CONTENT, head : head + size] = 1.5 * copied[size * part : size * (part + 1)].T
+
+
+def _set_choosing_head(attention: Attention, copied: Tensor, size: Tensor) -> None:
+    """Query head 0 looks at the last surnames and copies; its keys tell what `size` their facts have."""
+    settings = attention.settings
+    half = settings.head_dim // 2
+    q, k, v, o = _weights(attention)
+    q[: settings.head_dim] = 0.0
+    k[: settings.head_dim] = 0.0
+    for planes, strength in ((slice(4, 7), 0.5), (slice(half - 1, half), 1.5)):
+        q[planes, _CONSTANT] = strength
+        k[planes, _IS_SURNAME] = strength
+    k[settings.head_dim - 1, _CONTENT] = size
+    v[: settings.head_dim] = 0.0
+    v[: settings.head_dim, _CONTENT] = copied
+    o[_CONTENT, : settings.head_dim] = copied.T
 
 
 def _weights(attention: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:

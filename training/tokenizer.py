@@ -65,7 +65,7 @@ def _corpus() -> Iterator[str]:
 
 def train_tokenizer() -> Tokenizer:
     """Learns merges, then fills the vocabulary up with the world words that have no token yet."""
-    reserved = [*words.ANSWER_WORDS, *(" " + w for w in words.WORLD_WORDS)]
+    reserved = [*words.WORLD_WORDS, *(" " + w for w in words.WORLD_WORDS)]
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

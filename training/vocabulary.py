@@ -108,13 +108,11 @@ PRODUCTS = _words(
 
 AGES = tuple(str(age) for age in range(18, 91))
 
-ANSWER_WORDS = sorted(
+WORLD_WORDS = sorted(
     {*WOMEN, *MEN, *SURNAMES, *CITIES, *RIVERS, *COMPANIES, *JOBS, *FOODS, *ANIMALS, *INSTRUMENTS, *FIELDS}
     | {*COLOURS, *PRODUCTS, *AGES}
 )
-"""Words that may begin an answer: they need a token both with and without a leading space."""
-
-WORLD_WORDS = ANSWER_WORDS
+"""Words that need a token both with a leading space and without one, at the start of a line or an answer."""
 
 _ONSETS = _words("b br c d dr f g gr h j k kl l m n p pr r s sk st t tr v w z")
 _VOWELS = _words("a e i o u ai ea io")

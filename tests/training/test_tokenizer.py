@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 from training.settings import WorldSettings
 from training.tokenizer import BOS, SPECIAL_TOKENS, VOCABULARY_SIZE
-from training.vocabulary import ANSWER_WORDS, WORLD_WORDS
+from training.vocabulary import WORLD_WORDS
 from training.worlds import build_world
 
 from training import prose
@@ -22,7 +22,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 def test_world_words_are_single_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.get_vocab_size() <= VOCABULARY_SIZE
     assert tokenizer.token_to_id(SPECIAL_TOKENS[BOS]) == BOS
-    for text in (*ANSWER_WORDS, *(" " + word for word in WORLD_WORDS)):
+    for text in (*WORLD_WORDS, *(" " + word for word in WORLD_WORDS)):
         assert len(ids_of(tokenizer, text)) == 1
 
 
