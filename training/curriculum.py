@@ -61,7 +61,7 @@ CURRICULUM = (
         "bind",
         Mixture(144, _EASY, prose_share=0.05, repeated_share=0.1, recap_share=0.3),
         batch=42,
-        steps=500,
+        steps=240,
         until=0.85,
     ),
     Stage(

@@ -123,22 +123,25 @@ BRIDGES = (
     Bridge(
         "home",
         "river",
-        ("Which river flows through the city where {s} lives?", "On which river does the home of {s} lie?"),
+        (
+            "{s} lives in a city. Which river flows through it?",
+            "{s} has a house in a city. On which river does it lie?",
+        ),
     ),
     Bridge(
         "home",
         "fame",
-        ("What is the city where {s} lives known for?", "What is the home of {s} famous for?"),
+        ("{s} lives in a city. What is it known for?", "{s} has a house in a city. What is it famous for?"),
     ),
     Bridge(
         "employer",
         "makes",
-        ("What does the company that {s} works for make?", "What does the employer of {s} produce?"),
+        ("{s} works for a company. What does it make?", "{s} is employed by a company. What does it produce?"),
     ),
     Bridge(
         "employer",
         "emblem",
-        ("What is the emblem of the company that {s} works for?", "What is on the sign of the employer of {s}?"),
+        ("{s} works for a company. What is its emblem?", "{s} is employed by a company. What is on its sign?"),
     ),
 )
 
