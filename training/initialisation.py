@@ -174,6 +174,8 @@ def _set_copying_heads(
         k[rows] = 0.0
         k[size * group + compared, noted] = strength * torch.eye(len(projection))[chosen]
         k[size * group + valued, _IS_VALUE] = preference
+        if noted == _PLACE:
+            k[size * group + valued, _IS_PLACE] = -2 * preference  # a place is not its own value
         v[rows] = 0.0
         v[rows, _CONTENT] = copied[size * part : size * (part + 1)]
         head = 2 * size * group
