@@ -109,7 +109,8 @@ class _WorldBuilder:
             units.append(place_unit)
             for bridge in stated:
                 text = self.cast.phrase(bridge.questions).format(s=person.name)
-                questions.append(Question(text, place_unit.values[bridge.second], "bridge", ""))
+                answer = f"{place.name}, {place_unit.values[bridge.second]}"
+                questions.append(Question(text, answer, "bridge", ""))
         return self._world(units, questions, word_budget)
 
     def _shared(self) -> list[Relation]:

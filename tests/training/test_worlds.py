@@ -97,7 +97,7 @@ def test_bridges_lead_over_another_entity() -> None:
         for question in questions_of(world, "bridge"):
             (subject,) = re.findall(NAME, question.text)
             answers = {
-                facts[facts[subject, bridge.first], bridge.second]
+                f"{(middle := facts[subject, bridge.first])}, {facts[middle, bridge.second]}"
                 for bridge in BRIDGES
                 if question.text in (text.format(s=subject) for text in bridge.questions)
             }
