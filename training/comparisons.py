@@ -27,11 +27,15 @@ def comparisons(rng: random.Random, people: Sequence[Aged]) -> list[Question]:
         return questions
     for _ in range(_PER_PERSON * len(people)):
         first, second = rng.sample(people, 2)
-        surnames = {aged.person.name.split()[1] for aged in (first, second)}
-        if abs(first.age - second.age) < _GAP or len(surnames) == 1:
+        if abs(first.age - second.age) < _GAP or _surname(first) == _surname(second):
             continue
         older, younger = sorted((first, second), key=lambda aged: -aged.age)
         word, right = rng.choice((("older", older), ("younger", younger)))
         text = f"What is the surname of the {word} one, {first.person.name} or {second.person.name}?"
-        questions.append(Question(text, right.person.name.split()[1], "comparison", ""))
+        answer = f"{_surname(first)} {first.age}, {_surname(second)} {second.age}: {_surname(right)}"
+        questions.append(Question(text, answer, "comparison", ""))
     return list(dict.fromkeys(questions))
+
+
+def _surname(aged: Aged) -> str:
+    return aged.person.name.split()[1]

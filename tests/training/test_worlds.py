@@ -110,7 +110,8 @@ def test_comparisons_follow_from_the_ages() -> None:
         for question in questions_of(world, "comparison"):
             first, second = re.findall(NAME, question.text)
             order = sorted((first, second), key=lambda name: int(facts[name, "age"]))
-            assert question.answer == order["older" in question.text].split()[1]
+            ages = ", ".join(f"{name.split()[1]} {facts[name, 'age']}" for name in (first, second))
+            assert question.answer == f"{ages}: {order['older' in question.text].split()[1]}"
 
 
 def test_examples_show_the_format_of_the_answers() -> None:
