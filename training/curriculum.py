@@ -32,8 +32,9 @@ class Stage:
 
 
 _EASY = WorldSettings(
-    bridge_share=0.4,
-    comparison_share=0.2,
+    bridge_share=0.25,
+    place_share=0.3,
+    comparison_share=0.15,
     example_share=0.0,
     needle_share=0.0,
     fillers=0,
@@ -46,8 +47,9 @@ _EASY = WorldSettings(
     invented_share=0.0,
 )
 _SHORT = WorldSettings(
-    bridge_share=0.35,
-    comparison_share=0.2,
+    bridge_share=0.3,
+    place_share=0.3,
+    comparison_share=0.1,
     example_share=0.1,
     needle_share=0.05,
     fillers=1,
@@ -74,23 +76,25 @@ CURRICULUM = (
     ),
     Stage(
         "middle",
-        Mixture(512, _FULL, prose_share=0.1, recap_share=0.1, loose_share=0.1),
-        batch=14,
+        Mixture(512, _FULL, prose_share=0.08, recap_share=0.05, loose_share=0.1),
+        batch=12,
         steps=900,
-        sink_weight=0.03,
+        sink_weight=0.02,
+        until=0.95,
     ),
     Stage(
         "long",
-        Mixture(1024, _FULL, prose_share=0.1, recap_share=0.1, loose_share=0.1),
-        batch=8,
-        steps=800,
+        Mixture(1024, _FULL, prose_share=0.1, loose_share=0.1),
+        batch=7,
+        steps=600,
         sink_weight=0.02,
+        until=0.95,
     ),
     Stage(
         "anneal",
-        Mixture(2048, _FULL, prose_share=0.1, recap_share=0.1, loose_share=0.1),
+        Mixture(2048, _FULL, prose_share=0.15, loose_share=0.1),
         batch=4,
-        steps=600,
+        steps=500,
         muon_lr=(0.01, 0.0005),
         sink_weight=0.02,
     ),

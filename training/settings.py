@@ -11,11 +11,13 @@ from training.questions import Kind
 class WorldSettings:
     """How hard a world is to read; shares are probabilities.
 
-    The first four shares choose what a world is about; the rest of the worlds have plain facts only.
+    The first five shares choose what a world is about; the rest of the worlds have plain facts only.
     """
 
     bridge_share: float = 0.2
     """Worlds with the cities or employers of their people."""
+    place_share: float = 0.12
+    """Worlds of cities or companies, without people."""
     comparison_share: float = 0.12
     """Worlds in which ages are known and compared."""
     example_share: float = 0.12
@@ -47,7 +49,8 @@ class WorldSettings:
 
     def about(self, kind: Kind) -> WorldSettings:
         """Settings whose worlds have questions of a kind."""
-        themes = replace(self, bridge_share=0.0, comparison_share=0.0, example_share=0.0, needle_share=0.0)
+        plain = replace(self, bridge_share=0.0, comparison_share=0.0, example_share=0.0, needle_share=0.0)
+        themes = replace(plain, place_share=0.0)
         match kind:
             case "bridge":
                 return replace(themes, bridge_share=1.0)
@@ -58,4 +61,4 @@ class WorldSettings:
             case "needle":
                 return replace(themes, needle_share=1.0, needles=(1, 1))
             case _:
-                return themes
+                return plain

@@ -17,7 +17,7 @@ from training.entities import Cast, Entity
 from training.examples import answer_format, example_passage
 from training.haystacks import haystack
 from training.questions import Kind, Question, World
-from training.relations import BRIDGES, PERSON_RELATIONS, RELATIONS, Relation
+from training.relations import BRIDGES, CITY_RELATIONS, COMPANY_RELATIONS, PERSON_RELATIONS, RELATIONS, Relation
 from training.settings import WorldSettings
 
 _HEADERS = ("Record {n}.", "Note {n}.", "Page {n}.", "From the files.", "Report {n}.", "Archive.")
@@ -38,6 +38,8 @@ def build_world(rng: random.Random, settings: WorldSettings, word_budget: int) -
         return haystack(Cast(rng, settings), word_budget)
     if (draw := draw - settings.bridge_share) < 0:
         return _WorldBuilder(rng, settings).bridged(word_budget)
+    if (draw := draw - settings.place_share) < 0:
+        return _WorldBuilder(rng, settings).places(word_budget)
     if (draw := draw - settings.comparison_share) < 0:
         return _WorldBuilder(rng, settings).aged(word_budget)
     if (draw := draw - settings.example_share) < 0:
@@ -69,7 +71,7 @@ class _Unit:
 
 
 class _WorldBuilder:
-    """Builds one world: `plain`, `bridged` or `aged`."""
+    """Builds one world: `plain`, `aged`, `places` or `bridged`."""
 
     def __init__(self, rng: random.Random, settings: WorldSettings) -> None:
         self.rng = rng
@@ -89,6 +91,16 @@ class _WorldBuilder:
         aged = [Aged(person, int(unit.values["age"])) for person, unit in people if "age" in unit.values]
         return self._world([unit for _, unit in people], comparisons(self.rng, aged), word_budget)
 
+    def places(self, word_budget: int) -> World:
+        """Cities or companies and their facts, without people."""
+        first, relations = self.rng.choice((("home", CITY_RELATIONS), ("employer", COMPANY_RELATIONS)))
+        units: list[_Unit] = []
+        while sum(unit.words for unit in units) < word_budget and len(units) < self.settings.people:
+            place = self.cast.place(self.cast.value(RELATIONS[first]), first)
+            if place is not None:
+                units.append(self._unit(place, [r for r in relations if self.rng.random() < 0.8] or [relations[0]]))
+        return self._world(units, [], word_budget)
+
     def bridged(self, word_budget: int) -> World:
         """The same; people have homes or employers, about which there are passages too."""
         rng = self.rng
@@ -105,7 +117,6 @@ class _WorldBuilder:
                 continue
             stated = rng.sample(bridges, rng.randint(1, len(bridges)))
             place_unit = self._unit(place, [RELATIONS[bridge.second] for bridge in stated])
-            place_unit.questions = [q for q in place_unit.questions if rng.random() < 0.4]
             units.append(place_unit)
             for bridge in stated:
                 text = self.cast.phrase(bridge.questions).format(s=person.name)

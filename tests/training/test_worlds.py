@@ -136,9 +136,11 @@ def test_a_needle_lies_in_prose() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("held_out", [False, True])
 def test_held_out_people_are_apart(kind: Kind, held_out: bool) -> None:
+    found = set()
     for world in worlds(kind, replace(SETTINGS, held_out=held_out)):
         text = "\n".join((*world.passages, *(q.text for q in world.questions)))
-        assert {words.is_held_out(name) for name in re.findall(NAME, text)} == {held_out}
+        found |= {words.is_held_out(name) for name in re.findall(NAME, text)}
+    assert found == {held_out}
 
 
 @pytest.mark.parametrize("kind", KINDS)
