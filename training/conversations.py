@@ -14,12 +14,17 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from training import prose
+from training.questions import KINDS, Question, World
+from training.settings import WorldSettings
 from training.tokenizer import ASSISTANT, BOS, END, PAD, SPECIAL_TOKENS, SYSTEM, USER, VOCABULARY_SIZE
 from training.vocabulary import WORLD_WORDS
-from training.worlds import Question, World, WorldBuilder, WorldSettings
+from training.worlds import build_world
 
 IGNORED, LANGUAGE, ANSWER = 0, 1, 2
-"""What a token is to the loss: nothing, language modelling, or an answer."""
+"""What a token is to the loss: nothing, language modelling, or an answer to no question of any kind."""
+
+ANSWERS = {kind: ANSWER + 1 + i for i, kind in enumerate(KINDS)}
+"""The same for answers to questions of a kind; all answers are `ANSWER` or above."""
 
 SYSTEM_PROMPTS = (
     "Answer the question from the passages.",
@@ -34,7 +39,7 @@ _INSTRUCTIONS = ("Context:\n\n", "Passages:\n\n", "Read the following passages.\
 
 
 class Sequence(NamedTuple):
-    """Token ids and their roles (`IGNORED`, `LANGUAGE`, `ANSWER`), both `length` long."""
+    """Token ids and their roles (`IGNORED`, `LANGUAGE`, `ANSWER` or one of `ANSWERS`), both `length` long."""
 
     ids: list[int]
     roles: list[int]
@@ -129,7 +134,7 @@ class SequenceMaker:
         while True:
             room = length - len(ids)
             budget = int(room * rng.uniform(*self.mixture.context_share))
-            world = WorldBuilder(rng, self.mixture.worlds).build(int((budget - 20) / 1.5))
+            world = build_world(rng, self.mixture.worlds, int((budget - 20) / 1.45))
             context, context_roles = self._context(rng, world, inner)
             if len(context) > room - 30:
                 if len(roles) < 0.8 * length:
@@ -138,7 +143,7 @@ class SequenceMaker:
             ids += context
             roles += context_roles
             first = True
-            labelled = rng.random() < 0.8
+            labelled = rng.random() < 0.6
             questions = rng.sample(world.questions, len(world.questions))
             if rng.random() < self.mixture.recap_share and len(questions) > 2:
                 half = len(questions) // 2
@@ -153,11 +158,11 @@ class SequenceMaker:
                 asked[-2:-2] = self.encode(text)
                 answer = [*self.encode(question.answer), END]
                 if len(ids) + len(asked) + len(answer) > length:
-                    return ids, roles
+                    continue
                 ids += asked + answer
-                roles += [IGNORED] * len(asked) + [ANSWER] * len(answer)
+                roles += [IGNORED] * len(asked) + [ANSWERS[question.kind]] * len(answer)
                 first = False
-            if length - len(ids) < max(100, length // 5):
+            if length - len(ids) < max(64, length // 8):
                 return ids, roles
 
     def _recap(self, questions: list[Question]) -> tuple[list[int], list[int]]:

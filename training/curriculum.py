@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from training.conversations import Mixture
-from training.worlds import WorldSettings
+from training.settings import WorldSettings
 
 
 @dataclass(frozen=True)
@@ -32,49 +32,70 @@ class Stage:
 
 
 _EASY = WorldSettings(
-    fillers=1,
+    bridge_share=0.25,
+    place_share=0.3,
+    comparison_share=0.15,
+    example_share=0.0,
+    needle_share=0.0,
+    fillers=0,
     library_share=0.2,
     phrasings=1,
     relations=1,
     continued_share=0.0,
     pronoun_share=0.0,
-    bridge_share=0.0,
     merged_share=0.0,
     invented_share=0.0,
 )
-_SHORT = WorldSettings(fillers=1, phrasings=2, relations=2, continued_share=0.3, bridge_share=0.1, invented_share=0.05)
+_SHORT = WorldSettings(
+    bridge_share=0.3,
+    place_share=0.3,
+    comparison_share=0.1,
+    example_share=0.1,
+    needle_share=0.05,
+    fillers=1,
+    continued_share=0.3,
+    invented_share=0.02,
+)
 _FULL = WorldSettings()
-_FAMILIAR = WorldSettings(invented_share=0.05)
 
 CURRICULUM = (
     Stage(
         "bind",
-        Mixture(128, _EASY, prose_share=0.05, repeated_share=0.2, recap_share=0.5),
-        batch=40,
-        steps=400,
+        Mixture(144, _EASY, prose_share=0.05, repeated_share=0.1, recap_share=0.3),
+        batch=42,
+        steps=240,
         until=0.85,
     ),
     Stage(
         "short",
-        Mixture(224, _SHORT, prose_share=0.1, repeated_share=0.1, recap_share=0.3, loose_share=0.1),
-        batch=26,
-        steps=140,
+        Mixture(256, _SHORT, prose_share=0.05, repeated_share=0.03, recap_share=0.1, loose_share=0.1),
+        batch=24,
+        steps=1000,
         sink_weight=0.02,
+        until=0.93,
     ),
     Stage(
         "middle",
-        Mixture(416, _FULL, prose_share=0.15, recap_share=0.2, loose_share=0.1),
-        batch=14,
-        steps=200,
-        sink_weight=0.05,
+        Mixture(512, _FULL, prose_share=0.08, recap_share=0.05, loose_share=0.1),
+        batch=12,
+        steps=900,
+        sink_weight=0.02,
+        until=0.95,
+    ),
+    Stage(
+        "long",
+        Mixture(1024, _FULL, prose_share=0.1, loose_share=0.1),
+        batch=7,
+        steps=600,
+        sink_weight=0.02,
+        until=0.95,
     ),
     Stage(
         "anneal",
-        Mixture(768, _FAMILIAR, prose_share=0.1, recap_share=0.2, loose_share=0.1),
-        batch=8,
-        steps=300,
+        Mixture(2048, _FULL, prose_share=0.15, loose_share=0.1),
+        batch=4,
+        steps=500,
         muon_lr=(0.01, 0.0005),
-        language_weight=0.1,
         sink_weight=0.02,
     ),
 )

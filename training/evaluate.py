@@ -18,18 +18,25 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from training.prose import held_out_paragraphs
+from training.questions import KINDS, Kind
+from training.settings import WorldSettings
 from training.tokenizer import ASSISTANT, BOS, END, PAD, USER
-from training.worlds import KINDS, Kind, WorldBuilder, WorldSettings
+from training.worlds import build_world
 
-_WORDS_PER_TOKEN = 1 / 1.5
+_WORDS_PER_TOKEN = 1 / 1.45
 
 
 class Prompt(NamedTuple):
-    """Token ids of a conversation up to the answer, and of the answer with its end token."""
+    """Token ids of a conversation up to the answer, and of the answer with its end token.
+
+    `passages` are the numbers of tokens of the passages, which stand behind the first two tokens.
+    """
 
     ids: list[int]
     answer: list[int]
     kind: Kind
+    passages: list[int]
 
 
 def held_out_prompts(
@@ -45,25 +52,27 @@ def held_out_prompts(
     prompts: list[Prompt] = []
     while len(prompts) < count:
         budget = int(rng.uniform(*tokens) * _WORDS_PER_TOKEN)
-        world = WorldBuilder(rng, replace(settings, held_out=True)).build(budget)
+        world = build_world(rng, replace(settings.about(kind), held_out=True), budget)
         questions = [q for q in world.questions if q.kind == kind]
         if not questions:
             continue
         question = rng.choice(questions)
-        ids = [BOS, USER]
-        for passage in world.passages:
-            ids += tokenizer.encode(passage + "\n\n", add_special_tokens=False)
+        chunks = [tokenizer.encode(passage + "\n\n", add_special_tokens=False) for passage in world.passages]
+        ids = [BOS, USER, *(token for chunk in chunks for token in chunk)]
         ids += tokenizer.encode("Question: " + question.text, add_special_tokens=False)
         ids += [END, ASSISTANT]
         if tokens[0] <= len(ids) <= tokens[1]:
             answer = tokenizer.encode(question.answer, add_special_tokens=False)
-            prompts.append(Prompt(ids, [*answer, END], kind))
+            prompts.append(Prompt(ids, [*answer, END], kind, [len(chunk) for chunk in chunks]))
     return prompts
 
 
 @torch.inference_mode()
-def exact_matches(model: PreTrainedModel, prompts: Sequence[Prompt], batch: int = 8) -> int:
-    """How many greedy answers are right: all their tokens must be the most likely ones."""
+def exact_matches(model: PreTrainedModel, prompts: Sequence[Prompt], alone: bool = False, batch: int = 8) -> int:
+    """How many greedy answers are right: all their tokens must be the most likely ones.
+
+    With `alone`, passages do not attend to each other, as if their KV had been computed apart.
+    """
     right = 0
     for start in range(0, len(prompts), batch):
         part = prompts[start : start + batch]
@@ -71,11 +80,25 @@ def exact_matches(model: PreTrainedModel, prompts: Sequence[Prompt], batch: int 
         ids = torch.full((len(part), longest), PAD)
         for row, prompt in zip(ids, part, strict=True):
             row[: len(prompt.ids) + len(prompt.answer)] = torch.tensor(prompt.ids + prompt.answer)
-        best = model(ids).logits.argmax(-1)
+        if alone:
+            visible = torch.stack([_passages_apart(prompt, longest) for prompt in part])[:, None]
+            mask = torch.zeros(visible.shape, dtype=model.dtype).masked_fill(~visible, torch.finfo(model.dtype).min)
+            best = model(ids, attention_mask=mask).logits.argmax(-1)
+        else:
+            best = model(ids).logits.argmax(-1)
         for row, prompt in zip(best, part, strict=True):
             first = len(prompt.ids) - 1
             right += row[first : first + len(prompt.answer)].tolist() == prompt.answer
     return right
+
+
+def _passages_apart(prompt: Prompt, length: int) -> torch.Tensor:
+    """Which token [length, 1] sees which [1, length]: passages see the first two tokens and themselves."""
+    passage = torch.zeros(length, dtype=torch.long)
+    inside = torch.repeat_interleave(torch.arange(1, len(prompt.passages) + 1), torch.tensor(prompt.passages))
+    passage[2 : 2 + len(inside)] = inside
+    asker, seen = passage[:, None], passage[None]
+    return torch.ones(length, length).tril().bool() & ((asker == 0) | (seen == 0) | (asker == seen))
 
 
 @torch.inference_mode()
@@ -95,13 +118,28 @@ def first_token_attention(model: PreTrainedModel, prompts: Sequence[Prompt]) -> 
     return mean
 
 
+@torch.inference_mode()
+def prose_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int = 512, count: int = 20) -> float:
+    """Nats per token on prose that training never read, in `count` sequences of `tokens` tokens."""
+    ids: list[int] = []
+    for paragraph in held_out_paragraphs():
+        ids += tokenizer.encode(paragraph + "\n\n", add_special_tokens=False)
+    starts = range(0, min(count * (tokens - 1), len(ids) - tokens), tokens - 1)
+    rows = torch.tensor([[BOS, *ids[start : start + tokens - 1]] for start in starts])
+    losses = [
+        torch.nn.functional.cross_entropy(model(row[None]).logits[0, :-1].float(), row[1:]).item() for row in rows
+    ]
+    return sum(losses) / len(losses)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--count", type=int, default=200, help="prompts per kind")
     parser.add_argument("--tokens", type=int, nargs=2, default=(500, 900), metavar=("MIN", "MAX"))
-    parser.add_argument("--invented", type=float, default=0.1, help="share of invented names")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--invented", type=float, default=WorldSettings.invented_share, help="share of invented names")
     parser.add_argument("--float32", action="store_true", help="compute in float32, not bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -114,10 +152,15 @@ def main() -> None:
     low, high = arguments.tokens
     print(f"{arguments.model}: {arguments.count} prompts per kind, {low} to {high} tokens, {dtype}")
     prompts: list[Prompt] = []
-    for kind in KINDS:
+    right: list[int] = []
+    print(f"{'kind':10} exact  passages read alone")
+    for kind in arguments.kinds:
         prompts = held_out_prompts(tokenizer, kind, arguments.count, (low, high), settings, arguments.seed)
-        right = exact_matches(model, prompts)
-        print(f"{kind:10} {100 * right / len(prompts):5.1f}%", flush=True)
+        right.append(exact_matches(model, prompts))
+        alone = exact_matches(model, prompts, alone=True)
+        print(f"{kind:10} {100 * right[-1] / len(prompts):5.1f}% {100 * alone / len(prompts):5.1f}%", flush=True)
+    print(f"{'all':10} {100 * sum(right) / (arguments.count * len(right)):5.1f}%")
+    print(f"held-out prose: {prose_loss(model, tokenizer):.2f} nats per token")
     sinks = first_token_attention(model, prompts[:20])
     print("attention on the first token by layer:", " ".join(f"{s:.2f}" for s in sinks))
 

@@ -1,11 +1,14 @@
-"""Initial weights that already hold two circuits: one for copying, one for binding.
+"""Initial weights that already hold circuits for copying and for binding facts to their subjects.
 
 From random weights a model of this size spends most of a short training finding out that text
 repeats and that a fact belongs to the name before it. Here layer 0 starts with a head that notes
-the previous token and one that notes the last surname; layer 1 starts with heads that attend to
-tokens whose first note equals the current token (an induction head), and layer 2 with heads that
-attend to tokens with the same surname in their notes; both copy what they find. Everything else is
-random, and everything is trained. Called by `train`.
+the previous token and heads that note the last surname and the last city or company. Later layers
+start with heads that attend to tokens whose note fits, and copy what they find: to tokens that
+follow the current token elsewhere (layer 1, an induction head), to those with the same surname or
+the same place in their notes (layer 2), to those that belong to a place which has been copied
+(layer 3, the second hop of a bridge), and to the last surnames (layer 4, to choose one of them).
+Words of one kind start out alike, and numbers in order.
+Everything else is random, and everything is trained. Called by `train`.
 """
 
 from __future__ import annotations
@@ -14,18 +17,38 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from training import vocabulary as words
 from training.model import Attention, ModelSettings, Reader
-from training.vocabulary import SURNAMES
+from training.tokenizer import SPECIAL_TOKENS
 
-_CONTENT = slice(0, 192)  # dimensions of the residual stream that hold a token's identity
-_NOTE = slice(192, 224)  # the previous token's identity, written by layer 0
-_SUBJECT = slice(224, 254)  # the last surname's identity, written by layer 0
-_SURNAME = 254  # the same for every surname, zero for other tokens
+_CONTENT = slice(0, 160)  # dimensions of the residual stream that hold a token's identity
+_NOTE = slice(160, 192)  # the previous token's identity, written by layer 0
+_SUBJECT = slice(192, 222)  # the last surname's identity, written by layer 0
+_PLACE = slice(222, 252)  # the last city's or company's identity, written by layer 0
+_IS_VALUE = 252  # the same for every word that can be a value, zero for other tokens
+_IS_PLACE = 253  # the same for every city and company, zero for other tokens
+_IS_SURNAME = 254  # the same for every surname, zero for other tokens
 _CONSTANT = 255  # the same for every token: lets attention depend on positions alone
+_WIDTH = 160  # of the content
 _SCALE = 0.25  # standard deviation of the embeddings
-_FAST = 6  # rotary planes that tell neighbouring positions apart
-_RECENT = slice(4, 12)  # rotary planes that together prefer near to far, up to some hundred tokens
+_FAST = 4  # rotary planes that tell neighbouring positions apart
+_RECENT = slice(2, 9)  # rotary planes that together prefer near to far, up to some hundred tokens
 _SLOW = 8  # the first rotary plane that hardly turns within a thousand tokens
+
+_NAMES = ((*words.WOMEN, *words.MEN), words.SURNAMES)
+_VALUES = (
+    words.CITIES,
+    words.RIVERS,
+    words.COMPANIES,
+    words.JOBS,
+    words.FOODS,
+    words.ANIMALS,
+    words.INSTRUMENTS,
+    words.FIELDS,
+    words.COLOURS,
+    words.PRODUCTS,
+    words.AGES,
+)
 
 
 def initial_reader(tokenizer: Tokenizer, seed: int) -> Reader:
@@ -33,15 +56,21 @@ def initial_reader(tokenizer: Tokenizer, seed: int) -> Reader:
     torch.manual_seed(seed)
     reader = Reader(ModelSettings())
     with torch.no_grad():
-        _set_embeddings(reader, tokenizer)
-        projection = _orthonormal(32, 192)
-        _set_previous_token_head(reader.model.attention(0), projection)
-        _set_surname_head(reader.model.attention(0))
-        parts = (slice(0, 16), slice(16, 32))
-        _set_copying_heads(reader.model.attention(1), projection, _CONTENT, _NOTE, parts, 1.7)
+        basis = _orthonormal(128, _WIDTH)
+        place, size = basis[:30], basis[32]
+        facts, others = basis[:64], basis[64:]
+        surname, repeated = _orthonormal(30, _WIDTH), _orthonormal(32, _WIDTH)
         same = torch.eye(30)
-        parts = (slice(0, 16), slice(14, 30))
-        _set_copying_heads(reader.model.attention(2), same, _SUBJECT, _SUBJECT, parts, 1.5)
+        layers = [reader.model.attention(layer) for layer in range(5)]
+        _set_embeddings(reader, tokenizer, place, size)
+        _set_previous_token_head(layers[0], repeated)
+        _set_last_word_head(layers[0], 1, _IS_SURNAME, surname, _SUBJECT)
+        _set_last_word_head(layers[0], 2, _IS_PLACE, place, _PLACE)
+        _set_copying_heads(layers[1], 0, repeated, _CONTENT, _NOTE, others, 1.7, 0.0)
+        _set_copying_heads(layers[2], 0, same, _SUBJECT, _SUBJECT, facts, 1.7, 0.8)
+        _set_copying_heads(layers[2], 2, same, _PLACE, _PLACE, others, 1.7, 0.8)
+        _set_copying_heads(layers[3], 0, place, _CONTENT, _PLACE, others, 2.2, 1.0)
+        _set_choosing_head(layers[4], others[:32], size)
     return reader
 
 
@@ -51,21 +80,35 @@ def _orthonormal(rows: int, columns: int) -> Tensor:
     return basis.T
 
 
-def _set_embeddings(reader: Reader, tokenizer: Tokenizer) -> None:
-    """Embeddings with a note left blank and a constant; the head is parallel to their content."""
+def _set_embeddings(reader: Reader, tokenizer: Tokenizer, place: Tensor, size: Tensor) -> None:
+    """Embeddings with notes left blank and a constant; the head is parallel to their content.
+
+    Ages go in order along the direction `size` of the content. Special tokens are no places.
+    """
     embeddings = reader.model.embed_tokens.weight
     embeddings.normal_(std=_SCALE)
-    embeddings[:, _NOTE.start :] = 0.0
     vocabulary = tokenizer.get_vocab()
+    for kind in (*_NAMES, *_VALUES):
+        ids = [vocabulary["Ġ" + word] for word in kind]
+        embeddings[ids] = 0.85 * embeddings[ids] + 0.5 * _SCALE * torch.randn(embeddings.shape[1])
+    ages = [vocabulary["Ġ" + age] for age in words.AGES]
+    embeddings[ages, _CONTENT] += torch.linspace(-2.5, 2.5, len(ages))[:, None] * size
+    special = slice(0, len(SPECIAL_TOKENS))
+    embeddings[special, _CONTENT] -= embeddings[special, _CONTENT] @ place.T @ place
+    embeddings[:, _NOTE.start :] = 0.0
     for token, spaced in vocabulary.items():
         bare = vocabulary.get(token.removeprefix("Ġ"))
         if token.startswith("Ġ") and bare is not None:
             embeddings[bare] = 0.8 * embeddings[spaced] + 0.6 * embeddings[bare]
     reader.lm_head.weight.zero_()
     reader.lm_head.weight[:, _CONTENT] = embeddings[:, _CONTENT] * 0.15
-    embeddings[:, _CONSTANT] = _SCALE * 192**0.5
-    surnames = [vocabulary["Ġ" + name] for name in SURNAMES]
-    embeddings[surnames, _SURNAME] = _SCALE * 192**0.5
+    embeddings[:, _CONSTANT] = _SCALE * _WIDTH**0.5
+    places = (*words.CITIES, *words.COMPANIES)
+    for names, dimension in ((words.SURNAMES, _IS_SURNAME), (places, _IS_PLACE)):
+        for spelled in (*names, *("Ġ" + name for name in names)):
+            embeddings[vocabulary[spelled], dimension] = _SCALE * _WIDTH**0.5
+    for kind in _VALUES:  # which never start a line, and therefore follow a space
+        embeddings[[vocabulary["Ġ" + word] for word in kind], _IS_VALUE] = _SCALE * _WIDTH**0.5
 
 
 def _set_previous_token_head(attention: Attention, projection: Tensor) -> None:
@@ -73,7 +116,7 @@ def _set_previous_token_head(attention: Attention, projection: Tensor) -> None:
     settings = attention.settings
     half = settings.head_dim // 2
     turns = settings.rope_theta ** (-torch.arange(_FAST) / half)  # radians per position
-    strength = 0.63
+    strength = 0.72
     q, k, v, o = _weights(attention)
     q[: settings.head_dim] = 0.0
     q[:_FAST, _CONSTANT] = strength
@@ -85,51 +128,77 @@ def _set_previous_token_head(attention: Attention, projection: Tensor) -> None:
     o[_NOTE, : settings.head_dim] = torch.eye(settings.head_dim)
 
 
-def _set_surname_head(attention: Attention) -> None:
-    """Query head 2 looks at the nearest surname, and notes a projection of it."""
+def _set_last_word_head(attention: Attention, group: int, flag: int, projection: Tensor, note: slice) -> None:
+    """The first query head of a key-value group looks at the nearest word with a flag, and notes it."""
     settings = attention.settings
     size, half = settings.head_dim, settings.head_dim // 2
+    head = 2 * group * size
     q, k, v, o = _weights(attention)
-    head, group = slice(2 * size, 3 * size), slice(size, 2 * size)
     planes = torch.zeros(size)
-    planes[_RECENT] = 0.42
-    planes[half - 1] = 0.8  # hardly turns: all surnames before all other tokens
-    q[head] = 0.0
-    q[head, _CONSTANT] = planes
-    k[group] = 0.0
-    k[group, _SURNAME] = planes
-    v[group] = 0.0
-    v[size : size + 30, _CONTENT] = _orthonormal(30, 192)
-    o[_SUBJECT, 2 * size : 2 * size + 30] = torch.eye(30)
+    planes[_RECENT] = 0.45
+    planes[half - 1] = 0.8  # hardly turns: all words with the flag before all other tokens
+    rows = slice(group * size, (group + 1) * size)
+    q[head : head + size] = 0.0
+    q[head : head + size, _CONSTANT] = planes
+    k[rows] = 0.0
+    k[rows, flag] = planes
+    v[rows] = 0.0
+    v[group * size : group * size + len(projection), _CONTENT] = projection
+    o[note, head : head + len(projection)] = torch.eye(len(projection))
 
 
 def _set_copying_heads(
     attention: Attention,
+    first_group: int,
     projection: Tensor,
     asked: slice,
     noted: slice,
-    parts: tuple[slice, slice],
+    copied: Tensor,
     strength: float,
+    preference: float,
 ) -> None:
-    """Query heads 0 to 3 attend where `noted` equals the projection of `asked`, and copy content.
+    """The first heads of two key-value groups attend where `noted` equals the projection of `asked`.
 
-    Heads 0 and 1 compare the first of `parts` (of the noted dimensions), heads 2 and 3 the second.
+    Each group compares one half of the noted dimensions, prefers values by `preference`, and copies
+    content by half of the rows of `copied`.
     """
     settings = attention.settings
     size, half = settings.head_dim, settings.head_dim // 2
     planes = torch.cat((torch.arange(_SLOW, half), torch.arange(half + _SLOW, size)))
-    copied = _orthonormal(2 * size, 192)
     q, k, v, o = _weights(attention)
-    for group, part in enumerate(parts):
+    for part in range(2):
+        group = first_group + part
         rows = slice(size * group, size * (group + 1))
+        chosen = torch.arange(len(projection))[part * 15 :][:15]
+        compared, valued = planes[:15], planes[15]
         k[rows] = 0.0
-        k[size * group + planes, noted] = strength * torch.eye(len(projection))[part]
+        k[size * group + compared, noted] = strength * torch.eye(len(projection))[chosen]
+        k[size * group + valued, _IS_VALUE] = preference
+        if noted == _PLACE:
+            k[size * group + valued, _IS_PLACE] = -2 * preference  # a place is not its own value
         v[rows] = 0.0
-        v[rows, _CONTENT] = copied[rows]
-        for head in (2 * group, 2 * group + 1):
-            q[size * head : size * (head + 1)] = 0.0
-            q[size * head + planes, asked] = strength * projection[part]
-            o[_CONTENT, size * head : size * (head + 1)] = copied[rows].T
+        v[rows, _CONTENT] = copied[size * part : size * (part + 1)]
+        head = 2 * size * group
+        q[head : head + size] = 0.0
+        q[head + compared, asked] = strength * projection[chosen]
+        q[head + valued, _CONSTANT] = preference
+        o[_CONTENT, head : head + size] = 1.5 * copied[size * part : size * (part + 1)].T
+
+
+def _set_choosing_head(attention: Attention, copied: Tensor, size: Tensor) -> None:
+    """Query head 0 looks at the last surnames and copies; its keys tell what `size` their facts have."""
+    settings = attention.settings
+    half = settings.head_dim // 2
+    q, k, v, o = _weights(attention)
+    q[: settings.head_dim] = 0.0
+    k[: settings.head_dim] = 0.0
+    for planes, strength in ((slice(4, 7), 0.5), (slice(half - 1, half), 1.5)):
+        q[planes, _CONSTANT] = strength
+        k[planes, _IS_SURNAME] = strength
+    k[settings.head_dim - 1, _CONTENT] = size
+    v[: settings.head_dim] = 0.0
+    v[: settings.head_dim, _CONTENT] = copied
+    o[_CONTENT, : settings.head_dim] = copied.T
 
 
 def _weights(attention: Attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:

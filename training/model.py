@@ -29,7 +29,7 @@ class ModelSettings:
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
     head_dim: int = 32
-    rope_theta: float = 10_000.0
+    rope_theta: float = 500_000.0
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 4096
 
@@ -71,7 +71,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [batch, heads, tokens, dim] by tables [tokens, dim]."""
+    """Rotary embedding of x [batch, heads, tokens, dim] by tables [tokens, dim] or [batch, 1, tokens, dim]."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
@@ -85,11 +85,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     outputs: list[Tensor] = []
     for start in range(0, tokens, _QUERY_BLOCK):
         end = min(tokens, start + _QUERY_BLOCK)
-        scores = (q[:, :, start:end] @ k[:, :, :end].transpose(2, 3)).float()
         later = torch.arange(end) > torch.arange(start, end)[:, None]
-        scores = (scores * q.shape[3] ** -0.5).masked_fill(later, -1e9)
-        outputs.append(torch.softmax(scores, dim=-1).to(v.dtype) @ v[:, :, :end])
+        outputs.append(_block_attention(q[:, :, start:end], k[:, :, :end], v[:, :, :end], later))
     return torch.cat(outputs, dim=2)
+
+
+def attention_at(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """Attention of queries [batch, heads, n, dim] at positions [batch, n] over all tokens up to them."""
+    tokens = torch.arange(k.shape[2])
+    outputs: list[Tensor] = []
+    for start in range(0, q.shape[2], _QUERY_BLOCK):
+        end = min(q.shape[2], start + _QUERY_BLOCK)
+        later = tokens > positions[:, None, start:end, None]
+        outputs.append(_block_attention(q[:, :, start:end], k, v, later))
+    return torch.cat(outputs, dim=2)
+
+
+def _block_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    scores = (q @ k.transpose(2, 3)).float() * q.shape[3] ** -0.5
+    return torch.softmax(scores.masked_fill(hidden, -1e9), dim=-1).to(v.dtype) @ v
 
 
 class Attention(nn.Module):
@@ -103,24 +117,44 @@ class Attention(nn.Module):
         self.v_proj = Linear(s.hidden_size, s.num_key_value_heads * s.head_dim)
         self.o_proj = Linear(s.num_attention_heads * s.head_dim, s.hidden_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, probes: Tensor) -> tuple[Tensor, Tensor]:
-        """Output [batch, tokens, size] and -log(attention on token 0) [batch, heads, probes]."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, probes: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Output [batch, n, size] and -log(attention on token 0) [batch, heads, probes].
+
+        Queries are all n = tokens of x [batch, tokens, size], or those at `positions` [batch, n] only.
+        `probes` are indices of queries.
+        """
         s = self.settings
         batch, tokens, _ = x.shape
         groups = s.num_attention_heads // s.num_key_value_heads
-        q = self.q_proj(x).view(batch, tokens, -1, s.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(batch, tokens, -1, s.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(batch, tokens, -1, s.head_dim).transpose(1, 2)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        out = causal_attention(q, k, v)
-        out = out.transpose(1, 2).reshape(batch, tokens, -1)
+        k = rotate(k, cos, sin).repeat_interleave(groups, dim=1)
+        v = v.repeat_interleave(groups, dim=1)
+        if positions is None:
+            q = self.q_proj(x).view(batch, tokens, -1, s.head_dim).transpose(1, 2)
+            q = rotate(q, cos, sin)
+            out = causal_attention(q, k, v)
+            probed = probes[None]
+        else:
+            x = take(x, positions)
+            q = self.q_proj(x).view(batch, positions.shape[1], -1, s.head_dim).transpose(1, 2)
+            q = rotate(q, cos[positions][:, None], sin[positions][:, None])
+            out = attention_at(q, k, v, positions)
+            probed = positions[:, probes]
+        out = out.transpose(1, 2).reshape(batch, q.shape[2], -1)
 
         scores = q[:, :, probes] @ k.transpose(2, 3)  # [batch, heads, probes, tokens]
-        later = torch.arange(tokens) > probes[:, None]
+        later = torch.arange(tokens) > probed[:, None, :, None]
         scores = (scores.float() * s.head_dim**-0.5).masked_fill(later, -1e9)
         missed = torch.logsumexp(scores, dim=-1) - scores[..., 0]
         return self.o_proj(out), missed
+
+
+def take(x: Tensor, positions: Tensor) -> Tensor:
+    """Rows [batch, n, size] of x [batch, tokens, size] at positions [batch, n]."""
+    return x.gather(1, positions[:, :, None].expand(-1, -1, x.shape[2]))
 
 
 class MLP(nn.Module):
@@ -147,9 +181,12 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(settings.hidden_size, settings.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(settings.hidden_size, settings.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, probes: Tensor) -> tuple[Tensor, Tensor]:
-        attended, missed = self.self_attn(self.input_layernorm(x), cos, sin, probes)
-        x = x + attended
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, probes: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's output at all positions or at some, and what `Attention` says of token 0."""
+        attended, missed = self.self_attn(self.input_layernorm(x), cos, sin, probes, positions)
+        x = attended + (x if positions is None else take(x, positions))
         return x + self.mlp(self.post_attention_layernorm(x)), missed
 
 
@@ -183,18 +220,25 @@ class Reader(nn.Module):
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02 if "head" in name else 0.06)
 
-    def hidden(self, ids: Tensor, probes: Tensor) -> tuple[Tensor, Tensor]:
-        """Last hidden states [batch, tokens, size] of ids [batch, tokens], and for layers >= 1
-        -log(attention on token 0) [layers - 1, batch, heads, probes] at the probed positions."""
+    def hidden(self, ids: Tensor, probes: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Last hidden states [batch, n, size] of ids [batch, tokens] at positions [batch, n].
+
+        Also, for layers >= 1, -log(attention on token 0) [layers - 1, batch, heads, probes] at the
+        probed tokens (in the last layer, which computes only `positions`, at some of those).
+        """
         s = self.settings
+        tokens, last = ids.shape[1], s.num_hidden_layers - 1
         dims = torch.arange(0, s.head_dim, 2, dtype=torch.float32) / s.head_dim
-        angles = torch.arange(ids.shape[1])[:, None] * s.rope_theta**-dims
+        angles = torch.arange(tokens)[:, None] * s.rope_theta**-dims
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
         x = self.model.embed_tokens(ids).bfloat16()
         sinks: list[Tensor] = []
-        for layer in self.model.layers:
-            x, missed = layer(x, cos, sin, probes)
+        for i, layer in enumerate(self.model.layers):
+            if i == last:
+                x, missed = layer(x, cos, sin, probes * positions.shape[1] // tokens, positions)
+            else:
+                x, missed = layer(x, cos, sin, probes, None)
             sinks.append(missed)
         return self.model.norm(x), torch.stack(sinks[1:])
 

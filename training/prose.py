@@ -14,6 +14,8 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
+from training.vocabulary import is_held_out
+
 
 def _phrases(text: str) -> tuple[str, ...]:
     return tuple(text.split("|"))
@@ -74,6 +76,17 @@ def grammar_sentence(rng: random.Random) -> str:
 
 @cache
 def library_paragraphs() -> tuple[str, ...]:
+    """The library's paragraphs for training."""
+    return tuple(p for p in _paragraphs() if not is_held_out(p))
+
+
+def held_out_paragraphs() -> tuple[str, ...]:
+    """One paragraph in ten, which training never reads."""
+    return tuple(p for p in _paragraphs() if is_held_out(p))
+
+
+@cache
+def _paragraphs() -> tuple[str, ...]:
     """Paragraphs of at least 60 characters from the standard library's docstrings and topics."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: list[str] = []

@@ -12,10 +12,10 @@ from training import vocabulary as words
 
 
 class Relation(NamedTuple):
-    """A relation; `{s}` stands for the subject and `{v}` for the value.
+    """A relation; `{s}` stands for the subject, which comes first, and `{v}` for the value.
 
     The first statement and the first question are the canonical ones, used alone at the start of
-    training. An empty `values` means that values are entities of the world (see `worlds`).
+    training.
     """
 
     name: str
@@ -36,171 +36,56 @@ PERSON_RELATIONS = (
     Relation(
         "home",
         words.CITIES,
-        (
-            "{s} lives in {v}.",
-            "{s} has a house in {v}.",
-            "{s} moved to {v} some years ago and lives there.",
-            "The home of {s} is in {v}.",
-        ),
-        (
-            "Where does {s} live?",
-            "In which city does {s} live?",
-            "What is the home of {s}?",
-            "Which city does {s} live in?",
-        ),
-    ),
-    Relation(
-        "birthplace",
-        words.CITIES,
-        (
-            "{s} was born in {v}.",
-            "{s} comes from {v}.",
-            "{s} grew up in {v}, where the family still is.",
-        ),
-        (
-            "Where was {s} born?",
-            "In which city was {s} born?",
-            "Where does {s} come from?",
-            "What is the birthplace of {s}?",
-        ),
+        ("{s} lives in {v}.", "{s} has a house in {v}.", "The home of {s} is in {v}."),
+        ("Where does {s} live?", "In which city does {s} live?", "Which city is the home of {s}?"),
     ),
     Relation(
         "job",
         words.JOBS,
-        (
-            "{s} works as a {v}.",
-            "{s} is a {v} by trade.",
-            "{s} earns a living as a {v}.",
-            "{s} became a {v} after school.",
-        ),
-        (
-            "What is the job of {s}?",
-            "What does {s} do for a living?",
-            "What does {s} work as?",
-            "What is {s} by trade?",
-        ),
+        ("{s} works as a {v}.", "{s} is a {v} by trade.", "{s} earns a living as a {v}."),
+        ("What is the job of {s}?", "What does {s} do for a living?", "What does {s} work as?"),
     ),
     Relation(
         "food",
         words.FOODS,
-        (
-            "{s} likes to eat {v}.",
-            "{s} is fond of {v}.",
-            "{s} has {v} for dinner every week.",
-            "For lunch {s} orders {v}.",
-        ),
-        (
-            "What does {s} like to eat?",
-            "What is the favourite food of {s}?",
-            "Which food does {s} like?",
-            "What does {s} eat?",
-        ),
+        ("{s} likes to eat {v}.", "{s} is fond of {v}.", "{s} has {v} for dinner every week."),
+        ("What does {s} like to eat?", "What is the favourite food of {s}?", "Which food does {s} like?"),
     ),
     Relation(
         "pet",
         words.ANIMALS,
-        (
-            "{s} keeps a {v}.",
-            "{s} has a {v} at home.",
-            "{s} looks after a {v}.",
-            "{s} bought a {v} last spring.",
-        ),
-        (
-            "Which animal does {s} keep?",
-            "What pet does {s} have?",
-            "What is the pet of {s}?",
-            "Which animal does {s} have?",
-        ),
+        ("{s} keeps a {v}.", "{s} has a {v} at home.", "{s} looks after a {v}."),
+        ("Which animal does {s} keep?", "What pet does {s} have?", "What is the pet of {s}?"),
     ),
     Relation(
         "instrument",
         words.INSTRUMENTS,
-        (
-            "{s} plays the {v}.",
-            "{s} practises the {v} every evening.",
-            "{s} learned the {v} as a child.",
-            "{s} gives lessons on the {v}.",
-        ),
-        (
-            "Which instrument does {s} play?",
-            "What does {s} play?",
-            "What instrument does {s} play?",
-            "What is the instrument of {s}?",
-        ),
+        ("{s} plays the {v}.", "{s} practises the {v} every evening.", "{s} gives lessons on the {v}."),
+        ("Which instrument does {s} play?", "What does {s} play?", "What is the instrument of {s}?"),
     ),
     Relation(
         "field",
         words.FIELDS,
-        (
-            "{s} studies {v}.",
-            "{s} reads books about {v}.",
-            "{s} took a degree in {v}.",
-            "{s} writes about {v}.",
-        ),
-        (
-            "What does {s} study?",
-            "Which subject does {s} study?",
-            "What is the subject of {s}?",
-            "What is the field of {s}?",
-        ),
+        ("{s} studies {v}.", "{s} reads books about {v}.", "{s} took a degree in {v}."),
+        ("What does {s} study?", "Which subject does {s} study?", "What is the field of {s}?"),
     ),
     Relation(
         "colour",
         words.COLOURS,
-        (
-            "{s} drives a {v} car.",
-            "The car of {s} is {v}.",
-            "{s} painted the car {v}.",
-        ),
-        (
-            "What colour is the car of {s}?",
-            "Which colour is the car of {s}?",
-            "What is the colour of the car of {s}?",
-        ),
+        ("{s} drives a {v} car.", "The car of {s} is {v}.", "{s} owns a {v} car."),
+        ("What colour is the car of {s}?", "Which colour is the car of {s}?", "What is the colour of the car of {s}?"),
     ),
     Relation(
         "age",
         words.AGES,
-        (
-            "{s} is {v} years old.",
-            "{s} turned {v} this year.",
-            "{s} is aged {v}.",
-        ),
-        (
-            "How old is {s}?",
-            "What is the age of {s}?",
-            "What age is {s}?",
-        ),
+        ("{s} is {v} years old.", "{s} turned {v} this year.", "{s} is aged {v}."),
+        ("How old is {s}?", "What is the age of {s}?", "What age is {s}?"),
     ),
     Relation(
         "employer",
         words.COMPANIES,
-        (
-            "{s} works for {v}.",
-            "{s} is employed by {v}.",
-            "{s} has an office at {v}.",
-            "{s} joined {v} years ago and never left.",
-        ),
-        (
-            "Which company does {s} work for?",
-            "Who does {s} work for?",
-            "Where does {s} work?",
-            "What is the employer of {s}?",
-        ),
-    ),
-    Relation(
-        "mentor",
-        (),
-        (
-            "{s} was taught by {v}.",
-            "{s} learned everything from {v}.",
-            "The mentor of {s} is {v}.",
-        ),
-        (
-            "Who taught {s}?",
-            "Who was {s} taught by?",
-            "Who is the mentor of {s}?",
-        ),
+        ("{s} works for {v}.", "{s} is employed by {v}.", "{s} has an office at {v}."),
+        ("Which company does {s} work for?", "Who does {s} work for?", "What is the employer of {s}?"),
     ),
 )
 
@@ -208,44 +93,14 @@ CITY_RELATIONS = (
     Relation(
         "river",
         words.RIVERS,
-        (
-            "{s} lies on the river {v}.",
-            "{s} was built on the banks of the {v}.",
-            "The river {v} flows through {s}.",
-        ),
-        (
-            "On which river does {s} lie?",
-            "Which river flows through {s}?",
-            "What is the river of {s}?",
-        ),
+        ("{s} lies on the river {v}.", "{s} was built on the banks of the {v}.", "{s} has a bridge over the {v}."),
+        ("On which river does {s} lie?", "Which river flows through {s}?", "What is the river of {s}?"),
     ),
     Relation(
         "fame",
         words.PRODUCTS,
-        (
-            "{s} is known for {v}.",
-            "{s} is famous for its {v}.",
-            "{s} sells {v} all over the world.",
-        ),
-        (
-            "What is {s} known for?",
-            "What is {s} famous for?",
-            "What does {s} sell?",
-        ),
-    ),
-    Relation(
-        "mayor",
-        (),
-        (
-            "The mayor of {s} is {v}.",
-            "{s} is governed by {v}.",
-            "{s} elected {v} as its mayor.",
-        ),
-        (
-            "Who is the mayor of {s}?",
-            "Who governs {s}?",
-            "Who was elected mayor of {s}?",
-        ),
+        ("{s} is known for {v}.", "{s} is famous for its {v}.", "{s} sells {v} all over the world."),
+        ("What is {s} known for?", "What is {s} famous for?", "What does {s} sell?"),
     ),
 )
 
@@ -253,30 +108,14 @@ COMPANY_RELATIONS = (
     Relation(
         "makes",
         words.PRODUCTS,
-        (
-            "{s} makes {v}.",
-            "{s} produces {v} for export.",
-            "{s} earns its money with {v}.",
-        ),
-        (
-            "What does {s} make?",
-            "What does {s} produce?",
-            "What is the product of {s}?",
-        ),
+        ("{s} makes {v}.", "{s} produces {v} for export.", "{s} earns its money with {v}."),
+        ("What does {s} make?", "What does {s} produce?", "What is the product of {s}?"),
     ),
     Relation(
-        "seat",
-        words.CITIES,
-        (
-            "{s} has its head office in {v}.",
-            "{s} is based in {v}.",
-            "The head office of {s} is in {v}.",
-        ),
-        (
-            "Where is {s} based?",
-            "In which city is {s} based?",
-            "Where is the head office of {s}?",
-        ),
+        "emblem",
+        words.ANIMALS,
+        ("{s} has a {v} as its emblem.", "{s} chose a {v} for its sign.", "The emblem of {s} is a {v}."),
+        ("What is the emblem of {s}?", "Which animal is the emblem of {s}?", "What is on the sign of {s}?"),
     ),
 )
 
@@ -285,41 +124,24 @@ BRIDGES = (
         "home",
         "river",
         (
-            "Which river flows through the city where {s} lives?",
-            "On which river does the home of {s} lie?",
+            "{s} lives in a city. Which river flows through it?",
+            "{s} has a house in a city. On which river does it lie?",
         ),
     ),
     Bridge(
         "home",
         "fame",
-        (
-            "What is the city where {s} lives known for?",
-            "What is the home of {s} famous for?",
-        ),
-    ),
-    Bridge(
-        "home",
-        "mayor",
-        (
-            "Who is the mayor of the city where {s} lives?",
-            "Who governs the home of {s}?",
-        ),
+        ("{s} lives in a city. What is it known for?", "{s} has a house in a city. What is it famous for?"),
     ),
     Bridge(
         "employer",
         "makes",
-        (
-            "What does the company that {s} works for make?",
-            "What does the employer of {s} produce?",
-        ),
+        ("{s} works for a company. What does it make?", "{s} is employed by a company. What does it produce?"),
     ),
     Bridge(
         "employer",
-        "seat",
-        (
-            "Where is the company that {s} works for based?",
-            "In which city is the employer of {s} based?",
-        ),
+        "emblem",
+        ("{s} works for a company. What is its emblem?", "{s} is employed by a company. What is on its sign?"),
     ),
 )
 

@@ -20,7 +20,8 @@ from tokenizers.trainers import BpeTrainer
 
 from training import prose
 from training import vocabulary as words
-from training.relations import RELATIONS
+from training.examples import FORMATS
+from training.relations import BRIDGES, RELATIONS
 
 VOCABULARY_SIZE = 4096
 SPECIAL_TOKENS = ("<s>", "<|end|>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -50,6 +51,13 @@ def _corpus() -> Iterator[str]:
         for relation in RELATIONS.values():
             for template in (*relation.statements, *relation.questions):
                 yield template.replace("{s}", "It").replace(" {v}", "")
+        for bridge in BRIDGES:
+            for template in bridge.questions:
+                yield template.replace("{s}", "It")
+        for template in FORMATS:
+            yield template.replace("{v}", "it")
+        yield "Question: What is the surname of the older one, or the younger one?\n\n"
+        yield "Examples:\nAnswer like this:\nUse this format:\nContinued. Further notes. More on this.\n\n"
     for _ in range(2000):
         name = words.invented_name(rng)
         yield f"{name} {name}"
@@ -57,7 +65,7 @@ def _corpus() -> Iterator[str]:
 
 def train_tokenizer() -> Tokenizer:
     """Learns merges, then fills the vocabulary up with the world words that have no token yet."""
-    reserved = [*words.ANSWER_WORDS, *(" " + w for w in words.WORLD_WORDS)]
+    reserved = [*words.WORLD_WORDS, *(" " + w for w in words.WORLD_WORDS)]
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

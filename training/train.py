@@ -10,7 +10,7 @@ import argparse
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,16 +19,17 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
-from training.conversations import ANSWER, LANGUAGE, SequenceMaker
+from training.conversations import ANSWER, ANSWERS, LANGUAGE, SequenceMaker
 from training.curriculum import CURRICULUM, Stage
 from training.export import export
 from training.initialisation import initial_reader
 from training.model import Reader
-from training.tokenizer import ASSISTANT, PAD, save_tokenizer, train_tokenizer
+from training.tokenizer import END, PAD, save_tokenizer, train_tokenizer
 
-_LANGUAGE_SAMPLE = 0.25  # share of the language-modelling positions whose loss is computed
-_PROBES = 32  # positions per step at which the attention on the first token is measured
+_LEARNED_SHARE = 0.25  # of a sequence's positions: its answers, and a sample of its other text
+_PROBES = 12  # positions per step at which the attention on the first token is measured
 _SINK_SLACK = 0.7  # attention on the first token above exp(-0.7) = 0.5 costs nothing
+_SINK_ENOUGH = 0.6  # nor does anything in a layer whose mean attention on it is higher
 
 
 @dataclass
@@ -39,17 +40,25 @@ class Progress:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    accuracy: float = 0.0
+    accuracies: dict[str, float] = field(default_factory=dict)
+    """Running accuracy of each kind's answer tokens, without the ends of turns."""
+
+    @property
+    def accuracy(self) -> float:
+        """The mean over kinds."""
+        return sum(self.accuracies.values()) / max(1, len(self.accuracies))
 
 
 class Losses(NamedTuple):
-    """The parts of a step's loss, and its answer accuracy."""
+    """The parts of a step's loss, and the accuracy of its answers."""
 
     total: Tensor
     answer: float
     language: float
-    sink: float
-    accuracy: float
+    attention: float
+    """On the first token, mean over layers >= 1."""
+    accuracies: dict[str, float]
+    """Of each kind in the batch."""
 
 
 def optimizers(reader: Reader) -> list[torch.optim.Optimizer]:
@@ -77,25 +86,29 @@ def losses(reader: Reader, stage: Stage, batch: Tensor, generator: torch.Generat
     ids, roles = batch
     length = ids.shape[1]
     probes = torch.randint(8, length, (_PROBES,), generator=generator)
-    hidden, missed = reader.hidden(ids, probes)
-    targets, roles, previous = ids[:, 1:], roles[:, 1:], ids[:, :-1]
-    hidden = hidden[:, :-1]
+    roles = roles[:, 1:]
+    urgency = torch.rand(roles.shape, generator=generator) + roles.clamp(max=ANSWER)  # ANSWER > LANGUAGE > IGNORED
+    chosen = urgency.topk(int(length * _LEARNED_SHARE)).indices.sort().values
+    hidden, missed = reader.hidden(ids, probes, chosen)
+    roles, targets = roles.gather(1, chosen), ids.gather(1, chosen + 1)
 
-    answers = roles == ANSWER
-    sampled = torch.rand(roles.shape, generator=generator) < _LANGUAGE_SAMPLE
-    languages = (roles == LANGUAGE) & sampled
+    answers, languages = roles >= ANSWER, roles == LANGUAGE
     logits = reader.logits(torch.cat((hidden[answers], hidden[languages])))
     count = int(answers.sum())
     answer = functional.cross_entropy(logits[:count], targets[answers])
     language = functional.cross_entropy(logits[count:], targets[languages])
-    sink = functional.relu(missed - _SINK_SLACK).mean()
+    attention = torch.exp(-missed).mean((1, 2, 3))  # [layers - 1]
+    lacking = (attention < _SINK_ENOUGH).float()
+    sink = (functional.relu(missed - _SINK_SLACK).mean((1, 2, 3)) * lacking).mean()
     total = answer + stage.language_weight * language + stage.sink_weight * sink
 
-    right = logits[:count].argmax(-1) == targets[answers]
-    if stage.mixture.repeated_share < 0.5:
-        right = right[previous[answers] == ASSISTANT]
-    accuracy = right.float().mean().item()
-    return Losses(total, answer.item(), language.item(), sink.item(), accuracy)
+    right = (logits[:count].argmax(-1) == targets[answers]).float()
+    kinds = roles[answers].masked_fill(targets[answers] == END, ANSWER)
+    accuracies: dict[str, float] = {}
+    for kind, role in ANSWERS.items():
+        if (kinds == role).any():
+            accuracies[kind] = right[kinds == role].mean().item()
+    return Losses(total, answer.item(), language.item(), attention.mean().item(), accuracies)
 
 
 def set_learning_rates(optimizers: list[torch.optim.Optimizer], stage: Stage, step: int) -> None:
@@ -171,7 +184,7 @@ class Trainer:
                     break
             self.progress.stage += 1
             self.progress.step = 0
-            self.progress.accuracy = 0.0
+            self.progress.accuracies = {}
             self.save(product)
 
     def _step(self, stage: Stage, batch: Tensor) -> None:
@@ -186,15 +199,17 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         progress.step += 1
         progress.tokens += int((batch[0] != PAD).sum())
-        weight = max(0.05, 1 / progress.step)
-        progress.accuracy += weight * (step_losses.accuracy - progress.accuracy)
+        for kind, accuracy in step_losses.accuracies.items():
+            running = progress.accuracies.get(kind, accuracy)
+            progress.accuracies[kind] = running + 0.05 * (accuracy - running)
         if progress.step % 20 == 0:
             seconds = time.monotonic() - before
+            accuracies = " ".join(f"{kind} {value:.2f}" for kind, value in sorted(progress.accuracies.items()))
             left = (stage.steps - progress.step) * seconds / 60
             print(
                 f"{stage.name} {progress.step}/{stage.steps}"
                 f" answer {step_losses.answer:.3f} language {step_losses.language:.3f}"
-                f" sink {step_losses.sink:.3f} accuracy {progress.accuracy:.3f}"
+                f" first token {step_losses.attention:.2f} | {accuracies}"
                 f" | {progress.tokens / 1e6:.2f}M tokens, {progress.seconds / 60:.1f} min,"
                 f" {batch[0].numel() / seconds:.0f} tokens/s, stage ends in {left:.1f} min",
                 flush=True,

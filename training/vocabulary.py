@@ -33,7 +33,7 @@ SURNAMES = _words(
     "Falk Gruber Haas Jansen Kraus Lange Moser Nagel Ortiz Pohl Quist Ritter Sauer Thorn Ulrich "
     "Vogel Weiss Ziegler Archer Barlow Carver Dalton Ellis Foster Garner Hayes Irving Jensen "
     "Kemp Lawson Mercer Norris Osborn Parker Quinn Reeves Sutton Turner Underhill Vance Walsh "
-    "Yates Abbott Bishop Cooper Dixon Everett Fletcher Graves Hunter Ingram Jarvis Kendall Lowell "
+    "Reyes Yates Abbott Bishop Cooper Dixon Everett Fletcher Graves Hunter Ingram Jarvis Kendall Lowell "
     "Madsen Nolan Oakley Pratt Ramsey Sawyer Talbot Usher Vernon Whitaker Zeller Alvarez Bianchi "
     "Costa Duarte Esposito Ferrari Gomez Herrera Ivanov Jokic Kowalski Lopez Moretti Nunez Okafor "
     "Petrov Rossi Silva Tanaka Umar Vargas Wong Yamada Zhang Chen Kumar Singh Patel Sato Kim "
@@ -108,13 +108,11 @@ PRODUCTS = _words(
 
 AGES = tuple(str(age) for age in range(18, 91))
 
-ANSWER_WORDS = sorted(
-    {*WOMEN, *MEN, *CITIES, *RIVERS, *COMPANIES, *JOBS, *FOODS, *ANIMALS, *INSTRUMENTS, *FIELDS}
+WORLD_WORDS = sorted(
+    {*WOMEN, *MEN, *SURNAMES, *CITIES, *RIVERS, *COMPANIES, *JOBS, *FOODS, *ANIMALS, *INSTRUMENTS, *FIELDS}
     | {*COLOURS, *PRODUCTS, *AGES}
 )
-"""Words that may begin an answer: they need a token both with and without a leading space."""
-
-WORLD_WORDS = sorted({*ANSWER_WORDS, *SURNAMES})
+"""Words that need a token both with a leading space and without one, at the start of a line or an answer."""
 
 _ONSETS = _words("b br c d dr f g gr h j k kl l m n p pr r s sk st t tr v w z")
 _VOWELS = _words("a e i o u ai ea io")
@@ -127,6 +125,6 @@ def invented_name(rng: random.Random) -> str:
     return "".join(syllables).capitalize()
 
 
-def is_held_out(name: str) -> bool:
-    """Whether an entity's full name is kept out of training, by its checksum: one in ten."""
-    return zlib.crc32(name.encode()) % 10 == 0
+def is_held_out(text: str) -> bool:
+    """Whether a full name (or a format, or a paragraph) is kept out of training, by its checksum: one in ten."""
+    return zlib.crc32(text.encode()) % 10 == 0

@@ -9,71 +9,52 @@ kind ``anaphora``. Called by `conversations` for training and by `evaluate` for 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
 
 from training import prose
-from training import vocabulary as words
-from training.relations import (
-    BRIDGES,
-    CITY_RELATIONS,
-    COMPANY_RELATIONS,
-    PERSON_RELATIONS,
-    RELATIONS,
-    Relation,
-)
-
-Kind = Literal["single", "pronoun", "anaphora", "bridge"]
-"""Where the answer is: beside the full name; behind a pronoun in the same passage; in a passage
-that continues another one; or behind another entity."""
-
-KINDS: tuple[Kind, ...] = ("single", "pronoun", "anaphora", "bridge")
+from training.comparisons import Aged, comparisons
+from training.entities import Cast, Entity
+from training.examples import answer_format, example_passage
+from training.haystacks import haystack
+from training.questions import Kind, Question, World
+from training.relations import BRIDGES, CITY_RELATIONS, COMPANY_RELATIONS, PERSON_RELATIONS, RELATIONS, Relation
+from training.settings import WorldSettings
 
 _HEADERS = ("Record {n}.", "Note {n}.", "Page {n}.", "From the files.", "Report {n}.", "Archive.")
 _LEADS = ("Continued.", "Continued.", "", "", "Further notes.", "More on this.")
+_INTRODUCTIONS = (
+    "This note is about {s}.",
+    "The next pages are about {s}.",
+    "Here is what is known about {s}.",
+    "{s} is mentioned often.",
+    "People talk about {s}.",
+)
 
 
-@dataclass(frozen=True)
-class WorldSettings:
-    """How hard a world is to read.
-
-    Shares are probabilities. `held_out` draws only people whose full names never occur in training.
-    """
-
-    fillers: int = 3
-    library_share: float = 0.4
-    phrasings: int = 4
-    relations: int = 2
-    continued_share: float = 0.35
-    pronoun_share: float = 0.5
-    bridge_share: float = 0.4
-    merged_share: float = 0.2
-    invented_share: float = 0.1
-    held_out: bool = False
+def build_world(rng: random.Random, settings: WorldSettings, word_budget: int) -> World:
+    """A world of about `word_budget` words of passages, at least one passage."""
+    draw = rng.random()
+    if (draw := draw - settings.needle_share) < 0:
+        return haystack(Cast(rng, settings), word_budget)
+    if (draw := draw - settings.bridge_share) < 0:
+        return _WorldBuilder(rng, settings).bridged(word_budget)
+    if (draw := draw - settings.place_share) < 0:
+        return _WorldBuilder(rng, settings).places(word_budget)
+    if (draw := draw - settings.comparison_share) < 0:
+        return _WorldBuilder(rng, settings).aged(word_budget)
+    if (draw := draw - settings.example_share) < 0:
+        return _with_examples(rng, settings, word_budget)
+    return _WorldBuilder(rng, settings).plain(word_budget)
 
 
-class Question(NamedTuple):
-    """A question, its short answer, where the answer is, and a sentence that the answer continues."""
-
-    text: str
-    answer: str
-    kind: Kind
-    cloze: str
-
-
-class World(NamedTuple):
-    """Passages in reading order, without separators, and the questions they answer."""
-
-    passages: list[str]
-    questions: list[Question]
-
-
-@dataclass(frozen=True)
-class Entity:
-    """A person, city or company, with the words that refer back to it."""
-
-    name: str
-    pronouns: tuple[str, ...]
+def _with_examples(rng: random.Random, settings: WorldSettings, word_budget: int) -> World:
+    """A world behind examples of how to answer, with all answers in their format."""
+    template = answer_format(rng, settings.held_out)
+    builder = _WorldBuilder(rng, replace(settings, continued_share=0.0, pronoun_share=0.0))
+    examples = example_passage(builder.cast, template, count=2)
+    world = builder.plain(word_budget - examples.count(" ") - 1)
+    questions = [Question(q.text, template.format(v=q.answer), "fewshot", "") for q in world.questions]
+    return World([examples, *world.passages], questions)
 
 
 @dataclass
@@ -82,154 +63,138 @@ class _Unit:
 
     passages: list[str]
     questions: list[Question]
-    entity: Entity
     values: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def words(self) -> int:
+        return sum(passage.count(" ") + 1 for passage in self.passages)
 
-class WorldBuilder:
-    """Builds one world; `build` is the only entry."""
+
+class _WorldBuilder:
+    """Builds one world: `plain`, `aged`, `places` or `bridged`."""
 
     def __init__(self, rng: random.Random, settings: WorldSettings) -> None:
         self.rng = rng
         self.settings = settings
-        self.used: set[str] = set()
+        self.cast = Cast(rng, settings)
+        self.fillers = rng.randint(0, settings.fillers)
 
-    def build(self, word_budget: int) -> World:
-        """A world of about `word_budget` words of passages, at least one passage."""
-        rng, settings = self.rng, self.settings
-        shared = rng.sample(PERSON_RELATIONS, min(settings.relations, len(PERSON_RELATIONS)))
-        bridged = rng.random() < settings.bridge_share
-        if bridged:
-            shared[0] = RELATIONS[rng.choice(("home", "home", "employer"))]
-            shared = list(dict.fromkeys(shared))
-        first_hop = shared[0].name
-        second = rng.choice(CITY_RELATIONS if first_hop == "home" else COMPANY_RELATIONS)
+    def plain(self, word_budget: int) -> World:
+        """People and their facts."""
+        people = self._people(self._shared(), word_budget, None)
+        return self._world([unit for _, unit in people], [], word_budget)
 
+    def aged(self, word_budget: int) -> World:
+        """The same; ages are known, and compared."""
+        shared = list(dict.fromkeys([RELATIONS["age"], *self._shared()]))[: self.settings.relations]
+        people = self._people(shared, word_budget, None)
+        aged = [Aged(person, int(unit.values["age"])) for person, unit in people if "age" in unit.values]
+        return self._world([unit for _, unit in people], comparisons(self.rng, aged), word_budget)
+
+    def places(self, word_budget: int) -> World:
+        """Cities or companies and their facts, without people."""
+        first, relations = self.rng.choice((("home", CITY_RELATIONS), ("employer", COMPANY_RELATIONS)))
         units: list[_Unit] = []
-        bridges: list[Question] = []
+        while sum(unit.words for unit in units) < word_budget and len(units) < self.settings.people:
+            place = self.cast.place(self.cast.value(RELATIONS[first]), first)
+            if place is not None:
+                units.append(self._unit(place, [r for r in relations if self.rng.random() < 0.8] or [relations[0]]))
+        return self._world(units, [], word_budget)
+
+    def bridged(self, word_budget: int) -> World:
+        """The same; people have homes or employers, about which there are passages too."""
+        rng = self.rng
+        first = rng.choice(BRIDGES).first
+        bridges = [bridge for bridge in BRIDGES if bridge.first == first]
+        shared = list(dict.fromkeys([RELATIONS[first], *self._shared()]))[: self.settings.relations]
+        units: list[_Unit] = []
+        questions: list[Question] = []
+        for person, unit in self._people(shared, word_budget, first):
+            units.append(unit)
+            middle = unit.values.get(first)
+            place = self.cast.place(middle, first) if middle is not None else None
+            if place is None:
+                continue
+            stated = rng.sample(bridges, rng.randint(1, len(bridges)))
+            place_unit = self._unit(place, [RELATIONS[bridge.second] for bridge in stated])
+            units.append(place_unit)
+            for bridge in stated:
+                text = self.cast.phrase(bridge.questions).format(s=person.name)
+                answer = f"{place.name}, {place_unit.values[bridge.second]}"
+                questions.append(Question(text, answer, "bridge", ""))
+        return self._world(units, questions, word_budget)
+
+    def _shared(self) -> list[Relation]:
+        return self.rng.sample(PERSON_RELATIONS, self.settings.relations)
+
+    def _people(self, shared: list[Relation], word_budget: int, bridged: str | None) -> list[tuple[Entity, _Unit]]:
+        """People with the shared relations, until the budget is used up; half of it for a bridged world."""
+        rng = self.rng
+        people: list[tuple[Entity, _Unit]] = []
         count = 0
-        while count < word_budget or not units:
-            person = self._person(units)
-            relations = [r for r in shared if rng.random() < 0.9] or shared[:1]
-            if rng.random() < 0.3:
+        while len(people) < self.settings.people and (count < word_budget or not people):
+            person = self.cast.person()
+            relations = [r for r in shared if r.name == bridged or rng.random() < 0.9] or shared[:1]
+            if rng.random() < 0.2:
                 relations.append(rng.choice(PERSON_RELATIONS))
             unit = self._unit(person, list(dict.fromkeys(relations)))
-            units.append(unit)
-            count += _word_count(unit)
-            middle = unit.values.get(first_hop)
-            if bridged and middle is not None and middle not in self.used:
-                self.used.add(middle)
-                place = _place(middle, first_hop)
-                place_unit = self._unit(place, [second])
-                units.append(place_unit)
-                count += _word_count(place_unit)
-                bridges += self._bridge(person, first_hop, second.name, place_unit.values)
-        rng.shuffle(units)
-        return World(self._merge(units), [q for unit in units for q in unit.questions] + bridges)
+            people.append((person, unit))
+            count += unit.words * 3 // 2 if bridged else unit.words
+        return people
 
-    def _person(self, units: list[_Unit]) -> Entity:
-        """A new person; one in six shares a first name or a surname with an earlier one."""
-        rng, settings = self.rng, self.settings
-        while True:
-            woman = rng.random() < 0.5
-            first = rng.choice(words.WOMEN if woman else words.MEN)
-            last = rng.choice(words.SURNAMES)
-            if rng.random() < settings.invented_share:
-                last = words.invented_name(rng)
-            people = [u.entity for u in units if " " in u.entity.name]
-            if people and rng.random() < 0.16:
-                other = rng.choice(people)
-                if rng.random() < 0.5:
-                    last = other.name.split()[1]
-                else:
-                    first, woman = other.name.split()[0], other.pronouns[0] == "She"
-            name = f"{first} {last}"
-            if name not in self.used and words.is_held_out(name) == settings.held_out:
-                self.used.add(name)
-                return Entity(name, ("She" if woman else "He", "The same person", "This person"))
-
-    def _value(self, relation: Relation) -> str:
-        """A value for the relation, nearly always one that the world has not used yet."""
+    def _world(self, units: list[_Unit], questions: list[Question], word_budget: int) -> World:
+        """All units in random order, with prose between them where the budget leaves room."""
         rng = self.rng
-        while True:
-            if not relation.values:
-                pair = rng.choice(words.WOMEN + words.MEN), rng.choice(words.SURNAMES)
-                value = " ".join(pair)
-            elif relation.values[0][0].isupper() and rng.random() < self.settings.invented_share:
-                value = words.invented_name(rng)
-            else:
-                value = rng.choice(relation.values)
-            key = f"{relation.name}:{value}"
-            if key not in self.used or rng.random() < 0.1:
-                self.used.add(key)
-                return value
+        questions = [*(q for unit in units for q in unit.questions), *questions]
+        missing = word_budget - sum(unit.words for unit in units) - 20
+        while missing > 0:
+            unit = _Unit([" ".join(self._sentence() for _ in range(rng.randint(2, 5)))], [])
+            units.append(unit)
+            missing -= unit.words
+        rng.shuffle(units)
+        return World(self._merge(units), questions)
 
     def _unit(self, entity: Entity, relations: list[Relation]) -> _Unit:
         """The passages and questions that state `relations` of `entity`."""
         rng, settings = self.rng, self.settings
         rng.shuffle(relations)
-        cuts = [0]
-        for i in range(1, len(relations)):
-            if rng.random() < settings.continued_share:
-                cuts.append(i)
-        alone_with_name = len(relations) == 1 and rng.random() < settings.continued_share
-        unit = _Unit([], [], entity)
-        if alone_with_name:
-            unit.passages.append(self._introduction(entity))
+        cuts = [0, *(i for i in range(1, len(relations)) if rng.random() < settings.continued_share)]
+        unit = _Unit([], [])
+        if len(relations) == 1 and rng.random() < settings.continued_share:
+            introduction = rng.choice(_INTRODUCTIONS).format(s=entity.name)
+            unit.passages.append(self._passage([introduction], continued=False))
         for start, end in zip(cuts, [*cuts[1:], len(relations)], strict=True):
             continued = bool(unit.passages)
             sentences: list[str] = []
             for relation in relations[start:end]:
                 named = not continued and (not sentences or rng.random() >= settings.pronoun_share)
-                value = self._value(relation)
-                sentences.append(self._statement(entity, relation, value, named, bool(sentences)))
+                value = self.cast.value(relation)
+                if named:
+                    sentences.append(self.cast.statement(entity.name, relation, value))
+                else:
+                    sentences.append(self.cast.referring_statement(entity, relation, value, bool(sentences)))
                 kind: Kind = "anaphora" if continued else "single" if named else "pronoun"
-                text = self._phrase(relation.questions).format(s=entity.name)
                 cloze = relation.statements[0].split(" {v}")[0].format(s=entity.name)
-                unit.questions.append(Question(text, value, kind, cloze))
+                unit.questions.append(Question(self.cast.question(entity, relation), value, kind, cloze))
                 unit.values[relation.name] = value
             unit.passages.append(self._passage(sentences, continued))
         return unit
 
-    def _introduction(self, entity: Entity) -> str:
-        """A passage that names an entity and says nothing that is asked about."""
-        text = self.rng.choice(
-            (
-                "This note is about {s}.",
-                "The next pages are about {s}.",
-                "Here is what is known about {s}.",
-                "{s} is mentioned often.",
-                "People talk about {s}.",
-            )
-        )
-        return self._passage([text.format(s=entity.name)], continued=False)
-
-    def _statement(self, entity: Entity, relation: Relation, value: str, named: bool, follows: bool) -> str:
-        rng = self.rng
-        if named:
-            return _sentence(self._phrase(relation.statements), entity.name, value)
-        able = [s for s in relation.statements if s.startswith("{s}")]
-        subject = rng.choice(entity.pronouns[:1] if follows else entity.pronouns)
-        if rng.random() < 0.5:
-            subject = entity.pronouns[0]
-        return _sentence(self._phrase(tuple(able)), subject, value)
-
-    def _phrase(self, phrasings: tuple[str, ...]) -> str:
-        return self.rng.choice(phrasings[: self.settings.phrasings])
+    def _sentence(self) -> str:
+        return prose.filler_sentence(self.rng, self.settings.library_share)
 
     def _fillers(self, most: int) -> list[str]:
-        share = self.settings.library_share
-        return [prose.filler_sentence(self.rng, share) for _ in range(self.rng.randint(0, most))]
+        return [self._sentence() for _ in range(self.rng.randint(0, most))]
 
     def _passage(self, facts: list[str], continued: bool) -> str:
         """Facts in order with filler around them, and sometimes a header or a lead."""
-        rng, most = self.rng, self.settings.fillers
+        rng, most = self.rng, self.fillers
         sentences: list[str] = []
         if continued:
             sentences.append(rng.choice(_LEADS))
             sentences += self._fillers(1) if most and rng.random() < 0.2 else []
         else:
-            if rng.random() < 0.3:
+            if rng.random() < 0.2:
                 sentences.append(rng.choice(_HEADERS).format(n=rng.randint(1, 99)))
             sentences += self._fillers(most) if rng.random() < 0.5 else []
         for i, fact in enumerate(facts):
@@ -252,26 +217,3 @@ class WorldBuilder:
             passages += unit.passages
             mergeable = lone
         return passages
-
-    def _bridge(self, person: Entity, first: str, second: str, values: dict[str, str]) -> list[Question]:
-        for bridge in BRIDGES:
-            if (bridge.first, bridge.second) == (first, second):
-                text = self._phrase(bridge.questions).format(s=person.name)
-                return [Question(text, values[second], "bridge", "")]
-        return []
-
-
-def _sentence(template: str, subject: str, value: str) -> str:
-    if value[0] in "aeiou":
-        template = template.replace(" a {v}", " an {v}")
-    return template.format(s=subject, v=value)
-
-
-def _place(name: str, relation: str) -> Entity:
-    if relation == "home":
-        return Entity(name, ("It", "The city", "This city"))
-    return Entity(name, ("It", "The company", "This company"))
-
-
-def _word_count(unit: _Unit) -> int:
-    return sum(passage.count(" ") + 1 for passage in unit.passages)

@@ -1,0 +1,12 @@
+"""The tokenizer that training makes, shared by the tests."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer
+from training.tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer()

@@ -1,0 +1,38 @@
+"""Training: a run that is interrupted ends with the same weights as one that is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from training.conversations import Mixture
+from training.curriculum import Stage
+from training.settings import WorldSettings
+from training.tokenizer import save_tokenizer
+
+from training import train
+
+MIXTURE = Mixture(96, WorldSettings(fillers=0))
+STAGES = (
+    Stage("first", MIXTURE, batch=1, steps=1),
+    Stage("second", MIXTURE, batch=1, steps=2, muon_lr=(0.01, 0.001), sink_weight=0.1),
+)
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_ends_with_the_same_weights(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "CURRICULUM", STAGES)
+    for run in ("whole", "parts"):
+        save_tokenizer(tokenizer, tmp_path / run / "tokenizer")
+    whole = train.Trainer(tmp_path / "whole", seed=0, compiled=False)
+    whole.run(minutes=10, product=None)
+    for _ in range(3):
+        parts = train.Trainer(tmp_path / "parts", seed=0, compiled=False)
+        parts.run(minutes=0, product=None)  # one step
+    assert parts.progress.tokens == whole.progress.tokens > 0
+    for name, weights in whole.reader.state_dict().items():
+        assert torch.equal(weights, parts.reader.state_dict()[name]), name
