@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from training.worlds import KINDS, Kind, WorldBuilder, WorldSettings
+from training.questions import KINDS, Kind
+from training.settings import WorldSettings
+from training.worlds import build_world
 
 OUTPUT = Path(__file__).parents[1] / "src" / "kvlinker" / "evaluation" / "data" / "reader.jsonl.gz"
 SETTINGS = WorldSettings(library_share=0, held_out=True)
@@ -35,7 +37,7 @@ def evaluation_set(per_kind: int, words: tuple[int, int], seed: int) -> Iterator
 
 def _record(rng: random.Random, kind: Kind, words: tuple[int, int]) -> dict[str, Any]:
     for _ in range(MOST_WORLDS):
-        world = WorldBuilder(rng, SETTINGS).build(rng.randint(*words))
+        world = build_world(rng, SETTINGS.about(kind), rng.randint(*words))
         questions = [question for question in world.questions if question.kind == kind]
         if questions:
             question = rng.choice(questions)
