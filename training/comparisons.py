@@ -31,8 +31,8 @@ def comparisons(rng: random.Random, people: Sequence[Aged]) -> list[Question]:
             continue
         older, younger = sorted((first, second), key=lambda aged: -aged.age)
         word, right = rng.choice((("older", older), ("younger", younger)))
-        text = f"What is the surname of the {word} one, {first.person.name} or {second.person.name}?"
-        answer = f"{_surname(first)} {first.age}, {_surname(second)} {second.age}: {_surname(right)}"
+        text = f"What is the age of the {word} one, {first.person.name} or {second.person.name}?"
+        answer = f"{_surname(first)} {first.age}, {_surname(second)} {second.age}: {right.age}"
         questions.append(Question(text, answer, "comparison", ""))
     return list(dict.fromkeys(questions))
 

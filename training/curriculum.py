@@ -57,6 +57,7 @@ _SHORT = WorldSettings(
     invented_share=0.02,
 )
 _FULL = WorldSettings()
+_HARD = WorldSettings(bridge_share=0.25, comparison_share=0.2, example_share=0.2)
 
 CURRICULUM = (
     Stage(
@@ -87,6 +88,30 @@ CURRICULUM = (
         batch=6,
         steps=240,
         muon_lr=(0.01, 0.0005),
+        sink_weight=0.02,
+    ),
+    Stage(
+        "wide",
+        Mixture(512, _HARD, prose_share=0.08, loose_share=0.1),
+        batch=12,
+        steps=500,
+        muon_lr=(0.01, 0.006),
+        sink_weight=0.02,
+    ),
+    Stage(
+        "long",
+        Mixture(1024, _HARD, prose_share=0.08, loose_share=0.1),
+        batch=6,
+        steps=500,
+        muon_lr=(0.006, 0.003),
+        sink_weight=0.02,
+    ),
+    Stage(
+        "longest",
+        Mixture(2048, _FULL, prose_share=0.08, loose_share=0.1, context_share=(0.3, 0.9)),
+        batch=3,
+        steps=600,
+        muon_lr=(0.003, 0.0002),
         sink_weight=0.02,
     ),
 )

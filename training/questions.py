@@ -12,8 +12,8 @@ Kind = Literal["single", "pronoun", "anaphora", "bridge", "comparison", "fewshot
 - ``anaphora``: in a passage that continues another one and does not name the subject;
 - ``bridge``: behind another entity, such as the river of the city where somebody lives; the answer
   names both ("Lisbon, Tagus");
-- ``comparison``: the older or younger of two people, whose ages are stated in two places; the
-  answer names them first ("Holt 61, Berg 30: Holt");
+- ``comparison``: the age of the older or younger of two people, whose ages are stated in two places;
+  the answer names both first ("Holt 61, Berg 30: 61");
 - ``fewshot``: beside the full name, to be given in the format of examples that come first;
 - ``needle``: in one sentence within prose about other things.
 """

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
@@ -59,6 +60,13 @@ class Losses(NamedTuple):
     """On the first token, mean over layers >= 1."""
     accuracies: dict[str, float]
     """Of each kind in the batch."""
+
+
+class Start(NamedTuple):
+    """Where a run begins that goes on from a trained model: its folder, and the first stage to run."""
+
+    model: Path
+    stage: str
 
 
 def optimizers(reader: Reader) -> list[torch.optim.Optimizer]:
@@ -124,23 +132,27 @@ def set_learning_rates(optimizers: list[torch.optim.Optimizer], stage: Stage, st
 class Trainer:
     """A run: model, optimizers and progress, with their checkpoint."""
 
-    def __init__(self, work: Path, seed: int, compiled: bool) -> None:
+    def __init__(self, work: Path, seed: int, compiled: bool, start: Start | None = None) -> None:
         self.work = work
         self.seed = seed
-        self.tokenizer = self._tokenizer()
+        self.tokenizer = self._tokenizer(start)
         self.reader = initial_reader(self.tokenizer, seed)
         self.optimizers = optimizers(self.reader)
         self.progress = Progress()
         if (work / "checkpoint.pt").exists():
             self._load()
+        elif start is not None:
+            self.reader.load_state_dict(load_file(start.model / "model.safetensors"))
+            self.progress.stage = [stage.name for stage in CURRICULUM].index(start.stage)
         if compiled:
             for layer in self.reader.model.layers:
                 layer.compile(dynamic=False)
 
-    def _tokenizer(self) -> Tokenizer:
+    def _tokenizer(self, start: Start | None) -> Tokenizer:
         folder = self.work / "tokenizer"
         if not (folder / "tokenizer.json").exists():
-            save_tokenizer(train_tokenizer(), folder)
+            trained = train_tokenizer() if start is None else Tokenizer.from_file(str(start.model / "tokenizer.json"))
+            save_tokenizer(trained, folder)
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def _load(self) -> None:
@@ -225,10 +237,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
+    parser.add_argument("--from", dest="model", type=Path, help="go on from this exported model, with new optimizers")
+    parser.add_argument("--stage", choices=[stage.name for stage in CURRICULUM], default="wide", help="where --from does")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(arguments.work, arguments.seed, not arguments.eager)
+    start = None if arguments.model is None else Start(arguments.model, arguments.stage)
+    trainer = Trainer(arguments.work, arguments.seed, not arguments.eager, start)
     trainer.run(arguments.minutes, arguments.export)
 
 

@@ -111,7 +111,7 @@ def test_comparisons_follow_from_the_ages() -> None:
             first, second = re.findall(NAME, question.text)
             order = sorted((first, second), key=lambda name: int(facts[name, "age"]))
             ages = ", ".join(f"{name.split()[1]} {facts[name, 'age']}" for name in (first, second))
-            assert question.answer == f"{ages}: {order['older' in question.text].split()[1]}"
+            assert question.answer == f"{ages}: {facts[order['older' in question.text], 'age']}"
 
 
 def test_examples_show_the_format_of_the_answers() -> None:
