@@ -15,7 +15,7 @@ def plot_ttft(rows: Sequence[Row], path: Path) -> None:
 
     Raises InvalidRequestError without matplotlib, and for a file name whose ending it does not know.
     """
-    figure = _figure(7, 4.5)
+    figure = empty_figure(7, 4.5)
     axes = figure.subplots()
     competitors = list(dict.fromkeys((row["policy"], row["engine"]) for row in rows))
     if len({row["context_tokens"] for row in rows}) > 1:
@@ -33,7 +33,7 @@ def plot_ttft(rows: Sequence[Row], path: Path) -> None:
         axes.margins(x=0.1)
         axes.invert_yaxis()
         axes.set(xlabel="time to first token (ms)", title=f"{rows[0]['context_tokens']} tokens of context")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _label(policy: str, engine: str) -> str:
@@ -48,7 +48,7 @@ def plot_quality(rows: Sequence[Row], path: Path) -> None:
     tasks = list(dict.fromkeys((row["dataset"], row["task"], row["metric"]) for row in rows))
     across = min(len(tasks), 3)
     down = -(-len(tasks) // across)
-    figure = _figure(4.5 * across, 3.6 * down)
+    figure = empty_figure(4.5 * across, 3.6 * down)
     panels = figure.subplots(down, across, squeeze=False).flatten()
     for axes, (dataset, task, metric) in zip(panels, tasks, strict=False):
         for row in rows:
@@ -61,18 +61,20 @@ def plot_quality(rows: Sequence[Row], path: Path) -> None:
         axes.set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _figure(width: float, height: float) -> Any:
+def empty_figure(width: float, height: float) -> Any:
+    """Inches. Raises InvalidRequestError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InvalidRequestError("--plot needs matplotlib: pip install 'kvlinker[bench]'.") from error
+        raise InvalidRequestError("Plots need matplotlib: pip install 'kvlinker[bench]'.") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Raises InvalidRequestError for a file name whose ending matplotlib does not know."""
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:

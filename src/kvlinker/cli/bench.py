@@ -235,16 +235,57 @@ def quality(
             plot_quality(main_rows(report.rows), plot)
 
 
+@app.command()
+@settings_options(*MODEL_OPTIONS, *QUALITY_OPTIONS)
+def figure(
+    settings: Settings,
+    name: Annotated[str, typer.Argument(help="Name of the figure, or all; list shows their names.")],
+    page: Annotated[Path, typer.Option(help="Write the figure into this page.", dir_okay=False)] = Path(
+        "reproduction.md"
+    ),
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples of each measurement.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Random weights to time (tiny, 285m, 8b).")] = None,
+    redraw: Annotated[bool, typer.Option("--redraw", help="Measure nothing: show stored results again.")] = False,
+) -> None:
+    """A figure of the papers, measured anew: a plot, a table, and the paper's claim beside them."""
+    from kvlinker.figures.lab import Lab
+    from kvlinker.figures.page import show_figure, write_figure
+    from kvlinker.figures.registry import FIGURES, find_figure
+
+    if name == "list":
+        for one in FIGURES.values():
+            typer.echo(f"{one.name:24} {one.source}: {one.title}")
+        return
+    with failures(BAD_USAGE):
+        _require_folders(page)
+        for one in FIGURES.values() if name == "all" else [find_figure(name)]:
+            if redraw:
+                show_figure(page, one, list(FIGURES))
+                continue
+            command = shlex.join(["kvlinker", *(one.name if word == "all" else word for word in sys.argv[1:])])
+            with _described_progress() as advance:
+                rows = one.measure(lab := Lab(settings, command, limit, shape, advance))
+            write_figure(page, one, lab.report(rows), list(FIGURES))
+            typer.echo(f"{one.name}: {one.finding(rows)}")
+
+
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr."""
+    """A progress bar of examples on stderr."""
+    with _described_progress() as advance:
+        yield lambda done, total: advance("examples", done, total)
+
+
+@contextmanager
+def _described_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr that says what it counts."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("examples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        task = progress.add_task("preparing the model", total=None)
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
 
 
 @contextmanager

@@ -1,0 +1,17 @@
+"""All figures by name, in the order of the page."""
+
+from __future__ import annotations
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.figures import cacheblend_ratio
+from kvlinker.figures.figure import Figure
+
+FIGURES: dict[str, Figure] = {figure.name: figure for figure in (cacheblend_ratio.FIGURE,)}
+"""Names to figures."""
+
+
+def find_figure(name: str) -> Figure:
+    """Raises InvalidRequestError, which lists the names, for an unknown one."""
+    if name not in FIGURES:
+        raise InvalidRequestError(f"There is no figure {name!r}; there are {', '.join(FIGURES)}.", param="name")
+    return FIGURES[name]
