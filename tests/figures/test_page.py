@@ -72,5 +72,5 @@ def test_nothing_stored(tmp_path: Path) -> None:
 
 
 def test_unknown_names_list_the_known() -> None:
-    with pytest.raises(InvalidRequestError, match="no figure 'fig'; there are .*cacheblend-16"):
+    with pytest.raises(InvalidRequestError, match=r"no figure 'fig'; there are .*cacheblend-16"):
         find_figure("fig")
