@@ -73,7 +73,7 @@ class Examiner:
     def _results(self, example: Example, policies: Sequence[str]) -> tuple[Result, ...]:
         limit = example.max_tokens if self.max_tokens is None else self.max_tokens
         passages = self._fitting(example, limit)
-        messages = self._messages(passages, example.question)
+        messages = self.messages(passages, example.question)
         full = self._answer(messages, REFERENCE, limit)
         full_next = self._next_token(messages, REFERENCE, full)
         full_views = self.inspector.inspect(messages, REFERENCE) if self.inspector is not None else ()
@@ -115,7 +115,8 @@ class Examiner:
             cached[span.start : span.end] = True
         return deviation(full, full if policy == REFERENCE else self.inspector.inspect(messages, policy), cached)
 
-    def _messages(self, passages: Sequence[str], question: str) -> list[Message]:
+    def messages(self, passages: Sequence[str], question: str) -> list[Message]:
+        """The prompt of an example: its passages as context caches, which are computed first, and the question."""
         batches = [[passage] for passage in passages] if self.one_by_one else [list(passages)]
         caches = [cache for batch in batches for cache in self.llm.generate_context_cache(batch)]
         return [{"role": "user", "content": [*caches, question]}]

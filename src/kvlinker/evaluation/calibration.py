@@ -9,8 +9,8 @@ from statistics import fmean
 from kvlinker.errors import InvalidRequestError
 from kvlinker.evaluation.answers import REFERENCE, Examiner, Result
 from kvlinker.evaluation.examples import Example, Skipped
-from kvlinker.evaluation.metrics import METRICS, best_score
 from kvlinker.evaluation.runner import evaluate
+from kvlinker.evaluation.scores import main_score
 from kvlinker.linking import parse_policy
 
 PLACE = "{}"
@@ -79,8 +79,7 @@ def calibrate(
             skipped.append(outcome)
             continue
         for result in outcome:
-            score = best_score(METRICS[example.metric], result.text, example.answers)
-            found[result.policy].append((score, result))
+            found[result.policy].append((main_score(example, result), result))
     full = fmean(score for score, _ in found[REFERENCE]) if found[REFERENCE] else 0.0
     if not full:
         reason = f"{skipped[0].where}: {skipped[0].reason}" if skipped else "full prefill answers none of them right"

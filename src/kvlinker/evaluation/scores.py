@@ -61,6 +61,11 @@ def scores(answered: Iterable[tuple[Example, Sequence[Result]]], policies: Seque
     return found
 
 
+def main_score(example: Example, result: Result) -> float:
+    """The answer's score by the metric that the example's task is usually measured by."""
+    return best_score(METRICS[example.metric], result.text, example.answers)
+
+
 def _scores_of(group: Sequence[_Answered], dataset: str, task: str, policy: str) -> Iterator[Score]:
     results = [by_policy[policy] for _, by_policy in group]
     values, full_values = _values(group, policy), _values(group, REFERENCE)

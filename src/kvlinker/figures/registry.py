@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.figures import cacheblend_ratio
+from kvlinker.figures import cacheblend_ratio, epic_length, epic_splitting, epic_tradeoff
 from kvlinker.figures.figure import Figure
 
-FIGURES: dict[str, Figure] = {figure.name: figure for figure in (cacheblend_ratio.FIGURE,)}
+FIGURES: dict[str, Figure] = {
+    figure.name: figure
+    for figure in (epic_tradeoff.FIGURE, epic_length.FIGURE, epic_splitting.FIGURE, cacheblend_ratio.FIGURE)
+}
 """Names to figures."""
 
 
