@@ -24,7 +24,7 @@ def first_token_times(
     ``forms``: one example as it is asked, by name, such as one for each way of cutting its context. Includes building
     the prompt. Everything takes its turn, see ``time_in_turn``. Raises what ``LLM.chat_completion`` does.
     """
-    examiner = Examiner(llm)
+    examiner = Examiner(llm, one_by_one=False)
 
     def asking(messages: Sequence[Message], policy: str) -> Callable[[], object]:
         return lambda: llm.chat_completion(messages, policy=policy, max_tokens=1, temperature=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -13,6 +14,7 @@ from kvlinker.figures.lab import Lab
 
 SHAPE = "285m"
 POLICIES = ("full", "cacheblend-15", "attnlink-16", "legolink-16", "naive")
+EPIC, CACHEBLEND = "attnlink-16", "cacheblend-15"
 CHUNKS = (1, 2, 4, 8, 16)
 CHUNK_TOKENS = 512
 FRESH_TOKENS = 32
@@ -42,7 +44,7 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     exponents = _exponents(rows)
     for policy in POLICIES:
         points = [(row["context_tokens"], row["ttft_ms"]) for row in rows if row["policy"] == policy]
-        label = f"{policy} (N^{exponents[policy]:.2f})" if policy in exponents else policy
+        label = f"{policy} ($N^{{{exponents[policy]:.2f}}}$)" if policy in exponents else policy
         axes.plot(*zip(*points, strict=True), marker="o", markersize=5, label=label)
     lengths = sorted({row["context_tokens"] for row in rows})
     axes.set(xscale="log", yscale="log", xlabel="prompt length N (tokens)", ylabel="time to first token (ms)")
@@ -53,38 +55,45 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    exponents = _exponents(rows)
-    grown = "; ".join(f"{policy} {exponent:.2f}" for policy, exponent in exponents.items())
     common = _common(rows)
     lengths = sorted({row["context_tokens"] for row in common})
-    growth = (
-        f"from {lengths[0]} to {lengths[-1]} tokens, TTFT grows with these powers of the length: {grown} "
-        "(1 is linear, 2 quadratic)."
+    longest = max(row["context_tokens"] for row in rows)
+    exponents = _exponents(rows)
+    grown = ", ".join(f"{policy} {exponent:.2f}" for policy, exponent in exponents.items())
+    said = [
+        f"from {lengths[0]} to {lengths[-1]} tokens, TTFT grows with the length to the power of: {grown} (1 is linear, "
+        "2 quadratic; one chunk alone is left out, since it needs no repair)."
         if exponents
-        else "too few lengths for a law of growth."
-    )
-    return f"{growth} {_at(common, lengths[-1])}{_beyond(rows, lengths[-1])}"
+        else "there are too few lengths for a law of growth.",
+        _at(rows, lengths[-1]),
+    ]
+    if longest > lengths[-1]:
+        growth = ", ".join(
+            f"{policy} {_power(rows, policy, lengths[-1], longest):.2f}" for policy in POLICIES if policy != "full"
+        )
+        said += [f"From there to {longest} tokens the powers are: {growth}.", _at(rows, longest)]
+    return " ".join(said)
 
 
 def _at(rows: Sequence[Row], length: int) -> str:
-    of = {row["policy"]: row["ttft_ms"] for row in rows if row["context_tokens"] == length}
-    ratios = ", ".join(f"{policy} {of['full'] / ttft:.1f} times" for policy, ttft in of.items() if policy != "full")
-    return f"At {length} tokens full takes {of['full'] / 1e3:.2g} s, and is beaten by {ratios}."
+    """What the policies take at a length, in seconds."""
+    of = {row["policy"]: row["ttft_ms"] / 1e3 for row in rows if row["context_tokens"] == length}
+    ratio = of[CACHEBLEND] / of[EPIC]
+    times = ", ".join(f"{policy} {seconds:.2g} s" for policy, seconds in of.items())
+    return f"At {length} tokens: {times}; {CACHEBLEND} takes {ratio:.1f} times as long as {EPIC}."
 
 
-def _beyond(rows: Sequence[Row], length: int) -> str:
-    longest = max(row["context_tokens"] for row in rows)
-    if longest == length:
-        return ""
-    of = {row["policy"]: row["ttft_ms"] for row in rows if row["context_tokens"] == longest}
-    ratio = of["cacheblend-15"] / of["attnlink-16"]
-    return f" At {longest} tokens, cacheblend-15 takes {ratio:.1f} times as long as attnlink-16."
+def _power(rows: Sequence[Row], policy: str, shorter: int, longer: int) -> float:
+    """b of ttft = a · tokens^b through two lengths."""
+    of = {row["context_tokens"]: row["ttft_ms"] for row in rows if row["policy"] == policy}
+    return math.log(of[longer] / of[shorter]) / math.log(longer / shorter)
 
 
 def _common(rows: Sequence[Row]) -> list[Row]:
-    """The rows of prompts that ``full`` was measured on."""
+    """The rows of prompts that ``full`` was measured on; those of one chunk only if there are no others."""
     lengths = {row["context_tokens"] for row in rows if row["policy"] == "full"}
-    return [row for row in rows if row["context_tokens"] in lengths]
+    common = [row for row in rows if row["context_tokens"] in lengths]
+    return [row for row in common if row["chunks"] > 1] or common
 
 
 def _exponents(rows: Sequence[Row]) -> dict[str, float]:

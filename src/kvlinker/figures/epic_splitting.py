@@ -10,18 +10,20 @@ from kvlinker.bench.quality import Answered, main_rows
 from kvlinker.bench.report import Row
 from kvlinker.evaluation.bootstrap import mean_interval
 from kvlinker.evaluation.contexts import ContextSplit
+from kvlinker.evaluation.examples import Example
 from kvlinker.evaluation.scores import ALL_TASKS, main_score
 from kvlinker.figures.drawing import points, score_over_ttft
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Lab
-from kvlinker.figures.tradeoff import DATASET, overall, timed, with_pareto, with_ttft
+from kvlinker.figures.tradeoff import overall, timed, with_pareto, with_ttft
 
+DATASET = "reader"
 POLICIES = ("full", "naive", "legolink-4", "legolink-16", "attnlink-16", "cacheblend-15", "query-5")
 SPLITS = tuple(ContextSplit)
 SEMANTIC, FIXED = SPLITS
 WINDOW = 64
 """Tokens of a chunk of fixed size: two or three of the data's passages."""
-EXAMPLES = 70
+EXAMPLES = 105
 KINDS = ("single", "anaphora")
 """Shown beside all together: windows cut through the sentences of the first, and join passages of the second."""
 EPIC, CACHEBLEND = "attnlink-16", "cacheblend-15"
@@ -35,7 +37,9 @@ def _measure(lab: Lab) -> list[Row]:
         for split in SPLITS
     }
     pairs = _pairs(asked[SEMANTIC].answered, asked[FIXED].answered)
-    forms = timed([dict(zip(SPLITS, (semantic, fixed), strict=True)) for (semantic, _), (fixed, _) in pairs])
+    forms: Sequence[dict[str, Example]] = timed(
+        [dict(zip(SPLITS, (semantic, fixed), strict=True)) for (semantic, _), (fixed, _) in pairs]
+    )
     seconds = lab.first_token_times("time to first token", forms, POLICIES)
     rows: list[Row] = []
     for split in SPLITS:
@@ -44,7 +48,7 @@ def _measure(lab: Lab) -> list[Row]:
             chunks = _chunks(asked[split].answered, row["task"])
             change = _change(pairs, row) if split is FIXED else {}
             rows.append({"split": str(split), **row, "chunks": chunks, **_UNCHANGED, **change})
-    return with_pareto(rows)
+    return with_pareto(rows)  # of both ways to cut
 
 
 _UNCHANGED: Row = dict.fromkeys(("vs_semantic", "vs_semantic_low", "vs_semantic_high"))
@@ -93,12 +97,13 @@ def _finding(rows: Sequence[Row]) -> str:
     of = {(row["split"], row["policy"]): row for row in overall(rows)}
     fixed = {policy: of[FIXED, policy] for policy in POLICIES}
     ours, theirs = of[SEMANTIC, EPIC], fixed[CACHEBLEND]
+    by_kind = [row for row in rows if row["task"] in KINDS and (row["split"], row["policy"]) == (FIXED, "naive")]
     return " ".join(
         [
             f"windows of {WINDOW} tokens make {fixed['full']['chunks']:.0f} chunks of a prompt, its own passages "
             f"{of[SEMANTIC, 'full']['chunks']:.0f}. Over {fixed['full']['n']} questions, windows change the score by "
-            f"{'; '.join(f'{_changed(row)} ({policy})' for policy, row in fixed.items())}.",
-            *(_by_kind(rows, kind) for kind in KINDS),
+            f"{'; '.join(f'{policy} {_changed(row)}' for policy, row in fixed.items())}.",
+            *(f"On {row['task']}, naive changes {_changed(row)}." for row in by_kind),
             f"{EPIC} recomputes {ours['recomputed_fraction']:.0%} of the cached tokens and takes "
             f"{ours['ttft_ms']:.0f} ms with passages, {fixed[EPIC]['recomputed_fraction']:.0%} and "
             f"{fixed[EPIC]['ttft_ms']:.0f} ms with windows.",
@@ -108,15 +113,11 @@ def _finding(rows: Sequence[Row]) -> str:
     )
 
 
-def _by_kind(rows: Sequence[Row], kind: str) -> str:
-    of_kind = {row["policy"]: row for row in rows if (row["task"], row["split"]) == (kind, FIXED)}
-    return f"On {kind}: naive {_changed(of_kind['naive'])}." if of_kind else f"On {kind}, nothing was timed."
-
-
 def _changed(row: Row) -> str:
-    interval = f"{100 * row['vs_semantic_low']:+.0f} to {100 * row['vs_semantic_high']:+.0f}"
-    unclear = ", no clear effect" if row["vs_semantic_low"] <= 0 <= row["vs_semantic_high"] else ""
-    return f"{points(row['vs_semantic'])}, {interval}{unclear}"
+    """By how much, and whether that is more than chance (by the 95% interval)."""
+    low, high = row["vs_semantic_low"], row["vs_semantic_high"]
+    unclear = "; no clear effect" if low <= 0 <= high else ""
+    return f"{points(row['vs_semantic'])} ({100 * low:+.0f} to {100 * high:+.0f}{unclear})"
 
 
 FIGURE = Figure(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import TypeVar
 
 from kvlinker.bench.report import Row
 from kvlinker.evaluation.examples import Example
 from kvlinker.evaluation.scores import ALL_TASKS
 
-DATASET = "reader-long"
-
 TIMED_SHARE = 5
 """Of so many examples one is timed. No divisor of the number of kinds, which come in turn: so all kinds are timed."""
 
+Asked = TypeVar("Asked")
 
-def timed(examples: Sequence[Example]) -> Sequence[Example]:
+
+def timed(examples: Sequence[Asked]) -> Sequence[Asked]:
     """The examples to time: every fifth."""
     return examples[::TIMED_SHARE]
 
