@@ -19,7 +19,7 @@ from kvlinker.evaluation.examples import Dataset, Example, Skipped
 
 FORMATS: tuple[Format, ...] = (PASSAGES, LONGBENCH, CACHEBLEND, KV_RETRIEVAL, SAMSUM)
 
-BUNDLED = {"reader": Path(__file__).parents[1] / "data" / "reader.jsonl.gz"}
+BUNDLED = {name: Path(__file__).parents[1] / "data" / f"{name}.jsonl.gz" for name in ("reader", "reader-long")}
 """Data sets that ship with kvlinker."""
 
 __all__ = ["BUNDLED", "FORMATS", "load_dataset"]
