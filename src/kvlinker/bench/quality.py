@@ -50,8 +50,8 @@ class QualityOptions:
     then differs from run to run."""
 
     datasets: tuple[str, ...] = ("reader",)
-    tasks: tuple[str, ...] = ()
     policies: tuple[str, ...] = (REFERENCE, "naive", "legolink-16", "random-15")
+    tasks: tuple[str, ...] = ()
     limit: int | None = None
     split: ContextSplit = ContextSplit.SEMANTIC
     chunk_tokens: int = 512
