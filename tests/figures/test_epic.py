@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvlinker.evaluation.answers import Result
-from kvlinker.evaluation.examples import Example
+from kvlinker.evaluation.examples import Question
+from kvlinker.evaluation.results import Answered
 from kvlinker.figures import epic_length, epic_splitting, epic_tradeoff
 from kvlinker.figures.epic_splitting import POLICIES, _change, _pairs
 from kvlinker.figures.tradeoff import with_pareto
@@ -59,14 +59,14 @@ def test_the_tradeoff_names_front_and_worst_kind() -> None:
     rows = [quality_row(policy) for policy in ("full", "naive", "cacheblend-15")]
     rows += [quality_row("attnlink-16", ttft_ms=5.0), quality_row("attnlink-16", task="bridge", vs_full=-0.25)]
     said = epic_tradeoff.FIGURE.finding(with_pareto(rows))
-    assert "at worst, on bridge, -25.0 points" in said
+    assert "at worst -25.0 points on bridge" in said
     assert "takes 2.0 times as long as attnlink-16" in said
     assert "fastest first: attnlink-16. EPIC has a place on it, CacheBlend has none." in said
 
 
-def answered(example: str, text: str, task: str = "t") -> tuple[Example, tuple[Result, ...]]:
-    asked = Example(example, "toy", task, ("p",), "q", ("right",), metric="exact_match")
-    return asked, (Result(asked.digest, "naive", text, 1, 1, True, 0.0),)
+def answered(example: str, text: str, task: str = "t") -> tuple[Question, tuple[Answered, ...]]:
+    asked = Question(example, "toy", task, ("p",), "q", ("right",), metric="exact_match")
+    return asked, (Answered(asked.digest, "naive", 1, 1, 1.0, 0.0, text),)
 
 
 def test_cuts_are_compared_on_the_same_examples() -> None:

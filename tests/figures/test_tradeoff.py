@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvlinker.evaluation.examples import Example
+from kvlinker.evaluation.examples import Question
 from kvlinker.figures.tradeoff import front, overall, timed, with_pareto, with_ttft
 
 
@@ -22,7 +22,7 @@ def test_the_front_is_what_nothing_beats() -> None:
 
 
 def test_times_are_means_over_the_examples_of_a_task() -> None:
-    examples = [Example(str(n), "toy", task, ("p",), "q", ("a",)) for n, task in enumerate(["odd", "even", "odd"])]
+    examples = [Question(str(n), "toy", task, ("p",), "q", ("a",)) for n, task in enumerate(["odd", "even", "odd"])]
     seconds = [{("cut", "naive"): 0.001 * n, ("whole", "naive"): 9.0} for n in (1, 2, 5)]
     rows = [{"policy": "naive", "task": task, "score": 1.0} for task in ("odd", "even", "never", "all")]
     joined = with_ttft(rows, examples, seconds, "cut")

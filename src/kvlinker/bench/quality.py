@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from kvlinker.bench.report import Report, Row
 from kvlinker.bench.subject import Subject
 from kvlinker.config import Settings
 from kvlinker.errors import InvalidRequestError
-from kvlinker.evaluation.answers import REFERENCE, Examiner, Result
+from kvlinker.evaluation.answers import REFERENCE, Examiner
 from kvlinker.evaluation.contexts import ContextSplit, ContextSplitter
 from kvlinker.evaluation.datasets import load_dataset
 from kvlinker.evaluation.examples import Dataset, Example, Skipped
 from kvlinker.evaluation.inspection import EngineInspector
 from kvlinker.evaluation.journal import Journal
 from kvlinker.evaluation.metrics import rouge_scorer
+from kvlinker.evaluation.results import Result
 from kvlinker.evaluation.runner import evaluate
 from kvlinker.evaluation.scores import Score, scores
 
@@ -32,6 +34,7 @@ COLUMNS = (
     "ci_low",
     "ci_high",
     "vs_full",
+    "perplexity",
     "recomputed_fraction",
     "agreement",
     "kl",
@@ -43,10 +46,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class QualityOptions:
-    """What is asked and how. ``concurrency`` above 1 is faster, but rounding then differs from run to run."""
+    """What is asked and how. ``tasks``: only these, if there are any. ``concurrency`` above 1 is faster, but rounding
+    then differs from run to run."""
 
     datasets: tuple[str, ...] = ("reader",)
     policies: tuple[str, ...] = (REFERENCE, "naive", "legolink-16", "random-15")
+    tasks: tuple[str, ...] = ()
     limit: int | None = None
     split: ContextSplit = ContextSplit.SEMANTIC
     chunk_tokens: int = 512
@@ -57,7 +62,7 @@ class QualityOptions:
     resume: Path | None = None
 
 
-Answered = tuple[Example, tuple[Result, ...]]
+Examined = tuple[Example, tuple[Result, ...]]
 """An example and the results of all policies that were asked for, and of ``full``."""
 
 
@@ -66,7 +71,7 @@ class Quality:
     """The report, every example that was asked with its results, and those that could not be asked."""
 
     report: Report
-    answered: tuple[Answered, ...]
+    answered: tuple[Examined, ...]
     skipped: tuple[Skipped, ...]
 
 
@@ -89,7 +94,10 @@ def run_quality(
         max_model_len=settings.max_model_len,
     ) as llm:
         splitter = ContextSplitter(llm.builder.encoder, options.split, options.chunk_tokens)
-        datasets = [load_dataset(name, splitter, limit=options.limit) for name in dict.fromkeys(options.datasets)]
+        datasets = [
+            load_dataset(name, splitter, limit=options.limit, tasks=options.tasks)
+            for name in dict.fromkeys(options.datasets)
+        ]
         _require_names(datasets)
         examiner = Examiner(
             llm,
@@ -127,8 +135,8 @@ def _answers(
     settings: Settings,
     options: QualityOptions,
     progress: Progress,
-) -> tuple[tuple[Answered, ...], tuple[Skipped, ...]]:
-    answered: list[Answered] = []
+) -> tuple[tuple[Examined, ...], tuple[Skipped, ...]]:
+    answered: list[Examined] = []
     skipped = [skip for dataset in datasets for skip in dataset.skipped]
     examples = [example for dataset in datasets for example in dataset.examples]
     policies = list(dict.fromkeys((*options.policies, REFERENCE)))
@@ -152,6 +160,7 @@ def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
     """Whatever the scores depend on, and how they were made."""
     return {
         "datasets": list(options.datasets),
+        "tasks": list(options.tasks) or None,
         "policies": list(options.policies),
         "limit": options.limit,
         "split": str(options.split),
@@ -184,6 +193,8 @@ def _row(score: Score) -> Row:
         "agreement": score.agreement,
         "kl": score.kl,
     }
+    if score.metric == "loss":
+        row["perplexity"] = exp(score.score)
     return row | {"layers": list(score.layers)} if score.layers else row
 
 

@@ -172,10 +172,11 @@ def quality(
     dataset: Annotated[
         list[str] | None,
         typer.Option(
-            help="reader (the default), a file of questions, or a folder of texts to hide needles in; may be repeated.",
+            help="reader (the default), prose, a file of examples, or a folder to hide needles in; may be repeated.",
             show_default=False,
         ),
     ] = None,
+    tasks: Annotated[str, typer.Option(help="Only these tasks, with commas between.", show_default=False)] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Most examples of each data set.")] = None,
     split: Annotated[ContextSplit, typer.Option(help="Chunks are passages, or windows of equal length.")] = (
         ContextSplit.SEMANTIC
@@ -199,7 +200,7 @@ def quality(
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Quality of answers by policy, beside those of a full prefill."""
+    """Quality of answers, and of predictions of given text, by policy, beside those of a full prefill."""
     from kvlinker.bench.plots import plot_quality
     from kvlinker.bench.quality import COLUMNS, QualityOptions, main_rows, run_quality
     from kvlinker.bench.subject import make_subject
@@ -208,6 +209,7 @@ def quality(
         _require_folders(json, plot, resume)
         options = QualityOptions(
             datasets=tuple(dataset or ("reader",)),
+            tasks=tuple(task.strip() for task in tasks.split(",") if task.strip()),
             policies=tuple(dict.fromkeys(_policy_names(policies))),
             limit=limit,
             split=split,

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.evaluation.answers import REFERENCE, Examiner, Result
-from kvlinker.evaluation.examples import Example, Skipped
+from kvlinker.evaluation.answers import REFERENCE, Examiner
+from kvlinker.evaluation.examples import Example, Question, Skipped
+from kvlinker.evaluation.results import Result
 from kvlinker.evaluation.runner import evaluate
 from kvlinker.evaluation.scores import main_score
 from kvlinker.linking import parse_policy
@@ -68,8 +69,12 @@ def calibrate(
 ) -> Calibration:
     """Score every policy on the examples, each by the metric that its task is usually measured by.
 
-    Raises InvalidRequestError when no example could be asked, and when full answers none of them right.
+    Raises InvalidRequestError for examples without answers, when none could be asked, and when full answers none of
+    them right.
     """
+    questions = [example for example in examples if isinstance(example, Question)]
+    if len(questions) < len(examples):
+        raise InvalidRequestError("Settings are chosen by answers: give a data set of questions.", param="dataset")
     asked = list(dict.fromkeys((*policies, REFERENCE)))
     skipped: list[Skipped] = []
     found: dict[str, list[tuple[float, Result]]] = {policy: [] for policy in asked}

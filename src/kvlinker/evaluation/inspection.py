@@ -14,11 +14,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlinker.engine.anatomy import LayerShape
 from kvlinker.engine.attention import AttentionOptions, Queries, attention_weights
+from kvlinker.engine.base import GenerationRequest
 from kvlinker.engine.embedded import EmbeddedEngine
 from kvlinker.engine.interception import ATTENTION_NAME, attention_of
 from kvlinker.engine.loading import LoadedModel
 from kvlinker.errors import InvalidRequestError
+from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM, Message
+from kvlinker.prompt.segments import Prompt
 
 LAST_QUERIES = 16
 """Fresh tokens at the prompt's end (the question's, and the template's behind it) whose attention is kept at most."""
@@ -44,6 +47,8 @@ class Inspector(Protocol):
 
     def inspect(self, messages: Sequence[Message], policy: str) -> tuple[LayerView, ...]: ...
 
+    def inspect_prompt(self, prompt: Prompt, policy: str) -> tuple[LayerView, ...]: ...
+
 
 class EngineInspector:
     """``Inspector`` of the embedded engine: reads its KV pool, and records the queries that its model attends with."""
@@ -57,12 +62,15 @@ class EngineInspector:
         self._pool = llm.engine.runner.pool
 
     def inspect(self, messages: Sequence[Message], policy: str) -> tuple[LayerView, ...]:
+        """A conversation; see ``inspect_prompt``."""
+        return self.inspect_prompt(self._llm.chat_prompt(messages), policy)
+
+    def inspect_prompt(self, prompt: Prompt, policy: str) -> tuple[LayerView, ...]:
         """Raises InvalidRequestError while the engine does something else: the prompt must lie at the pool's start."""
         self._wait_until_idle()
-        prompt = self._llm.chat_prompt(messages)
         fresh = len(prompt) - max([span.end for span in prompt.spans], default=0)
         with _recorded(self._loaded.model) as recorded:
-            self._llm.chat_completion(messages, policy=policy, max_tokens=1, temperature=0)
+            self._llm.engine.explain(GenerationRequest(prompt, parse_policy(policy))).result()
         return tuple(
             self._view(index, len(prompt), query[:, -min(fresh, LAST_QUERIES) :], options)
             for index, (query, options) in sorted(recorded.items())

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from kvlinker.evaluation.answers import Examiner
-from kvlinker.evaluation.examples import Example
+from kvlinker.evaluation.examples import Question
 from kvlinker.llm import LLM, Message
 
 REPEAT = 3
@@ -17,21 +16,24 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def first_token_times(
-    llm: LLM, forms: Mapping[str, Example], policies: Sequence[str], *, repeat: int = REPEAT
+    llm: LLM, forms: Mapping[str, Question], policies: Sequence[str], *, repeat: int = REPEAT
 ) -> dict[tuple[str, str], float]:
     """Median seconds from asking to the first token, by (form, policy), with all chunks cached.
 
-    ``forms``: one example as it is asked, by name, such as one for each way of cutting its context. Includes building
+    ``forms``: one question as it is asked, by name, such as one for each way of cutting its context. Includes building
     the prompt. Everything takes its turn, see ``time_in_turn``. Raises what ``LLM.chat_completion`` does.
     """
-    examiner = Examiner(llm, one_by_one=False)
 
-    def asking(messages: Sequence[Message], policy: str) -> Callable[[], object]:
-        return lambda: llm.chat_completion(messages, policy=policy, max_tokens=1, temperature=0)
+    def messages(question: Question) -> list[Message]:
+        caches = llm.generate_context_cache(question.passages)
+        return [{"role": "user", "content": [*caches, question.question]}]
 
-    asked = {form: examiner.messages(example.passages, example.question) for form, example in forms.items()}
+    def asking(prompt: Sequence[Message], policy: str) -> Callable[[], object]:
+        return lambda: llm.chat_completion(prompt, policy=policy, max_tokens=1, temperature=0)
+
+    asked = {form: messages(question) for form, question in forms.items()}
     return time_in_turn(
-        {(form, policy): asking(messages, policy) for form, messages in asked.items() for policy in policies},
+        {(form, policy): asking(prompt, policy) for form, prompt in asked.items() for policy in policies},
         repeat=repeat,
     )
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from kvlinker.bench.quality import Answered, main_rows
+from kvlinker.bench.quality import Examined, main_rows
 from kvlinker.bench.report import Row
 from kvlinker.evaluation.bootstrap import mean_interval
 from kvlinker.evaluation.contexts import ContextSplit
-from kvlinker.evaluation.examples import Example
+from kvlinker.evaluation.examples import Question
 from kvlinker.evaluation.scores import ALL_TASKS, main_score
 from kvlinker.figures.drawing import points, score_over_ttft
 from kvlinker.figures.figure import Figure
@@ -37,9 +37,11 @@ def _measure(lab: Lab) -> list[Row]:
         for split in SPLITS
     }
     pairs = _pairs(asked[SEMANTIC].answered, asked[FIXED].answered)
-    forms: Sequence[dict[str, Example]] = timed(
-        [dict(zip(SPLITS, (semantic, fixed), strict=True)) for (semantic, _), (fixed, _) in pairs]
-    )
+    forms: list[dict[str, Question]] = [
+        {SEMANTIC: semantic, FIXED: fixed}
+        for (semantic, _), (fixed, _) in timed(pairs)
+        if isinstance(semantic, Question) and isinstance(fixed, Question)
+    ]
     seconds = lab.first_token_times("time to first token", forms, POLICIES)
     rows: list[Row] = []
     for split in SPLITS:
@@ -54,13 +56,13 @@ def _measure(lab: Lab) -> list[Row]:
 _UNCHANGED: Row = dict.fromkeys(("vs_semantic", "vs_semantic_low", "vs_semantic_high"))
 
 
-def _pairs(semantic: Sequence[Answered], fixed: Sequence[Answered]) -> list[tuple[Answered, Answered]]:
+def _pairs(semantic: Sequence[Examined], fixed: Sequence[Examined]) -> list[tuple[Examined, Examined]]:
     """The same examples, cut in both ways; those that were asked one way only are left out."""
     other = {example.id: (example, results) for example, results in fixed}
     return [(answered, other[answered[0].id]) for answered in semantic if answered[0].id in other]
 
 
-def _change(pairs: Sequence[tuple[Answered, Answered]], row: Row) -> Row:
+def _change(pairs: Sequence[tuple[Examined, Examined]], row: Row) -> Row:
     """What fixed windows add to the score of the row's policy, with the interval of the paired differences."""
     differences = [
         _score(fixed, row["policy"]) - _score(semantic, row["policy"])
@@ -71,12 +73,12 @@ def _change(pairs: Sequence[tuple[Answered, Answered]], row: Row) -> Row:
     return {"vs_semantic": fmean(differences), "vs_semantic_low": low, "vs_semantic_high": high}
 
 
-def _score(answered: Answered, policy: str) -> float:
+def _score(answered: Examined, policy: str) -> float:
     example, results = answered
     return next(main_score(example, result) for result in results if result.policy == policy)
 
 
-def _chunks(answered: Sequence[Answered], task: str) -> float:
+def _chunks(answered: Sequence[Examined], task: str) -> float:
     """Mean number of chunks in a prompt of the task."""
     return fmean(len(example.passages) for example, _ in answered if task in (example.task, ALL_TASKS))
 

@@ -14,7 +14,7 @@ from kvlinker.bench.subject import Subject, make_subject
 from kvlinker.config import Settings
 from kvlinker.evaluation.contexts import ContextSplitter
 from kvlinker.evaluation.datasets import load_dataset
-from kvlinker.evaluation.examples import Example
+from kvlinker.evaluation.examples import Example, Question
 from kvlinker.evaluation.inspection import EngineInspector, Inspector
 from kvlinker.evaluation.latency import first_token_times
 from kvlinker.llm import LLM
@@ -74,16 +74,16 @@ class Lab:
         return run_quality(self.reader, changed, chosen, progress=lambda done, total: self.progress(what, done, total))
 
     def first_token_times(
-        self, what: str, examples: Sequence[Mapping[str, Example]], policies: Sequence[str]
+        self, what: str, questions: Sequence[Mapping[str, Question]], policies: Sequence[str]
     ) -> list[dict[tuple[str, str], float]]:
-        """Seconds to the first token by (form, policy) for each example, given in its forms by name.
+        """Seconds to the first token by (form, policy) for each question, given in its forms by name.
 
         See ``kvlinker.evaluation.latency``. ``what`` is said while it runs.
         """
         times = []
         with self._reading() as llm:
-            for done, forms in enumerate(examples):
-                self.progress(what, done, len(examples))
+            for done, forms in enumerate(questions):
+                self.progress(what, done, len(questions))
                 times.append(first_token_times(llm, forms, policies))
         return times
 
@@ -91,9 +91,9 @@ class Lab:
     def bench(self, *, limit: int, dataset: str = "reader", tasks: Sequence[str] = ()) -> Iterator[Bench]:
         """The reader with ``limit`` examples of a data set, of the named tasks only if there are any."""
         with self._reading() as llm:
-            loaded = load_dataset(dataset, ContextSplitter(llm.builder.encoder))
-            examples = [example for example in loaded.examples if not tasks or example.task in tasks]
-            yield Bench(llm, EngineInspector(llm, self.reader.loaded), tuple(examples[: self.limit or limit]))
+            splitter = ContextSplitter(llm.builder.encoder)
+            examples = load_dataset(dataset, splitter, limit=self.limit or limit, tasks=tasks).examples
+            yield Bench(llm, EngineInspector(llm, self.reader.loaded), examples)
 
     def report(self, rows: list[Row], shape: str | None = None) -> Report:
         """The rows with the machine they were measured on. ``shape``: the figure's own, if it asked no reader."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.figures import cacheblend_ratio, epic_length, epic_splitting, epic_tradeoff
+from kvlinker.figures import cacheblend_ratio, contexts, epic_length, epic_splitting, epic_tradeoff, frontier
 from kvlinker.figures.figure import Figure
 
-FIGURES: dict[str, Figure] = {
-    figure.name: figure
-    for figure in (epic_tradeoff.FIGURE, epic_length.FIGURE, epic_splitting.FIGURE, cacheblend_ratio.FIGURE)
-}
+_MODULES = (epic_tradeoff, epic_length, epic_splitting, cacheblend_ratio, contexts, frontier)
+
+FIGURES: dict[str, Figure] = {module.FIGURE.name: module.FIGURE for module in _MODULES}
 """Names to figures."""
 
 

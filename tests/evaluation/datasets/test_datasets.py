@@ -50,6 +50,29 @@ def test_own_records_are_taken_to_the_letter(write):
     assert second.answers == ("a", "b")
 
 
+def test_continuations_are_taken_to_the_letter_and_bad_ones_are_named(write):
+    path = write(
+        "prose.jsonl",
+        {"passages": ["one ", "two"], "continuation": " three "},
+        {"passages": ["one"], "continuation": "  "},
+        {"passages": ["one"]},
+        {"passages": [], "continuation": "three"},
+        {"passages": ["one"], "continuation": 3},
+        {"id": "x", "task": "t", "passages": ["one"], "continuation": "two"},
+    )
+    dataset = load_dataset(path, SEMANTIC)
+    first, last = dataset.examples
+    assert (first.passages, first.continuation) == (("one ", "two"), " three ")
+    assert (first.id, first.dataset, first.task, first.metric) == ("1", "prose", "prose", "loss")
+    assert (last.id, last.task) == ("x", "t")
+    assert [(skip.where, skip.reason) for skip in dataset.skipped] == [
+        ("record 2", "'continuation' is empty"),
+        ("record 3", "'continuation' is missing"),
+        ("record 4", "'passages' is empty"),
+        ("record 5", "'continuation' is int, but must be text"),
+    ]
+
+
 def test_fixed_windows_cut_across_given_passages(write):
     path = write("mine.jsonl", {"passages": ["12345678", "abcdefgh"], "question": "Q", "answers": ["a"]})
     (example,) = load_dataset(path, FIXED).examples
@@ -195,3 +218,14 @@ def test_data_that_cannot_be_used_is_refused_with_the_way_out(tmp_path, name, co
 def test_a_folder_without_texts_is_no_haystack(tmp_path):
     with pytest.raises(InvalidRequestError, match=r"no \.txt files"):
         load_dataset(str(tmp_path), SEMANTIC)
+
+
+def test_tasks_are_chosen_before_the_limit(write):
+    def record(task, answer):
+        return {"task": task, "passages": ["p\n"], "question": "q", "answers": answer}
+
+    path = write("mine.jsonl", record("a", "1"), record("b", "2"), record("c", "3"), record("b", "4"))
+    chosen = load_dataset(path, SEMANTIC, tasks=("b", "c"), limit=2)
+    assert [example.answers for example in chosen.examples] == [("2",), ("3",)]
+    with pytest.raises(InvalidRequestError, match="no usable example of d"):
+        load_dataset(path, SEMANTIC, tasks=("d",))
