@@ -95,4 +95,7 @@ def test_splitting_says_what_is_clear() -> None:
             rows.append({"split": split, "chunks": 3.0} | quality_row(policy, **changes))
     said = epic_splitting.FIGURE.finding(with_pareto(rows))
     assert "naive -50.0 points (-70 to -30)" in said
+    assert said.endswith(
+        "fastest first: " + ", ".join(f"{p} ({s})" for s in ("semantic", "fixed") for p in POLICIES) + "."
+    )
     assert "full +10.0 points (-10 to +30; no clear effect)" in said
