@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvlinker.engine.base import Usage
 from kvlinker.errors import ContextLengthError, EngineClosedError, KVLinkerError
 from kvlinker.evaluation.deviation import Deviation, deviation
 from kvlinker.evaluation.examples import Example, Skipped
@@ -39,8 +40,7 @@ class Result:
     @property
     def recomputed_fraction(self) -> float:
         """Tokens computed again over all that chunk caches held."""
-        held = self.cached_tokens + self.recomputed_tokens
-        return self.recomputed_tokens / held if held else 0.0
+        return Usage(self.cached_tokens, self.recomputed_tokens, fresh_tokens=0).recomputed_fraction
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Examiner:
     def _results(self, example: Example, policies: Sequence[str]) -> tuple[Result, ...]:
         limit = example.max_tokens if self.max_tokens is None else self.max_tokens
         passages = self._fitting(example, limit)
-        messages = self._messages(passages, example.question)
+        messages = ask(self.llm, passages, example.question, one_by_one=self.one_by_one)
         full = self._answer(messages, REFERENCE, limit)
         full_next = self._next_token(messages, REFERENCE, full)
         full_views = self.inspector.inspect(messages, REFERENCE) if self.inspector is not None else ()
@@ -115,11 +115,6 @@ class Examiner:
             cached[span.start : span.end] = True
         return deviation(full, full if policy == REFERENCE else self.inspector.inspect(messages, policy), cached)
 
-    def _messages(self, passages: Sequence[str], question: str) -> list[Message]:
-        batches = [[passage] for passage in passages] if self.one_by_one else [list(passages)]
-        caches = [cache for batch in batches for cache in self.llm.generate_context_cache(batch)]
-        return [{"role": "user", "content": [*caches, question]}]
-
     def _fitting(self, example: Example, limit: int) -> tuple[str, ...]:
         """The passages, or with ``truncate`` as many from both ends as leave room for the answer.
 
@@ -139,6 +134,16 @@ class Examiner:
                 f"{self.llm.max_model_len}{hint}"
             )
         return tuple(example.passages[index] for index in kept)
+
+
+def ask(llm: LLM, passages: Sequence[str], question: str, *, one_by_one: bool = True) -> list[Message]:
+    """One user message: the passages as context caches, which are made now, and the question behind them.
+
+    ``one_by_one``: cache them one after the other, so that every run computes the same batches.
+    """
+    batches = [[passage] for passage in passages] if one_by_one else [list(passages)]
+    caches = [cache for batch in batches for cache in llm.generate_context_cache(batch)]
+    return [{"role": "user", "content": [*caches, question]}]
 
 
 def _first_line(text: str) -> str:

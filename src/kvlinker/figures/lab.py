@@ -12,11 +12,12 @@ from kvlinker.bench.quality import QualityOptions, main_rows, run_quality
 from kvlinker.bench.report import Report, Row
 from kvlinker.bench.subject import Subject, make_subject
 from kvlinker.config import Settings
+from kvlinker.evaluation.answers import ask
 from kvlinker.evaluation.contexts import ContextSplitter
 from kvlinker.evaluation.datasets import load_dataset
 from kvlinker.evaluation.examples import Example
-from kvlinker.evaluation.inspection import EngineInspector, Inspector
-from kvlinker.llm import LLM
+from kvlinker.evaluation.inspection import EngineInspector
+from kvlinker.llm import LLM, Message
 
 Progress = Callable[[str, int, int], None]
 """Takes what is being done, how much of it is done, and how much there is."""
@@ -27,8 +28,12 @@ class Bench:
     """A running model with the means to look into it, and examples to ask it."""
 
     llm: LLM
-    inspector: Inspector
+    inspector: EngineInspector
     examples: tuple[Example, ...]
+
+    def messages(self, example: Example) -> list[Message]:
+        """The example's passages as context caches, and its question."""
+        return ask(self.llm, example.passages, example.question)
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,18 @@ class Lab:
         return main_rows(measured.report.rows)
 
     @contextmanager
-    def bench(self, *, limit: int, dataset: str = "reader", tasks: Sequence[str] = ()) -> Iterator[Bench]:
-        """The reader with ``limit`` examples of a data set, of the named tasks only if there are any."""
+    def bench(
+        self,
+        *,
+        limit: int,
+        dataset: str = "reader",
+        tasks: Sequence[str] = (),
+        fits: Callable[[Example], bool] = lambda _: True,
+    ) -> Iterator[Bench]:
+        """The reader with ``limit`` examples of a data set: those that ``fits`` accepts, of the named tasks if any."""
         with self.reader.llm(disk_space=0, generation_context=self.settings.generation_context) as llm:
             loaded = load_dataset(dataset, ContextSplitter(llm.builder.encoder))
-            examples = [example for example in loaded.examples if not tasks or example.task in tasks]
+            examples = [one for one in loaded.examples if (not tasks or one.task in tasks) and fits(one)]
             yield Bench(llm, EngineInspector(llm, self.reader.loaded), tuple(examples[: self.limit or limit]))
 
     def report(self, rows: list[Row], model: str | None = None) -> Report:
