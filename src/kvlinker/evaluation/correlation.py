@@ -12,7 +12,7 @@ def spearman(first: NDArray[np.floating], second: NDArray[np.floating]) -> float
     None where it is not defined: for fewer than two values, and where all values of a sample are equal.
     """
     ranks = np.stack([_ranks(first), _ranks(second)])
-    ranks -= ranks.mean(axis=1, keepdims=True)
+    ranks -= (ranks.shape[1] + 1) / 2
     lengths = np.linalg.norm(ranks, axis=1)
     return float(ranks[0] @ ranks[1] / lengths.prod()) if lengths.all() else None
 

@@ -11,7 +11,7 @@ from kvlinker.bench.report import Row
 from kvlinker.evaluation.bootstrap import mean_interval
 from kvlinker.evaluation.deviation import attention_deviation, kv_distance
 from kvlinker.evaluation.examples import Example
-from kvlinker.figures.drawing import by_family
+from kvlinker.figures.drawing import by_family, family_of
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Bench, Lab
 from kvlinker.figures.oracle import most_deviating
@@ -22,6 +22,7 @@ RATIOS = (2, 5, 10, 20, 30, 50)
 EXAMPLES = 49
 ORACLE, CONTROL = "oracle", "random"
 KINDS = ("cacheblend", "query", CONTROL)
+ENDS = ("naive", "full")
 SHOWN_BY_LAYER = ("naive", "random-10", "cacheblend-10", "query-10", "oracle-10")
 
 Sample = tuple[float, tuple[float, ...]]
@@ -78,23 +79,26 @@ def _row(policy: str, samples: Mapping[str, Sequence[Sample]]) -> Row:
 
 def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     left, right = canvas.subplots(1, 2, width_ratios=(1.3, 1))
-    ends = [row for row in rows if row["policy"] in ("naive", "full")]
-    for family, members in by_family([row for row in rows if row not in ends]).items():
-        points = sorted([*members, *ends], key=lambda row: row["recomputed_fraction"])
+    swept = by_family([row for row in rows if row["policy"] not in ENDS])
+    colours = {family: f"C{index}" for index, family in enumerate(swept)} | dict.fromkeys(ENDS, "black")
+    for family, members in (swept | {end: [row for row in rows if row["policy"] == end] for end in ENDS}).items():
+        points = sorted(members, key=lambda row: row["recomputed_fraction"])
         centre = [row["attention_deviation"] for row in points]
         reach = [[row["attention_deviation"] - row["ci_low"] for row in points]]
         reach += [[row["ci_high"] - row["attention_deviation"] for row in points]]
         recomputed = [100 * row["recomputed_fraction"] for row in points]
-        left.errorbar(recomputed, centre, reach, marker="o", markersize=4, capsize=2, linewidth=1, label=family)
-    left.set(xlabel="recomputed (% of cached tokens)", ylabel="attention deviation, mean over layers")
+        style = {"marker": "s" if family in ENDS else "o", "markersize": 4, "elinewidth": 0.6, "capsize": 2}
+        left.errorbar(recomputed, centre, reach, color=colours[family], label=family, **style)
+    left.set(xlabel="recomputed (% of cached tokens)", ylabel="attention deviation ‖A − A_full‖, mean over layers")
     left.set_ylim(bottom=0)
     left.legend()
     for row in rows:
         if row["policy"] in SHOWN_BY_LAYER:
-            right.plot(row["layers"], marker="o", markersize=4, label=row["policy"])
-    right.set(xlabel="layer", ylabel="attention deviation")
+            colour = colours[family_of(row["policy"])]
+            right.plot(row["layers"], marker="o", markersize=4, color=colour, label=row["policy"])
+    right.set(xlabel="layer", ylabel="attention deviation ‖A − A_full‖")
     right.set_ylim(bottom=0)
-    right.legend()
+    right.legend(loc="lower right")
 
 
 def _finding(rows: Sequence[Row]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvlinker.bench.report import Row
 from kvlinker.evaluation.bootstrap import mean_interval
-from kvlinker.figures.concentration import share_among_top, top_share
+from kvlinker.figures.concentration import share_among_top, times_others, top_share
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Lab
 from kvlinker.figures.reuse import Reused, reused_tokens
@@ -19,8 +19,8 @@ EXAMPLES = 105
 TOP, WIDER_TOP = 10, 15
 """Percent of the tokens."""
 QUANTILES = 101
-CLEARLY = 2.0
-"""Times the share of tokens, from which on this page calls a deviation concentrated."""
+TAIL = 2.0
+"""How many times the others' mean deviation the top's must be to be called much higher."""
 
 
 def _measure(lab: Lab) -> list[Row]:
@@ -73,17 +73,16 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
 def _finding(rows: Sequence[Row]) -> str:
     if not rows:
         return "no example has tokens that reuse leaves inexact."
-    most = max(rows, key=lambda row: row["top_10_hold"])
-    least = min(rows, key=lambda row: row["top_10_hold"])
-    shares = f"{100 * least['top_10_hold']:.0f}% (layer {least['layer']}) to {100 * most['top_10_hold']:.0f}% (layer "
-    shares += f"{most['layer']}) of a layer's deviation"
-    concentrated = least["top_10_hold"] * 100 >= CLEARLY * TOP
-    verdict = "a tail as in the paper" if concentrated else "weaker than in the paper: the deviation is spread out"
+    least, most = (pick(rows, key=lambda row: float(row["top_10_hold"])) for pick in (min, max))
+    low, high = (times_others(row["top_10_hold"], TOP) for row in (least, most))
+    verdict = "a tail, as in the paper" if low >= TAIL else "hardly a tail"
     early, late = rows[0], rows[-1]
     return (
-        f"the {TOP}% of tokens that deviate most hold {shares}, {verdict}. First tokens of chunks are "
-        f"{100 * early['first_in_all']:.1f}% of all tokens, but {100 * early['first_in_top_10']:.0f}% of these in "
-        f"layer {early['layer']} and {100 * late['first_in_top_10']:.0f}% in layer {late['layer']}."
+        f"the {TOP}% of tokens that deviate most hold {100 * least['top_10_hold']:.0f}% (layer {least['layer']}) to "
+        f"{100 * most['top_10_hold']:.0f}% (layer {most['layer']}) of a layer's deviation, {low:.1f} to {high:.1f} "
+        f"times the others' mean: {verdict}. First tokens of chunks are {100 * early['first_in_all']:.1f}% of all "
+        f"tokens; among those {TOP}% they are {100 * early['first_in_top_10']:.0f}% in layer {early['layer']} and "
+        f"{100 * late['first_in_top_10']:.0f}% in layer {late['layer']}."
     )
 
 

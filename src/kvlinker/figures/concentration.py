@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,11 @@ def top_share(values: NDArray[np.floating], percent: float) -> float:
     top = highest(values, share(percent, len(values)))
     total = float(values.sum(dtype=np.float64))
     return float(values[top].sum(dtype=np.float64)) / total if total else float(top.mean())
+
+
+def times_others(held: float, percent: float) -> float:
+    """The mean of the highest ``percent``, which hold ``held`` of the sum, over the mean of all others."""
+    return held / percent * (100 - percent) / (1 - held) if held < 1 else math.inf
 
 
 def share_among_top(values: NDArray[np.floating], marked: NDArray[np.bool_], percent: float) -> float:
