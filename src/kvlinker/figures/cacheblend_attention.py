@@ -19,7 +19,7 @@ from kvlinker.linking import Policy, parse_policy
 
 RATIOS = (2, 5, 10, 20, 30, 50)
 """Percent of the tokens."""
-EXAMPLES = 49
+EXAMPLES = 84
 ORACLE, CONTROL = "oracle", "random"
 KINDS = ("cacheblend", "query", CONTROL)
 ENDS = ("naive", "full")
