@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from kvlinker.bench.quality import QualityOptions, main_rows, run_quality
@@ -83,11 +84,11 @@ class Lab:
         tasks: Sequence[str] = (),
         fits: Callable[[Example], bool] = lambda _: True,
     ) -> Iterator[Bench]:
-        """The reader with ``limit`` examples of a data set: those that ``fits`` accepts, of the named tasks if any."""
+        """The reader with ``limit`` examples of a data set: the first that ``fits`` accepts, of the named tasks if any."""
         with self.reader.llm(disk_space=0, generation_context=self.settings.generation_context) as llm:
-            loaded = load_dataset(dataset, ContextSplitter(llm.builder.encoder))
-            examples = [one for one in loaded.examples if (not tasks or one.task in tasks) and fits(one)]
-            yield Bench(llm, EngineInspector(llm, self.reader.loaded), tuple(examples[: self.limit or limit]))
+            loaded = load_dataset(dataset, ContextSplitter(llm.builder.encoder), tasks=tasks)
+            examples = filter(fits, loaded.examples)
+            yield Bench(llm, EngineInspector(llm, self.reader.loaded), tuple(islice(examples, self.limit or limit)))
 
     def report(self, rows: list[Row], model: str | None = None) -> Report:
         """The rows with the machine they were measured on. ``model``: what was measured, if not the reader."""

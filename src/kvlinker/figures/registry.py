@@ -9,6 +9,8 @@ from kvlinker.figures import (
     cacheblend_layers,
     cacheblend_ratio,
     cacheblend_retrieval,
+    contexts,
+    frontier,
 )
 from kvlinker.figures.figure import Figure
 
@@ -20,6 +22,8 @@ FIGURES: dict[str, Figure] = {
         cacheblend_deviation.FIGURE,
         cacheblend_layers.FIGURE,
         cacheblend_ratio.FIGURE,
+        contexts.FIGURE,
+        frontier.FIGURE,
     )
 }
 """Names to figures."""
