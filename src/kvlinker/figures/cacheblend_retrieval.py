@@ -13,13 +13,11 @@ from kvlinker.evaluation.examples import Example
 from kvlinker.evaluation.runner import evaluate
 from kvlinker.evaluation.scores import scores
 from kvlinker.figures.figure import Figure
-from kvlinker.figures.lab import Lab
+from kvlinker.figures.lab import SEVERAL_PASSAGES, Lab
 from kvlinker.figures.retrieval import retrieve, words_of
 
 COUNTS = (1, 2, 4, 8, 12, 16)
 """Passages kept."""
-TASKS = ("anaphora", "bridge", "comparison")
-"""Their answers need several passages, as the paper's data sets do."""
 POLICIES = ("full", "cacheblend-15", "query-5", "naive")
 EXAMPLES = 84
 DODGE = 0.08
@@ -28,7 +26,9 @@ DODGE = 0.08
 
 def _measure(lab: Lab) -> list[Row]:
     rows: list[Row] = []
-    with lab.bench(limit=EXAMPLES, tasks=TASKS, fits=lambda example: len(example.passages) >= max(COUNTS)) as bench:
+    with lab.bench(
+        limit=EXAMPLES, tasks=SEVERAL_PASSAGES, fits=lambda example: len(example.passages) >= max(COUNTS)
+    ) as bench:
         for count in COUNTS:
             examples = [_retrieved(example, count) for example in bench.examples]
             answered = []
@@ -84,7 +84,7 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     )
     axes.set_xticks(COUNTS)
     axes.set(xlabel="retrieved chunks", ylabel="exact match", ylim=(0, 1.02))
-    axes.legend()
+    axes.legend(loc="upper left")
 
 
 def _finding(rows: Sequence[Row]) -> str:
@@ -120,8 +120,8 @@ FIGURE = Figure(
     source="CacheBlend, figure 2",
     claim="answers to questions over several texts get better with more retrieved chunks, up to a point, and reuse "
     "without repair falls further behind a full prefill with every chunk, since it knows no attention between chunks. "
-    f"Here, BM25 ranks the passages of questions with at least {max(COUNTS)} of them ({', '.join(TASKS)}); one that "
-    "continues another without naming its subject is seldom found.",
+    f"Here, BM25 ranks the passages of questions with at least {max(COUNTS)} of them "
+    f"({', '.join(SEVERAL_PASSAGES)}); one that continues another without naming its subject is seldom found.",
     columns=("passages", "policy", "n", "score", "ci_low", "ci_high", "vs_full", "vs_full_low", "vs_full_high"),
     measure=_measure,
     draw=_draw,

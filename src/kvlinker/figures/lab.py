@@ -20,6 +20,9 @@ from kvlinker.evaluation.examples import Example
 from kvlinker.evaluation.inspection import EngineInspector
 from kvlinker.llm import LLM, Message
 
+SEVERAL_PASSAGES = ("anaphora", "bridge", "comparison")
+"""The reader's tasks whose answers need several passages together, as those of multi-hop data sets do."""
+
 Progress = Callable[[str, int, int], None]
 """Takes what is being done, how much of it is done, and how much there is."""
 
@@ -84,7 +87,7 @@ class Lab:
         tasks: Sequence[str] = (),
         fits: Callable[[Example], bool] = lambda _: True,
     ) -> Iterator[Bench]:
-        """The reader with ``limit`` examples of a data set: the first that ``fits`` accepts, of the named tasks if any."""
+        """The reader with the first ``limit`` examples that ``fits`` accepts, of the named tasks only if any are."""
         with self.reader.llm(disk_space=0, generation_context=self.settings.generation_context) as llm:
             loaded = load_dataset(dataset, ContextSplitter(llm.builder.encoder), tasks=tasks)
             examples = filter(fits, loaded.examples)
