@@ -49,8 +49,8 @@ def _finding(rows: Sequence[Row]) -> str:
     scores = ", ".join(f"{kind} {_score(by_policy[_at_equal(kind)])}" for kind in KINDS)
     return (
         f"full scores {_score(by_policy['full'])}, naive {_score(by_policy['naive'])}. CacheBlend's difference from "
-        f"full is {losses}: {verdict}. With {EQUAL}% recomputed: {scores}. Layer 0 is computed for all tokens, and a model "
-        f"of few layers pays much for it: {swept[0]['policy']} recomputes {_recomputed(swept[0])} on average."
+        f"full is {losses}: {verdict}. With {EQUAL}% recomputed: {scores}. Layer 0 is computed for all tokens, and a "
+        f"model of few layers pays much for it: {swept[0]['policy']} recomputes {_recomputed(swept[0])} on average."
     )
 
 
