@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.figures import cacheblend_ratio, contexts, frontier
+from kvlinker.figures import (
+    cacheblend_attention,
+    cacheblend_deviation,
+    cacheblend_layers,
+    cacheblend_ratio,
+    cacheblend_retrieval,
+    contexts,
+    frontier,
+)
 from kvlinker.figures.figure import Figure
 
 FIGURES: dict[str, Figure] = {
-    figure.name: figure for figure in (cacheblend_ratio.FIGURE, contexts.FIGURE, frontier.FIGURE)
+    figure.name: figure
+    for figure in (
+        cacheblend_retrieval.FIGURE,
+        cacheblend_attention.FIGURE,
+        cacheblend_deviation.FIGURE,
+        cacheblend_layers.FIGURE,
+        cacheblend_ratio.FIGURE,
+        contexts.FIGURE,
+        frontier.FIGURE,
+    )
 }
 """Names to figures."""
 
