@@ -15,6 +15,7 @@ from kvlinker.errors import (
     ModelLoadError,
     PolicyError,
 )
+from kvlinker.linking import Policy
 from tests.toy_models import loaded_model, tiny_model
 
 TEXTS = ["The first chunk speaks of plums.", "The second, of pears and their trees.", "The third says nothing."]
@@ -225,3 +226,18 @@ def test_the_model_in_the_box_answers(tmp_path):
         )
         assert answer.usage.cached_tokens > 0
         assert answer.finish_reason == "stop"
+
+
+def test_a_policy_need_not_be_registered(make_llm):
+    class Everything(Policy):
+        """All tokens that are not exact."""
+
+        family = "everything"
+
+        def select(self, prompt, evidence):
+            return prompt.inexact
+
+    llm = make_llm()
+    caches = llm.generate_context_cache(TEXTS)
+    assert ask(llm, caches, policy=Everything()).usage == ask(llm, caches, policy="random-100").usage
+    assert llm.explain([{"role": "user", "content": [*caches, "?"]}], policy=Everything()).policy == "everything"

@@ -34,7 +34,7 @@ from kvlinker.engine.loading import LoadedModel, load_model
 from kvlinker.engine.variant_library import VariantLibrary
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
-from kvlinker.linking import Explanation, parse_policy
+from kvlinker.linking import Explanation, Policy, as_policy
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
@@ -165,13 +165,14 @@ class LLM:
         self,
         messages: Sequence[Message],
         *,
-        policy: str | None = None,
+        policy: str | Policy | None = None,
         tenant: str = DEFAULT_TENANT,
         **sampling: Any,
     ) -> Answer:
         """Answer a conversation whose content mixes text and context caches, in any order.
 
-        ``sampling`` are the fields of SamplingParams, such as ``max_tokens`` and ``temperature``.
+        ``policy``: a name, or a policy, which need not be registered. ``sampling`` are the fields of SamplingParams,
+        such as ``max_tokens`` and ``temperature``.
         """
         prompt = self.chat_prompt(messages, tenant=tenant)
         return self._answer(prompt, policy=policy, tenant=tenant, sampling=SamplingParams(**sampling))
@@ -180,7 +181,7 @@ class LLM:
         self,
         prompt: str | Sequence[int] | Sequence[ContentPart],
         *,
-        policy: str | None = None,
+        policy: str | Policy | None = None,
         tenant: str = DEFAULT_TENANT,
         **sampling: Any,
     ) -> Answer:
@@ -192,7 +193,7 @@ class LLM:
         self,
         prompt: str | Sequence[int] | Sequence[ContentPart],
         *,
-        policy: str | None = None,
+        policy: str | Policy | None = None,
         tenant: str = DEFAULT_TENANT,
         logprobs: int | None = None,
     ) -> PromptLogprobs:
@@ -202,7 +203,7 @@ class LLM:
         tell beside each. Raises what ``completion`` does, and InvalidRequestError where there is nothing to score.
         """
         built = self.completion_prompt(prompt, tenant=tenant)
-        chosen = parse_policy(self.settings.policy if policy is None else policy)
+        chosen = as_policy(self.settings.policy if policy is None else policy)
         sampling = SamplingParams(logprobs=logprobs)
         return self.engine.score(GenerationRequest(built, chosen, sampling, tenant)).result()
 
@@ -211,7 +212,7 @@ class LLM:
         messages: Sequence[Message] | None = None,
         *,
         prompt: str | Sequence[int] | Sequence[ContentPart] | None = None,
-        policy: str | None = None,
+        policy: str | Policy | None = None,
         tenant: str = DEFAULT_TENANT,
     ) -> Explanation:
         """How a conversation, or a completion's ``prompt``, is linked: segments, recomputed tokens by layer, the scores
@@ -227,7 +228,7 @@ class LLM:
         else:
             built = self.completion_prompt(prompt or "", tenant=tenant)
             parts = list(_parts(prompt))
-        chosen = parse_policy(self.settings.policy if policy is None else policy)
+        chosen = as_policy(self.settings.policy if policy is None else policy)
         explained = self.engine.explain(GenerationRequest(built, chosen, tenant=tenant))
         ids = [cache_id for part in parts if (cache_id := _cache_id(part))]
         contents = {self.caches.chunk(cache_id, tenant=tenant).content: cache_id for cache_id in ids}
@@ -266,7 +267,7 @@ class LLM:
         sampling: SamplingParams,
         sink: ChoiceSink,
         *,
-        policy: str | None = None,
+        policy: str | Policy | None = None,
         n: int = 1,
         tenant: str = DEFAULT_TENANT,
     ) -> tuple[RequestHandle, ...]:
@@ -274,7 +275,7 @@ class LLM:
 
         With a seed, choice i uses seed + i. When one choice cannot be queued, none is.
         """
-        chosen = parse_policy(self.settings.policy if policy is None else policy)
+        chosen = as_policy(self.settings.policy if policy is None else policy)
         handles: list[RequestHandle] = []
         try:
             for index in range(n):
@@ -316,7 +317,7 @@ class LLM:
             param="messages",
         )
 
-    def _answer(self, prompt: Prompt, *, policy: str | None, tenant: str, sampling: SamplingParams) -> Answer:
+    def _answer(self, prompt: Prompt, *, policy: str | Policy | None, tenant: str, sampling: SamplingParams) -> Answer:
         events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
         (handle,) = self.submit(prompt, sampling, lambda _, event: events.put(event), policy=policy, tenant=tenant)
         deltas: list[Delta] = []

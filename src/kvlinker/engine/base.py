@@ -103,6 +103,12 @@ class Usage:
     def prompt_tokens(self) -> int:
         return self.cached_tokens + self.recomputed_tokens + self.fresh_tokens
 
+    @property
+    def recomputed_fraction(self) -> float:
+        """Tokens computed again over all that chunk caches held."""
+        held = self.cached_tokens + self.recomputed_tokens
+        return self.recomputed_tokens / held if held else 0.0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:

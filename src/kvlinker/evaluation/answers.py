@@ -14,7 +14,7 @@ from kvlinker.evaluation.inspection import Inspector, LayerView
 from kvlinker.evaluation.next_token import agree, kl_divergence
 from kvlinker.evaluation.results import Result
 from kvlinker.evaluation.trials import ContinuationTrial, QuestionTrial, Trial
-from kvlinker.llm import LLM
+from kvlinker.llm import LLM, Message
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ContextCache
@@ -81,8 +81,8 @@ class Examiner:
             return self.llm.builder.chat([ChatMessage("user", (*chunks, example.question))])
 
         limit = example.max_tokens if self.max_tokens is None else self.max_tokens
-        caches = self._cached(self._fitting(example, limit, build))
-        messages = [{"role": "user", "content": [*caches, example.question]}]
+        passages = self._fitting(example, limit, build)
+        messages = ask(self.llm, passages, example.question, one_by_one=self.one_by_one)
         return QuestionTrial(self.llm, messages, limit, example.first_line)
 
     def _continuation(self, example: Continuation) -> ContinuationTrial:
@@ -90,7 +90,7 @@ class Examiner:
             parts: list[str | Chunk] = [*self._bos(example), *chunks, example.continuation]
             return self.llm.builder.completion(parts)
 
-        caches = self._cached(self._fitting(example, 0, build))
+        caches = _cached(self.llm, self._fitting(example, 0, build), one_by_one=self.one_by_one)
         return ContinuationTrial(self.llm, (*self._bos(example), *caches, example.continuation))
 
     def _bos(self, example: Continuation) -> tuple[str, ...]:
@@ -105,10 +105,6 @@ class Examiner:
         prompt = trial.prompt()
         views = full if policy == REFERENCE else self.inspector.inspect_prompt(prompt, policy)
         return deviation(full, views, prompt.cached)
-
-    def _cached(self, passages: Sequence[str]) -> list[ContextCache]:
-        batches = [[passage] for passage in passages] if self.one_by_one else [list(passages)]
-        return [cache for batch in batches for cache in self.llm.generate_context_cache(batch)]
 
     def _fitting(self, example: Example, limit: int, build: Callable[[Sequence[Chunk]], Prompt]) -> tuple[str, ...]:
         """The passages, or with ``truncate`` as many from both ends as leave room for an answer of ``limit`` tokens.
@@ -129,3 +125,16 @@ class Examiner:
                 f"{self.llm.max_model_len}{hint}"
             )
         return tuple(example.passages[index] for index in kept)
+
+
+def ask(llm: LLM, passages: Sequence[str], question: str, *, one_by_one: bool = True) -> list[Message]:
+    """One user message: the passages as context caches, which are made now, and the question behind them.
+
+    ``one_by_one``: cache them one after the other, so that every run computes the same batches.
+    """
+    return [{"role": "user", "content": [*_cached(llm, passages, one_by_one=one_by_one), question]}]
+
+
+def _cached(llm: LLM, passages: Sequence[str], *, one_by_one: bool) -> list[ContextCache]:
+    batches = [[passage] for passage in passages] if one_by_one else [list(passages)]
+    return [cache for batch in batches for cache in llm.generate_context_cache(batch)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from kvlinker.engine.embedded import EmbeddedEngine
 from kvlinker.engine.interception import ATTENTION_NAME, attention_of
 from kvlinker.engine.loading import LoadedModel
 from kvlinker.errors import InvalidRequestError
-from kvlinker.linking import parse_policy
-from kvlinker.llm import LLM, Message
+from kvlinker.linking import Policy, as_policy
+from kvlinker.llm import LLM, Answer, Message
 from kvlinker.prompt.segments import Prompt
 
 LAST_QUERIES = 16
@@ -30,6 +30,8 @@ IDLE_WITHIN = 5.0
 """Seconds."""
 
 RECORDED_ATTENTION = "kvlinker-recorded"
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,9 @@ class LayerView:
 class Inspector(Protocol):
     """Runs one prompt under a policy while nothing else runs, and shows all layers."""
 
-    def inspect(self, messages: Sequence[Message], policy: str) -> tuple[LayerView, ...]: ...
+    def inspect(self, messages: Sequence[Message], policy: str | Policy) -> tuple[LayerView, ...]: ...
 
-    def inspect_prompt(self, prompt: Prompt, policy: str) -> tuple[LayerView, ...]: ...
+    def inspect_prompt(self, prompt: Prompt, policy: str | Policy) -> tuple[LayerView, ...]: ...
 
 
 class EngineInspector:
@@ -61,17 +63,29 @@ class EngineInspector:
         self._loaded = loaded
         self._pool = llm.engine.runner.pool
 
-    def inspect(self, messages: Sequence[Message], policy: str) -> tuple[LayerView, ...]:
+    def inspect(self, messages: Sequence[Message], policy: str | Policy) -> tuple[LayerView, ...]:
         """A conversation; see ``inspect_prompt``."""
         return self.inspect_prompt(self._llm.chat_prompt(messages), policy)
 
-    def inspect_prompt(self, prompt: Prompt, policy: str) -> tuple[LayerView, ...]:
+    def inspect_prompt(self, prompt: Prompt, policy: str | Policy) -> tuple[LayerView, ...]:
         """Raises InvalidRequestError while the engine does something else: the prompt must lie at the pool's start."""
+        request = GenerationRequest(prompt, as_policy(policy))
+        return self._recording(prompt, lambda: self._llm.engine.explain(request).result())[1]
+
+    def answer(self, messages: Sequence[Message], policy: str | Policy) -> tuple[Answer, tuple[LayerView, ...]]:
+        """As ``inspect``, with the answer of one token that was inspected: its usage says what was recomputed."""
+
+        def ask() -> Answer:
+            return self._llm.chat_completion(messages, policy=policy, max_tokens=1, temperature=0)
+
+        return self._recording(self._llm.chat_prompt(messages), ask)
+
+    def _recording(self, prompt: Prompt, run: Callable[[], _T]) -> tuple[_T, tuple[LayerView, ...]]:
         self._wait_until_idle()
         fresh = len(prompt) - max([span.end for span in prompt.spans], default=0)
         with _recorded(self._loaded.model) as recorded:
-            self._llm.engine.explain(GenerationRequest(prompt, parse_policy(policy))).result()
-        return tuple(
+            outcome = run()
+        return outcome, tuple(
             self._view(index, len(prompt), query[:, -min(fresh, LAST_QUERIES) :], options)
             for index, (query, options) in sorted(recorded.items())
         )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
+from kvlinker.evaluation.answers import ask
 from kvlinker.evaluation.examples import Question
 from kvlinker.llm import LLM, Message
 
@@ -24,14 +25,10 @@ def first_token_times(
     the prompt. Everything takes its turn, see ``time_in_turn``. Raises what ``LLM.chat_completion`` does.
     """
 
-    def messages(question: Question) -> list[Message]:
-        caches = llm.generate_context_cache(question.passages)
-        return [{"role": "user", "content": [*caches, question.question]}]
-
     def asking(prompt: Sequence[Message], policy: str) -> Callable[[], object]:
         return lambda: llm.chat_completion(prompt, policy=policy, max_tokens=1, temperature=0)
 
-    asked = {form: messages(question) for form, question in forms.items()}
+    asked = {form: ask(llm, question.passages, question.question, one_by_one=False) for form, question in forms.items()}
     return time_in_turn(
         {(form, policy): asking(prompt, policy) for form, prompt in asked.items() for policy in policies},
         repeat=repeat,

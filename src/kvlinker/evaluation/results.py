@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvlinker.engine.base import Usage
 from kvlinker.evaluation.deviation import Deviation
 
 
@@ -23,8 +24,7 @@ class _Result:
     @property
     def recomputed_fraction(self) -> float:
         """Tokens computed again over all that chunk caches held."""
-        held = self.cached_tokens + self.recomputed_tokens
-        return self.recomputed_tokens / held if held else 0.0
+        return Usage(self.cached_tokens, self.recomputed_tokens, fresh_tokens=0).recomputed_fraction
 
 
 @dataclass(frozen=True, slots=True)

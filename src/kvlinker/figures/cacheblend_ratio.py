@@ -6,41 +6,101 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlinker.bench.report import Row
+from kvlinker.evaluation.scores import ALL_TASKS
 from kvlinker.figures.drawing import quality_over_recomputed
 from kvlinker.figures.figure import Figure
-from kvlinker.figures.lab import Lab
+from kvlinker.figures.lab import SEVERAL_PASSAGES, Lab
 
-RATIOS = (2, 5, 10, 15, 20, 30, 50)
-EXAMPLES = 210
+RATIOS = (5, 15, 30, 50)
+"""CacheBlend's r, which counts layer 0's pass over all tokens; in few layers that pass alone is more than a small r."""
+CONTROL_RATIOS = (5, 20, 30, 50)
+EQUAL = 30
+"""The ratio at which policies are compared."""
+KINDS = {
+    "cacheblend": [f"cacheblend-{ratio}" for ratio in RATIOS],
+    "cacheblend-onestep": [f"cacheblend-{ratio}-onestep" for ratio in RATIOS],
+    "random": [f"random-{ratio}" for ratio in CONTROL_RATIOS],
+    "query": [f"query-{ratio}" for ratio in CONTROL_RATIOS],
+}
+EXAMPLES = 126
 
 
 def _measure(lab: Lab) -> list[Row]:
-    policies = ["full", "naive", *(f"{kind}-{ratio}" for kind in ("cacheblend", "random") for ratio in RATIOS)]
-    return lab.quality("ratio sweep", policies, limit=EXAMPLES)
+    policies = ["full", "naive", *(policy for members in KINDS.values() for policy in members)]
+    return lab.quality("ratio sweep", policies, limit=EXAMPLES, tasks=SEVERAL_PASSAGES)
 
 
 def _draw(canvas: Any, rows: Sequence[Row]) -> None:
-    quality_over_recomputed(canvas, rows, tasks=("bridge", "anaphora", "all"))
+    tasks = [task for task in (*SEVERAL_PASSAGES, ALL_TASKS) if any(row["task"] == task for row in rows)]
+    quality_over_recomputed(canvas, rows, tasks=tasks)
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    def of(policy: str) -> Row:
-        return next(row for row in rows if (row["task"], row["policy"]) == ("anaphora", policy))
+    by_policy = {row["policy"]: row for row in _overall(rows)}
+    swept = [by_policy[policy] for policy in KINDS["cacheblend"]]
+    close = [row for row in swept if row["vs_full_high"] >= 0]
+    if by_policy["naive"]["vs_full_high"] >= 0:
+        verdict = "but naive is not behind full by more than chance either"
+    elif close:
+        verdict = f"within chance from {_recomputed(close[0])} on"
+    else:
+        verdict = "more than chance everywhere"
+    losses = ", ".join(f"{_difference(row)} with {_recomputed(row)} recomputed" for row in swept)
+    scores = ", ".join(f"{kind} {_score(by_policy[_at_equal(kind)])}" for kind in KINDS)
+    return (
+        f"full scores {_score(by_policy['full'])}, naive {_score(by_policy['naive'])}. CacheBlend's difference from "
+        f"full is {losses}: {verdict}. With {EQUAL}% recomputed: {scores}. Layer 0 is computed for all tokens, and a "
+        f"model of few layers pays much for it: {swept[0]['policy']} recomputes {_recomputed(swept[0])} on average."
+    )
 
-    full, naive = of("full")["score"], of("naive")["score"]
-    scores = ", ".join(f"{of(f'cacheblend-{ratio}')['score']:.2f} at {ratio}%" for ratio in RATIOS)
-    return f"on anaphora, full scores {full:.2f} and naive {naive:.2f}; CacheBlend {scores}."
+
+def _at_equal(kind: str) -> str:
+    family, _, schedule = kind.partition("-")
+    return "-".join(filter(None, (family, str(EQUAL), schedule)))
+
+
+def _score(row: Row) -> str:
+    return f"{row['score']:.2f} ({row['ci_low']:.2f} to {row['ci_high']:.2f})"
+
+
+def _difference(row: Row) -> str:
+    return f"{row['vs_full']:+.2f} ({row['vs_full_low']:+.2f} to {row['vs_full_high']:+.2f})"
+
+
+def _recomputed(row: Row) -> str:
+    return f"{100 * row['recomputed_fraction']:.0f}%"
+
+
+def _overall(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["task"] == _widest(rows)]
+
+
+def _widest(rows: Sequence[Row]) -> str:
+    """All tasks; a single one has no summary."""
+    tasks = {row["task"] for row in rows}
+    return ALL_TASKS if ALL_TASKS in tasks else str(rows[0]["task"])
 
 
 FIGURE = Figure(
     name="cacheblend-16",
     title="Quality against the share recomputed",
     source="CacheBlend, figure 16",
-    claim="with Yi-34B, recomputing 5% to 18% of the tokens loses at most 0.02 of F1 or ROUGE-L.",
-    columns=("task", "policy", "n", "score", "ci_low", "ci_high", "vs_full", "recomputed_fraction"),
+    claim="with Yi-34B, recomputing 5% to 18% of the tokens loses at most 0.002 of F1 or ROUGE-L against full. Here, "
+    "the questions need several passages, as those of the paper's data sets mostly do.",
+    columns=(
+        "policy",
+        "n",
+        "score",
+        "ci_low",
+        "ci_high",
+        "vs_full",
+        "vs_full_low",
+        "vs_full_high",
+        "recomputed_fraction",
+    ),
     measure=_measure,
     draw=_draw,
     finding=_finding,
-    table=lambda rows: [row for row in rows if row["task"] in ("anaphora", "all")],
-    size=(12.0, 4.2),
+    table=_overall,
+    size=(14.0, 4.2),
 )

@@ -31,7 +31,7 @@ EPIC, CACHEBLEND = "attnlink-16", "cacheblend-15"
 
 def _measure(lab: Lab) -> list[Row]:
     asked = {
-        split: lab.ask(
+        split: lab.examine(
             f"accuracy, {split} chunks", POLICIES, limit=EXAMPLES, datasets=(DATASET,), split=split, chunk_tokens=WINDOW
         )
         for split in SPLITS

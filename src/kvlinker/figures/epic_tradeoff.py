@@ -30,7 +30,7 @@ EPIC, CACHEBLEND = "attnlink-16", "cacheblend-15"
 
 
 def _measure(lab: Lab) -> list[Row]:
-    asked = lab.ask("accuracy", POLICIES, limit=EXAMPLES, datasets=(DATASET,))
+    asked = lab.examine("accuracy", POLICIES, limit=EXAMPLES, datasets=(DATASET,))
     examples = timed([example for example, _ in asked.answered if isinstance(example, Question)])
     seconds = lab.first_token_times("time to first token", [{FORM: example} for example in examples], POLICIES)
     return with_pareto(with_ttft(main_rows(asked.report.rows), examples, seconds, FORM))

@@ -6,18 +6,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from kvlinker.bench.quality import Quality, QualityOptions, main_rows, run_quality
 from kvlinker.bench.report import Report, Row
 from kvlinker.bench.subject import Subject, make_subject
 from kvlinker.config import Settings
+from kvlinker.evaluation.answers import ask
 from kvlinker.evaluation.contexts import ContextSplitter
 from kvlinker.evaluation.datasets import load_dataset
-from kvlinker.evaluation.examples import Example, Question
-from kvlinker.evaluation.inspection import EngineInspector, Inspector
+from kvlinker.evaluation.examples import Question
+from kvlinker.evaluation.inspection import EngineInspector
 from kvlinker.evaluation.latency import first_token_times
-from kvlinker.llm import LLM
+from kvlinker.llm import LLM, Message
+
+SEVERAL_PASSAGES = ("anaphora", "bridge", "comparison")
+"""The reader's tasks whose answers need several passages together, as those of multi-hop data sets do."""
 
 Progress = Callable[[str, int, int], None]
 """Takes what is being done, how much of it is done, and how much there is."""
@@ -28,8 +33,12 @@ class Bench:
     """A running model with the means to look into it, and examples to ask it."""
 
     llm: LLM
-    inspector: Inspector
-    examples: tuple[Example, ...]
+    inspector: EngineInspector
+    examples: tuple[Question, ...]
+
+    def messages(self, example: Question) -> list[Message]:
+        """The example's passages as context caches, and its question."""
+        return ask(self.llm, example.passages, example.question)
 
 
 @dataclass(frozen=True)
@@ -58,10 +67,10 @@ class Lab:
     def quality(
         self, what: str, policies: Sequence[str], *, limit: int, settings: dict[str, Any] | None = None, **options: Any
     ) -> list[Row]:
-        """Rows of ``kvlinker bench quality`` by the metric that each task is usually measured by; see ``ask``."""
-        return main_rows(self.ask(what, policies, limit=limit, settings=settings, **options).report.rows)
+        """Rows of ``kvlinker bench quality`` by the metric that each task is usually measured by; see ``examine``."""
+        return main_rows(self.examine(what, policies, limit=limit, settings=settings, **options).report.rows)
 
-    def ask(
+    def examine(
         self, what: str, policies: Sequence[str], *, limit: int, settings: dict[str, Any] | None = None, **options: Any
     ) -> Quality:
         """What ``kvlinker bench quality`` measures, with every example's results.
@@ -88,12 +97,19 @@ class Lab:
         return times
 
     @contextmanager
-    def bench(self, *, limit: int, dataset: str = "reader", tasks: Sequence[str] = ()) -> Iterator[Bench]:
-        """The reader with ``limit`` examples of a data set, of the named tasks only if there are any."""
+    def bench(
+        self,
+        *,
+        limit: int,
+        dataset: str = "reader",
+        tasks: Sequence[str] = (),
+        fits: Callable[[Question], bool] = lambda _: True,
+    ) -> Iterator[Bench]:
+        """The reader with the first ``limit`` questions that ``fits`` accepts, of the named tasks only if any are."""
         with self._reading() as llm:
-            splitter = ContextSplitter(llm.builder.encoder)
-            examples = load_dataset(dataset, splitter, limit=self.limit or limit, tasks=tasks).examples
-            yield Bench(llm, EngineInspector(llm, self.reader.loaded), examples)
+            loaded = load_dataset(dataset, ContextSplitter(llm.builder.encoder), tasks=tasks)
+            questions = (one for one in loaded.examples if isinstance(one, Question) and fits(one))
+            yield Bench(llm, EngineInspector(llm, self.reader.loaded), tuple(islice(questions, self.limit or limit)))
 
     def report(self, rows: list[Row], shape: str | None = None) -> Report:
         """The rows with the machine they were measured on. ``shape``: the figure's own, if it asked no reader."""

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.figures import cacheblend_ratio, contexts, epic_length, epic_splitting, epic_tradeoff, frontier
+from kvlinker.figures import (
+    cacheblend_attention,
+    cacheblend_deviation,
+    cacheblend_layers,
+    cacheblend_ratio,
+    cacheblend_retrieval,
+    contexts,
+    epic_length,
+    epic_splitting,
+    epic_tradeoff,
+    frontier,
+)
 from kvlinker.figures.figure import Figure
 
-_MODULES = (epic_tradeoff, epic_length, epic_splitting, cacheblend_ratio, contexts, frontier)
-
-FIGURES: dict[str, Figure] = {module.FIGURE.name: module.FIGURE for module in _MODULES}
+FIGURES: dict[str, Figure] = {
+    figure.name: figure
+    for figure in (
+        epic_tradeoff.FIGURE,
+        epic_length.FIGURE,
+        epic_splitting.FIGURE,
+        cacheblend_retrieval.FIGURE,
+        cacheblend_attention.FIGURE,
+        cacheblend_deviation.FIGURE,
+        cacheblend_layers.FIGURE,
+        cacheblend_ratio.FIGURE,
+        contexts.FIGURE,
+        frontier.FIGURE,
+    )
+}
 """Names to figures."""
 
 
