@@ -33,7 +33,7 @@ from kvlinker.engine.loading import LoadedModel, load_model
 from kvlinker.engine.variant_library import VariantLibrary
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
-from kvlinker.linking import Explanation, parse_policy
+from kvlinker.linking import Explanation, Policy, parse_policy
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
@@ -162,13 +162,14 @@ class LLM:
 
     def chat_completion(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | Prompt,
         *,
-        policy: str | None = None,
+        policy: str | Policy | None = None,
         tenant: str = DEFAULT_TENANT,
         **sampling: Any,
     ) -> Answer:
-        """Answer a conversation whose content mixes text and context caches, in any order.
+        """Answer a conversation whose content mixes text and context caches, in any order; or a prompt that
+        ``chat_prompt`` has built. ``policy``: a name, or an object of a policy that has none.
 
         ``sampling`` are the fields of SamplingParams, such as ``max_tokens`` and ``temperature``.
         """
@@ -218,8 +219,13 @@ class LLM:
         """Delete a context cache; its KV goes when no other holds it."""
         self.caches.delete(cache if isinstance(cache, str) else cache.id, tenant=tenant)
 
-    def chat_prompt(self, messages: Sequence[Message], *, tenant: str = DEFAULT_TENANT) -> Prompt:
-        """The prompt of a conversation. Raises InvalidRequestError and ContextCacheNotFoundError."""
+    def chat_prompt(self, messages: Sequence[Message] | Prompt, *, tenant: str = DEFAULT_TENANT) -> Prompt:
+        """The prompt of a conversation; one that is built already stays as it is.
+
+        Raises InvalidRequestError and ContextCacheNotFoundError.
+        """
+        if isinstance(messages, Prompt):
+            return messages
         built = []
         for message in messages:
             content = message.get("content")
@@ -247,7 +253,7 @@ class LLM:
         sampling: SamplingParams,
         sink: ChoiceSink,
         *,
-        policy: str | None = None,
+        policy: str | Policy | None = None,
         n: int = 1,
         tenant: str = DEFAULT_TENANT,
     ) -> tuple[RequestHandle, ...]:
@@ -255,7 +261,9 @@ class LLM:
 
         With a seed, choice i uses seed + i. When one choice cannot be queued, none is.
         """
-        chosen = parse_policy(self.settings.policy if policy is None else policy)
+        chosen = (
+            policy if isinstance(policy, Policy) else parse_policy(self.settings.policy if policy is None else policy)
+        )
         handles: list[RequestHandle] = []
         try:
             for index in range(n):
@@ -297,7 +305,7 @@ class LLM:
             param="messages",
         )
 
-    def _answer(self, prompt: Prompt, *, policy: str | None, tenant: str, sampling: SamplingParams) -> Answer:
+    def _answer(self, prompt: Prompt, *, policy: str | Policy | None, tenant: str, sampling: SamplingParams) -> Answer:
         events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
         (handle,) = self.submit(prompt, sampling, lambda _, event: events.put(event), policy=policy, tenant=tenant)
         deltas: list[Delta] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,18 @@ from kvlinker.evaluation.deviation import Deviation, deviation
 from kvlinker.evaluation.examples import Example, Skipped
 from kvlinker.evaluation.inspection import Inspector, LayerView
 from kvlinker.evaluation.next_token import NextToken, agree, kl_divergence
+from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Answer, Message
 from kvlinker.prompt.chat import ChatMessage
+from kvlinker.prompt.segments import Prompt
 
 REFERENCE = "full"
 """The policy that all are compared with."""
 
 MOST_LOGPROBS = 1000
 """Tokens of a distribution that an engine reports."""
+
+_Asked = Sequence[Message] | Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,10 @@ class Examiner:
     inspector: Inspector | None = None
     one_by_one: bool = True
     """Cache chunks one after the other, so that every run computes the same batches, and so the same bits."""
+    prepare: Callable[[Example, Prompt], Prompt] | None = None
+    """Exchanges the chunks of an example's prompt before it is asked, such as for variants."""
+    unregistered: Mapping[str, Policy] = field(default_factory=dict)
+    """Policies by names that mean nothing elsewhere."""
 
     def examine(self, example: Example, policies: Sequence[str]) -> tuple[Result, ...] | Skipped:
         """The policies' results, in their order, or why there are none. Whatever fails is left out for all of them.
@@ -73,7 +81,7 @@ class Examiner:
     def _results(self, example: Example, policies: Sequence[str]) -> tuple[Result, ...]:
         limit = example.max_tokens if self.max_tokens is None else self.max_tokens
         passages = self._fitting(example, limit)
-        messages = self._messages(passages, example.question)
+        messages = self._messages(example, passages)
         full = self._answer(messages, REFERENCE, limit)
         full_next = self._next_token(messages, REFERENCE, full)
         full_views = self.inspector.inspect(messages, REFERENCE) if self.inspector is not None else ()
@@ -95,30 +103,33 @@ class Examiner:
             )
         return tuple(results)
 
-    def _answer(self, messages: Sequence[Message], policy: str, limit: int, **sampling: Any) -> Answer:
+    def _answer(self, messages: _Asked, policy: str, limit: int, **sampling: Any) -> Answer:
+        chosen = self.unregistered.get(policy, policy)
         return self.llm.chat_completion(
-            messages, policy=policy, max_tokens=limit, temperature=0, logprobs=MOST_LOGPROBS, **sampling
+            messages, policy=chosen, max_tokens=limit, temperature=0, logprobs=MOST_LOGPROBS, **sampling
         )
 
-    def _next_token(self, messages: Sequence[Message], policy: str, answer: Answer) -> NextToken:
+    def _next_token(self, messages: _Asked, policy: str, answer: Answer) -> NextToken:
         """An answer that ends at once reports no distribution: then its first token is asked for again."""
         if not answer.logprobs:
             answer = self._answer(messages, policy, 1, ignore_eos=True)
         return NextToken.of(answer.logprobs[0].top)
 
-    def _deviation(self, messages: Sequence[Message], policy: str, full: Sequence[LayerView]) -> Deviation | None:
+    def _deviation(self, messages: _Asked, policy: str, full: Sequence[LayerView]) -> Deviation | None:
         if self.inspector is None:
             return None
         prompt = self.llm.chat_prompt(messages)
         cached = np.zeros(len(prompt), dtype=np.bool_)
         for span in prompt.spans:
             cached[span.start : span.end] = True
-        return deviation(full, full if policy == REFERENCE else self.inspector.inspect(messages, policy), cached)
+        chosen = self.unregistered.get(policy, policy)
+        return deviation(full, full if policy == REFERENCE else self.inspector.inspect(messages, chosen), cached)
 
-    def _messages(self, passages: Sequence[str], question: str) -> list[Message]:
+    def _messages(self, example: Example, passages: Sequence[str]) -> _Asked:
         batches = [[passage] for passage in passages] if self.one_by_one else [list(passages)]
         caches = [cache for batch in batches for cache in self.llm.generate_context_cache(batch)]
-        return [{"role": "user", "content": [*caches, question]}]
+        messages = [{"role": "user", "content": [*caches, example.question]}]
+        return messages if self.prepare is None else self.prepare(example, self.llm.chat_prompt(messages))
 
     def _fitting(self, example: Example, limit: int) -> tuple[str, ...]:
         """The passages, or with ``truncate`` as many from both ends as leave room for the answer.

@@ -25,26 +25,51 @@ class Deviation:
 
 def deviation(full: Sequence[LayerView], other: Sequence[LayerView], cached: NDArray[np.bool_]) -> Deviation:
     """Of a prompt under a policy, from the same under ``full``. ``cached`` [tokens]: those that a chunk cache holds."""
-    pairs = list(zip(full, other, strict=True))
-    return Deviation(
-        kv=tuple(_kv_deviation(reference, view, cached) for reference, view in pairs),
-        attention=tuple(_attention_deviation(reference.attention, view.attention) for reference, view in pairs),
+    held = np.flatnonzero(cached)
+    relative = relative_kv_distance(full, other)[:, held]
+    return Deviation(kv=tuple(relative.mean(axis=1).tolist()), attention=attention_deviation(full, other))
+
+
+def relative_kv_distance(full: Sequence[LayerView], other: Sequence[LayerView]) -> NDArray[np.float32]:
+    """‖KV − KV_full‖ / ‖KV_full‖ of every token in every layer, [layers, tokens]."""
+    return kv_distance(full, other) / _kv_norm(full)
+
+
+def kv_distance(full: Sequence[LayerView], other: Sequence[LayerView]) -> NDArray[np.float32]:
+    """‖KV − KV_full‖ of every token in every layer, [layers, tokens]: L2 over keys and values of all heads.
+
+    It is the paper's KV deviation (table 1), which it calls an absolute difference.
+    """
+    return np.stack(
+        [
+            _norms(view.key.float() - reference.key, view.value.float() - reference.value)
+            for reference, view in zip(full, other, strict=True)
+        ]
     )
 
 
-def _kv_deviation(reference: LayerView, view: LayerView, cached: NDArray[np.bool_]) -> float:
-    held = np.flatnonzero(cached)
-    changed = _squares(view.key.float() - reference.key) + _squares(view.value.float() - reference.value)  # [tokens]
-    size = _squares(reference.key) + _squares(reference.value)
-    return float((changed[held] / size[held]).sqrt().mean())
+def attention_deviation(full: Sequence[LayerView], other: Sequence[LayerView]) -> tuple[float, ...]:
+    """By layer, ‖A − A_full‖ as in ``Deviation``."""
+    pairs = zip(full, other, strict=True)
+    return tuple(_attention_distance(reference.attention, view.attention) for reference, view in pairs)
+
+
+def _kv_norm(views: Sequence[LayerView]) -> NDArray[np.float32]:
+    """‖KV‖, [layers, tokens]."""
+    return np.stack([_norms(view.key.float(), view.value.float()) for view in views])
+
+
+def _norms(key: Tensor, value: Tensor) -> NDArray[np.float32]:
+    """L2 norm of every token over key and value, both [kv_heads, tokens, head_dim]: [tokens]."""
+    norms: NDArray[np.float32] = (_squares(key) + _squares(value)).sqrt().cpu().numpy()
+    return norms
 
 
 def _squares(heads: Tensor) -> Tensor:
-    """[kv_heads, tokens, head_dim] to the sum of squares by token."""
-    return heads.float().square().sum(dim=(0, 2)).cpu()
+    return heads.square().sum(dim=(0, 2))
 
 
-def _attention_deviation(reference: Tensor, attention: Tensor) -> float:
+def _attention_distance(reference: Tensor, attention: Tensor) -> float:
     """Steps may end with fewer tokens than are kept; then only those are compared."""
     queries = min(reference.shape[1], attention.shape[1])
     return float((attention[:, -queries:] - reference[:, -queries:]).norm(dim=-1).mean())

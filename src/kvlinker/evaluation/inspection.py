@@ -18,7 +18,9 @@ from kvlinker.engine.embedded import EmbeddedEngine
 from kvlinker.engine.interception import ATTENTION_NAME, attention_of
 from kvlinker.engine.loading import LoadedModel
 from kvlinker.errors import InvalidRequestError
+from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Message
+from kvlinker.prompt.segments import Prompt
 
 LAST_QUERIES = 16
 """Fresh tokens at the prompt's end (the question's, and the template's behind it) whose attention is kept at most."""
@@ -42,7 +44,7 @@ class LayerView:
 class Inspector(Protocol):
     """Runs one prompt under a policy while nothing else runs, and shows all layers."""
 
-    def inspect(self, messages: Sequence[Message], policy: str) -> tuple[LayerView, ...]: ...
+    def inspect(self, messages: Sequence[Message] | Prompt, policy: str | Policy) -> tuple[LayerView, ...]: ...
 
 
 class EngineInspector:
@@ -56,13 +58,13 @@ class EngineInspector:
         self._loaded = loaded
         self._pool = llm.engine.runner.pool
 
-    def inspect(self, messages: Sequence[Message], policy: str) -> tuple[LayerView, ...]:
+    def inspect(self, messages: Sequence[Message] | Prompt, policy: str | Policy) -> tuple[LayerView, ...]:
         """Raises InvalidRequestError while the engine does something else: the prompt must lie at the pool's start."""
         self._wait_until_idle()
         prompt = self._llm.chat_prompt(messages)
         fresh = len(prompt) - max([span.end for span in prompt.spans], default=0)
         with _recorded(self._loaded.model) as recorded:
-            self._llm.chat_completion(messages, policy=policy, max_tokens=1, temperature=0)
+            self._llm.chat_completion(prompt, policy=policy, max_tokens=1, temperature=0)
         return tuple(
             self._view(index, len(prompt), query[:, -min(fresh, LAST_QUERIES) :], options)
             for index, (query, options) in sorted(recorded.items())
