@@ -1,24 +1,34 @@
 """The reader's tasks: questions on worlds of people it never met, as ``kvlinker bench quality`` asks them.
 
-Run as ``python -m training.evaluation_set`` to write the file that ships with kvlinker again, after the generator
-has changed. Filler comes from the grammar of `prose` alone, so that everything in the file is generated.
+Run as ``python -m training.evaluation_set`` to write the files that ship with kvlinker again, after the generator
+has changed. Filler comes from the grammar of `prose` alone, so that everything in the files is generated.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from training.questions import KINDS, Kind
 from training.settings import WorldSettings
 from training.worlds import build_world
 
-OUTPUT = Path(__file__).parents[1] / "src" / "kvlinker" / "evaluation" / "data" / "reader.jsonl.gz"
+FOLDER = Path(__file__).parents[1] / "src" / "kvlinker" / "evaluation" / "data"
+
+
+class Bundled(NamedTuple):
+    """A file that ships: questions of each kind, and fewest and most words of a world (about 1.45 tokens each)."""
+
+    per_kind: int
+    words: tuple[int, int]
+
+
+BUNDLED = {"reader": Bundled(100, (80, 400)), "reader-long": Bundled(30, (700, 1250))}
+SEED = 0
 SETTINGS = WorldSettings(library_share=0, held_out=True)
 MOST_WORLDS = 1000
 """Worlds in a row without a question of the wanted kind before the generator is said not to make that kind."""
@@ -52,18 +62,13 @@ def _record(rng: random.Random, kind: Kind, words: tuple[int, int]) -> dict[str,
 
 
 def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--per-kind", type=int, default=60)
-    parser.add_argument("--words", type=int, nargs=2, default=(80, 400), metavar=("MIN", "MAX"))
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    low, high = arguments.words
-    lines = [json.dumps(record) + "\n" for record in evaluation_set(arguments.per_kind, (low, high), arguments.seed)]
-    content = "".join(lines).encode()
-    arguments.output.write_bytes(gzip.compress(content, mtime=0))  # equal contents give equal files
-    print(f"{arguments.output}: {len(lines)} questions, {len(content) / 1e3:.0f} kB of text")
+    """Write all files."""
+    for name, (per_kind, words) in BUNDLED.items():
+        lines = [json.dumps(record) + "\n" for record in evaluation_set(per_kind, words, SEED)]
+        content = "".join(lines).encode()
+        path = FOLDER / f"{name}.jsonl.gz"
+        path.write_bytes(gzip.compress(content, mtime=0))  # equal contents give equal files
+        print(f"{path}: {len(lines)} questions, {len(content) / 1e3:.0f} kB of text")
 
 
 if __name__ == "__main__":

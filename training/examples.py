@@ -8,16 +8,24 @@ from training import vocabulary as words
 from training.entities import Cast
 from training.relations import PERSON_RELATIONS
 
-_LABELS = ("Answer", "Result", "Found", "Reply", "Value", "Entry", "Fact", "Note", "Output", "Word")
-_RARER_LABELS = tuple(
-    "Solution Response Statement Detail Item Record Line Point Key Finding Data Info Text Field Content Match Hit "
-    "Choice Verdict Report Message Summary Claim Mark Label Slot Cell Row Column Name Term Thing Object Title Topic "
-    "Heading Index Source Target Return Final Given Known Listed Stated Written Said Sure True Yes Here Then So Thus".split()
-)
 _LABELLED = ("{label}: {v}", "{label} = {v}", "{label} - {v}", "{label} ({v})", "{label}: {v}.")
 _BARE = ("({v})", "[{v}]", '"{v}"', "* {v}", "- {v}", "<{v}>", "{v}!", "It is {v}.", "= {v}")
 _RARER_BARE = (
-    *("{{{v}}}", "'{v}'", "*{v}*", "_{v}_", "|{v}|", "/{v}/", "~{v}~", "#{v}", "@{v}", "> {v}", "+ {v}", ": {v}", "{v};"),
+    *(
+        "{{{v}}}",
+        "'{v}'",
+        "*{v}*",
+        "_{v}_",
+        "|{v}|",
+        "/{v}/",
+        "~{v}~",
+        "#{v}",
+        "@{v}",
+        "> {v}",
+        "+ {v}",
+        ": {v}",
+        "{v};",
+    ),
     *("{v}.", "{v}?", "({v}).", "[{v}];", "<<{v}>>", "(({v}))", "[[{v}]]", "-{v}-", "={v}=", "&{v}", "%{v}%", "${v}"),
 )
 
@@ -26,10 +34,10 @@ def _formats(labels: tuple[str, ...], bare: tuple[str, ...]) -> tuple[str, ...]:
     return (*(template.replace("{label}", label) for label in labels for template in _LABELLED), *bare)
 
 
-FORMATS = _formats(_LABELS, _BARE)
+FORMATS = _formats(words.LABELS, _BARE)
 """Formats of answers whose words have tokens of their own; `{v}` stands for the answer."""
 
-_ALL_FORMATS = (*FORMATS, *_formats(_RARER_LABELS, _RARER_BARE))
+_ALL_FORMATS = (*FORMATS, *_formats(words.RARER_LABELS, _RARER_BARE))
 
 
 def answer_format(rng: random.Random, held_out: bool) -> str:

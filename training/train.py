@@ -238,7 +238,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     parser.add_argument("--from", dest="model", type=Path, help="go on from this exported model, with new optimizers")
-    parser.add_argument("--stage", choices=[stage.name for stage in CURRICULUM], default="wide", help="where --from does")
+    parser.add_argument(
+        "--stage", choices=[stage.name for stage in CURRICULUM], default="wide", help="where --from does"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arguments.work.mkdir(parents=True, exist_ok=True)

@@ -114,6 +114,14 @@ WORLD_WORDS = sorted(
 )
 """Words that need a token both with a leading space and without one, at the start of a line or an answer."""
 
+LABELS = _words("Answer Result Found Reply Value Entry Fact Note Output Word")
+
+RARER_LABELS = _words(
+    "Solution Response Statement Detail Item Record Line Point Key Finding Data Info Text Field Content Match Hit "
+    "Choice Verdict Report Message Summary Claim Mark Label Slot Cell Row Column Name Term Thing Object Title Topic "
+    "Heading Index Source Target Return Final Given Known Listed Stated Written Said Sure True Yes Here Then So Thus"
+)
+
 _ONSETS = _words("b br c d dr f g gr h j k kl l m n p pr r s sk st t tr v w z")
 _VOWELS = _words("a e i o u ai ea io")
 _CODAS = ("", *_words("l n r s t x nd lm rk st"))

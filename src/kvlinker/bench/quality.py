@@ -43,9 +43,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class QualityOptions:
-    """What is asked and how. ``concurrency`` above 1 is faster, but rounding then differs from run to run."""
+    """What is asked and how. ``tasks``: only these, if there are any. ``concurrency`` above 1 is faster, but rounding
+    then differs from run to run."""
 
     datasets: tuple[str, ...] = ("reader",)
+    tasks: tuple[str, ...] = ()
     policies: tuple[str, ...] = (REFERENCE, "naive", "legolink-16", "random-15")
     limit: int | None = None
     split: ContextSplit = ContextSplit.SEMANTIC
@@ -84,7 +86,10 @@ def run_quality(
         max_model_len=settings.max_model_len,
     ) as llm:
         splitter = ContextSplitter(llm.builder.encoder, options.split, options.chunk_tokens)
-        datasets = [load_dataset(name, splitter, limit=options.limit) for name in dict.fromkeys(options.datasets)]
+        datasets = [
+            load_dataset(name, splitter, limit=options.limit, tasks=options.tasks)
+            for name in dict.fromkeys(options.datasets)
+        ]
         _require_names(datasets)
         examiner = Examiner(
             llm,
@@ -146,6 +151,7 @@ def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
     """Whatever the scores depend on, and how they were made."""
     return {
         "datasets": list(options.datasets),
+        "tasks": list(options.tasks) or None,
         "policies": list(options.policies),
         "limit": options.limit,
         "split": str(options.split),

@@ -176,6 +176,7 @@ def quality(
             show_default=False,
         ),
     ] = None,
+    tasks: Annotated[str, typer.Option(help="Only these tasks, with commas between.", show_default=False)] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Most examples of each data set.")] = None,
     split: Annotated[ContextSplit, typer.Option(help="Chunks are passages, or windows of equal length.")] = (
         ContextSplit.SEMANTIC
@@ -208,6 +209,7 @@ def quality(
         _require_folders(json, plot, resume)
         options = QualityOptions(
             datasets=tuple(dataset or ("reader",)),
+            tasks=tuple(task.strip() for task in tasks.split(",") if task.strip()),
             policies=tuple(dict.fromkeys(_policy_names(policies))),
             limit=limit,
             split=split,

@@ -73,9 +73,9 @@ class Lab:
     def bench(self, *, limit: int, dataset: str = "reader", tasks: Sequence[str] = ()) -> Iterator[Bench]:
         """The reader with ``limit`` examples of a data set, of the named tasks only if there are any."""
         with self.reader.llm(disk_space=0, generation_context=self.settings.generation_context) as llm:
-            loaded = load_dataset(dataset, ContextSplitter(llm.builder.encoder))
-            examples = [example for example in loaded.examples if not tasks or example.task in tasks]
-            yield Bench(llm, EngineInspector(llm, self.reader.loaded), tuple(examples[: self.limit or limit]))
+            splitter = ContextSplitter(llm.builder.encoder)
+            examples = load_dataset(dataset, splitter, limit=self.limit or limit, tasks=tasks).examples
+            yield Bench(llm, EngineInspector(llm, self.reader.loaded), examples)
 
     def report(self, rows: list[Row], model: str | None = None) -> Report:
         """The rows with the machine they were measured on. ``model``: what was measured, if not the reader."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.figures import cacheblend_ratio
+from kvlinker.figures import cacheblend_ratio, contexts, frontier
 from kvlinker.figures.figure import Figure
 
-FIGURES: dict[str, Figure] = {figure.name: figure for figure in (cacheblend_ratio.FIGURE,)}
+FIGURES: dict[str, Figure] = {
+    figure.name: figure for figure in (cacheblend_ratio.FIGURE, contexts.FIGURE, frontier.FIGURE)
+}
 """Names to figures."""
 
 

@@ -195,3 +195,14 @@ def test_data_that_cannot_be_used_is_refused_with_the_way_out(tmp_path, name, co
 def test_a_folder_without_texts_is_no_haystack(tmp_path):
     with pytest.raises(InvalidRequestError, match=r"no \.txt files"):
         load_dataset(str(tmp_path), SEMANTIC)
+
+
+def test_tasks_are_chosen_before_the_limit(write):
+    def record(task, answer):
+        return {"task": task, "passages": ["p\n"], "question": "q", "answers": answer}
+
+    path = write("mine.jsonl", record("a", "1"), record("b", "2"), record("c", "3"), record("b", "4"))
+    chosen = load_dataset(path, SEMANTIC, tasks=("b", "c"), limit=2)
+    assert [example.answers for example in chosen.examples] == [("2",), ("3",)]
+    with pytest.raises(InvalidRequestError, match="no usable example of d"):
+        load_dataset(path, SEMANTIC, tasks=("d",))

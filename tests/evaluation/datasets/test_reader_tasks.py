@@ -1,11 +1,14 @@
-"""The set that ships with kvlinker, and the script that makes it."""
+"""The sets that ship with kvlinker, and the script that makes them."""
 
+import gzip
 import json
 import re
 from collections import Counter
 from itertools import pairwise
 
-from training.evaluation_set import evaluation_set
+import pytest
+from training.evaluation_set import BUNDLED as GENERATED
+from training.evaluation_set import SEED, evaluation_set
 from training.questions import KINDS
 from training.vocabulary import MEN, SURNAMES, WOMEN, is_held_out
 
@@ -17,9 +20,16 @@ from kvlinker.prompt.encoding import TextEncoder
 SPLITTER = ContextSplitter(TextEncoder(byte_tokenizer()))
 
 
-def test_the_bundled_set_is_small_balanced_and_answerable():
-    dataset = load_dataset("reader", SPLITTER)
-    assert BUNDLED["reader"].stat().st_size < 1_000_000
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_files_are_what_the_script_writes(name: str):
+    records = gzip.decompress(BUNDLED[name].read_bytes()).decode().splitlines()
+    assert [json.loads(record) for record in records] == list(evaluation_set(*GENERATED[name], SEED))
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_bundled_sets_are_small_balanced_and_answerable(name: str):
+    dataset = load_dataset(name, SPLITTER)
+    assert BUNDLED[name].stat().st_size < 1_000_000
     assert not dataset.skipped
     counts = Counter(example.task for example in dataset.examples)
     assert len(counts) >= 4
@@ -34,9 +44,10 @@ def test_the_bundled_set_is_small_balanced_and_answerable():
         assert all(passage.endswith("\n") for passage in example.passages)
 
 
-def test_the_reader_met_nobody_who_is_asked_about():
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_reader_met_nobody_who_is_asked_about(name: str):
     known = set(WOMEN + MEN), set(SURNAMES)
-    for example in load_dataset("reader", SPLITTER).examples:
+    for example in load_dataset(name, SPLITTER).examples:
         words = example.question.strip("?.").split()
         for first, last in pairwise(words):
             if first in known[0] and last in known[1]:

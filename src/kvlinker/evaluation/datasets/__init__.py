@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvlinker.errors import InvalidRequestError
@@ -19,16 +19,19 @@ from kvlinker.evaluation.examples import Dataset, Example, Skipped
 
 FORMATS: tuple[Format, ...] = (PASSAGES, LONGBENCH, CACHEBLEND, KV_RETRIEVAL, SAMSUM)
 
-BUNDLED = {"reader": Path(__file__).parents[1] / "data" / "reader.jsonl.gz"}
+BUNDLED = {name: Path(__file__).parents[1] / "data" / f"{name}.jsonl.gz" for name in ("reader", "reader-long")}
 """Data sets that ship with kvlinker."""
 
 __all__ = ["BUNDLED", "FORMATS", "load_dataset"]
 
 
-def load_dataset(name_or_path: str, splitter: ContextSplitter, *, limit: int | None = None) -> Dataset:
-    """A bundled data set, a file of records, or a folder of texts to hide needles in; at most ``limit`` examples.
+def load_dataset(
+    name_or_path: str, splitter: ContextSplitter, *, limit: int | None = None, tasks: Collection[str] = ()
+) -> Dataset:
+    """A bundled data set, a file of records, or a folder of texts to hide needles in.
 
-    Raises InvalidRequestError for a path that does not exist, an unknown schema, and data without any usable example.
+    At most ``limit`` examples, of the named tasks only if ``tasks`` has any. Raises InvalidRequestError for a path that
+    does not exist, an unknown schema, and data without any usable example.
     """
     path = BUNDLED.get(name_or_path, Path(name_or_path))
     if path.is_dir():
@@ -43,19 +46,24 @@ def load_dataset(name_or_path: str, splitter: ContextSplitter, *, limit: int | N
             f"kvlinker are {', '.join(BUNDLED)}.",
             param="dataset",
         )
-    dataset = _collect(source.name, found, limit)
+    dataset = _collect(source.name, found, limit, tasks)
     if not dataset.examples:
         reasons = "; ".join(f"{skipped.where}: {skipped.reason}" for skipped in dataset.skipped[:3])
-        raise InvalidRequestError(f"{path} has no usable example ({reasons or 'it is empty'}).", param="dataset")
+        wanted = f" of {', '.join(tasks)}" if tasks else ""
+        raise InvalidRequestError(
+            f"{path} has no usable example{wanted} ({reasons or 'none at all'}).", param="dataset"
+        )
     return dataset
 
 
-def _collect(name: str, found: Iterable[Example | Skipped], limit: int | None) -> Dataset:
+def _collect(name: str, found: Iterable[Example | Skipped], limit: int | None, tasks: Collection[str]) -> Dataset:
     examples: list[Example] = []
     skipped: list[Skipped] = []
     for entry in found:
         if isinstance(entry, Skipped):
             skipped.append(entry)
+            continue
+        if tasks and entry.task not in tasks:
             continue
         examples.append(entry)
         if len(examples) == limit:
