@@ -33,7 +33,7 @@ from kvlinker.engine.loading import LoadedModel, load_model
 from kvlinker.engine.variant_library import VariantLibrary
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
-from kvlinker.linking import Explanation, Policy, parse_policy
+from kvlinker.linking import Explanation, Policy, as_policy
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
@@ -168,10 +168,10 @@ class LLM:
         tenant: str = DEFAULT_TENANT,
         **sampling: Any,
     ) -> Answer:
-        """Answer a conversation whose content mixes text and context caches, in any order; or a prompt that
-        ``chat_prompt`` has built. ``policy``: a name, or an object of a policy that has none.
+        """Answer a conversation whose content mixes text and context caches, in any order, or a prompt made of one.
 
-        ``sampling`` are the fields of SamplingParams, such as ``max_tokens`` and ``temperature``.
+        ``policy``: a name, or a policy, which need not be registered. ``sampling`` are the fields of SamplingParams,
+        such as ``max_tokens`` and ``temperature``.
         """
         prompt = self.chat_prompt(messages, tenant=tenant)
         return self._answer(prompt, policy=policy, tenant=tenant, sampling=SamplingParams(**sampling))
@@ -180,7 +180,7 @@ class LLM:
         self,
         prompt: str | Sequence[int] | Sequence[ContentPart],
         *,
-        policy: str | None = None,
+        policy: str | Policy | None = None,
         tenant: str = DEFAULT_TENANT,
         **sampling: Any,
     ) -> Answer:
@@ -193,7 +193,7 @@ class LLM:
         messages: Sequence[Message] | None = None,
         *,
         prompt: str | Sequence[int] | Sequence[ContentPart] | None = None,
-        policy: str | None = None,
+        policy: str | Policy | None = None,
         tenant: str = DEFAULT_TENANT,
     ) -> Explanation:
         """How a conversation, or a completion's ``prompt``, is linked: segments, recomputed tokens by layer, the scores
@@ -209,7 +209,7 @@ class LLM:
         else:
             built = self.completion_prompt(prompt or "", tenant=tenant)
             parts = list(_parts(prompt))
-        chosen = parse_policy(self.settings.policy if policy is None else policy)
+        chosen = as_policy(self.settings.policy if policy is None else policy)
         explained = self.engine.explain(GenerationRequest(built, chosen, tenant=tenant))
         ids = [cache_id for part in parts if (cache_id := _cache_id(part))]
         contents = {self.caches.chunk(cache_id, tenant=tenant).content: cache_id for cache_id in ids}
@@ -220,7 +220,7 @@ class LLM:
         self.caches.delete(cache if isinstance(cache, str) else cache.id, tenant=tenant)
 
     def chat_prompt(self, messages: Sequence[Message] | Prompt, *, tenant: str = DEFAULT_TENANT) -> Prompt:
-        """The prompt of a conversation; one that is built already stays as it is.
+        """The prompt of a conversation; a prompt is one already.
 
         Raises InvalidRequestError and ContextCacheNotFoundError.
         """
@@ -261,9 +261,7 @@ class LLM:
 
         With a seed, choice i uses seed + i. When one choice cannot be queued, none is.
         """
-        chosen = (
-            policy if isinstance(policy, Policy) else parse_policy(self.settings.policy if policy is None else policy)
-        )
+        chosen = as_policy(self.settings.policy if policy is None else policy)
         handles: list[RequestHandle] = []
         try:
             for index in range(n):

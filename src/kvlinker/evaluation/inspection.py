@@ -19,7 +19,7 @@ from kvlinker.engine.interception import ATTENTION_NAME, attention_of
 from kvlinker.engine.loading import LoadedModel
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import Policy
-from kvlinker.llm import LLM, Message
+from kvlinker.llm import LLM, Answer, Message
 from kvlinker.prompt.segments import Prompt
 
 LAST_QUERIES = 16
@@ -60,12 +60,18 @@ class EngineInspector:
 
     def inspect(self, messages: Sequence[Message] | Prompt, policy: str | Policy) -> tuple[LayerView, ...]:
         """Raises InvalidRequestError while the engine does something else: the prompt must lie at the pool's start."""
+        return self.answer(messages, policy)[1]
+
+    def answer(
+        self, messages: Sequence[Message] | Prompt, policy: str | Policy
+    ) -> tuple[Answer, tuple[LayerView, ...]]:
+        """As ``inspect``, with the answer of one token that was inspected: its usage says what was recomputed."""
         self._wait_until_idle()
         prompt = self._llm.chat_prompt(messages)
         fresh = len(prompt) - max([span.end for span in prompt.spans], default=0)
         with _recorded(self._loaded.model) as recorded:
-            self._llm.chat_completion(prompt, policy=policy, max_tokens=1, temperature=0)
-        return tuple(
+            answer = self._llm.chat_completion(messages, policy=policy, max_tokens=1, temperature=0)
+        return answer, tuple(
             self._view(index, len(prompt), query[:, -min(fresh, LAST_QUERIES) :], options)
             for index, (query, options) in sorted(recorded.items())
         )

@@ -7,7 +7,7 @@ from kvlinker.linking.library import Library, NoVariants, Variant
 from kvlinker.linking.parameters import choice, number, percentage
 from kvlinker.linking.plan import LinkPlan, Placement, make_plan, probe_plan
 from kvlinker.linking.policy import Policy
-from kvlinker.linking.registry import parse_policy, policies, register
+from kvlinker.linking.registry import as_policy, parse_policy, policies, register
 from kvlinker.linking.score import Score
 from kvlinker.linking.selection import highest, share
 
@@ -22,6 +22,7 @@ __all__ = [
     "Policy",
     "Score",
     "Variant",
+    "as_policy",
     "builtin",
     "choice",
     "highest",

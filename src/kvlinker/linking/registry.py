@@ -51,6 +51,11 @@ def parse_policy(text: str) -> Policy:
     return parts[0] if len(parts) == 1 else Union(parts)
 
 
+def as_policy(policy: str | Policy) -> Policy:
+    """The policy itself, or the one that the text names. Raises PolicyError as ``parse_policy`` does."""
+    return parse_policy(policy) if isinstance(policy, str) else policy
+
+
 def _parse_one(text: str) -> Policy:
     known = policies()
     matches = [name for name in known if text == name or text.startswith(f"{name}-")]
