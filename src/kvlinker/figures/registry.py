@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.figures import cacheblend_ratio, contexts, frontier
+from kvlinker.figures import cacheblend_ratio, cachecraft_positions, contexts, frontier
 from kvlinker.figures.figure import Figure
 
 FIGURES: dict[str, Figure] = {
-    figure.name: figure for figure in (cacheblend_ratio.FIGURE, contexts.FIGURE, frontier.FIGURE)
+    figure.name: figure
+    for figure in (
+        cacheblend_ratio.FIGURE,
+        cachecraft_positions.FIGURE,
+        contexts.FIGURE,
+        frontier.FIGURE,
+    )
 }
 """Names to figures."""
 
