@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.figures import cacheblend_ratio, cachecraft_positions, cachecraft_quality, contexts, frontier
+from kvlinker.figures import (
+    cacheblend_ratio,
+    cachecraft_orders,
+    cachecraft_positions,
+    cachecraft_quality,
+    cachecraft_tokens,
+    contexts,
+    frontier,
+)
 from kvlinker.figures.figure import Figure
 
 FIGURES: dict[str, Figure] = {
@@ -11,6 +19,8 @@ FIGURES: dict[str, Figure] = {
     for figure in (
         cacheblend_ratio.FIGURE,
         cachecraft_positions.FIGURE,
+        cachecraft_tokens.FIGURE,
+        cachecraft_orders.FIGURE,
         cachecraft_quality.FIGURE,
         contexts.FIGURE,
         frontier.FIGURE,
