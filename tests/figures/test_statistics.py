@@ -18,7 +18,7 @@ def test_correlation_of_groups() -> None:
     generator = np.random.default_rng(1)
     noise = correlation(generator.normal(size=60).tolist(), generator.normal(size=60).tolist(), list(range(60)))
     assert noise.interval.low < 0 < noise.interval.high
-    assert str(noise).endswith("which may be none")
+    assert str(noise).endswith("(no clear effect)")
 
 
 @pytest.mark.parametrize(("x", "y"), [([], []), ([1.0], [2.0]), ([1.0, 1.0], [2.0, 3.0]), ([1.0, 2.0], [3.0, 3.0])])

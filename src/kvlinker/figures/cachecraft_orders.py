@@ -97,7 +97,7 @@ def _finding(rows: Sequence[Row]) -> str:
     return (
         f"in Cache-Craft's order the relative KV deviation of reused tokens falls from {start:.3f} to {falling}. At "
         f"30%, random tokens leave {of[KV, 'random', 30]['deviation']:.3f}. Compared with that, the tokens with most "
-        f"inter attention leave {verdicts['inter']}, the ones the chunk attends to most {verdicts['h2o']}, and the ones "
+        f"inter attention leave {verdicts['inter']}, those the chunk attends to most {verdicts['h2o']}, and those "
         f"the question attends to most {verdicts['query']}. As to the question's attention, Cache-Craft's order leaves "
         f"{attention['inter']} compared with random, the question's order {attention['query']}. Any order falls, since "
         "a token that is computed again deviates little; what an order is worth is its distance from random."

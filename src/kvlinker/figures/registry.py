@@ -5,9 +5,12 @@ from __future__ import annotations
 from kvlinker.errors import InvalidRequestError
 from kvlinker.figures import (
     cacheblend_ratio,
+    cachecraft_ablation,
     cachecraft_orders,
+    cachecraft_overhead,
     cachecraft_positions,
     cachecraft_quality,
+    cachecraft_scores,
     cachecraft_tokens,
     contexts,
     frontier,
@@ -19,9 +22,12 @@ FIGURES: dict[str, Figure] = {
     for figure in (
         cacheblend_ratio.FIGURE,
         cachecraft_positions.FIGURE,
+        cachecraft_scores.FIGURE,
+        cachecraft_overhead.FIGURE,
         cachecraft_tokens.FIGURE,
         cachecraft_orders.FIGURE,
         cachecraft_quality.FIGURE,
+        cachecraft_ablation.FIGURE,
         contexts.FIGURE,
         frontier.FIGURE,
     )

@@ -26,7 +26,7 @@ class Correlation:
         if self.value is None:
             return f"not defined (n = {self.n})"
         shown = f"{self.value:.2f} [{self.interval.low:.2f}, {self.interval.high:.2f}]"
-        return shown if self.interval.low > 0 or self.interval.high < 0 else f"{shown}, which may be none"
+        return shown if self.interval.low > 0 or self.interval.high < 0 else f"{shown} (no clear effect)"
 
 
 def correlation(
