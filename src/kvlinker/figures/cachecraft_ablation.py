@@ -18,9 +18,9 @@ ROUGE = "rouge_l_vs_full"
 
 DESIGNS: dict[str, tuple[Policy, ...]] = {
     "Cache-Craft, α from 0.5 to 3": tuple(parse_policy(f"cachecraft-{alpha}-focus") for alpha in (0.5, 1, 2, 3)),
-    "α = 1 without β": (WithoutOverlap(1.0, termination="focus"),),
+    "α = 1 without β": (WithoutOverlap.parse("1-focus"),),
     "α = 1 without focus": (parse_policy("cachecraft-1"),),
-    "α = 1 without β and focus": (WithoutOverlap(1.0),),
+    "α = 1 without β and focus": (WithoutOverlap.parse("1"),),
     "fixed share, Cache-Craft's order": tuple(ContextOrder(percent) for percent in (30, 50, 70)),
     "fixed share, random tokens": tuple(parse_policy(f"random-{percent}") for percent in (30, 50, 70)),
     "naive": (parse_policy("naive"),),
@@ -74,9 +74,9 @@ def _finding(rows: Sequence[Row]) -> str:
         for design in ("fixed share, Cache-Craft's order", "fixed share, random tokens")
     )
     return (
-        f"ROUGE-L against full's own answers is {alone['score']:.2f} with nothing recomputed. Whole Cache-Craft reaches, "
-        f"for α = 0.5, 1, 2 and 3, {alphas}. With α = 1: {left_out}. With the same share of every chunk in place of "
-        f"CCI·(1 − β′): {fixed}. A part that is left out changes how much is recomputed, so compare what lies at equal "
+        f"ROUGE-L against full's own answers is {alone['score']:.2f} with nothing recomputed. All of Cache-Craft "
+        f"reaches, for α = 0.5, 1, 2 and 3, {alphas}. With α = 1: {left_out}. With the same share of every chunk in "
+        f"place of CCI·(1 − β′): {fixed}. A part that is left out changes how much is recomputed, so compare what lies at equal "
         "shares. Every chunk's KV comes from an earlier prompt, half of whose chunks were others."
     )
 
@@ -91,8 +91,8 @@ FIGURE = Figure(
     title="What Cache-Craft's parts are worth",
     source="Cache-Craft, figure 26",
     claim=(
-        "on 2WikiMQA, ROUGE-L grows with α (0.825 for 0.5, 0.896 for 1 at 30% recomputed, 0.94 for 2, 0.953 for 3), from "
-        "0.665 with nothing recomputed. Without β, 54% is recomputed and without focus 70%, at hardly better quality; "
+        "on 2WikiMQA, ROUGE-L grows with α (0.825 for 0.5, 0.896 for 1 at 30% recomputed, 0.94 for 2, 0.953 for 3) "
+        "from 0.665 with nothing recomputed. Without β, 54% is recomputed and without focus 70%, at hardly better quality; "
         "random tokens in place of CCI give 0.73."
     ),
     columns=("design", "policy", "metric", "n", "score", "ci_low", "ci_high", "recomputed_fraction"),

@@ -61,8 +61,8 @@ def _finding(rows: Sequence[Row]) -> str:
         "over its tokens and all layers) was compared with each score by rank correlation. "
         f"CCI: {cci}. 1 − β: {beta}. 1 − γ: {gamma}. All in one, CCI·(1 − β′): {_correlation(rows, None, _ALL)}. "
         "The equations expect more deviation with CCI and 1 − β, less with 1 − γ. CCI weighs attention per pair of "
-        "tokens, so that it grows with a chunk's length. Behind other chunks, the plain share of attention that goes to "
-        f"earlier chunks has {outside}, and the chunk's length {length}. In brackets: 95% intervals over examples."
+        "tokens; behind other chunks, the plain share of a chunk's attention that went to earlier chunks has "
+        f"{outside}, and its length {length}. In brackets: 95% intervals over examples."
     )
 
 
