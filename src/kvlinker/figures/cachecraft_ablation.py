@@ -76,8 +76,8 @@ def _finding(rows: Sequence[Row]) -> str:
     return (
         f"ROUGE-L against full's own answers is {alone['score']:.2f} with nothing recomputed. All of Cache-Craft "
         f"reaches, for α = 0.5, 1, 2 and 3, {alphas}. With α = 1: {left_out}. With the same share of every chunk in "
-        f"place of CCI·(1 − β′): {fixed}. A part that is left out changes how much is recomputed, so compare what lies at equal "
-        "shares. Every chunk's KV comes from an earlier prompt, half of whose chunks were others."
+        f"place of CCI·(1 − β′): {fixed}. A part that is left out changes how much is recomputed, so compare what "
+        "lies at equal shares. Every chunk's KV comes from an earlier prompt, half of whose chunks were others."
     )
 
 
@@ -92,8 +92,8 @@ FIGURE = Figure(
     source="Cache-Craft, figure 26",
     claim=(
         "on 2WikiMQA, ROUGE-L grows with α (0.825 for 0.5, 0.896 for 1 at 30% recomputed, 0.94 for 2, 0.953 for 3) "
-        "from 0.665 with nothing recomputed. Without β, 54% is recomputed and without focus 70%, at hardly better quality; "
-        "random tokens in place of CCI give 0.73."
+        "from 0.665 with nothing recomputed. Without β, 54% is recomputed and without focus 70%, at hardly better "
+        "quality; random tokens in place of CCI give 0.73."
     ),
     columns=("design", "policy", "metric", "n", "score", "ci_low", "ci_high", "recomputed_fraction"),
     measure=_measure,

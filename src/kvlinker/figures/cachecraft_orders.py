@@ -16,7 +16,7 @@ from kvlinker.figures.lab import Lab
 from kvlinker.linking import Policy, parse_policy
 
 EXAMPLES = 56
-PERCENTS = (10, 20, 30, 50, 70, 90)
+PERCENTS = (10, 30, 50, 70)
 ORDERS: dict[str, Callable[[int], Policy]] = {
     "inter": ContextOrder,
     "random": lambda percent: parse_policy(f"random-{percent}"),

@@ -14,7 +14,7 @@ from kvlinker.figures.statistics import binned, correlation, line_through_zero
 
 EXAMPLES = 28
 BINS = 8
-PERCENTS = (0, 10, 20, 30, 50, 70, 90)
+PERCENTS = (0, 15, 30, 50, 75)
 THRESHOLDS = (0.025, 0.05, 0.1)
 """Relative KV deviations that are put up with."""
 
