@@ -41,6 +41,22 @@ def ask(llm, caches, **options):
     )
 
 
+def test_given_text_is_scored_as_it_is_generated(make_llm):
+    llm = make_llm()
+    caches = llm.generate_context_cache(TEXTS)
+    for policy in ("full", "legolink-4"):
+        scored = llm.score([*caches, QUESTION], policy=policy, logprobs=3)
+        assert len(scored.token_ids) == len(QUESTION) - 1
+        for cut in (1, 20):
+            answer = llm.completion([*caches, QUESTION[:cut]], policy=policy, max_tokens=1, logprobs=1000)
+            following = {entry.token_id: entry.logprob for entry in answer.logprobs[0].top}
+            own = following[scored.token_ids[cut - 1]]
+            assert scored.logprobs[cut - 1] == pytest.approx(own, abs=1e-4)
+            assert scored.top_ids[cut - 1].tolist() == list(following)[:3]
+    with pytest.raises(PolicyError):
+        llm.score(TEXTS[0], policy="blend")
+
+
 def test_the_three_calls(make_llm):
     llm = make_llm()
     caches = llm.generate_context_cache(TEXTS, ttl=3600, name="fruit", metadata={"source": "test"})

@@ -110,7 +110,7 @@ CURRICULUM = (
         "longest",
         Mixture(2048, _FULL, prose_share=0.08, loose_share=0.1, context_share=(0.3, 0.9)),
         batch=3,
-        steps=600,
+        steps=400,
         muon_lr=(0.003, 0.0002),
         sink_weight=0.02,
     ),

@@ -1,7 +1,8 @@
 """The reader's tasks: questions on worlds of people it never met, as ``kvlinker bench quality`` asks them.
 
 Run as ``python -m training.evaluation_set`` to write the files that ship with kvlinker again, after the generator
-has changed. Filler comes from the grammar of `prose` alone, so that everything in the files is generated.
+has changed. Filler comes from the grammar of `prose` alone, so that everything in them is generated, but for the prose
+of ``continuations``.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from training.continuations import continuations
+from training.prose import held_out_paragraphs
 from training.questions import KINDS, Kind
 from training.settings import WorldSettings
 from training.worlds import build_world
@@ -64,11 +67,16 @@ def _record(rng: random.Random, kind: Kind, words: tuple[int, int]) -> dict[str,
 def main() -> None:
     """Write all files."""
     for name, (per_kind, words) in BUNDLED.items():
-        lines = [json.dumps(record) + "\n" for record in evaluation_set(per_kind, words, SEED)]
-        content = "".join(lines).encode()
-        path = FOLDER / f"{name}.jsonl.gz"
-        path.write_bytes(gzip.compress(content, mtime=0))  # equal contents give equal files
-        print(f"{path}: {len(lines)} questions, {len(content) / 1e3:.0f} kB of text")
+        _write(name, evaluation_set(per_kind, words, SEED))
+    _write("prose", continuations(held_out_paragraphs()))
+
+
+def _write(name: str, records: Iterable[dict[str, Any]]) -> None:
+    lines = [json.dumps(record) + "\n" for record in records]
+    content = "".join(lines).encode()
+    path = FOLDER / f"{name}.jsonl.gz"
+    path.write_bytes(gzip.compress(content, mtime=0))  # equal contents give equal files
+    print(f"{path}: {len(lines)} examples, {len(content) / 1e3:.0f} kB of text")
 
 
 if __name__ == "__main__":

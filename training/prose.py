@@ -81,8 +81,9 @@ def library_paragraphs() -> tuple[str, ...]:
 
 
 def held_out_paragraphs() -> tuple[str, ...]:
-    """One paragraph in ten, which training never reads."""
-    return tuple(p for p in _paragraphs() if is_held_out(p))
+    """One paragraph in ten, which training never reads, not even as a part of another."""
+    read = "\n".join(library_paragraphs())
+    return tuple(p for p in _paragraphs() if is_held_out(p) and p not in read)
 
 
 @cache

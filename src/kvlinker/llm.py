@@ -22,6 +22,7 @@ from kvlinker.engine.base import (
     Finished,
     GenerationEvent,
     GenerationRequest,
+    PromptLogprobs,
     RequestHandle,
     SamplingParams,
     Timing,
@@ -187,6 +188,24 @@ class LLM:
         """Continue a text, token ids, or a list of texts and context caches; no chat template."""
         built = self.completion_prompt(prompt, tenant=tenant)
         return self._answer(built, policy=policy, tenant=tenant, sampling=SamplingParams(**sampling))
+
+    def score(
+        self,
+        prompt: str | Sequence[int] | Sequence[ContentPart],
+        *,
+        policy: str | Policy | None = None,
+        tenant: str = DEFAULT_TENANT,
+        logprobs: int | None = None,
+    ) -> PromptLogprobs:
+        """How likely a prompt's last tokens are: those behind its last context cache, but for the first of them.
+
+        ``prompt`` is one of ``completion``; nothing is generated. ``logprobs``: how many of the most likely tokens to
+        tell beside each. Raises what ``completion`` does, and InvalidRequestError where there is nothing to score.
+        """
+        built = self.completion_prompt(prompt, tenant=tenant)
+        chosen = as_policy(self.settings.policy if policy is None else policy)
+        sampling = SamplingParams(logprobs=logprobs)
+        return self.engine.score(GenerationRequest(built, chosen, sampling, tenant)).result()
 
     def explain(
         self,

@@ -1,6 +1,7 @@
 """bench quality on a tiny model: rows, files, and complaints; its figures are not looked at, but full's are exact."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -165,8 +166,27 @@ def test_the_command_writes_all_metrics_and_shows_the_main_one(data, tmp_path):
     assert {row["metric"] for row in content["results"]} == set(METRICS)
     assert content["settings"]["policies"] == ["full", "naive"]
     assert "recomputed_fraction" in result.stdout
+    assert "perplexity" not in result.stdout
     assert "rouge_l" not in result.stdout
     assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prose_has_a_loss_and_a_perplexity(subject, settings, tmp_path):
+    path = tmp_path / "prose.jsonl"
+    records = [{"passages": [f"One {i}, ", "two, "], "continuation": f"three and {i}."} for i in range(4)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in [*records, {"passages": ["One"]}]))
+    options = QualityOptions((str(path),), ("full", "naive"), limit=3, resume=tmp_path / "run.jsonl")
+    measured = run_quality(subject, settings, options)
+    full, naive = measured.report.rows
+    assert set(naive) == FIELDS | {"perplexity"}
+    assert (naive["metric"], naive["main"], naive["n"]) == ("loss", True, 3)
+    assert naive["perplexity"] == pytest.approx(math.exp(naive["score"]))
+    assert naive["vs_full"] == pytest.approx(naive["score"] - full["score"])
+    assert naive["kl"] > 0 == full["kl"]
+    assert run_quality(subject, settings, options).report.rows == [full, naive]
+    plot_quality(main_rows([full, naive]), tmp_path / "q.png")
+    skipped = run_quality(subject, settings, replace(options, limit=None, resume=None)).skipped
+    assert [skip.reason for skip in skipped] == ["'continuation' is missing"]
 
 
 def test_the_command_says_what_it_skipped(data):

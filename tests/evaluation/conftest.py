@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from kvlinker.config import load_settings
-from kvlinker.evaluation.examples import Example
+from kvlinker.evaluation.examples import Continuation, Question
 from kvlinker.llm import LLM
 from tests.toy_models import loaded_model
 
 WINDOW = 400
 
 
-def make_example(number: int = 0, **changes: object) -> Example:
+def make_example(number: int = 0, **changes: object) -> Question:
     fields = {
         "id": str(number),
         "dataset": "toys",
@@ -24,7 +24,18 @@ def make_example(number: int = 0, **changes: object) -> Example:
         "answers": ("something",),
         "max_tokens": 6,
     }
-    return Example(**(fields | changes))
+    return Question(**(fields | changes))
+
+
+def make_continuation(number: int = 0, **changes: object) -> Continuation:
+    fields = {
+        "id": str(number),
+        "dataset": "prose",
+        "task": "prose",
+        "passages": tuple(f"Passage {number}.{i} tells of something" for i in range(3)),
+        "continuation": " that goes on without an end.",
+    }
+    return Continuation(**(fields | changes))
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvlinker.errors import InvalidRequestError, PolicyError
-from kvlinker.evaluation.answers import Result
 from kvlinker.evaluation.calibration import calibrate, settings_of
-from kvlinker.evaluation.examples import Example, Skipped
+from kvlinker.evaluation.examples import Continuation, Example, Question, Skipped
+from kvlinker.evaluation.results import Answered, Result
 
-EXAMPLES = [Example(str(n), "toy", "toy", ("passage",), f"question {n}", ("right",)) for n in range(4)]
+EXAMPLES = [Question(str(n), "toy", "toy", ("passage",), f"question {n}", ("right",)) for n in range(4)]
 
 
 class Scripted:
@@ -26,13 +26,13 @@ class Scripted:
         if example.id in self.skipped:
             return Skipped(example.id, "too long")
         return tuple(
-            Result(
+            Answered(
                 example.digest,
                 policy,
-                "right" if int(example.id) < self.told[policy][0] else "wrong",
+                text="right" if int(example.id) < self.told[policy][0] else "wrong",
                 cached_tokens=100 - self.told[policy][1],
                 recomputed_tokens=self.told[policy][1],
-                agreed=True,
+                agreement=1.0,
                 kl=0.0,
             )
             for policy in policies
@@ -59,6 +59,12 @@ def test_what_cannot_be_asked_is_left_out_and_told() -> None:
     assert [skip.reason for skip in found.skipped] == ["too long"]
     with pytest.raises(InvalidRequestError, match="too long"):
         run({"naive": (2, 0)}, 0.5, skipped=frozenset("0123"))
+
+
+def test_text_without_answers_chooses_nothing() -> None:
+    examiner: Any = Scripted({})
+    with pytest.raises(InvalidRequestError, match="give a data set of questions"):
+        calibrate(examiner, [Continuation("0", "toy", "toy", ("passage",), "goes on")], ["naive"], target=0.9)
 
 
 def test_settings_come_from_a_template() -> None:

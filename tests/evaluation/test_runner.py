@@ -5,10 +5,11 @@ import json
 import pytest
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.evaluation.answers import Examiner, Result
+from kvlinker.evaluation.answers import Examiner
 from kvlinker.evaluation.deviation import Deviation
 from kvlinker.evaluation.examples import Skipped
 from kvlinker.evaluation.journal import Journal
+from kvlinker.evaluation.results import Answered, Scored
 from kvlinker.evaluation.runner import evaluate
 from tests.evaluation.conftest import make_example
 
@@ -89,8 +90,10 @@ def test_skipped_examples_are_not_journaled(llm, tmp_path):
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_results_survive_the_journal_with_all_their_fields(tmp_path):
-    result = Result("d", "naive", "a\nb", 1, 2, False, 0.1 + 0.2, Deviation((0.1, 0.2), (0.3, 1 / 3)))
+@pytest.mark.parametrize("own", [{"text": "a\nb"}, {"loss": 1 / 3}])
+def test_results_survive_the_journal_with_all_their_fields(tmp_path, own):
+    kind = Answered if "text" in own else Scored
+    result = kind("d", "naive", 1, 2, 0.5, 0.1 + 0.2, **own, deviation=Deviation((0.1, 0.2), (0.3, 1 / 3)))
     Journal(tmp_path / "run.jsonl", {"a": (1,)}).add([result])
     assert Journal(tmp_path / "run.jsonl", {"a": (1,)}).get("d", ["naive"]) == (result,)
     assert Journal(tmp_path / "run.jsonl", {"a": (1,)}).get("d", ["naive", "full"]) is None

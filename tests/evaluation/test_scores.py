@@ -2,20 +2,20 @@
 
 import pytest
 
-from kvlinker.evaluation.answers import Result
 from kvlinker.evaluation.deviation import Deviation
+from kvlinker.evaluation.results import Answered, Scored
 from kvlinker.evaluation.scores import scores
-from tests.evaluation.conftest import make_example
+from tests.evaluation.conftest import make_continuation, make_example
 
 
-def result(example, policy, text, *, cached=60, recomputed=40, agreed=True, kl=0.0, deviation=None):
-    return Result(example.digest, policy, text, cached, recomputed, agreed, kl, deviation)
+def result(example, policy, text, *, cached=60, recomputed=40, agreement=1.0, kl=0.0, deviation=None):
+    return Answered(example.digest, policy, cached, recomputed, agreement, kl, text, deviation=deviation)
 
 
 def answered():
     first, second, third = (make_example(n, answers=("red cat", "blue"), metric="exact_match") for n in range(3))
     return [
-        (first, [result(first, "full", "blue"), result(first, "p", "Blue.", agreed=False, kl=0.5)]),
+        (first, [result(first, "full", "blue"), result(first, "p", "Blue.", agreement=0.0, kl=0.5)]),
         (second, [result(second, "full", "red"), result(second, "p", "dog", cached=100, recomputed=0)]),
         (third, [result(third, "full", ""), result(third, "p", "")]),
     ]
@@ -71,3 +71,25 @@ def test_deviations_are_scored_by_layer():
     assert rows["even", "full", "kv_deviation"].score == pytest.approx(0.2)
     assert rows["even", "full", "kv_deviation"].layers == (0.1, 0.3)
     assert rows["even", "full", "attention_deviation"].layers == (0.0, 1.0)
+
+
+def test_continuations_are_scored_by_their_loss():
+    told = []
+    for number, (full, other) in enumerate([(2.0, 2.5), (4.0, 4.25)]):
+        example = make_continuation(number)
+        told.append(
+            (
+                example,
+                [
+                    Scored(example.digest, "full", 0, 100, 1.0, 0.0, loss=full),
+                    Scored(example.digest, "naive", 100, 0, 0.5, 0.1, loss=other),
+                ],
+            )
+        )
+    full, naive = scores(told, ["full", "naive"])
+    assert (naive.metric, naive.main, naive.n) == ("loss", True, 2)
+    assert (full.score, naive.score) == (3, 3.375)
+    assert naive.difference == 0.375
+    assert 0.25 <= naive.difference_interval.low <= naive.difference_interval.high <= 0.5
+    assert (naive.agreement, naive.kl, naive.recomputed_fraction) == (0.5, pytest.approx(0.1), 0)
+    assert full.difference_interval == (0, 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvlinker.bench.report import Row
 from kvlinker.errors import InvalidRequestError
+from kvlinker.evaluation.metrics import METRICS
 
 
 def plot_ttft(rows: Sequence[Row], path: Path) -> None:
@@ -56,7 +57,9 @@ def plot_quality(rows: Sequence[Row], path: Path) -> None:
                 reach = [[row["score"] - row["ci_low"]], [row["ci_high"] - row["score"]]]
                 axes.errorbar(100 * row["recomputed_fraction"], row["score"], reach, marker="o", label=row["policy"])
         title = dataset if task == dataset else f"{dataset}: {task}"
-        axes.set(xlabel="recomputed (% of cached tokens)", ylabel=metric, title=title, ylim=(0, 1.02))
+        axes.set(xlabel="recomputed (% of cached tokens)", ylabel=metric, title=title)
+        if metric in METRICS:  # others are no shares
+            axes.set_ylim(0, 1.02)
     for axes in panels[len(tasks) :]:
         axes.set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()

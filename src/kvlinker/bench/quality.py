@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from kvlinker.bench.report import Report, Row
 from kvlinker.bench.subject import Subject
 from kvlinker.config import Settings
 from kvlinker.errors import InvalidRequestError
-from kvlinker.evaluation.answers import REFERENCE, Examiner, Result
+from kvlinker.evaluation.answers import REFERENCE, Examiner
 from kvlinker.evaluation.contexts import ContextSplit, ContextSplitter
 from kvlinker.evaluation.datasets import load_dataset
 from kvlinker.evaluation.examples import Dataset, Example, Skipped
 from kvlinker.evaluation.inspection import EngineInspector
 from kvlinker.evaluation.journal import Journal
 from kvlinker.evaluation.metrics import rouge_scorer
+from kvlinker.evaluation.results import Result
 from kvlinker.evaluation.runner import evaluate
 from kvlinker.evaluation.scores import Score, scores
 
@@ -32,6 +34,7 @@ COLUMNS = (
     "ci_low",
     "ci_high",
     "vs_full",
+    "perplexity",
     "recomputed_fraction",
     "agreement",
     "kl",
@@ -47,8 +50,8 @@ class QualityOptions:
     then differs from run to run."""
 
     datasets: tuple[str, ...] = ("reader",)
-    tasks: tuple[str, ...] = ()
     policies: tuple[str, ...] = (REFERENCE, "naive", "legolink-16", "random-15")
+    tasks: tuple[str, ...] = ()
     limit: int | None = None
     split: ContextSplit = ContextSplit.SEMANTIC
     chunk_tokens: int = 512
@@ -185,6 +188,8 @@ def score_row(score: Score) -> Row:
         "agreement": score.agreement,
         "kl": score.kl,
     }
+    if score.metric == "loss":
+        row["perplexity"] = exp(score.score)
     return row | {"layers": list(score.layers)} if score.layers else row
 
 

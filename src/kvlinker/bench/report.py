@@ -27,10 +27,11 @@ class Report:
     rows: Sequence[Row]
 
     def print(self, console: Console, columns: Sequence[str]) -> None:
-        """The named columns as a table, with machine, versions and settings above it."""
+        """Those of the named columns that any row has as a table, with machine, versions and settings above it."""
         for title, values in (("machine", self.machine), ("versions", self.versions), ("settings", self.settings)):
             console.print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in values.items()))
         table = Table()
+        columns = [column for column in columns if any(column in row for row in self.rows)]
         for column in columns:
             justify: Literal["left", "right"] = "left" if column in _TEXT_COLUMNS else "right"
             table.add_column(column, justify=justify, no_wrap=True)

@@ -172,7 +172,7 @@ def quality(
     dataset: Annotated[
         list[str] | None,
         typer.Option(
-            help="reader (the default), a file of questions, or a folder of texts to hide needles in; may be repeated.",
+            help="reader (the default), prose, a file of examples, or a folder to hide needles in; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -200,7 +200,7 @@ def quality(
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Quality of answers by policy, beside those of a full prefill."""
+    """Quality of answers, and of predictions of given text, by policy, beside those of a full prefill."""
     from kvlinker.bench.plots import plot_quality
     from kvlinker.bench.quality import COLUMNS, QualityOptions, main_rows, run_quality
     from kvlinker.bench.subject import make_subject

@@ -7,6 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvlinker.chunks import Chunk
 from kvlinker.errors import InvalidRequestError, KVLinkerError
 from kvlinker.linking.explanation import Explanation
@@ -101,6 +104,27 @@ class Usage:
         return self.cached_tokens + self.recomputed_tokens + self.fresh_tokens
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """How likely the tokens behind a prompt's last chunk are, each after all that stands before it, in nats.
+
+    The first of them is left out: what stands before it is a chunk, whose last token a policy may not compute. Prompts
+    without chunks are scored from their second token on. ``token_ids`` and ``logprobs`` are [scored]; ``top_ids`` and
+    ``top_logprobs`` [scored, top] are the most likely tokens, best first, as many as were asked for.
+    """
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    top_ids: NDArray[np.int64]
+    top_logprobs: NDArray[np.float32]
+    usage: Usage
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return -float(self.logprobs.mean(dtype=np.float64))
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Where a request's time went, in seconds.
@@ -193,6 +217,15 @@ class Engine(Protocol):
         """Link the request's prompt like ``generate``, and say how, without generating.
 
         Raises ContextLengthError, OverloadedError or EngineClosedError at once; later errors are the future's.
+        """
+        ...
+
+    def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
+        """Link the request's prompt like ``generate``, and say how likely its last tokens are, without generating.
+
+        ``request.sampling.logprobs`` counts the alternatives that are told with each token. Raises InvalidRequestError
+        when fewer than two tokens stand behind the last chunk, and ContextLengthError, OverloadedError or
+        EngineClosedError at once; later errors are the future's.
         """
         ...
 

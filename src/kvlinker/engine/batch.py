@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.engine.anatomy import LayerShape
+from kvlinker.engine.logprobs import LogprobCollector
 from kvlinker.engine.observation import Observer, ScoreCollector
 from kvlinker.engine.refinement import Refinement
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
@@ -86,7 +87,7 @@ class Run:
 
     ``slot``: where the request's position 0 lies. ``wants_logits``: the last token's logits are needed.
     ``capture`` collects the KV of chunks; ``refinement`` may drop tokens between layers, the same for all runs of a
-    request and never with ``capture``; ``observer`` sees the attention.
+    request and never with ``capture``; ``observer`` sees the attention; ``logprobs`` takes the logits of fresh tokens.
     """
 
     slot: int
@@ -96,6 +97,7 @@ class Run:
     capture: Capture | None = None
     refinement: Refinement | None = None
     observer: Observer | None = None
+    logprobs: LogprobCollector | None = None
 
     @property
     def end(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.config import Settings
-from kvlinker.engine.base import EngineLoad, GenerationRequest, Sink
+from kvlinker.engine.base import EngineLoad, GenerationRequest, PromptLogprobs, Sink
 from kvlinker.engine.chunk_builder import ChunkBuilder
 from kvlinker.engine.cost import CostModel
 from kvlinker.engine.explaining import Explaining
@@ -31,6 +31,7 @@ from kvlinker.engine.pool import KVPool, SlotAllocator
 from kvlinker.engine.refinement import Refinement
 from kvlinker.engine.runner import Runner
 from kvlinker.engine.scheduler import Scheduler, Step
+from kvlinker.engine.scoring import Scoring
 from kvlinker.engine.sequence import Sequence
 from kvlinker.engine.sizing import default_slots
 from kvlinker.engine.variant_builder import VariantBuilder
@@ -150,7 +151,14 @@ class EmbeddedEngine:
         self._checked_max_tokens(request)
         explaining = Explaining(request, layers=len(self._loaded.layers), cost=self._cost)
         self._admit(explaining)
-        return explaining.explained
+        return explaining.future
+
+    def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
+        self._check_vocabulary(request.prompt.tokens, param="prompt")
+        self._check_scorable(request.prompt)
+        scoring = Scoring(request, head=self._runner.head, vocabulary=self._loaded.vocabulary)
+        self._admit(scoring)
+        return scoring.future
 
     def _admit(self, generation: LinkedRequest) -> None:
         with self._wake:
@@ -195,6 +203,20 @@ class EmbeddedEngine:
                 param="max_tokens",
             )
         return room if wanted is None else wanted
+
+    def _check_scorable(self, prompt: Prompt) -> None:
+        fresh = len(prompt) - max((span.end for span in prompt.spans), default=0)
+        if fresh < 2:
+            raise InvalidRequestError(
+                f"There is nothing to score: {fresh} tokens stand behind the last chunk, but at least 2 must. "
+                "The first one is never scored.",
+                param="prompt",
+            )
+        if len(prompt) > self.max_model_len:
+            raise ContextLengthError(
+                f"The prompt has {len(prompt)} tokens, but the model takes {self.max_model_len}. Shorten the prompt.",
+                param="prompt",
+            )
 
     def _check_vocabulary(self, tokens: NDArray[np.int64], *, param: str) -> None:
         """An unknown id would fail all requests of its step."""
@@ -256,6 +278,7 @@ class EmbeddedEngine:
             most_tokens=plan.length + generation.max_tokens,
             probe=probe,
             refine=None if probe else self._refinement_of(plan, explains=generation.explains),
+            logprobs=generation.collector(plan.prompt),
         )
         self._command(partial(self._enter, generation, link, sequence))
         if self._variants is not None and plan.policy.uses_variants and not generation.explains:

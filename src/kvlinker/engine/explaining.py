@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future
 from typing import ClassVar
 
 import numpy as np
@@ -11,22 +10,21 @@ from torch import Tensor
 
 from kvlinker.engine.base import GenerationRequest
 from kvlinker.engine.cost import CostModel
-from kvlinker.engine.linked_request import LinkedRequest
-from kvlinker.errors import EngineClosedError, KVLinkerError
+from kvlinker.engine.future_request import FutureRequest
+from kvlinker.errors import KVLinkerError
 from kvlinker.linking.explanation import Explanation, LinkCost, layer_masks, layer_ranges, linked_segments
 from kvlinker.linking.plan import LinkPlan, probe_plan
 
 logger = logging.getLogger(__name__)
 
 
-class Explaining(LinkedRequest):
-    """Links like a generation, and ends with an explanation where that would sample its first token."""
+class Explaining(FutureRequest[Explanation]):
+    """Ends with an explanation."""
 
     explains: ClassVar[bool] = True
 
     def __init__(self, request: GenerationRequest, *, layers: int, cost: CostModel) -> None:
         super().__init__(request, max_tokens=1)
-        self.explained: Future[Explanation] = Future()
         self._layers = layers
         self._cost = cost
 
@@ -37,16 +35,7 @@ class Explaining(LinkedRequest):
             logger.exception("A policy could not be explained.")
             self.fail(KVLinkerError(f"Policy {self.request.policy.name} could not be explained: {error}"))
         else:
-            self.ended = True
-            self.explained.set_result(explanation)
-
-    def cancel(self) -> None:
-        self.fail(EngineClosedError("The explanation was cancelled."))
-
-    def fail(self, error: KVLinkerError) -> None:
-        if not self.ended:
-            self.ended = True
-            self.explained.set_exception(error)
+            self.finish(explanation)
 
     def _explain(self) -> Explanation:
         assert self.plan is not None
@@ -56,7 +45,7 @@ class Explaining(LinkedRequest):
         dropped = [] if refinement is None else refinement.dropped
         shown = () if refinement is None else refinement.shown
         masks = layer_masks(plan, self._layers, dropped)
-        recomputed = plan.recomputed_tokens if refinement is None else refinement.recomputed_tokens
+        usage = self.usage()
         probed = self._flops(probe_plan(prompt, plan.policy)) if plan.policy.probes else 0.0
         return Explanation(
             policy=plan.policy.name,
@@ -65,9 +54,9 @@ class Explaining(LinkedRequest):
             layers=layer_ranges(prompt, masks),
             scores=(*plan.policy.explain(prompt, self._link.evidence), *shown),
             cost=LinkCost(
-                cached_tokens=plan.cached_tokens + plan.recomputed_tokens - recomputed,
-                recomputed_tokens=recomputed,
-                fresh_tokens=plan.fresh_tokens,
+                cached_tokens=usage.cached_tokens,
+                recomputed_tokens=usage.recomputed_tokens,
+                fresh_tokens=usage.fresh_tokens,
                 flops=self._cost.flops(masks) + probed,
                 full_flops=self._cost.flops([np.ones(plan.length, dtype=np.bool_)] * self._layers),
             ),

@@ -82,7 +82,7 @@ class Generation(LinkedRequest):
         self.ended = True
         if last is not None:
             self._send(last)
-        usage = self._usage()
+        usage = self.usage(self._output_tokens)
         self._publish(reason, usage)
         self._send(Finished(reason, usage, self._timing()))
 
@@ -97,16 +97,6 @@ class Generation(LinkedRequest):
                 output_tokens=usage.output_tokens,
             )
         )
-
-    def _usage(self) -> Usage:
-        plan = self.plan
-        if self._started is None or plan is None:
-            return Usage(0, 0, 0)
-        recomputed = plan.recomputed_tokens
-        if self.sequence is not None and self.sequence.refinement is not None:
-            recomputed = self.sequence.refinement.recomputed_tokens
-        cached = plan.cached_tokens + plan.recomputed_tokens - recomputed
-        return Usage(cached, recomputed, plan.fresh_tokens, self._output_tokens)
 
     def _timing(self) -> Timing:
         now = time.perf_counter()

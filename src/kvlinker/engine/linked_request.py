@@ -8,12 +8,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvlinker.engine.base import GenerationRequest
+from kvlinker.engine.base import GenerationRequest, Usage
 from kvlinker.engine.link_loading import Link
+from kvlinker.engine.logprobs import LogprobCollector
 from kvlinker.engine.observation import QuestionProbe
 from kvlinker.engine.sequence import Sequence
 from kvlinker.errors import KVLinkerError
 from kvlinker.linking.plan import LinkPlan
+from kvlinker.prompt.segments import Prompt
 
 
 class LinkedRequest(ABC):
@@ -45,6 +47,21 @@ class LinkedRequest(ABC):
         """A step with its tokens begins."""
         if self._started is None:
             self._started = time.perf_counter()
+
+    def collector(self, prompt: Prompt) -> LogprobCollector | None:
+        """What collects the log probabilities of ``prompt``, the request's as it was arranged, if they are wanted."""
+        return None
+
+    def usage(self, output_tokens: int = 0) -> Usage:
+        """What became of the prompt's tokens so far; none before the first step."""
+        plan = self.plan
+        if self._started is None or plan is None:
+            return Usage(0, 0, 0)
+        recomputed = plan.recomputed_tokens
+        if self.sequence is not None and self.sequence.refinement is not None:
+            recomputed = self.sequence.refinement.recomputed_tokens
+        cached = plan.cached_tokens + plan.recomputed_tokens - recomputed
+        return Usage(cached, recomputed, plan.fresh_tokens, output_tokens)
 
     def plan_after(self, probe: QuestionProbe) -> LinkPlan:
         """The first pass is done: what to compute in the second."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvlinker.engine.anatomy import LayerShape, decoder_layers
 from kvlinker.engine.batch import Batch
+from kvlinker.engine.head import Head
 from kvlinker.engine.interception import active_interceptor, intercepted
 from kvlinker.engine.kernels import choose_kernel
 from kvlinker.engine.pool import KVPool
@@ -36,19 +37,30 @@ class Runner:
             self._layers, dtype=pool.keys[0].dtype, device=self.device, use_native=native_attention
         )
 
+    @cached_property
+    def head(self) -> Head:
+        """For texts to be scored with. Raises InvalidRequestError for a model whose head is not apart."""
+        return Head(self._model)
+
     @torch.inference_mode()
     def step(self, batch: Batch) -> Tensor:
         """Compute all runs; returns the logits [runs that want them, vocabulary], in batch order, fp32, on the CPU."""
         step = Step(self._layers, self.pool, batch, kernel=self._kernel, profile=self.profile)
         wanted = len(step.logit_rows)
         refined = any(run.refinement is not None for run in batch.runs)
-        with intercepted(step), _narrowing(self._model, step) if refined else nullcontext():
+        scored = any(run.logprobs is not None for run in batch.runs)
+        watching: AbstractContextManager[list[Tensor]] = self.head.watching(step) if scored else nullcontext([])
+        with intercepted(step), _narrowing(self._model, step) if refined else nullcontext(), watching as hidden:
             output = self._model(
                 input_ids=torch.from_numpy(batch.tokens)[None].to(self.device),
                 position_ids=torch.from_numpy(batch.positions)[None].to(self.device),
                 use_cache=False,
                 logits_to_keep=step.logit_rows if wanted else 1,
             )
+        for states in hidden:
+            for run, rows in step.remaining.rows():
+                if run.logprobs is not None:
+                    run.logprobs.collect(run.start, states[rows])
         logits: Tensor = output.logits[0, :wanted].float().cpu()
         return logits
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.engine.batch import Capture, Placed, Run
+from kvlinker.engine.logprobs import LogprobCollector
 from kvlinker.engine.observation import Observer, QuestionProbe
 from kvlinker.engine.pool import SlotRange
 from kvlinker.engine.refinement import Refinement
@@ -34,11 +35,13 @@ class Sequence:
         capture: Capture | None = None,
         probe: QuestionProbe | None = None,
         refine: Callable[[], Refinement] | None = None,
+        logprobs: LogprobCollector | None = None,
     ) -> None:
         """``most_tokens``: how long it can grow.
 
         With ``capture`` it holds chunks that are computed: no logits. With ``probe`` its runs are a first pass that
-        ``relink`` follows. ``refine`` starts the way through the layers of a policy that refines.
+        ``relink`` follows. ``refine`` starts the way through the layers of a policy that refines. ``logprobs``: whose
+        the logits of the prompt's last tokens are.
         """
         self._tokens = np.empty(most_tokens, dtype=np.int64)
         self._tokens[: len(tokens)] = tokens
@@ -48,6 +51,7 @@ class Sequence:
         self.length = len(tokens)
         self.capture = capture
         self.probe = probe
+        self.logprobs = logprobs
         self.held: SlotRange | None = None
         self._refine = refine
         self.refinement: Refinement | None = None
@@ -134,6 +138,7 @@ class Sequence:
                 capture=self.capture,
                 refinement=refinement,
                 observer=self._observer(refinement),
+                logprobs=self.logprobs if self.probe is None else None,
             )
             for begin, end in taken
         ]

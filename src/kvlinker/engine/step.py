@@ -57,6 +57,8 @@ class Step:
         self._peeking = False
         self.logit_rows = torch.tensor(batch.logit_rows, dtype=torch.long, device=self._device)
         """Where in the last layer's output the wanted tokens are; follows them when others are dropped."""
+        self.remaining = batch
+        """The batch of the tokens that the hidden states still have."""
         self._enter(batch)
 
     def enter_layer(self, index: int, hidden: Tensor, compute: Callable[[Tensor], object]) -> Tensor:
@@ -170,6 +172,7 @@ class Step:
 
     def _narrowed(self, hidden: Tensor, kept: Tensor) -> Tensor:
         """``hidden`` of the tokens that are left; the batch is theirs already."""
+        self.remaining = self._batch
         moved = self._batch.logit_rows
         assert len(moved) == len(self.logit_rows), "a token whose logits are wanted was dropped"
         self.logit_rows.copy_(torch.tensor(moved, dtype=torch.long))

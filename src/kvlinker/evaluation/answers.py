@@ -4,54 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from statistics import fmean
 
-import numpy as np
-
+from kvlinker.chunks import Chunk
 from kvlinker.errors import ContextLengthError, EngineClosedError, KVLinkerError
 from kvlinker.evaluation.deviation import Deviation, deviation
-from kvlinker.evaluation.examples import Example, Skipped
+from kvlinker.evaluation.examples import Continuation, Example, Question, Skipped
 from kvlinker.evaluation.inspection import Inspector, LayerView
-from kvlinker.evaluation.next_token import NextToken, agree, kl_divergence
+from kvlinker.evaluation.next_token import agree, kl_divergence
+from kvlinker.evaluation.results import Result
+from kvlinker.evaluation.trials import ContinuationTrial, QuestionTrial, Trial
 from kvlinker.linking import Policy
-from kvlinker.llm import LLM, Answer, Message
+from kvlinker.llm import LLM, Message
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
+from kvlinker.store import ContextCache
 
 REFERENCE = "full"
 """The policy that all are compared with."""
 
-MOST_LOGPROBS = 1000
-"""Tokens of a distribution that an engine reports."""
-
-_Asked = Sequence[Message] | Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a policy made of an example. ``kl`` is in nats, against full; ``agreed``: same most likely first token."""
-
-    example: str
-    policy: str
-    text: str
-    cached_tokens: int
-    recomputed_tokens: int
-    agreed: bool
-    kl: float
-    deviation: Deviation | None = None
-
-    @property
-    def recomputed_fraction(self) -> float:
-        """Tokens computed again over all that chunk caches held."""
-        held = self.cached_tokens + self.recomputed_tokens
-        return self.recomputed_tokens / held if held else 0.0
-
 
 @dataclass(frozen=True)
 class Examiner:
-    """Asks one model. Greedy, so that equal examples get equal answers. May be called from several threads.
+    """Examines one model. Equal examples get equal results. May be called from several threads.
 
-    ``max_tokens`` replaces the examples' own limits. ``truncate``: passages are taken from the middle of contexts over
+    ``max_tokens`` replaces the questions' own limits. ``truncate``: passages are taken from the middle of contexts over
     the window, as LongBench cuts them; otherwise such examples are skipped. ``inspector``: measure deviations too.
     """
 
@@ -61,8 +38,8 @@ class Examiner:
     inspector: Inspector | None = None
     one_by_one: bool = True
     """Cache chunks one after the other, so that every run computes the same batches, and so the same bits."""
-    prepare: Callable[[Example, Prompt], Prompt] | None = None
-    """Exchanges the chunks of an example's prompt before it is asked, such as for variants."""
+    prepare: Callable[[Question, Prompt], Prompt] | None = None
+    """Exchanges the chunks of a question's prompt before it is asked, such as for variants."""
     unregistered: Mapping[str, Policy] = field(default_factory=dict)
     """Policies by names that mean nothing elsewhere."""
 
@@ -79,78 +56,86 @@ class Examiner:
             return Skipped(f"{example.dataset} {example.id}", error.message)
 
     def _results(self, example: Example, policies: Sequence[str]) -> tuple[Result, ...]:
-        limit = example.max_tokens if self.max_tokens is None else self.max_tokens
-        passages = self._fitting(example, limit)
-        messages = self._messages(example, passages)
-        full = self._answer(messages, REFERENCE, limit)
-        full_next = self._next_token(messages, REFERENCE, full)
-        full_views = self.inspector.inspect(messages, REFERENCE) if self.inspector is not None else ()
+        trial = self._trial(example)
+        full = trial.run(REFERENCE)
+        full_views = self.inspector.inspect_prompt(trial.prompt(), REFERENCE) if self.inspector is not None else ()
         results = []
         for policy in policies:
-            answer = full if policy == REFERENCE else self._answer(messages, policy, limit)
-            next_token = full_next if policy == REFERENCE else self._next_token(messages, policy, answer)
+            run = full if policy == REFERENCE else trial.run(self._policy(policy))
+            compared = list(zip(full.next_tokens, run.next_tokens, strict=True))
             results.append(
-                Result(
+                run.result(
                     example=example.digest,
                     policy=policy,
-                    text=_first_line(answer.text) if example.first_line else answer.text.strip(),
-                    cached_tokens=answer.usage.cached_tokens,
-                    recomputed_tokens=answer.usage.recomputed_tokens,
-                    agreed=agree(full_next, next_token),
-                    kl=kl_divergence(full_next, next_token),
-                    deviation=self._deviation(messages, policy, full_views),
+                    cached_tokens=run.usage.cached_tokens,
+                    recomputed_tokens=run.usage.recomputed_tokens,
+                    agreement=fmean(agree(*pair) for pair in compared),
+                    kl=fmean(kl_divergence(*pair) for pair in compared),
+                    deviation=self._deviation(trial, policy, full_views),
                 )
             )
         return tuple(results)
 
-    def _answer(self, messages: _Asked, policy: str, limit: int, **sampling: Any) -> Answer:
-        chosen = self.unregistered.get(policy, policy)
-        return self.llm.chat_completion(
-            messages, policy=chosen, max_tokens=limit, temperature=0, logprobs=MOST_LOGPROBS, **sampling
-        )
+    def _trial(self, example: Example) -> Trial:
+        if isinstance(example, Question):
+            return self._question(example)
+        return self._continuation(example)
 
-    def _next_token(self, messages: _Asked, policy: str, answer: Answer) -> NextToken:
-        """An answer that ends at once reports no distribution: then its first token is asked for again."""
-        if not answer.logprobs:
-            answer = self._answer(messages, policy, 1, ignore_eos=True)
-        return NextToken.of(answer.logprobs[0].top)
+    def _question(self, example: Question) -> QuestionTrial:
+        def build(chunks: Sequence[Chunk]) -> Prompt:
+            return self.llm.builder.chat([ChatMessage("user", (*chunks, example.question))])
 
-    def _deviation(self, messages: _Asked, policy: str, full: Sequence[LayerView]) -> Deviation | None:
+        limit = example.max_tokens if self.max_tokens is None else self.max_tokens
+        caches = self._cached(self._fitting(example, limit, build))
+        messages: Sequence[Message] | Prompt = [{"role": "user", "content": [*caches, example.question]}]
+        if self.prepare is not None:
+            messages = self.prepare(example, self.llm.chat_prompt(messages))
+        return QuestionTrial(self.llm, messages, limit, example.first_line)
+
+    def _continuation(self, example: Continuation) -> ContinuationTrial:
+        def build(chunks: Sequence[Chunk]) -> Prompt:
+            parts: list[str | Chunk] = [*self._bos(example), *chunks, example.continuation]
+            return self.llm.builder.completion(parts)
+
+        caches = self._cached(self._fitting(example, 0, build))
+        return ContinuationTrial(self.llm, (*self._bos(example), *caches, example.continuation))
+
+    def _bos(self, example: Continuation) -> tuple[str, ...]:
+        """The token that begins texts, unless the tokenizer puts it there by itself or the first chunk has it."""
+        tokenizer, builder = self.llm.tokenizer, self.llm.builder
+        first = (*builder.encoder.opening, *builder.encode_chunk(example.passages[0]).tokens)[0]
+        return () if tokenizer.bos_token_id in (None, first) else (str(tokenizer.bos_token),)
+
+    def _policy(self, name: str) -> str | Policy:
+        return self.unregistered.get(name, name)
+
+    def _deviation(self, trial: Trial, policy: str, full: Sequence[LayerView]) -> Deviation | None:
         if self.inspector is None:
             return None
-        prompt = self.llm.chat_prompt(messages)
-        cached = np.zeros(len(prompt), dtype=np.bool_)
-        for span in prompt.spans:
-            cached[span.start : span.end] = True
-        chosen = self.unregistered.get(policy, policy)
-        return deviation(full, full if policy == REFERENCE else self.inspector.inspect(messages, chosen), cached)
+        prompt = trial.prompt()
+        views = full if policy == REFERENCE else self.inspector.inspect_prompt(prompt, self._policy(policy))
+        return deviation(full, views, prompt.cached)
 
-    def _messages(self, example: Example, passages: Sequence[str]) -> _Asked:
+    def _cached(self, passages: Sequence[str]) -> list[ContextCache]:
         batches = [[passage] for passage in passages] if self.one_by_one else [list(passages)]
-        caches = [cache for batch in batches for cache in self.llm.generate_context_cache(batch)]
-        messages = [{"role": "user", "content": [*caches, example.question]}]
-        return messages if self.prepare is None else self.prepare(example, self.llm.chat_prompt(messages))
+        return [cache for batch in batches for cache in self.llm.generate_context_cache(batch)]
 
-    def _fitting(self, example: Example, limit: int) -> tuple[str, ...]:
-        """The passages, or with ``truncate`` as many from both ends as leave room for the answer.
+    def _fitting(self, example: Example, limit: int, build: Callable[[Sequence[Chunk]], Prompt]) -> tuple[str, ...]:
+        """The passages, or with ``truncate`` as many from both ends as leave room for an answer of ``limit`` tokens.
 
-        Raises ContextLengthError where they do not fit.
+        ``build`` makes a prompt of them. Raises ContextLengthError where they do not fit.
         """
-        builder = self.llm.builder
-        chunks = [builder.encode_chunk(passage) for passage in example.passages]
-        prompt = builder.chat([ChatMessage("user", (*chunks, example.question))])
+        chunks = [self.llm.builder.encode_chunk(passage) for passage in example.passages]
+        prompt = build(chunks)
         excess = len(prompt) + limit - self.llm.max_model_len
         kept = list(range(len(chunks)))
         while self.truncate and not example.whole and excess > 0 and len(kept) > 1:
             excess -= len(chunks[kept.pop(len(kept) // 2)])
         if excess > 0:
+            answer = f" and {limit} for the answer" if limit else ""
             hint = "" if self.truncate or example.whole else " (--truncate takes passages from the middle)"
             raise ContextLengthError(
-                f"over the window: {len(prompt)} prompt tokens and {limit} for the answer, but the model takes "
+                f"over the window: {len(prompt)} prompt tokens{answer}, but the model takes "
                 f"{self.llm.max_model_len}{hint}"
             )
         return tuple(example.passages[index] for index in kept)
-
-
-def _first_line(text: str) -> str:
-    return text.strip().split("\n", 1)[0].strip()

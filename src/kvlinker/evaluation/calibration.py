@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.evaluation.answers import REFERENCE, Examiner, Result
-from kvlinker.evaluation.examples import Example, Skipped
+from kvlinker.evaluation.answers import REFERENCE, Examiner
+from kvlinker.evaluation.examples import Example, Question, Skipped
 from kvlinker.evaluation.metrics import METRICS, best_score
+from kvlinker.evaluation.results import Answered, Result
 from kvlinker.evaluation.runner import evaluate
 from kvlinker.linking import parse_policy
 
@@ -68,8 +69,12 @@ def calibrate(
 ) -> Calibration:
     """Score every policy on the examples, each by the metric that its task is usually measured by.
 
-    Raises InvalidRequestError when no example could be asked, and when full answers none of them right.
+    Raises InvalidRequestError for examples without answers, when none could be asked, and when full answers none of
+    them right.
     """
+    questions = [example for example in examples if isinstance(example, Question)]
+    if len(questions) < len(examples):
+        raise InvalidRequestError("Settings are chosen by answers: give a data set of questions.", param="dataset")
     asked = list(dict.fromkeys((*policies, REFERENCE)))
     skipped: list[Skipped] = []
     found: dict[str, list[tuple[float, Result]]] = {policy: [] for policy in asked}
@@ -79,6 +84,8 @@ def calibrate(
             skipped.append(outcome)
             continue
         for result in outcome:
+            assert isinstance(example, Question)
+            assert isinstance(result, Answered)
             score = best_score(METRICS[example.metric], result.text, example.answers)
             found[result.policy].append((score, result))
     full = fmean(score for score, _ in found[REFERENCE]) if found[REFERENCE] else 0.0

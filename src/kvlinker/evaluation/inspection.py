@@ -14,12 +14,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlinker.engine.anatomy import LayerShape
 from kvlinker.engine.attention import AttentionOptions, Queries, attention_weights
+from kvlinker.engine.base import GenerationRequest
 from kvlinker.engine.embedded import EmbeddedEngine
 from kvlinker.engine.interception import ATTENTION_NAME, attention_of
 from kvlinker.engine.loading import LoadedModel
 from kvlinker.errors import InvalidRequestError
-from kvlinker.linking import Policy
-from kvlinker.llm import LLM, Answer, Message
+from kvlinker.linking import Policy, as_policy
+from kvlinker.llm import LLM, Message
 from kvlinker.prompt.segments import Prompt
 
 LAST_QUERIES = 16
@@ -44,7 +45,9 @@ class LayerView:
 class Inspector(Protocol):
     """Runs one prompt under a policy while nothing else runs, and shows all layers."""
 
-    def inspect(self, messages: Sequence[Message] | Prompt, policy: str | Policy) -> tuple[LayerView, ...]: ...
+    def inspect(self, messages: Sequence[Message], policy: str | Policy) -> tuple[LayerView, ...]: ...
+
+    def inspect_prompt(self, prompt: Prompt, policy: str | Policy) -> tuple[LayerView, ...]: ...
 
 
 class EngineInspector:
@@ -58,20 +61,17 @@ class EngineInspector:
         self._loaded = loaded
         self._pool = llm.engine.runner.pool
 
-    def inspect(self, messages: Sequence[Message] | Prompt, policy: str | Policy) -> tuple[LayerView, ...]:
-        """Raises InvalidRequestError while the engine does something else: the prompt must lie at the pool's start."""
-        return self.answer(messages, policy)[1]
+    def inspect(self, messages: Sequence[Message], policy: str | Policy) -> tuple[LayerView, ...]:
+        """A conversation; see ``inspect_prompt``."""
+        return self.inspect_prompt(self._llm.chat_prompt(messages), policy)
 
-    def answer(
-        self, messages: Sequence[Message] | Prompt, policy: str | Policy
-    ) -> tuple[Answer, tuple[LayerView, ...]]:
-        """As ``inspect``, with the answer of one token that was inspected: its usage says what was recomputed."""
+    def inspect_prompt(self, prompt: Prompt, policy: str | Policy) -> tuple[LayerView, ...]:
+        """Raises InvalidRequestError while the engine does something else: the prompt must lie at the pool's start."""
         self._wait_until_idle()
-        prompt = self._llm.chat_prompt(messages)
         fresh = len(prompt) - max([span.end for span in prompt.spans], default=0)
         with _recorded(self._loaded.model) as recorded:
-            answer = self._llm.chat_completion(messages, policy=policy, max_tokens=1, temperature=0)
-        return answer, tuple(
+            self._llm.engine.explain(GenerationRequest(prompt, as_policy(policy))).result()
+        return tuple(
             self._view(index, len(prompt), query[:, -min(fresh, LAST_QUERIES) :], options)
             for index, (query, options) in sorted(recorded.items())
         )

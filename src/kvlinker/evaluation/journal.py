@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.evaluation.answers import Result
 from kvlinker.evaluation.deviation import Deviation
+from kvlinker.evaluation.results import Answered, Result, Scored
 
 
 class Journal:
@@ -73,4 +73,5 @@ class Journal:
 
 def _result(fields: dict[str, Any]) -> Result:
     inside = fields.pop("deviation")
-    return Result(**fields, deviation=inside and Deviation(tuple(inside["kv"]), tuple(inside["attention"])))
+    kind = Scored if "loss" in fields else Answered
+    return kind(**fields, deviation=inside and Deviation(tuple(inside["kv"]), tuple(inside["attention"])))

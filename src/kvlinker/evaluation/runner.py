@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kvlinker.evaluation.answers import Examiner, Result
+from kvlinker.evaluation.answers import Examiner
 from kvlinker.evaluation.examples import Example, Skipped
 from kvlinker.evaluation.journal import Journal
+from kvlinker.evaluation.results import Result
 
 Outcome = tuple[Result, ...] | Skipped
 """One example's results, a policy each, or why it has none."""

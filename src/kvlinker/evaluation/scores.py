@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from kvlinker.evaluation.answers import REFERENCE, Result
+from kvlinker.evaluation.answers import REFERENCE
 from kvlinker.evaluation.bootstrap import Interval, mean_interval
-from kvlinker.evaluation.examples import Example
+from kvlinker.evaluation.examples import Example, Question
 from kvlinker.evaluation.metrics import METRICS, VERSUS_FULL, best_score, similarity
+from kvlinker.evaluation.results import Answered, Result
 
 ALL_TASKS = "all"
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The mean of one metric over ``n`` examples of a task.
+    """The mean of one metric over ``n`` examples of a task; the higher the better, but for losses and deviations.
 
     ``main``: it is the metric that the task is usually measured by. ``difference``: from full's score on the same
     examples, with the interval of the paired differences. ``layers``: means by layer, for metrics that have them.
@@ -38,7 +39,7 @@ class Score:
     layers: tuple[float, ...] = ()
 
 
-_Answered = tuple[Example, dict[str, Result]]
+_Measured = tuple[Example, dict[str, Result]]
 """An example and its results by policy."""
 
 
@@ -47,7 +48,7 @@ def scores(answered: Iterable[tuple[Example, Sequence[Result]]], policies: Seque
 
     ``answered`` has the results of ``policies`` for each example, and with them the result of ``full``.
     """
-    datasets: dict[str, dict[str, list[_Answered]]] = {}
+    datasets: dict[str, dict[str, list[_Measured]]] = {}
     for example, results in answered:
         tasks = datasets.setdefault(example.dataset, {})
         tasks.setdefault(example.task, []).append((example, {result.policy: result for result in results}))
@@ -61,7 +62,7 @@ def scores(answered: Iterable[tuple[Example, Sequence[Result]]], policies: Seque
     return found
 
 
-def _scores_of(group: Sequence[_Answered], dataset: str, task: str, policy: str) -> Iterator[Score]:
+def _scores_of(group: Sequence[_Measured], dataset: str, task: str, policy: str) -> Iterator[Score]:
     results = [by_policy[policy] for _, by_policy in group]
     values, full_values = _values(group, policy), _values(group, REFERENCE)
     mains = {example.metric for example, _ in group}
@@ -80,25 +81,35 @@ def _scores_of(group: Sequence[_Answered], dataset: str, task: str, policy: str)
             difference=fmean(differences),
             difference_interval=mean_interval(differences),
             recomputed_fraction=fmean(result.recomputed_fraction for result in results),
-            agreement=fmean(result.agreed for result in results),
+            agreement=fmean(result.agreement for result in results),
             kl=fmean(result.kl for result in results),
             layers=_layers(results, name),
         )
 
 
-def _values(group: Sequence[_Answered], policy: str) -> dict[str, list[float]]:
-    """Every metric's value for every example, in order."""
-    answered = [(example, by_policy[policy], by_policy[REFERENCE]) for example, by_policy in group]
-    values = {
-        name: [best_score(metric, result.text, example.answers) for example, result, _ in answered]
-        for name, metric in METRICS.items()
-    }
-    for name, metric in VERSUS_FULL.items():
-        values[name] = [similarity(metric, result.text, full.text) for _, result, full in answered]
-    for name, by_layer in DEVIATIONS.items():
-        if all(result.deviation is not None for _, result, _ in answered):
-            values[name] = [fmean(by_layer(result)) for _, result, _ in answered]
-    return values
+def _values(group: Sequence[_Measured], policy: str) -> dict[str, list[float]]:
+    """The value for every example, in order, of every metric that all of them have."""
+    measured = [_measures(example, by_policy[policy], by_policy[REFERENCE]) for example, by_policy in group]
+    shared = [name for name in measured[0] if all(name in measures for measures in measured)]
+    return {name: [measures[name] for measures in measured] for name in shared}
+
+
+def _measures(example: Example, result: Result, full: Result) -> dict[str, float]:
+    """Every metric of one result."""
+    measures: dict[str, float] = {}
+    if isinstance(result, Answered):
+        assert isinstance(example, Question)
+        assert isinstance(full, Answered)
+        for name, metric in METRICS.items():
+            measures[name] = best_score(metric, result.text, example.answers)
+        for name, metric in VERSUS_FULL.items():
+            measures[name] = similarity(metric, result.text, full.text)
+    else:
+        measures["loss"] = result.loss
+    if result.deviation is not None:
+        for name, by_layer in DEVIATIONS.items():
+            measures[name] = fmean(by_layer(result))
+    return measures
 
 
 def _layers(results: Sequence[Result], metric: str) -> tuple[float, ...]:

@@ -35,18 +35,18 @@ KV, ATTENTION = "kv", "attention"
 def _measure(lab: Lab) -> list[Row]:
     found: dict[tuple[str, str, int], list[float]] = {}
     with lab.bench(limit=EXAMPLES) as bench:
-        earlier = EarlierPrompts(bench.llm, bench.examples)
-        for done, example in enumerate(bench.examples):
-            lab.progress("orders", done, len(bench.examples))
+        earlier = EarlierPrompts(bench.llm, bench.questions)
+        for done, example in enumerate(bench.questions):
+            lab.progress("orders", done, len(bench.questions))
             chunks = [bench.llm.builder.encode_chunk(passage) for passage in example.passages]
             prompt = earlier(example, asked(bench.llm, chunks, example.question))
             if not prompt.inexact.any():
                 continue
-            full = bench.inspector.inspect(prompt, "full")
-            naive = bench.inspector.inspect(prompt, "naive")
+            full = bench.inspector.inspect_prompt(prompt, "full")
+            naive = bench.inspector.inspect_prompt(prompt, "naive")
             for order, policy_of in ORDERS.items():
                 for percent in (0, *PERCENTS):
-                    views = bench.inspector.inspect(prompt, policy_of(percent)) if percent else naive
+                    views = bench.inspector.inspect_prompt(prompt, policy_of(percent)) if percent else naive
                     kv = float(relative_kv_distance(full, views)[:, prompt.inexact].mean())
                     found.setdefault((KV, order, percent), []).append(kv)
                     attention = fmean(attention_deviation(full, views))

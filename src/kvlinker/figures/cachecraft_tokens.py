@@ -20,8 +20,8 @@ PERCENTS = tuple(range(0, 101, 5))
 def _measure(lab: Lab) -> list[Row]:
     curves = []
     with lab.bench(limit=EXAMPLES) as bench:
-        for done, example in enumerate(bench.examples):
-            lab.progress("scores", done, len(bench.examples))
+        for done, example in enumerate(bench.questions):
+            lab.progress("scores", done, len(bench.questions))
             chunks = [bench.llm.builder.encode_chunk(passage) for passage in example.passages]
             for chunk in cached_together(bench.llm, chunks, example.question).chunks[1:]:
                 curves.append(cumulative_share(scores_of(bench.llm, chunk).inter, [p / 100 for p in PERCENTS]))

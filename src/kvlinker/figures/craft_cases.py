@@ -63,7 +63,9 @@ def reuses(lab: Lab, *, limit: int, percents: Sequence[int] = (0,)) -> list[Reus
     """
     found: list[Reuse] = []
     with lab.bench(limit=limit) as bench:
-        olds = [old for example in bench.examples if len(old := _old_chunks(bench, example.passages, example.question))]
+        olds = [
+            old for example in bench.questions if len(old := _old_chunks(bench, example.passages, example.question))
+        ]
         for index in range(len(olds)):
             lab.progress("new contexts", index, len(olds))
             for case in _cases(bench, olds, index):
@@ -81,7 +83,7 @@ def _old_chunks(bench: Bench, passages: Sequence[str], question: str) -> tuple[C
 def _cases(bench: Bench, olds: Sequence[tuple[Chunk, ...]], index: int) -> Iterator[_Case]:
     """All new contexts that begin with example ``index``, or that its chunks are put into."""
     old, generator = olds[index], np.random.default_rng(index)
-    question = bench.examples[0].question
+    question = bench.questions[0].question
 
     def case(kind: str, chunks: Sequence[Chunk], looked_at: Iterable[tuple[int, int]]) -> _Case:
         return _Case(kind, asked(bench.llm, chunks, question), tuple(looked_at))
@@ -108,9 +110,11 @@ def _measured(bench: Bench, case: _Case, percents: Sequence[int]) -> list[Reuse]
     looked_at = [(place, example) for place, example in case.chunks if not prompt.spans[place].exact]
     if not looked_at:
         return []
-    full = bench.inspector.inspect(prompt, "full")
+    full = bench.inspector.inspect_prompt(prompt, "full")
     distances = [
-        relative_kv_distance(full, bench.inspector.inspect(prompt, ContextOrder(percent) if percent else "naive"))
+        relative_kv_distance(
+            full, bench.inspector.inspect_prompt(prompt, ContextOrder(percent) if percent else "naive")
+        )
         for percent in percents
     ]
     found = []

@@ -27,12 +27,12 @@ def quality_of_earlier_chunks(lab: Lab, what: str, policies: Sequence[str | Poli
     with lab.bench(limit=limit) as bench:
         examiner = Examiner(
             bench.llm,
-            prepare=EarlierPrompts(bench.llm, bench.examples),
+            prepare=EarlierPrompts(bench.llm, bench.questions),
             unregistered={str(policy): policy for policy in policies if isinstance(policy, Policy)},
         )
         answered = []
-        for done, (example, outcome) in enumerate(evaluate(examiner, bench.examples, names)):
-            lab.progress(what, done + 1, len(bench.examples))
+        for done, (example, outcome) in enumerate(evaluate(examiner, bench.questions, names)):
+            lab.progress(what, done + 1, len(bench.questions))
             if not isinstance(outcome, Skipped):
                 answered.append((example, outcome))
     return [

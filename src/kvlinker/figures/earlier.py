@@ -11,7 +11,7 @@ from kvlinker.chunk_scores import ChunkScores
 from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.engine.embedded import EmbeddedEngine
 from kvlinker.errors import InvalidRequestError
-from kvlinker.evaluation.examples import Example
+from kvlinker.evaluation.examples import Question
 from kvlinker.llm import DEFAULT_TENANT, LLM
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
@@ -27,9 +27,9 @@ class EarlierPrompts:
     """
 
     llm: LLM
-    examples: Sequence[Example]
+    questions: Sequence[Question]
 
-    def __call__(self, example: Example, prompt: Prompt) -> Prompt:
+    def __call__(self, example: Question, prompt: Prompt) -> Prompt:
         generator = np.random.default_rng(int(example.digest[:15], 16))
         chunks = list(prompt.chunks)
         foreign = [self.llm.builder.encode_chunk(text) for text in self._next(example).passages][: len(chunks)]
@@ -43,9 +43,9 @@ class EarlierPrompts:
                     chunks[index] = chunk
         return prompt.with_chunks(chunks)
 
-    def _next(self, example: Example) -> Example:
-        following = [one.digest for one in self.examples].index(example.digest) + 1
-        return self.examples[following % len(self.examples)]
+    def _next(self, example: Question) -> Question:
+        following = [one.digest for one in self.questions].index(example.digest) + 1
+        return self.questions[following % len(self.questions)]
 
 
 def cached_together(llm: LLM, chunks: Sequence[Chunk], question: str) -> Prompt:

@@ -14,7 +14,7 @@ from kvlinker.bench.subject import Subject, make_subject
 from kvlinker.config import Settings
 from kvlinker.evaluation.contexts import ContextSplitter
 from kvlinker.evaluation.datasets import load_dataset
-from kvlinker.evaluation.examples import Example
+from kvlinker.evaluation.examples import Example, Question
 from kvlinker.evaluation.inspection import EngineInspector, Inspector
 from kvlinker.llm import LLM
 
@@ -29,6 +29,11 @@ class Bench:
     llm: LLM
     inspector: Inspector
     examples: tuple[Example, ...]
+
+    @property
+    def questions(self) -> tuple[Question, ...]:
+        """The examples that are questions."""
+        return tuple(example for example in self.examples if isinstance(example, Question))
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,29 @@ def test_own_records_are_taken_to_the_letter(write):
     assert second.answers == ("a", "b")
 
 
+def test_continuations_are_taken_to_the_letter_and_bad_ones_are_named(write):
+    path = write(
+        "prose.jsonl",
+        {"passages": ["one ", "two"], "continuation": " three "},
+        {"passages": ["one"], "continuation": "  "},
+        {"passages": ["one"]},
+        {"passages": [], "continuation": "three"},
+        {"passages": ["one"], "continuation": 3},
+        {"id": "x", "task": "t", "passages": ["one"], "continuation": "two"},
+    )
+    dataset = load_dataset(path, SEMANTIC)
+    first, last = dataset.examples
+    assert (first.passages, first.continuation) == (("one ", "two"), " three ")
+    assert (first.id, first.dataset, first.task, first.metric) == ("1", "prose", "prose", "loss")
+    assert (last.id, last.task) == ("x", "t")
+    assert [(skip.where, skip.reason) for skip in dataset.skipped] == [
+        ("record 2", "'continuation' is empty"),
+        ("record 3", "'continuation' is missing"),
+        ("record 4", "'passages' is empty"),
+        ("record 5", "'continuation' is int, but must be text"),
+    ]
+
+
 def test_fixed_windows_cut_across_given_passages(write):
     path = write("mine.jsonl", {"passages": ["12345678", "abcdefgh"], "question": "Q", "answers": ["a"]})
     (example,) = load_dataset(path, FIXED).examples

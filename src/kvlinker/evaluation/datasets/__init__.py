@@ -9,6 +9,7 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.evaluation.contexts import ContextSplitter
 from kvlinker.evaluation.datasets.base import Format, Source
 from kvlinker.evaluation.datasets.cacheblend import CACHEBLEND
+from kvlinker.evaluation.datasets.continuations import CONTINUATIONS
 from kvlinker.evaluation.datasets.kv_retrieval import KV_RETRIEVAL
 from kvlinker.evaluation.datasets.longbench import LONGBENCH
 from kvlinker.evaluation.datasets.needle import needle_examples
@@ -17,9 +18,9 @@ from kvlinker.evaluation.datasets.records import Record, read_records
 from kvlinker.evaluation.datasets.samsum import SAMSUM
 from kvlinker.evaluation.examples import Dataset, Example, Skipped
 
-FORMATS: tuple[Format, ...] = (PASSAGES, LONGBENCH, CACHEBLEND, KV_RETRIEVAL, SAMSUM)
+FORMATS: tuple[Format, ...] = (PASSAGES, CONTINUATIONS, LONGBENCH, CACHEBLEND, KV_RETRIEVAL, SAMSUM)
 
-BUNDLED = {name: Path(__file__).parents[1] / "data" / f"{name}.jsonl.gz" for name in ("reader", "reader-long")}
+BUNDLED = {name: Path(__file__).parents[1] / "data" / f"{name}.jsonl.gz" for name in ("reader", "reader-long", "prose")}
 """Data sets that ship with kvlinker."""
 
 __all__ = ["BUNDLED", "FORMATS", "load_dataset"]

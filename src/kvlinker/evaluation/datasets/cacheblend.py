@@ -5,17 +5,17 @@ from __future__ import annotations
 from kvlinker.evaluation.datasets.base import Format, Source, one_by_one
 from kvlinker.evaluation.datasets.prompts import short_question
 from kvlinker.evaluation.datasets.records import BadRecordError, Record, field, text_field, texts_field
-from kvlinker.evaluation.examples import Example
+from kvlinker.evaluation.examples import Question
 
 
-def _parse(record: Record, source: Source) -> Example:
+def _parse(record: Record, source: Source) -> Question:
     contexts = field(record, "ctxs")
     if not isinstance(contexts, list) or not all(isinstance(context, dict) for context in contexts):
         raise BadRecordError("'ctxs' must be a list of objects with 'title' and 'text'")
     passages = [_passage(Record(record.number, context)) for context in contexts]
     if not passages:
         raise BadRecordError("'ctxs' is empty")
-    return Example(
+    return Question(
         id=str(record.number),
         dataset=source.name,
         task=source.name,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvlinker.evaluation.datasets.base import Format, Source, one_by_one
 from kvlinker.evaluation.datasets.records import BadRecordError, Record, field, text_field
-from kvlinker.evaluation.examples import Example
+from kvlinker.evaluation.examples import Question
 
 PAIRS_PER_PASSAGE = 5
 
 
-def _parse(record: Record, source: Source) -> Example:
+def _parse(record: Record, source: Source) -> Question:
     pairs = field(record, "ordered_kv_records")
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise BadRecordError("'ordered_kv_records' must be a list of pairs")
@@ -18,7 +18,7 @@ def _parse(record: Record, source: Source) -> Example:
     if not passages:
         raise BadRecordError("'ordered_kv_records' is empty")
     key = text_field(record, "key")
-    return Example(
+    return Question(
         id=str(record.number),
         dataset=source.name,
         task=source.name,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvlinker.evaluation.datasets.base import Format, Source, one_by_one
 from kvlinker.evaluation.datasets.prompts import short_question
 from kvlinker.evaluation.datasets.records import BadRecordError, Record, field, text_field, texts_field
-from kvlinker.evaluation.examples import Example
+from kvlinker.evaluation.examples import Question
 
 
 class Task(NamedTuple):
@@ -43,7 +43,7 @@ TASKS: dict[str, Task] = {
 """Lengths and metrics are LongBench's, as far as kvlinker has the metric; other tasks are asked as QUESTION."""
 
 
-def _parse(record: Record, source: Source) -> Example:
+def _parse(record: Record, source: Source) -> Question:
     name = str(record.fields.get("dataset") or source.name).removesuffix("_e")
     task = TASKS.get(name, QUESTION)
     asked = field(record, "input")
@@ -53,7 +53,7 @@ def _parse(record: Record, source: Source) -> Example:
         question = short_question(text_field(record, "input"))
     else:
         question = task.question.format(input=asked.strip())
-    return Example(
+    return Question(
         id=str(record.fields.get("_id", record.number)),
         dataset=source.name,
         task=name,

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvlinker.errors import InvalidRequestError
 from kvlinker.evaluation.datasets.base import Source
 from kvlinker.evaluation.datasets.prompts import short_question
-from kvlinker.evaluation.examples import Example
+from kvlinker.evaluation.examples import Question
 
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 QUESTION = "What is the best thing to do in San Francisco?"
@@ -28,7 +28,7 @@ DEPTHS = tuple(range(0, 101, 10))
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
-def needle_examples(folder: Path, source: Source) -> Iterator[Example]:
+def needle_examples(folder: Path, source: Source) -> Iterator[Question]:
     """All lengths at one depth, then at the next. Lengths that the essays do not fill are left out.
 
     Raises InvalidRequestError for a folder without texts.
@@ -45,7 +45,7 @@ def needle_examples(folder: Path, source: Source) -> Iterator[Example]:
             if count is None:
                 continue
             passages = [piece.text for piece in pieces[:count]]
-            yield Example(
+            yield Question(
                 id=f"{length}-{depth}",
                 dataset=source.name,
                 task=f"needle-{length}",

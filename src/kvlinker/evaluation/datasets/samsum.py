@@ -11,7 +11,7 @@ from itertools import islice
 
 from kvlinker.evaluation.datasets.base import Format, Source, one_by_one
 from kvlinker.evaluation.datasets.records import BadRecordError, Record, text_field
-from kvlinker.evaluation.examples import Example, Skipped
+from kvlinker.evaluation.examples import Example, Question, Skipped
 
 POOL = 20
 SHOTS = 6
@@ -26,9 +26,9 @@ def _read(records: Iterable[Record], source: Source) -> Iterator[Example | Skipp
         except BadRecordError as error:
             yield Skipped(f"record {record.number}", str(error))
 
-    def parse(record: Record, source: Source) -> Example:
+    def parse(record: Record, source: Source) -> Question:
         shots = random.Random(record.number).sample(pool, min(SHOTS, len(pool)))
-        return Example(
+        return Question(
             id=str(record.number),
             dataset=source.name,
             task=source.name,
