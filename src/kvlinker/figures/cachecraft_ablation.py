@@ -21,8 +21,8 @@ DESIGNS: dict[str, tuple[Policy, ...]] = {
     "α = 1 without β": (WithoutOverlap.parse("1-focus"),),
     "α = 1 without focus": (parse_policy("cachecraft-1"),),
     "α = 1 without β and focus": (WithoutOverlap.parse("1"),),
-    "fixed share, Cache-Craft's order": tuple(ContextOrder(percent) for percent in (30, 50, 70)),
-    "fixed share, random tokens": tuple(parse_policy(f"random-{percent}") for percent in (30, 50, 70)),
+    "fixed share, Cache-Craft's order": tuple(ContextOrder(percent) for percent in (30, 60)),
+    "fixed share, random tokens": tuple(parse_policy(f"random-{percent}") for percent in (30, 60)),
     "naive": (parse_policy("naive"),),
 }
 """Designs by what they leave out."""
