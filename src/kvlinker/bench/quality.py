@@ -109,7 +109,7 @@ def run_quality(
         answered, skipped = _answers(examiner, datasets, settings, options, progress)
     if not answered:
         raise InvalidRequestError(f"No example could be asked. {_reasons(skipped)}", param="dataset")
-    rows = [_row(score) for score in scores(answered, options.policies)]
+    rows = [score_row(score) for score in scores(answered, options.policies)]
     report = subject.report(rows)
     described = {name: value for name, value in _described(settings, options).items() if value is not None}
     report = replace(report, settings={**report.settings, **described, "skipped": len(skipped)})
@@ -175,7 +175,8 @@ def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
     }
 
 
-def _row(score: Score) -> Row:
+def score_row(score: Score) -> Row:
+    """A score as a row of the report."""
     row = {
         "policy": score.policy,
         "dataset": score.dataset,

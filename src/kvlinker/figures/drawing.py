@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from kvlinker.bench.report import Row
 
@@ -13,19 +15,44 @@ def quality_over_recomputed(canvas: Any, rows: Sequence[Row], tasks: Sequence[st
     """A panel per task: score with its confidence interval over the recomputed share, a line per family of policies."""
     panels = canvas.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
     for axes, task in zip(panels, tasks, strict=True):
-        shown = [row for row in rows if row["task"] == task]
-        for family, members in by_family(shown).items():
-            if family == "full":
-                axes.axhline(members[0]["score"], color="grey", linestyle=":", label="full")
-                continue
-            points = sorted(members, key=lambda row: row["recomputed_fraction"])
-            scores = [row["score"] for row in points]
-            reach = [[r["score"] - r["ci_low"] for r in points], [r["ci_high"] - r["score"] for r in points]]
-            recomputed = [100 * row["recomputed_fraction"] for row in points]
-            axes.errorbar(recomputed, scores, reach, marker="o", markersize=4, capsize=2, linewidth=1, label=family)
-        axes.set(xlabel="recomputed (% of cached tokens)", title=task, ylim=(0, 1.02))
+        score_lines(axes, [row for row in rows if row["task"] == task])
+        axes.set(title=task)
     panels[0].set_ylabel("score")
     canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+
+
+def score_lines(axes: Any, rows: Sequence[Row]) -> None:
+    """Score with its confidence interval over the recomputed share, a line per family of policies."""
+    for family, members in by_family(rows).items():
+        if family == "full":
+            axes.axhline(members[0]["score"], color="grey", linestyle=":", label="full")
+            continue
+        points = sorted(members, key=lambda row: row["recomputed_fraction"])
+        recomputed = [100 * row["recomputed_fraction"] for row in points]
+        style = {"marker": "o", "markersize": 4, "capsize": 2, "linewidth": 1, "label": family}
+        axes.errorbar(recomputed, [row["score"] for row in points], reaches(points), **style)
+    axes.set(xlabel="recomputed (% of cached tokens)", ylim=(0, 1.02))
+
+
+def grouped_bars(axes: Any, groups: Mapping[str, Sequence[Row]], labels: Sequence[str]) -> None:
+    """A group of bars per label, in each a bar per key of ``groups``: scores with their confidence intervals.
+
+    Every sequence of rows has one per label.
+    """
+    width = 0.8 / len(groups)
+    for index, (name, rows) in enumerate(groups.items()):
+        at = np.arange(len(rows)) + (index - (len(groups) - 1) / 2) * width
+        scores = [row["score"] for row in rows]
+        bars = axes.bar(at, scores, width, yerr=reaches(rows), capsize=2, error_kw={"linewidth": 0.8}, label=name)
+        axes.bar_label(bars, [f"{score:.2f}" for score in scores], label_type="center", fontsize=7)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set(ylabel="score", ylim=(0, 1.05))
+    axes.figure.legend(loc="outside lower center", ncols=6)
+
+
+def reaches(rows: Sequence[Row]) -> list[list[float]]:
+    """How far confidence intervals reach below and above their scores, as matplotlib wants them."""
+    return [[row["score"] - row["ci_low"] for row in rows], [row["ci_high"] - row["score"] for row in rows]]
 
 
 def by_family(rows: Sequence[Row]) -> dict[str, list[Row]]:
