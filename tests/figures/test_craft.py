@@ -65,8 +65,8 @@ def test_parts_of_cachecraft_select_what_they_should() -> None:
 
 
 def test_earlier_prompts_hold_all_chunks_in_other_places(bench: Bench) -> None:
-    earlier = EarlierPrompts(bench.llm, bench.questions)
-    example = bench.questions[0]
+    earlier = EarlierPrompts(bench.llm, bench.examples)
+    example = bench.examples[0]
     chunks = [bench.llm.builder.encode_chunk(passage) for passage in example.passages]
     prompt = asked(bench.llm, chunks, example.question)
     changed = earlier(example, prompt)
