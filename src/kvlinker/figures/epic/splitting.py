@@ -13,9 +13,9 @@ from kvlinker.evaluation.contexts import ContextSplit
 from kvlinker.evaluation.examples import Question
 from kvlinker.evaluation.scores import ALL_TASKS, main_score
 from kvlinker.figures.drawing import points, score_over_ttft
+from kvlinker.figures.epic.tradeoff import front, overall, timed, with_pareto, with_ttft
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Lab
-from kvlinker.figures.tradeoff import front, overall, timed, with_pareto, with_ttft
 
 DATASET = "reader"
 POLICIES = ("full", "naive", "legolink-4", "legolink-16", "attnlink-16", "cacheblend-15", "query-5")

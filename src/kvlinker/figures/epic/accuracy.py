@@ -9,9 +9,9 @@ from kvlinker.bench.quality import main_rows
 from kvlinker.bench.report import Row
 from kvlinker.evaluation.examples import Question
 from kvlinker.figures.drawing import family_of, points, score_over_ttft
+from kvlinker.figures.epic.tradeoff import front, overall, timed, with_pareto, with_ttft
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Lab
-from kvlinker.figures.tradeoff import front, overall, timed, with_pareto, with_ttft
 
 DATASET = "reader-long"
 POLICIES = (

@@ -10,10 +10,10 @@ import pytest
 from kvlinker.chunk_scores import ChunkScores, ContextChunk, Contextualization
 from kvlinker.chunks import Chunk
 from kvlinker.config import load_settings
-from kvlinker.figures.cachecraft_overhead import needed_share
-from kvlinker.figures.craft_cases import ORDERS, OTHERS, PARTS, reuses
-from kvlinker.figures.craft_policies import ContextOrder, UnpositionedContextOrder, WithoutOverlap
-from kvlinker.figures.earlier import EarlierPrompts, asked, scores_of
+from kvlinker.figures.cachecraft.cases import ORDERS, OTHERS, PARTS, reuses
+from kvlinker.figures.cachecraft.earlier import EarlierPrompts, asked, scores_of
+from kvlinker.figures.cachecraft.overhead import needed_share
+from kvlinker.figures.cachecraft.policies import ContextOrder, UnpositionedContextOrder, WithoutOverlap
 from kvlinker.figures.lab import Bench, Lab
 from kvlinker.figures.registry import FIGURES
 from kvlinker.linking import parse_policy

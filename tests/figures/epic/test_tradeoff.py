@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvlinker.evaluation.examples import Question
-from kvlinker.figures.tradeoff import front, overall, timed, with_pareto, with_ttft
+from kvlinker.figures.epic.tradeoff import front, overall, timed, with_pareto, with_ttft
 
 
 def point(policy: str, score: float, ttft: float, task: str = "all") -> dict[str, Any]:

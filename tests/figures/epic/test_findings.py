@@ -8,9 +8,9 @@ import pytest
 
 from kvlinker.evaluation.examples import Question
 from kvlinker.evaluation.results import Answered
-from kvlinker.figures import epic_length, epic_splitting, epic_tradeoff
-from kvlinker.figures.epic_splitting import POLICIES, _change, _pairs
-from kvlinker.figures.tradeoff import with_pareto
+from kvlinker.figures.epic import accuracy, length, splitting
+from kvlinker.figures.epic.splitting import POLICIES, _change, _pairs
+from kvlinker.figures.epic.tradeoff import with_pareto
 
 POWERS = {"full": 2.0, "cacheblend-15": 1.5, "attnlink-16": 1.0, "legolink-16": 1.0, "naive": 0.5}
 
@@ -26,12 +26,12 @@ def length_rows(*chunks: int) -> list[dict[str, Any]]:
         }
         for number in chunks
         for policy, power in POWERS.items()
-        if policy != "full" or number <= epic_length.FULL_CHUNKS
+        if policy != "full" or number <= length.FULL_CHUNKS
     ]
 
 
 def test_powers_of_the_length_are_found() -> None:
-    said = epic_length.FIGURE.finding(length_rows(1, 2, 4, 8, 16))
+    said = length.FIGURE.finding(length_rows(1, 2, 4, 8, 16))
     assert "from 1056 to 4128 tokens" in said
     assert "full 2.00, cacheblend-15 1.50, attnlink-16 1.00, legolink-16 1.00, naive 0.50 (1 is linear" in said
     assert "to 8224 tokens the powers are: cacheblend-15 1.50, attnlink-16 1.00" in said
@@ -40,11 +40,11 @@ def test_powers_of_the_length_are_found() -> None:
 
 @pytest.mark.parametrize("chunks", [(1,), (1, 2), (16, 8)])
 def test_few_lengths_have_no_law(chunks: tuple[int, ...]) -> None:
-    assert "too few lengths" in epic_length.FIGURE.finding(length_rows(*chunks))
+    assert "too few lengths" in length.FIGURE.finding(length_rows(*chunks))
 
 
 def test_the_table_has_a_row_per_length() -> None:
-    first, last = epic_length.FIGURE.printed(length_rows(8, 16))
+    first, last = length.FIGURE.printed(length_rows(8, 16))
     assert (first["tokens"], first["full"]) == (4128, 4128**2)
     assert (last["tokens"], last["full"], last["attnlink-16"]) == (8224, None, 8224)
 
@@ -58,7 +58,7 @@ def quality_row(policy: str, task: str = "all", **changes: Any) -> dict[str, Any
 def test_the_tradeoff_names_front_and_worst_kind() -> None:
     rows = [quality_row(policy) for policy in ("full", "naive", "cacheblend-15")]
     rows += [quality_row("attnlink-16", ttft_ms=5.0), quality_row("attnlink-16", task="bridge", vs_full=-0.25)]
-    said = epic_tradeoff.FIGURE.finding(with_pareto(rows))
+    said = accuracy.FIGURE.finding(with_pareto(rows))
     assert "at worst -25.0 points on bridge" in said
     assert "takes 2.0 times as long as attnlink-16" in said
     assert "fastest first: attnlink-16. EPIC has a place on it, CacheBlend has none." in said
@@ -93,7 +93,7 @@ def test_splitting_says_what_is_clear() -> None:
             change = -0.5 if policy == "naive" else 0.1
             changes = {"vs_semantic": change, "vs_semantic_low": change - 0.2, "vs_semantic_high": change + 0.2}
             rows.append({"split": split, "chunks": 3.0} | quality_row(policy, **changes))
-    said = epic_splitting.FIGURE.finding(with_pareto(rows))
+    said = splitting.FIGURE.finding(with_pareto(rows))
     assert "naive -50.0 points (-70 to -30)" in said
     assert said.endswith(
         "fastest first: " + ", ".join(f"{p} ({s})" for s in ("semantic", "fixed") for p in POLICIES) + "."
