@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvlinker.chunks import Chunk
-from kvlinker.figures.cacheblend import layers
+from kvlinker.figures.cacheblend import deviation as deviation_figure
+from kvlinker.figures.cacheblend import layers as layers_figure
 from kvlinker.figures.cacheblend.concentration import share_among_top, times_others, top_share
 from kvlinker.figures.cacheblend.oracle import most_deviating
 from kvlinker.figures.cacheblend.retrieval import retrieve
@@ -64,7 +65,7 @@ def reused(monkeypatch: pytest.MonkeyPatch) -> Any:
         for deviation in deviations:
             values = np.asarray(deviation, dtype=np.float32)
             prompts.append(Reused(values, np.arange(values.shape[1]) % 10 == 0))
-        for module in (deviation, layers):
+        for module in (deviation_figure, layers_figure):
             monkeypatch.setattr(module, "reused_tokens", lambda lab, limit: iter(prompts))
         figure = find_figure(name)
         rows = figure.measure(None)  # type: ignore[arg-type]
