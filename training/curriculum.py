@@ -60,6 +60,9 @@ _FULL = WorldSettings()
 _HARD = WorldSettings(bridge_share=0.25, comparison_share=0.2, example_share=0.2)
 _HARDEST = WorldSettings(bridge_share=0.2, comparison_share=0.25, example_share=0.25, invented_share=0.08)
 
+AVERAGED = ("longest", "settle")
+"""Stages whose last weights are averaged: the first reads long contexts better, the second compares better."""
+
 CURRICULUM = (
     Stage(
         "bind",

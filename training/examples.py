@@ -37,12 +37,14 @@ def _formats(labels: tuple[str, ...], bare: tuple[str, ...]) -> tuple[str, ...]:
 FORMATS = _formats(words.LABELS, _BARE)
 """Formats of answers whose words have tokens of their own; `{v}` stands for the answer."""
 
-_ALL_FORMATS = (*FORMATS, *_formats(words.RARER_LABELS, _RARER_BARE))
+_LABELLED_FORMATS: tuple[str, ...] = _formats((*words.LABELS, *words.RARER_LABELS), ())
+_BARE_FORMATS: tuple[str, ...] = (*_BARE, *_RARER_BARE)
 
 
 def answer_format(rng: random.Random, held_out: bool) -> str:
-    """A format: one of those that training never shows, or one of the others."""
-    return rng.choice([f for f in _ALL_FORMATS if words.is_held_out(f) == held_out])
+    """A format with a label that training never shows in this form, or one of those that it shows."""
+    formats = _LABELLED_FORMATS if held_out else (*_LABELLED_FORMATS, *_BARE_FORMATS)
+    return rng.choice([f for f in formats if words.is_held_out(f) == held_out])
 
 
 def example_passage(cast: Cast, template: str, count: int) -> str:

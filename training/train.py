@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
 from training.conversations import ANSWER, ANSWERS, LANGUAGE, SequenceMaker
-from training.curriculum import CURRICULUM, Stage
+from training.curriculum import AVERAGED, CURRICULUM, Stage
 from training.export import export
 from training.initialisation import initial_reader
 from training.model import Reader
@@ -194,10 +194,24 @@ class Trainer:
                     return
                 if stage.until is not None and self.progress.accuracy > stage.until:
                     break
+            if stage.name in AVERAGED:
+                save_file(self.reader.state_dict(), self._weights_of(stage.name))
             self.progress.stage += 1
             self.progress.step = 0
             self.progress.accuracies = {}
             self.save(product)
+        self._average(product)
+
+    def _weights_of(self, stage: str) -> Path:
+        return self.work / f"{stage}.safetensors"
+
+    def _average(self, product: Path | None) -> None:
+        """Export the mean of the weights that the averaged stages ended with, as far as they were run."""
+        ends = [load_file(path) for stage in AVERAGED if (path := self._weights_of(stage)).exists()]
+        if product is not None and ends:
+            mean = {name: torch.stack([end[name] for end in ends]).mean(0) for name in ends[0]}
+            self.reader.load_state_dict(mean)
+            export(self.reader, self.work / "tokenizer", product)
 
     def _step(self, stage: Stage, batch: Tensor) -> None:
         progress = self.progress

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from training.conversations import Mixture
 from training.curriculum import Stage
@@ -36,3 +37,26 @@ def test_an_interrupted_run_ends_with_the_same_weights(
     assert parts.progress.tokens == whole.progress.tokens > 0
     for name, weights in whole.reader.state_dict().items():
         assert torch.equal(weights, parts.reader.state_dict()[name]), name
+
+
+@pytest.mark.slow
+def test_the_averaged_stages_are_exported_and_can_be_gone_on_from(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "CURRICULUM", STAGES)
+    monkeypatch.setattr(train, "AVERAGED", ("first", "second"))
+    save_tokenizer(tokenizer, tmp_path / "run" / "tokenizer")
+    train.Trainer(tmp_path / "run", seed=0, compiled=False).run(minutes=10, product=tmp_path / "product")
+    ends = [load_file(tmp_path / "run" / f"{stage.name}.safetensors") for stage in STAGES]
+    exported = load_file(tmp_path / "product" / "model.safetensors")
+    for name, weights in exported.items():
+        assert torch.equal(weights, ((ends[0][name] + ends[1][name]) / 2).bfloat16()), name
+
+    (tmp_path / "next").mkdir()
+    following = train.Trainer(
+        tmp_path / "next", seed=0, compiled=False, start=train.Start(tmp_path / "product", "second")
+    )
+    assert following.progress.stage == 1
+    assert (tmp_path / "next" / "tokenizer" / "tokenizer.json").exists()
+    for name, weights in following.reader.state_dict().items():
+        assert torch.equal(weights.bfloat16(), exported[name]), name
