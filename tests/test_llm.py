@@ -59,7 +59,7 @@ def test_given_text_is_scored_as_it_is_generated(make_llm):
 
 
 def test_the_three_calls(make_llm):
-    llm = make_llm()
+    llm = make_llm(policy="legolink-16")
     caches = llm.generate_context_cache(TEXTS, ttl=3600, name="fruit", metadata={"source": "test"})
     assert [cache.tokens for cache in caches] == [len(text) for text in TEXTS]
     assert caches[0].name == "fruit"

@@ -46,7 +46,7 @@ class Settings(BaseSettings):
     chat_template: str | None = Field(default=None, description="Jinja text in place of the tokenizer's own.")
     system_prompt: str | None = Field(default=None, description="Stands before conversations that bring none.")
 
-    policy: str = Field(default="legolink-16", description="Linking policy of requests that name none.")
+    policy: str = Field(default="query-5", description="Linking policy of requests that name none.")
     generation_context: GenerationContext = Field(
         default=GenerationContext.PREFIX, description="What stands before chunks that name none: alone, bos, prefix."
     )

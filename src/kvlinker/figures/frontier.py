@@ -57,8 +57,8 @@ def _finding(rows: Sequence[Row]) -> str:
         scores = {row["policy"]: row["score"] for row in shown}
         of = "Both together" if task == ALL_TASKS else task.capitalize()
         sentences.append(
-            f"{of}: full scores {scores['full']:.2f}, naive {scores['naive']:.2f}; at least {KEPT:.0%} of full is kept by "
-            f"{told_cheapest(shown)}."
+            f"{of}: full scores {scores['full']:.2f}, naive {scores['naive']:.2f}; at least {KEPT:.0%} of full is kept "
+            f"by {told_cheapest(shown)}."
         )
     return " ".join(sentences)
 
