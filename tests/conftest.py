@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvlinker.llm import LLM
 from tests.server.serving import Served, serving, tiny_model, tiny_settings
+
+# Examples are the same in every run, and a busy machine is no failure.
+settings.register_profile("kvlinker", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvlinker")
 
 
 @pytest.fixture(scope="session")
