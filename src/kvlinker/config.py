@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-from pydantic import BeforeValidator, ByteSize, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -19,6 +20,7 @@ from pydantic_settings import (
 from kvlinker.chunks import GenerationContext
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import parse_policy
+from kvlinker.tenants import SHARED_TENANT, Quota, Quotas, tenant_of_key
 
 BUNDLED_MODEL = Path(__file__).parent / "models" / "reader"
 CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
@@ -26,6 +28,19 @@ CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
 
 def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _parse_json(value: object) -> object:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+class TenantQuota(BaseModel):
+    """What one tenant may keep; None is no limit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bytes: ByteSize | None = None
+    caches: int | None = Field(default=None, ge=0)
 
 
 class Settings(BaseSettings):
@@ -76,11 +91,38 @@ class Settings(BaseSettings):
     )
     disk_space: ByteSize = Field(default=ByteSize(20 * 2**30), description="Disk tier budget.")
 
+    tenant_quota_bytes: ByteSize | None = Field(
+        default=None, description="KV that each tenant may keep, as computed, each chunk once; no limit by default."
+    )
+    tenant_quota_caches: int | None = Field(
+        default=None, ge=0, description="Context caches that each tenant may keep; no limit by default."
+    )
+
     host: str = Field(default="127.0.0.1", description="Address to bind; without API keys only loopback is allowed.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")
     api_keys: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
         default=(), repr=False, description="Accepted keys, with commas between; each is a tenant of its own."
     )
+    admin_keys: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
+        default=(), repr=False, description="Accepted keys that may also write shared context caches."
+    )
+    tenant_quotas: Annotated[dict[str, TenantQuota], NoDecode, BeforeValidator(_parse_json)] = Field(
+        default={}, repr=False, description='Other quotas, by API key or "shared": {"KEY": {"bytes": …, "caches": …}}.'
+    )
+
+    @property
+    def accepted_keys(self) -> tuple[str, ...]:
+        """All API keys, those of admins included."""
+        return tuple(dict.fromkeys((*self.api_keys, *self.admin_keys)))
+
+    @property
+    def quotas(self) -> Quotas:
+        default = Quota(self.tenant_quota_bytes, self.tenant_quota_caches)
+        own = {
+            name if name == SHARED_TENANT else tenant_of_key(name): Quota(quota.bytes, quota.caches)
+            for name, quota in self.tenant_quotas.items()
+        }
+        return Quotas(default, own)
 
     @property
     def served_name(self) -> str:
@@ -91,6 +133,14 @@ class Settings(BaseSettings):
     @classmethod
     def _expand(cls, value: Path) -> Path:
         return value.expanduser()
+
+    @field_validator("tenant_quotas")
+    @classmethod
+    def _known_tenants(cls, value: dict[str, TenantQuota], info: ValidationInfo) -> dict[str, TenantQuota]:
+        known = {SHARED_TENANT, *info.data.get("api_keys", ()), *info.data.get("admin_keys", ())}
+        if strangers := len(value.keys() - known):
+            raise ValueError(f"{strangers} of its names are neither API keys nor {SHARED_TENANT!r}")
+        return value
 
     @field_validator("policy")
     @classmethod

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,11 +25,16 @@ app = typer.Typer(help="List, remove and check what is stored.", no_args_is_help
 _PAGE = 100
 _UNLIMITED = 10_000
 
+MetadataOption = Annotated[
+    list[str] | None, typer.Option(help="Only those with this pair; may be given several times.", metavar="KEY=VALUE")
+]
+
 
 @app.command("ls")
 @settings_options("state_dir", "disk_space")
-def list_caches(settings: Settings) -> None:
+def list_caches(settings: Settings, metadata: MetadataOption = None) -> None:
     """List the context caches of all tenants, newest first."""
+    pairs = _pairs(metadata)
     with _opened(settings) as (catalog, store):
         table = Table(box=None, pad_edge=False)
         table.add_column("id", no_wrap=True)
@@ -38,7 +44,7 @@ def list_caches(settings: Settings) -> None:
             table.add_column(title, justify="right")
         for title in ("tier", "created", "expires"):
             table.add_column(title)
-        for cache in _all(catalog):
+        for cache in _all(catalog, pairs):
             table.add_row(
                 cache.id,
                 cache.name or "-",
@@ -49,7 +55,7 @@ def list_caches(settings: Settings) -> None:
                 _moment(cache.created_at),
                 "never" if cache.expires_at is None else _moment(cache.expires_at),
             )
-        Console(highlight=False, width=None if sys.stdout.isatty() else _UNLIMITED).print(table)
+        _print(table)
 
 
 @app.command("rm")
@@ -57,14 +63,16 @@ def list_caches(settings: Settings) -> None:
 def remove_caches(
     settings: Settings,
     ids: Annotated[list[str] | None, typer.Argument(help="Ids of context caches.", metavar="ID...")] = None,
+    metadata: MetadataOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove the context caches of all tenants.")] = False,
 ) -> None:
-    """Remove context caches, with the KV that no other holds."""
-    if bool(ids) == everything:
-        raise fail("name the ids of context caches, or --all", BAD_USAGE)
+    """Remove context caches of any tenant, with the KV that no other holds."""
+    if bool(ids) + bool(metadata) + everything != 1:
+        raise fail("name the ids of context caches, --metadata KEY=VALUE, or --all", BAD_USAGE)
+    pairs = _pairs(metadata)
     with _opened(settings) as (catalog, store):
-        known = {cache.id: cache for cache in _all(catalog)}
-        wanted = list(known) if everything else list(dict.fromkeys(ids or ()))
+        known = {cache.id: cache for cache in _all(catalog, pairs)}
+        wanted = list(dict.fromkeys(ids)) if ids else list(known)
         missing = [cache_id for cache_id in wanted if cache_id not in known]
         for cache_id in wanted:
             if cache_id in known:
@@ -73,6 +81,44 @@ def remove_caches(
         typer.echo(f"{len(wanted) - len(missing)} removed")
         if missing:
             raise fail(f"no such context caches: {', '.join(missing)}", FAILURE)
+
+
+@app.command("pin")
+@settings_options("state_dir", "disk_space", "host_memory")
+def pin_caches(
+    settings: Settings,
+    ids: Annotated[list[str], typer.Argument(help="Ids of context caches.", metavar="ID...")],
+    off: Annotated[bool, typer.Option("--off", help="Let them be evicted again.")] = False,
+) -> None:
+    """Keep the KV of context caches from being evicted; a running server follows within seconds."""
+    from kvlinker.store import Limits
+
+    with _opened(settings) as (catalog, _):
+        limits = Limits(pinned_bytes=max(settings.disk_space, settings.host_memory) // 2)
+        tenants = {cache.id: cache.tenant for cache in _all(catalog) if cache.id in ids}
+        for cache_id in dict.fromkeys(ids):
+            if cache_id in tenants:
+                catalog.update(cache_id, tenants[cache_id], time.time(), pinned=not off, limits=limits)
+        typer.echo(f"{len(tenants)} {'unpinned' if off else 'pinned'}")
+        if missing := [cache_id for cache_id in dict.fromkeys(ids) if cache_id not in tenants]:
+            raise fail(f"no such context caches: {', '.join(missing)}", FAILURE)
+
+
+@app.command("usage")
+@settings_options("state_dir", "disk_space")
+def show_usage(settings: Settings) -> None:
+    """What each tenant has: context caches, their chunks and tokens, bytes of KV as computed, and bytes by tier."""
+    with _opened(settings) as (catalog, store):
+        table = Table(box=None, pad_edge=False)
+        table.add_column("tenant")
+        tiers = [tier.name for tier in store.usage() if tier.budget_bytes]
+        for title in ("caches", "chunks", "tokens", "bytes", *tiers):
+            table.add_column(title, justify="right")
+        for tenant in catalog.tenants():
+            kept = catalog.usage(tenant)
+            lying = [tier.used_bytes for tier in store.usage_of(catalog.keys_of(tenant)) if tier.name in tiers]
+            table.add_row(tenant, *map(str, (kept.caches, kept.chunks, kept.tokens, kept.bytes, *lying)))
+        _print(table)
 
 
 @app.command("check")
@@ -119,19 +165,37 @@ def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
         failures(),
         closing(Catalog(path)) as catalog,
         closing(
-            open_store(settings.state_dir / "chunks", host_bytes=0, disk_bytes=settings.disk_space, events=Events())
+            open_store(
+                settings.state_dir / "chunks",
+                host_bytes=0,
+                disk_bytes=settings.disk_space,
+                events=Events(),
+                pinned=catalog.pinned(),
+            )
         ) as store,
     ):
         yield catalog, store
 
 
-def _all(catalog: Catalog) -> Iterator[ContextCache]:
+def _pairs(options: list[str] | None) -> dict[str, str]:
+    """``KEY=VALUE`` options."""
+    pairs = dict(option.partition("=")[::2] for option in options or ())
+    if any("=" not in option for option in options or ()):
+        raise fail("--metadata takes KEY=VALUE", BAD_USAGE)
+    return pairs
+
+
+def _print(table: Table) -> None:
+    Console(highlight=False, width=None if sys.stdout.isatty() else _UNLIMITED).print(table)
+
+
+def _all(catalog: Catalog, metadata: Mapping[str, str] = MappingProxyType({})) -> Iterator[ContextCache]:
     now = time.time()
     for tenant in catalog.tenants():
         after = None
         has_more = True
         while has_more:
-            items, has_more = catalog.list(tenant, now, limit=_PAGE, after=after)
+            items, has_more = catalog.list(tenant, now, limit=_PAGE, after=after, metadata=metadata)
             yield from items
             after = items[-1].id if items else None
 

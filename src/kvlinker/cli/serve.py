@@ -20,7 +20,7 @@ SHUTDOWN_SECONDS = 10
 def serve(settings: Settings) -> None:
     """Serve a model over HTTP, compatible with OpenAI's API."""
     with failures(BAD_USAGE):
-        check_address(settings.host, settings.api_keys)
+        check_address(settings.host, settings.accepted_keys)
     with failures(), closing(bind(settings.host, settings.port)) as listener:
         _serve(settings, listener)
 
@@ -44,7 +44,7 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
 
 
 def _summary(settings: Settings, name: str, window: int, address: str) -> Table:
-    keys = len(settings.api_keys)
+    keys = len(settings.accepted_keys)
     table = Table.grid(padding=(0, 2))
     for title, value in (
         ("model", f"{name} ({window:,} tokens)"),

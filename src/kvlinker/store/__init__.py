@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 
 from kvlinker.events import Events
@@ -13,6 +14,7 @@ from kvlinker.store.context_cache import ContextCache, new_context_cache_id
 from kvlinker.store.disk import DiskTier
 from kvlinker.store.errors import StoreError
 from kvlinker.store.host import HostTier
+from kvlinker.store.limits import Limits, TenantUsage
 
 __all__ = [
     "UNCHANGED",
@@ -23,8 +25,10 @@ __all__ = [
     "DiskTier",
     "HostTier",
     "LayerKV",
+    "Limits",
     "Page",
     "StoreError",
+    "TenantUsage",
     "Tier",
     "TierCheck",
     "TierUsage",
@@ -34,12 +38,15 @@ __all__ = [
 ]
 
 
-def open_store(directory: Path, *, host_bytes: int, disk_bytes: int, events: Events) -> ChunkStore:
+def open_store(
+    directory: Path, *, host_bytes: int, disk_bytes: int, events: Events, pinned: Set[str] = frozenset()
+) -> ChunkStore:
     """A store of host memory over chunk files in ``directory``, each with its budget; without disk where that is 0.
 
-    Raises StoreError where the directory cannot be used.
+    ``pinned``: keys that are not to be evicted (``Catalog.pinned``). Raises StoreError where the directory cannot be
+    used.
     """
-    tiers: list[Tier] = [HostTier(host_bytes, events)]
+    tiers: list[Tier] = [HostTier(host_bytes, events, pinned=pinned)]
     if disk_bytes:
-        tiers.append(DiskTier(directory, disk_bytes, events))
+        tiers.append(DiskTier(directory, disk_bytes, events, pinned=pinned))
     return ChunkStore(tiers, events)

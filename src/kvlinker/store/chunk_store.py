@@ -6,7 +6,7 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from kvlinker.events import ChunkLoaded, ChunkLookup, Events
 from kvlinker.store.base import Tier, TierCheck, TierUsage
@@ -103,6 +103,24 @@ class ChunkStore:
             with self._lock:
                 self._deletes_running -= 1
                 self._deletes_done += 1
+
+    def set_pinned(self, keys: Set[str]) -> None:
+        """Have the tiers evict none of these keys, and all others as usual; see ``Tier.set_pinned``."""
+        for tier in self._tiers:
+            tier.set_pinned(keys)
+
+    @property
+    def largest_budget_bytes(self) -> int:
+        """The budget of the tier that has the largest."""
+        return max(tier.budget_bytes for tier in self._tiers)
+
+    def usage_of(self, keys: Set[str]) -> tuple[TierUsage, ...]:
+        """What these chunks take up in each tier, from the fastest to the slowest; takes time for many."""
+        usages = []
+        for tier in self._tiers:
+            sizes = [tier.nbytes(key) or 0 for key in keys & set(tier.keys())]
+            usages.append(TierUsage(tier.name, sum(sizes), tier.budget_bytes, len(sizes)))
+        return tuple(usages)
 
     def usage(self) -> tuple[TierUsage, ...]:
         """How full each tier is, from the fastest to the slowest."""

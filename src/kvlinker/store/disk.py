@@ -10,7 +10,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,7 +41,15 @@ class DiskTier:
     The lock guards the index and the names in the folder; bulk reads and writes happen outside it.
     """
 
-    def __init__(self, directory: Path, budget_bytes: int, events: Events, *, name: str = "disk") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        budget_bytes: int,
+        events: Events,
+        *,
+        name: str = "disk",
+        pinned: Set[str] = frozenset(),
+    ) -> None:
         """Open the folder, create it where missing, evict down to the budget.
 
         Raises StoreError where the folder cannot be created or listed.
@@ -50,7 +58,7 @@ class DiskTier:
         self._directory = directory
         self._events = events
         self._lock = threading.RLock()
-        self._index = LruIndex(budget_bytes)
+        self._index = LruIndex(budget_bytes, pinned)
         self._reserved_bytes = 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,7 +97,7 @@ class DiskTier:
         header = encode_header(key, kv)
         nbytes = len(header) + kv.nbytes
         with self._lock:
-            if nbytes + self._reserved_bytes > self.budget_bytes:
+            if not self._index.fits(nbytes + self._reserved_bytes):
                 return False
             self._evict_for(nbytes)
             self._reserved_bytes += nbytes
@@ -111,6 +119,10 @@ class DiskTier:
         with self._lock:
             self._index.remove(key)
             self._unlink(self._path(key))
+
+    def set_pinned(self, keys: Set[str]) -> None:
+        with self._lock:
+            self._index.set_pinned(keys)
 
     def keys(self) -> tuple[str, ...]:
         with self._lock:
@@ -185,7 +197,7 @@ class DiskTier:
             status = self._path(key).lstat()
         except OSError:
             return False
-        if not stat.S_ISREG(status.st_mode) or status.st_size + self._reserved_bytes > self.budget_bytes:
+        if not stat.S_ISREG(status.st_mode) or not self._index.fits(status.st_size + self._reserved_bytes):
             return False
         self._evict_for(status.st_size)
         self._index.add(key, status.st_size)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from kvlinker.chunk_scores import Contextualization
 from kvlinker.store.database import Database
 from kvlinker.store.token_blobs import pack_tokens, unpack_tokens
+from kvlinker.tenants import SHARED_TENANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class StoredVariant:
 
 @dataclass(frozen=True, slots=True)
 class VariantOwner:
-    """What variants belong to: one tenant's chunk under one model."""
+    """What variants belong to: one tenant's chunk under one model. A shared chunk's variants are each tenant's own,
+    for they tell what stood before it."""
 
     fingerprint: str
     tenant: str
@@ -79,14 +81,14 @@ class VariantIndex:
             connection.execute("DELETE FROM variants WHERE key = ?", (key,))
 
 
-def release_variants(connection: sqlite3.Connection, fingerprint: str, tenant: str, content: str) -> list[str]:
-    """Remove all variants of a chunk that no context cache holds in any form; returns their keys."""
-    owner = {"fingerprint": fingerprint, "tenant": tenant, "content": content}
+def release_variants(connection: sqlite3.Connection, fingerprint: str, content: str) -> list[str]:
+    """Remove all variants of a chunk that no context cache of their tenant's, and no shared one, holds in any form;
+    returns their keys."""
     rows = connection.execute(
-        "DELETE FROM variants WHERE fingerprint = :fingerprint AND tenant = :tenant AND content = :content"
-        " AND NOT EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant = :tenant"
+        "DELETE FROM variants AS v WHERE fingerprint = :fingerprint AND content = :content AND NOT EXISTS"
+        " (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant IN (v.tenant, :shared)"
         " AND content = :content) RETURNING key",
-        owner,
+        {"fingerprint": fingerprint, "content": content, "shared": SHARED_TENANT},
     ).fetchall()
     return [key for (key,) in rows]
 
@@ -95,10 +97,11 @@ def _insert(connection: sqlite3.Connection, owner: VariantOwner, variant: Stored
     """Whether the variant is recorded now: only while some context cache holds its chunk in any form."""
     connection.execute(
         "INSERT OR IGNORE INTO variants SELECT :key, :fingerprint, :tenant, :content, :prefix, :text, 0"
-        " WHERE EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant = :tenant"
+        " WHERE EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant IN (:tenant, :shared)"
         " AND content = :content)",
         asdict(owner)
         | {
+            "shared": SHARED_TENANT,
             "key": variant.key,
             "prefix": pack_tokens(variant.prefix),
             "text": variant.contextualization.to_json(),
