@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,7 +36,7 @@ def _parse_json(value: object) -> object:
 
 
 class TenantQuota(BaseModel):
-    """What one tenant may keep; None is no limit."""
+    """What one tenant may keep; None: as much as others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -117,12 +118,16 @@ class Settings(BaseSettings):
 
     @property
     def quotas(self) -> Quotas:
-        default = Quota(self.tenant_quota_bytes, self.tenant_quota_caches)
-        own = {
-            name if name == SHARED_TENANT else tenant_of_key(name): Quota(quota.bytes, quota.caches)
-            for name, quota in self.tenant_quotas.items()
-        }
-        return Quotas(default, own)
+        quotas = Quotas(Quota(self.tenant_quota_bytes, self.tenant_quota_caches))
+        own = {}
+        for name, quota in self.tenant_quotas.items():
+            tenant = name if name == SHARED_TENANT else tenant_of_key(name)
+            usual = quotas.of(tenant)
+            own[tenant] = Quota(
+                usual.bytes if quota.bytes is None else quota.bytes,
+                usual.caches if quota.caches is None else quota.caches,
+            )
+        return replace(quotas, own=own)
 
     @property
     def served_name(self) -> str:
