@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -97,6 +97,10 @@ class Settings(BaseSettings):
     )
     tenant_quota_caches: int | None = Field(
         default=None, ge=0, description="Context caches that each tenant may keep; no limit by default."
+    )
+
+    encryption_key: SecretStr | None = Field(
+        default=None, description="Encrypts what is stored: 32 random bytes in base64 or hex. Best given as a variable."
     )
 
     host: str = Field(default="127.0.0.1", description="Address to bind; without API keys only loopback is allowed.")

@@ -39,7 +39,7 @@ from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import SplitMethod, split_text
-from kvlinker.store import UNCHANGED, Catalog, ChunkStore, ContextCache, Page, Unchanged, open_store
+from kvlinker.store import UNCHANGED, Catalog, ChunkStore, ContextCache, Page, Unchanged, load_cipher, open_store
 from kvlinker.tenants import DEFAULT_TENANT, Scope, parse_scope
 
 ContentPart = str | ContextCache | Mapping[str, Any]
@@ -94,13 +94,15 @@ class LLM:
         self.model_name = settings.served_name
         self.created_at = time.time()
         self.tokenizer = loaded.tokenizer
-        self.catalog = Catalog(settings.state_dir / "catalog.sqlite")
+        cipher = load_cipher(settings.encryption_key)
+        self.catalog = Catalog(settings.state_dir / "catalog.sqlite", cipher)
         self.store: ChunkStore = open_store(
             settings.state_dir / "chunks",
             host_bytes=settings.host_memory,
             disk_bytes=settings.disk_space,
             events=self.events,
             pinned=self.catalog.pinned(),
+            cipher=cipher,
         )
         self.engine: Engine = EmbeddedEngine(
             loaded,

@@ -93,7 +93,7 @@ def test_a_quota_counts_each_chunk_once_and_names_the_numbers(catalog: Catalog) 
     with pytest.raises(QuotaExceededError, match=r"30 bytes of KV .* 30 are kept, and this adds 30.*tenant_quota_byt"):
         catalog.add([record(0), record(2)], limits)
     assert catalog.usage("anna") == TenantUsage(caches=4, chunks=2, tokens=3, bytes=30)
-    with pytest.raises(QuotaExceededError, match="of 4 context caches .* 4 are kept, and this adds 1"):
+    with pytest.raises(QuotaExceededError, match=r"of 4 context caches .* 4 are kept, and this adds 1"):
         catalog.add([record(0)], quota(caches=4))
     catalog.add([record(2, tenant="bert")], limits)
     catalog.add([record(9, tenant=SHARED_TENANT)], limits)
@@ -151,7 +151,7 @@ def test_pins_are_limited_over_all_tenants_each_chunk_once(catalog: Catalog) -> 
     assert catalog.pinned() == {first.chunk_key}
     pinned = catalog.update(second.id, "bert", NOW, pinned=True, limits=limits)
     assert pinned == dataclasses.replace(second, pinned=True)
-    with pytest.raises(PinLimitError, match="At most 50 bytes .*: 50 are, and this would add 10") as caught:
+    with pytest.raises(PinLimitError, match=r"At most 50 bytes .*: 50 are, and this would add 10") as caught:
         catalog.add([record(0, pinned=True)], limits)
     assert (caught.value.status, caught.value.code) == (403, "pin_limit_exceeded")
     late = record(0)

@@ -11,7 +11,7 @@ import pytest
 from kvlinker.chunks import Chunk
 from kvlinker.store import Catalog, TenantUsage
 from kvlinker.store.schema import _FIRST, _SECOND, SCHEMA_VERSION
-from kvlinker.store.token_blobs import pack_tokens
+from kvlinker.store.token_blobs import TokenBlobs
 
 NOW = 1000.0
 
@@ -26,8 +26,8 @@ def older(path: Path, version: int) -> None:
                 "key": key,
                 "fingerprint": "weights",
                 "tenant": tenant,
-                "tokens": pack_tokens(tokens),
-                "prefix": pack_tokens((9,)),
+                "tokens": TokenBlobs().pack(tokens, ""),
+                "prefix": TokenBlobs().pack((9,), ""),
                 "created_at": NOW,
             }
             if version > 1:

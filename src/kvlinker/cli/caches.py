@@ -156,14 +156,16 @@ def check_caches(
 def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
     """Catalog and store of a state directory that exists."""
     from kvlinker.events import Events
-    from kvlinker.store import Catalog, open_store
+    from kvlinker.store import Catalog, load_cipher, open_store
 
     path = settings.state_dir / "catalog.sqlite"
     if not path.is_file():
         raise fail(f"nothing is stored in {settings.state_dir}", FAILURE)
+    with failures():
+        cipher = load_cipher(settings.encryption_key)
     with (
         failures(),
-        closing(Catalog(path)) as catalog,
+        closing(Catalog(path, cipher)) as catalog,
         closing(
             open_store(
                 settings.state_dir / "chunks",
@@ -171,6 +173,7 @@ def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
                 disk_bytes=settings.disk_space,
                 events=Events(),
                 pinned=catalog.pinned(),
+                cipher=cipher,
             )
         ) as store,
     ):

@@ -12,6 +12,7 @@ from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.chunk_store import ChunkStore
 from kvlinker.store.context_cache import ContextCache, new_context_cache_id
 from kvlinker.store.disk import DiskTier
+from kvlinker.store.encryption import Cipher, Sealing, load_cipher
 from kvlinker.store.errors import StoreError
 from kvlinker.store.host import HostTier
 from kvlinker.store.limits import Limits, TenantUsage
@@ -21,6 +22,7 @@ __all__ = [
     "Catalog",
     "ChunkKV",
     "ChunkStore",
+    "Cipher",
     "ContextCache",
     "DiskTier",
     "HostTier",
@@ -33,20 +35,27 @@ __all__ = [
     "TierCheck",
     "TierUsage",
     "Unchanged",
+    "load_cipher",
     "new_context_cache_id",
     "open_store",
 ]
 
 
 def open_store(
-    directory: Path, *, host_bytes: int, disk_bytes: int, events: Events, pinned: Set[str] = frozenset()
+    directory: Path,
+    *,
+    host_bytes: int,
+    disk_bytes: int,
+    events: Events,
+    pinned: Set[str] = frozenset(),
+    cipher: Cipher | None = None,
 ) -> ChunkStore:
     """A store of host memory over chunk files in ``directory``, each with its budget; without disk where that is 0.
 
-    ``pinned``: keys that are not to be evicted (``Catalog.pinned``). Raises StoreError where the directory cannot be
-    used.
+    ``pinned``: keys that are not to be evicted (``Catalog.pinned``). With a ``cipher``, what leaves memory is
+    encrypted. Raises StoreError where the directory cannot be used.
     """
     tiers: list[Tier] = [HostTier(host_bytes, events, pinned=pinned)]
     if disk_bytes:
-        tiers.append(DiskTier(directory, disk_bytes, events, pinned=pinned))
+        tiers.append(DiskTier(directory, disk_bytes, events, pinned=pinned, sealing=Sealing(cipher)))
     return ChunkStore(tiers, events)

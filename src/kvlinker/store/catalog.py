@@ -15,8 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 from kvlinker.chunks import Chunk
 from kvlinker.errors import ContextCacheNotFoundError
+from kvlinker.store.catalog_encryption import encrypt_catalog, prefix_of, tokens_of
 from kvlinker.store.context_cache import ContextCache
 from kvlinker.store.database import Database
+from kvlinker.store.encryption import Cipher
 from kvlinker.store.limits import (
     NO_LIMITS,
     Limits,
@@ -28,7 +30,7 @@ from kvlinker.store.limits import (
     usages_of,
 )
 from kvlinker.store.schema import index_metadata
-from kvlinker.store.token_blobs import pack_tokens, unpack_tokens
+from kvlinker.store.token_blobs import TokenBlobs
 from kvlinker.store.variants import VariantIndex, release_variants
 from kvlinker.tenants import SHARED_TENANT
 
@@ -65,10 +67,19 @@ class Catalog:
     cannot do its work.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the file. Raises StoreError where it is damaged, foreign or from a newer kvlinker."""
+    def __init__(self, path: Path, cipher: Cipher | None = None) -> None:
+        """Open or create the file; with a cipher, token ids are encrypted, also those that were not before.
+
+        Raises StoreError where it is damaged, foreign, from a newer kvlinker, or encrypted with another key.
+        """
         self._database = Database(path)
-        self.variants = VariantIndex(self._database)
+        self._blobs = TokenBlobs(cipher)
+        try:
+            encrypt_catalog(self._database, cipher, path)
+        except BaseException:
+            self._database.close()
+            raise
+        self.variants = VariantIndex(self._database, self._blobs)
 
     def add(self, records: Sequence[ContextCache], limits: Limits = NO_LIMITS) -> None:
         """Record context caches and the chunks they hold: all of them or, on an error, none.
@@ -76,13 +87,13 @@ class Catalog:
         Raises QuotaExceededError and PinLimitError.
         """
         with self._database.transaction() as connection:
-            _add(connection, records, limits)
+            _add(connection, self._blobs, records, limits)
 
     def check_room(self, records: Sequence[ContextCache], limits: Limits) -> None:
         """Raise what ``add`` would raise now, and record nothing."""
         with self._database.transaction() as connection:
             connection.execute("SAVEPOINT rehearsal")
-            _add(connection, records, limits)
+            _add(connection, self._blobs, records, limits)
             connection.execute("ROLLBACK TO rehearsal")
 
     def get(self, cache_id: str, tenant: str, now: float) -> ContextCache | None:
@@ -102,7 +113,7 @@ class Catalog:
                 f" WHERE c.tenant IN (:tenant, :shared) AND c.id IN ({places}) AND {_LIVE}",
                 {**ids, "tenant": tenant, "shared": SHARED_TENANT, "now": now},
             )
-            found.update({row[0]: _context_cache(row) for row in rows})
+            found.update({row[0]: _context_cache(row, self._blobs) for row in rows})
         return found
 
     def list(
@@ -138,7 +149,7 @@ class Catalog:
             f"{_COLUMNS} FROM {source} {_CHUNK} WHERE {condition} ORDER BY {order_by} {direction} LIMIT :limit",
             {**values, "limit": limit + 1},
         )
-        return Page(tuple(_context_cache(row) for row in rows[:limit]), has_more=len(rows) > limit)
+        return Page(tuple(_context_cache(row, self._blobs) for row in rows[:limit]), has_more=len(rows) > limit)
 
     def update(
         self,
@@ -175,9 +186,8 @@ class Catalog:
                 index_metadata(connection, row[0], metadata)
             if pinned is True:
                 check_pins(connection, limits.pinned_bytes, was_pinned)
-            return _context_cache(
-                connection.execute(f"{_COLUMNS} FROM context_caches c {_CHUNK} WHERE c.number = ?", row).fetchone()
-            )
+            changed = connection.execute(f"{_COLUMNS} FROM context_caches c {_CHUNK} WHERE c.number = ?", row)
+            return _context_cache(changed.fetchone(), self._blobs)
 
     def delete(self, cache_id: str, tenant: str, now: float) -> tuple[str, ...]:
         """Remove one context cache; returns the chunk keys that no context cache holds any more.
@@ -278,7 +288,7 @@ class Catalog:
         self._database.close()
 
 
-def _add(connection: sqlite3.Connection, records: Sequence[ContextCache], limits: Limits) -> None:
+def _add(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequence[ContextCache], limits: Limits) -> None:
     before = usages_of(connection, (record.tenant for record in records))
     pins = any(record.pinned for record in records)
     was_pinned = pinned_bytes(connection) if pins else 0
@@ -290,8 +300,8 @@ def _add(connection: sqlite3.Connection, records: Sequence[ContextCache], limits
                 r.chunk_key,
                 r.fingerprint,
                 r.tenant,
-                pack_tokens(r.chunk.tokens),
-                pack_tokens(r.chunk.prefix),
+                blobs.pack(r.chunk.tokens, tokens_of(r.chunk_key)),
+                blobs.pack(r.chunk.prefix, prefix_of(r.chunk_key)),
                 r.created_at,
                 r.chunk.content,
                 r.tokens,
@@ -348,7 +358,7 @@ def _release(connection: sqlite3.Connection, chunk_keys: Iterable[str], now: flo
     return tuple(released)
 
 
-def _context_cache(row: Any) -> ContextCache:
+def _context_cache(row: Any, blobs: TokenBlobs) -> ContextCache:
     """A row of ``_COLUMNS``."""
     cache_id, tenant, model, name, metadata, created_at, expires_at, pinned, *chunk = row
     chunk_key, fingerprint, tokens, prefix, nbytes = chunk
@@ -357,7 +367,11 @@ def _context_cache(row: Any) -> ContextCache:
         tenant=tenant,
         model=model,
         fingerprint=fingerprint,
-        chunk=Chunk(unpack_tokens(tokens), unpack_tokens(prefix), shared=tenant == SHARED_TENANT),
+        chunk=Chunk(
+            blobs.unpack(tokens, tokens_of(chunk_key)),
+            blobs.unpack(prefix, prefix_of(chunk_key)),
+            shared=tenant == SHARED_TENANT,
+        ),
         chunk_key=chunk_key,
         created_at=created_at,
         expires_at=expires_at,

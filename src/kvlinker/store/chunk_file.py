@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +26,9 @@ import xxhash
 from kvlinker.chunk_scores import ChunkScores, Contextualization
 from kvlinker.store.byte_source import ByteSource, FileSource
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.encryption import NOT_SEALED, SealedDataError, Sealing
+
+Pieces = Iterable[memoryview]
 
 FORMAT = "kvlinker-chunk"
 FORMAT_VERSION = 2
@@ -88,26 +91,29 @@ def encoded_pieces(header: bytes, kv: ChunkKV) -> Iterator[memoryview]:
         yield _raw_bytes(tensor)
 
 
-def write_chunk_file(file: BinaryIO, header: bytes, kv: ChunkKV) -> None:
-    """Write ``encode_header``'s bytes and the tensors. Raises OSError."""
-    for piece in encoded_pieces(header, kv):
+def write_chunk_file(file: BinaryIO, header: bytes, kv: ChunkKV, seal: Callable[[Pieces], Pieces] = iter) -> None:
+    """Write ``encode_header``'s bytes and the tensors, as what ``seal`` makes of them. Raises OSError."""
+    for piece in seal(encoded_pieces(header, kv)):
         file.write(piece)
 
 
-def read_chunk_file(path: Path, key: str) -> ChunkKV:
-    """``decode_chunk`` of a file; all tensors are views of one buffer of the file's size. Raises OSError, too."""
+def read_chunk_file(path: Path, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
+    """``decode_chunk`` of a file. Raises OSError, too."""
     with path.open("rb") as file:
-        return decode_chunk(FileSource(file), key)
+        return decode_chunk(FileSource(file), key, sealing)
 
 
-def decode_chunk(source: ByteSource, key: str) -> ChunkKV:
-    """Read and verify an encoded chunk; its tensors are views of what the source gives.
+def decode_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
+    """Read and verify an encoded chunk that was sealed so; its tensors are views of what the source gives.
 
     Raises ChunkFileError for anything that is not exactly what was encoded for ``key``, and what the source raises.
     """
     try:
-        entries, start, contextualization = _read_header(source, key)
-        tensors = [_read_tensor(source, start, entry) for entry in entries]
+        plain = sealing.source(key, source)
+        entries, start, contextualization = _read_header(plain, key)
+        tensors = [_read_tensor(plain, start, entry) for entry in entries]
+    except SealedDataError as error:
+        raise ChunkFileError(str(error)) from error
     except EOFError as error:
         raise ChunkFileError("truncated while it was read") from error
     scores = None

@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Iterator, Set
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
 from kvlinker.store.base import TierCheck
 from kvlinker.store.chunk_file import ChunkFileError, encode_header, read_chunk_file, write_chunk_file
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.errors import StoreError
 from kvlinker.store.lru import LruIndex
 
@@ -49,6 +51,7 @@ class DiskTier:
         *,
         name: str = "disk",
         pinned: Set[str] = frozenset(),
+        sealing: Sealing = NOT_SEALED,
     ) -> None:
         """Open the folder, create it where missing, evict down to the budget.
 
@@ -59,6 +62,7 @@ class DiskTier:
         self._events = events
         self._lock = threading.RLock()
         self._index = LruIndex(budget_bytes, pinned)
+        self._sealing = sealing
         self._reserved_bytes = 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,7 +99,7 @@ class DiskTier:
         if self._touch(key):
             return True
         header = encode_header(key, kv)
-        nbytes = len(header) + kv.nbytes
+        nbytes = self._sealing.nbytes(len(header) + kv.nbytes)
         with self._lock:
             if not self._index.fits(nbytes + self._reserved_bytes):
                 return False
@@ -159,7 +163,7 @@ class DiskTier:
     def _read(self, key: str) -> ChunkKV | ChunkDamaged | None:
         """The verified KV; or the damage, after removing and publishing it; or None where it is a miss for now."""
         try:
-            return read_chunk_file(self._path(key), key)
+            return read_chunk_file(self._path(key), key, self._sealing)
         except FileNotFoundError:
             reason = "its file vanished"
         except ChunkFileError as error:
@@ -216,7 +220,7 @@ class DiskTier:
         descriptor, name = tempfile.mkstemp(prefix=key, suffix=_TEMPORARY_SUFFIX, dir=folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                write_chunk_file(file, header, kv)
+                write_chunk_file(file, header, kv, partial(self._sealing.pieces, key, len(header) + kv.nbytes))
                 file.flush()
                 _set_last_use(file.fileno())  # kernels before 6.13 stamp too coarsely to sort by
                 os.fsync(file.fileno())

@@ -96,6 +96,7 @@ _THIRD = (
         PRIMARY KEY (tenant, key, value, created_at, number)
     ) WITHOUT ROWID""",
     "CREATE INDEX metadata_by_number ON metadata (number)",
+    "CREATE TABLE encryption (sealed BLOB NOT NULL)",  # one row where token ids are encrypted: it opens with the key
     # chunks that were removed here, until it is certain that no tier holds them any more
     "CREATE TABLE released (key TEXT PRIMARY KEY, released_at REAL NOT NULL) WITHOUT ROWID",
 )

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvlinker.chunk_scores import Contextualization
+from kvlinker.store.catalog_encryption import variant_of
 from kvlinker.store.database import Database
-from kvlinker.store.token_blobs import pack_tokens, unpack_tokens
+from kvlinker.store.token_blobs import TokenBlobs
 from kvlinker.tenants import SHARED_TENANT
 
 
@@ -36,8 +37,9 @@ class VariantOwner:
 class VariantIndex:
     """Variants by owner, in the catalog's file. All methods may be called from any thread."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, blobs: TokenBlobs) -> None:
         self._database = database
+        self._blobs = blobs
         self._lock = threading.Lock()
         self._uses: defaultdict[str, float] = defaultdict(float)  # not yet written
 
@@ -49,7 +51,8 @@ class VariantIndex:
             asdict(owner),
         )
         return tuple(
-            StoredVariant(key, unpack_tokens(prefix), Contextualization.from_json(text)) for key, prefix, text in rows
+            StoredVariant(key, self._blobs.unpack(prefix, variant_of(key)), Contextualization.from_json(text))
+            for key, prefix, text in rows
         )
 
     def add(self, variants: Sequence[tuple[VariantOwner, StoredVariant]], *, limit: int) -> tuple[str, ...]:
@@ -65,7 +68,7 @@ class VariantIndex:
             known = [variant for _, variant in variants if _exists(connection, variant.key)]
             gone += _evict(connection, keep=max(0, limit - (len(variants) - len(known))))
             for owner, variant in variants:
-                if not _insert(connection, owner, variant):
+                if not _insert(connection, self._blobs, owner, variant):
                     gone.append(variant.key)
             gone += _evict(connection, keep=limit)
         return tuple(gone)
@@ -93,7 +96,7 @@ def release_variants(connection: sqlite3.Connection, fingerprint: str, content: 
     return [key for (key,) in rows]
 
 
-def _insert(connection: sqlite3.Connection, owner: VariantOwner, variant: StoredVariant) -> bool:
+def _insert(connection: sqlite3.Connection, blobs: TokenBlobs, owner: VariantOwner, variant: StoredVariant) -> bool:
     """Whether the variant is recorded now: only while some context cache holds its chunk in any form."""
     connection.execute(
         "INSERT OR IGNORE INTO variants SELECT :key, :fingerprint, :tenant, :content, :prefix, :text, 0"
@@ -103,7 +106,7 @@ def _insert(connection: sqlite3.Connection, owner: VariantOwner, variant: Stored
         | {
             "shared": SHARED_TENANT,
             "key": variant.key,
-            "prefix": pack_tokens(variant.prefix),
+            "prefix": blobs.pack(variant.prefix, variant_of(variant.key)),
             "text": variant.contextualization.to_json(),
         },
     )
