@@ -21,12 +21,12 @@ from kvlinker.store.database import Database
 from kvlinker.store.encryption import Cipher
 from kvlinker.store.limits import (
     NO_LIMITS,
+    TENANT_USAGE,
     Limits,
     TenantUsage,
     check_pins,
     check_quotas,
     pinned_bytes,
-    usage_of,
     usages_of,
 )
 from kvlinker.store.schema import index_metadata
@@ -248,8 +248,8 @@ class Catalog:
 
     def usage(self, tenant: str) -> TenantUsage:
         """What the tenant has, expired context caches that remain included."""
-        with self._database.transaction() as connection:
-            return usage_of(connection, tenant)
+        rows = self._database.query(TENANT_USAGE, {"tenant": tenant})
+        return TenantUsage(*rows[0]) if rows else TenantUsage()
 
     def pinned(self) -> frozenset[str]:
         """The chunk keys of all pinned context caches."""

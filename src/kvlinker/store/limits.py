@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvlinker.errors import PinLimitError, QuotaExceededError
 from kvlinker.tenants import NO_QUOTAS, Quotas
 
-_USAGE = "SELECT caches, chunks, tokens, nbytes FROM tenants WHERE name = ?"
+TENANT_USAGE = "SELECT caches, chunks, tokens, nbytes FROM tenants WHERE name = :tenant"
 _PINNED = """SELECT coalesce(sum(nbytes), 0) FROM chunks
     WHERE key IN (SELECT chunk_key FROM context_caches WHERE pinned)"""
 
@@ -35,13 +35,9 @@ class Limits:
 NO_LIMITS = Limits()
 
 
-def usage_of(connection: sqlite3.Connection, tenant: str) -> TenantUsage:
-    row = connection.execute(_USAGE, (tenant,)).fetchone()
-    return TenantUsage(*(row or ()))
-
-
 def usages_of(connection: sqlite3.Connection, tenants: Iterable[str]) -> dict[str, TenantUsage]:
-    return {tenant: usage_of(connection, tenant) for tenant in sorted(set(tenants))}
+    rows = {tenant: connection.execute(TENANT_USAGE, {"tenant": tenant}).fetchone() for tenant in sorted(set(tenants))}
+    return {tenant: TenantUsage(*(row or ())) for tenant, row in rows.items()}
 
 
 def pinned_bytes(connection: sqlite3.Connection) -> int:
@@ -51,8 +47,8 @@ def pinned_bytes(connection: sqlite3.Connection) -> int:
 
 def check_quotas(connection: sqlite3.Connection, quotas: Quotas, before: dict[str, TenantUsage]) -> None:
     """Raises QuotaExceededError where a tenant has more than it may; ``before``: what it had."""
-    for tenant, had in before.items():
-        quota, has = quotas.of(tenant), usage_of(connection, tenant)
+    for tenant, has in usages_of(connection, before).items():
+        quota, had = quotas.of(tenant), before[tenant]
         for what, limit, old, new, setting in (
             ("context caches", quota.caches, had.caches, has.caches, "tenant_quota_caches"),
             ("bytes of KV", quota.bytes, had.bytes, has.bytes, "tenant_quota_bytes"),

@@ -55,7 +55,7 @@ _THIRD = (
     "ALTER TABLE chunks ADD COLUMN nbytes INTEGER NOT NULL DEFAULT 0",  # of KV as computed; 0: not known yet
     "UPDATE chunks SET length = length(tokens) / 4",
     "CREATE INDEX chunks_without_size ON chunks (fingerprint) WHERE nbytes = 0",
-    "CREATE INDEX chunks_by_tenant ON chunks (tenant)",
+    "CREATE INDEX chunks_by_tenant ON chunks (tenant, key)",
     "ALTER TABLE context_caches ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",
     "CREATE INDEX context_caches_pinned ON context_caches (chunk_key) WHERE pinned",
     # another tenant's id is as far from a match in this index as an unknown one
