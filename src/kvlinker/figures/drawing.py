@@ -66,3 +66,41 @@ def by_family(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def family_of(policy: str) -> str:
     """A policy's name without its numbers."""
     return re.sub(r"-[\d.]+", "", policy)
+
+
+def score_over_ttft(axes: Any, rows: Sequence[Row], title: str) -> None:
+    """Score over time to first token, a point per policy: a marker and colour per family, darker for higher numbers.
+
+    A line joins the rows that are ``pareto``, which have a black edge; what lies right of it or below is beaten.
+    """
+    from matplotlib import colormaps
+
+    best = sorted((row["ttft_ms"], row["score"]) for row in rows if row["pareto"] == "yes")
+    axes.step([ttft for ttft, _ in best], [score for _, score in best], "grey", where="post", linewidth=0.8, zorder=1)
+    for family, members in by_family(rows).items():
+        marker, colours = _STYLES.get(family, ("x", "Greys"))
+        for rank, row in enumerate(members):
+            colour = colormaps[colours](0.45 + 0.5 * (rank + 1) / len(members))
+            edge = "black" if row["pareto"] == "yes" else colour
+            axes.scatter(row["ttft_ms"], row["score"], 60, color=colour, edgecolor=edge, marker=marker, zorder=2)
+            axes.scatter([], [], 60, color=colour, marker=marker, label=row["policy"])  # in the legend, without an edge
+    axes.set(xlabel="time to first token (ms)", title=title, ylim=(-0.05, 1.05))
+    axes.set_xlim(left=0)
+
+
+_STYLES = {
+    "full": ("o", "Greens"),
+    "naive": ("o", "Reds"),
+    "legolink": ("*", "Blues"),
+    "attnlink": ("^", "Blues"),
+    "cacheblend": ("s", "Oranges"),
+    "cachecraft": ("D", "YlOrBr"),
+    "query": ("P", "Purples"),
+    "random": ("X", "Greys"),
+}
+"""Marker and colours by family; EPIC's own where its figures have the policy."""
+
+
+def points(difference: float) -> str:
+    """A difference of scores from 0 to 1 as points: ``-7.1 points``."""
+    return f"{100 * difference:+.1f} points"

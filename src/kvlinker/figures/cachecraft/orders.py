@@ -9,8 +9,8 @@ from typing import Any
 from kvlinker.bench.report import Row
 from kvlinker.evaluation.bootstrap import mean_interval
 from kvlinker.evaluation.deviation import attention_deviation, relative_kv_distance
-from kvlinker.figures.craft_policies import ContextOrder
-from kvlinker.figures.earlier import EarlierPrompts, asked
+from kvlinker.figures.cachecraft.earlier import EarlierPrompts, asked
+from kvlinker.figures.cachecraft.policies import ContextOrder
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Lab
 from kvlinker.linking import Policy, parse_policy

@@ -10,8 +10,8 @@ import numpy as np
 from kvlinker.chunk_scores import Contextualization
 from kvlinker.chunks import Chunk
 from kvlinker.evaluation.deviation import relative_kv_distance
-from kvlinker.figures.craft_policies import ContextOrder
-from kvlinker.figures.earlier import asked, cached_together, scores_of
+from kvlinker.figures.cachecraft.earlier import asked, cached_together, scores_of
+from kvlinker.figures.cachecraft.policies import ContextOrder
 from kvlinker.figures.lab import Bench, Lab
 from kvlinker.linking.reuse import context_impact, order_penalty, prefix_overlap
 from kvlinker.prompt.segments import Prompt

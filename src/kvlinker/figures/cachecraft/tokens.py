@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from kvlinker.bench.report import Row
-from kvlinker.figures.earlier import cached_together, scores_of
+from kvlinker.figures.cachecraft.earlier import cached_together, scores_of
+from kvlinker.figures.cachecraft.statistics import cumulative_share
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Lab
-from kvlinker.figures.statistics import cumulative_share
 
 EXAMPLES = 210
 PERCENTS = tuple(range(0, 101, 5))

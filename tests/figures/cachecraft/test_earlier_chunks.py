@@ -10,10 +10,10 @@ import pytest
 from kvlinker.chunk_scores import ChunkScores, ContextChunk, Contextualization
 from kvlinker.chunks import Chunk
 from kvlinker.config import load_settings
-from kvlinker.figures.cachecraft_overhead import needed_share
-from kvlinker.figures.craft_cases import ORDERS, OTHERS, PARTS, reuses
-from kvlinker.figures.craft_policies import ContextOrder, UnpositionedContextOrder, WithoutOverlap
-from kvlinker.figures.earlier import EarlierPrompts, asked, scores_of
+from kvlinker.figures.cachecraft.cases import ORDERS, OTHERS, PARTS, reuses
+from kvlinker.figures.cachecraft.earlier import EarlierPrompts, asked, scores_of
+from kvlinker.figures.cachecraft.overhead import needed_share
+from kvlinker.figures.cachecraft.policies import ContextOrder, UnpositionedContextOrder, WithoutOverlap
 from kvlinker.figures.lab import Bench, Lab
 from kvlinker.figures.registry import FIGURES
 from kvlinker.linking import parse_policy
@@ -65,8 +65,8 @@ def test_parts_of_cachecraft_select_what_they_should() -> None:
 
 
 def test_earlier_prompts_hold_all_chunks_in_other_places(bench: Bench) -> None:
-    earlier = EarlierPrompts(bench.llm, bench.questions)
-    example = bench.questions[0]
+    earlier = EarlierPrompts(bench.llm, bench.examples)
+    example = bench.examples[0]
     chunks = [bench.llm.builder.encode_chunk(passage) for passage in example.passages]
     prompt = asked(bench.llm, chunks, example.question)
     changed = earlier(example, prompt)

@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import Any
 
 from kvlinker.bench.report import Row
-from kvlinker.figures.craft_cases import reuses
+from kvlinker.figures.cachecraft.cases import reuses
+from kvlinker.figures.cachecraft.statistics import binned, correlation, line_through_zero
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Lab
-from kvlinker.figures.statistics import binned, correlation, line_through_zero
 
 EXAMPLES = 28
 BINS = 8

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlinker.bench.report import Row
-from kvlinker.figures.craft_quality import TASK, overall, quality_of_earlier_chunks
+from kvlinker.figures.cachecraft.quality import TASK, overall, quality_of_earlier_chunks
 from kvlinker.figures.drawing import score_lines
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Lab

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlinker.bench.report import Row
-from kvlinker.figures.craft_policies import ContextOrder, UnpositionedContextOrder
-from kvlinker.figures.craft_quality import TASK, VERSUS_FULL, overall, quality_of_earlier_chunks
+from kvlinker.figures.cachecraft.policies import ContextOrder, UnpositionedContextOrder
+from kvlinker.figures.cachecraft.quality import TASK, VERSUS_FULL, overall, quality_of_earlier_chunks
 from kvlinker.figures.drawing import grouped_bars
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Lab

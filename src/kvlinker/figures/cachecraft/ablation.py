@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlinker.bench.report import Row
-from kvlinker.figures.craft_policies import ContextOrder, WithoutOverlap
-from kvlinker.figures.craft_quality import TASK, overall, quality_of_earlier_chunks
+from kvlinker.figures.cachecraft.policies import ContextOrder, WithoutOverlap
+from kvlinker.figures.cachecraft.quality import TASK, overall, quality_of_earlier_chunks
 from kvlinker.figures.drawing import reaches
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Lab

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvlinker.figures.statistics import binned, correlation, cumulative_share, line_through_zero
+from kvlinker.figures.cachecraft.statistics import binned, correlation, cumulative_share, line_through_zero
 
 
 def test_correlation_of_groups() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlinker.bench.report import Row
-from kvlinker.figures.craft_cases import ORDERS, OTHERS, PARTS, reuses
+from kvlinker.figures.cachecraft.cases import ORDERS, OTHERS, PARTS, reuses
+from kvlinker.figures.cachecraft.statistics import Correlation, binned, correlation
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Lab
-from kvlinker.figures.statistics import Correlation, binned, correlation
 
 EXAMPLES = 50
 BINS = 5

@@ -10,7 +10,7 @@ from kvlinker.evaluation.answers import REFERENCE, Examiner
 from kvlinker.evaluation.examples import Skipped
 from kvlinker.evaluation.runner import evaluate
 from kvlinker.evaluation.scores import ALL_TASKS, scores
-from kvlinker.figures.earlier import EarlierPrompts
+from kvlinker.figures.cachecraft.earlier import EarlierPrompts
 from kvlinker.figures.lab import Lab
 from kvlinker.linking import Policy
 
