@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-from pydantic import BeforeValidator, ByteSize, Field, field_validator
+from pydantic import BeforeValidator, ByteSize, Field, SecretStr, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -22,6 +22,7 @@ from kvlinker.linking import parse_policy
 
 BUNDLED_MODEL = Path(__file__).parent / "models" / "reader"
 CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
+SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
 
 def _split_commas(value: object) -> object:
@@ -75,6 +76,18 @@ class Settings(BaseSettings):
         default_factory=lambda: ByteSize(psutil.virtual_memory().total // 4), description="Host tier budget."
     )
     disk_space: ByteSize = Field(default=ByteSize(20 * 2**30), description="Disk tier budget.")
+    redis_url: SecretStr | None = Field(
+        default=None, description="Redis through which servers share chunk caches: redis://[user:password@]host:port/0."
+    )
+    redis_space: ByteSize = Field(default=ByteSize(4 * 2**30), description="Redis tier budget, for all servers.")
+    redis_prefix: str = Field(
+        default="kvlinker", min_length=1, description="What all of kvlinker's keys in Redis begin with."
+    )
+    object_url: SecretStr | None = Field(
+        default=None,
+        description="Object store through which servers share chunk caches: s3://bucket/folder.",
+    )
+    object_space: ByteSize = Field(default=ByteSize(100 * 2**30), description="Object tier budget, for all servers.")
 
     host: str = Field(default="127.0.0.1", description="Address to bind; without API keys only loopback is allowed.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")

@@ -40,6 +40,7 @@ from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import SplitMethod, split_text
 from kvlinker.store import Catalog, ChunkStore, ContextCache, open_store
+from kvlinker.store.remote import shared_tiers
 
 DEFAULT_TENANT = "default"
 
@@ -100,6 +101,7 @@ class LLM:
             host_bytes=settings.host_memory,
             disk_bytes=settings.disk_space,
             events=self.events,
+            shared=shared_tiers(settings, self.events),
         )
         self.catalog = Catalog(settings.state_dir / "catalog.sqlite")
         self.engine: Engine = EmbeddedEngine(

@@ -14,19 +14,20 @@ from rich.table import Table
 
 from kvlinker.cli.failures import BAD_USAGE, FAILURE, fail, failures
 from kvlinker.cli.options import settings_options
-from kvlinker.config import Settings
+from kvlinker.config import SHARED_TIER_SETTINGS, Settings
 
 if TYPE_CHECKING:
     from kvlinker.store import Catalog, ChunkStore, ContextCache
 
 app = typer.Typer(help="List, remove and check what is stored.", no_args_is_help=True)
 
+_SETTINGS = ("state_dir", "disk_space", *SHARED_TIER_SETTINGS)
 _PAGE = 100
 _UNLIMITED = 10_000
 
 
 @app.command("ls")
-@settings_options("state_dir", "disk_space")
+@settings_options(*_SETTINGS)
 def list_caches(settings: Settings) -> None:
     """List the context caches of all tenants, newest first."""
     with _opened(settings) as (catalog, store):
@@ -53,7 +54,7 @@ def list_caches(settings: Settings) -> None:
 
 
 @app.command("rm")
-@settings_options("state_dir", "disk_space")
+@settings_options(*_SETTINGS)
 def remove_caches(
     settings: Settings,
     ids: Annotated[list[str] | None, typer.Argument(help="Ids of context caches.", metavar="ID...")] = None,
@@ -76,14 +77,15 @@ def remove_caches(
 
 
 @app.command("check")
-@settings_options("state_dir", "disk_space")
+@settings_options(*_SETTINGS)
 def check_caches(
     settings: Settings,
     repair: Annotated[bool, typer.Option("--repair", help="Remove KV that no context cache holds.")] = False,
 ) -> None:
     """Verify every stored file against its checksums and the catalog.
 
-    Damaged files are removed: their KV is computed again when it is used. The exit code is 1 when anything was wrong,
+    Damaged copies are removed: their KV is computed again when it is used. In tiers that servers share, KV that
+    this catalog does not hold is left to the other servers. The exit code is 1 when anything was wrong,
     repaired or not, else 0.
     """
     with _opened(settings) as (catalog, store):
@@ -94,7 +96,7 @@ def check_caches(
                 typer.echo(f"  {copy.key}: {copy.reason}; removed")
             damaged += len(tier.damaged)
         held = catalog.chunk_keys().keys()
-        orphans = sorted(store.keys() - held)
+        orphans = sorted(store.own_keys() - held)
         for key in orphans:
             if repair:
                 store.delete(key)
@@ -111,7 +113,9 @@ def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
     """Catalog and store of a state directory that exists."""
     from kvlinker.events import Events
     from kvlinker.store import Catalog, open_store
+    from kvlinker.store.remote import shared_tiers
 
+    events = Events()
     path = settings.state_dir / "catalog.sqlite"
     if not path.is_file():
         raise fail(f"nothing is stored in {settings.state_dir}", FAILURE)
@@ -119,7 +123,13 @@ def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
         failures(),
         closing(Catalog(path)) as catalog,
         closing(
-            open_store(settings.state_dir / "chunks", host_bytes=0, disk_bytes=settings.disk_space, events=Events())
+            open_store(
+                settings.state_dir / "chunks",
+                host_bytes=0,
+                disk_bytes=settings.disk_space,
+                events=events,
+                shared=shared_tiers(settings, events),
+            )
         ) as store,
     ):
         yield catalog, store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvlinker.events import Events
@@ -34,12 +35,15 @@ __all__ = [
 ]
 
 
-def open_store(directory: Path, *, host_bytes: int, disk_bytes: int, events: Events) -> ChunkStore:
-    """A store of host memory over chunk files in ``directory``, each with its budget; without disk where that is 0.
+def open_store(
+    directory: Path, *, host_bytes: int, disk_bytes: int, events: Events, shared: Sequence[Tier] = ()
+) -> ChunkStore:
+    """A store of host memory over chunk files in ``directory``, each with its budget, over ``shared`` tiers; without
+    disk where its budget is 0.
 
     Raises StoreError where the directory cannot be used.
     """
     tiers: list[Tier] = [HostTier(host_bytes, events)]
     if disk_bytes:
         tiers.append(DiskTier(directory, disk_bytes, events))
-    return ChunkStore(tiers, events)
+    return ChunkStore([*tiers, *shared], events)

@@ -44,6 +44,11 @@ class Tier(Protocol):
         ...
 
     @property
+    def shared(self) -> bool:
+        """Whether other servers keep chunks here, which this one's catalog does not know."""
+        ...
+
+    @property
     def budget_bytes(self) -> int:
         """``used_bytes`` never exceeds this."""
         ...

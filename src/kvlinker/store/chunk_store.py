@@ -16,16 +16,17 @@ from kvlinker.store.writer import BackgroundWriter
 logger = logging.getLogger(__name__)
 
 DEFAULT_WRITE_QUEUE_BYTES = 1 << 30
+SHARED_TIERS_CLOSE_SECONDS = 10.0
 
 
 class ChunkStore:
     """Tiers from the fastest to the slowest, with KV written through to all and promoted on use.
 
-    ``put`` stores into the first tier at once and leaves the slower ones to a background thread. A chunk that waits
-    for that thread counts as lying in the first tier, and is found there even if that tier has no room for it. When
-    more than ``write_queue_bytes`` wait, the slower tiers do not get the chunk at all: the caller never waits, and a
-    chunk that is then evicted from the first tier is computed again. Besides the tiers' budgets, at most
-    ``write_queue_bytes`` plus two chunks of memory are held.
+    ``put`` stores into the first tier at once and leaves each slower one to a background thread of its own, so that
+    none holds up another. A chunk that waits for such a thread counts as lying in the first tier, and is found there
+    even if that tier has no room for it. When more than ``write_queue_bytes`` wait for a tier, it does not get the
+    chunk at all: the caller never waits, and a chunk that is then evicted from the others is computed again. Besides
+    the tiers' budgets, at most ``write_queue_bytes`` plus two chunks of memory are held for each slower tier.
 
     All methods may be called from any thread. Listeners of the tiers' events must not call ``delete`` or ``flush``.
     """
@@ -37,7 +38,7 @@ class ChunkStore:
             raise ValueError("A chunk store needs at least one tier.")
         self._tiers = tuple(tiers)
         self._events = events
-        self._writer = BackgroundWriter(write_queue_bytes)
+        self._writers = tuple(BackgroundWriter(tier, write_queue_bytes) for tier in self._tiers[1:])
         self._lock = threading.RLock()  # makes queueing and the first tier's put one step; guards the two counts
         self._deletes_running = 0
         self._deletes_done = 0
@@ -52,10 +53,10 @@ class ChunkStore:
         started = time.perf_counter()
         for position, tier in enumerate(self._tiers):
             kv = tier.get(key)
-            promoted_to = self._tiers[:position]
+            promoted_to = position
             if kv is None and position == 0:
-                kv = self._writer.get(key)
-                promoted_to = self._tiers[:1]
+                kv = self._waiting(key)
+                promoted_to = 1
             if kv is not None:
                 seconds = time.perf_counter() - started
                 self._promote(key, kv, promoted_to, epoch)
@@ -68,35 +69,40 @@ class ChunkStore:
     def put(self, key: str, kv: ChunkKV) -> None:
         """Keep the KV; ``get`` sees it from now on. The caller must not modify it any more."""
         with self._lock:
-            self._place(key, kv, self._tiers)
+            self._place(key, kv, len(self._tiers))
 
     def tier_of(self, key: str) -> str | None:
         """The name of the fastest tier that has the chunk. Does not count as a use."""
-        if self._tiers[0].contains(key) or self._writer.get(key) is not None:
+        if self._tiers[0].contains(key) or self._waiting(key) is not None:
             return self._tiers[0].name
         return next((tier.name for tier in self._tiers[1:] if tier.contains(key)), None)
 
     def nbytes(self, key: str) -> int | None:
         """Bytes of the chunk in the fastest tier that has it. Does not count as a use."""
-        waiting = self._writer.get(key)
+        waiting = self._waiting(key)
         if waiting is not None:
             return waiting.nbytes
         return next((size for tier in self._tiers if (size := tier.nbytes(key)) is not None), None)
 
     def keys(self) -> frozenset[str]:
         """The keys of all chunks that the store has."""
-        return frozenset(self._writer.keys()).union(*(tier.keys() for tier in self._tiers))
+        return self._keys(self._tiers)
+
+    def own_keys(self) -> frozenset[str]:
+        """The keys of all chunks that lie in tiers of this store alone, or wait to be written."""
+        return self._keys([tier for tier in self._tiers if not tier.shared])
 
     def delete(self, key: str) -> None:
         """Remove the chunk from all tiers. It comes back only by a ``put`` that has not returned before this call.
 
-        Waits for the background thread if that is just writing this chunk.
+        Waits for the background threads that are just writing this chunk.
         """
         with self._lock:
             self._deletes_running += 1
         try:
             self._tiers[0].delete(key)
-            self._writer.cancel(key)
+            for writer in self._writers:
+                writer.cancel(key)
             for tier in self._tiers[1:]:
                 tier.delete(key)
         finally:
@@ -114,28 +120,39 @@ class ChunkStore:
 
     def flush(self) -> None:
         """Wait until every put so far has reached, or been refused by, the slower tiers."""
-        self._writer.flush()
+        for writer in self._writers:
+            writer.flush()
 
     def close(self) -> None:
-        """Finish the writes under way and close the tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
+        """Finish the writes under way, those to shared tiers only as far as that takes a few seconds, and close the
+        tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
         atexit.unregister(self.close)
-        self._writer.close()
+        deadline = time.monotonic() + SHARED_TIERS_CLOSE_SECONDS
+        for writer, tier in zip(self._writers, self._tiers[1:], strict=True):
+            writer.close(deadline if tier.shared else None)
         for tier in self._tiers:
             tier.close()
 
-    def _place(self, key: str, kv: ChunkKV, tiers: Sequence[Tier]) -> None:
-        """Store into the first of the tiers now, and into the rest later; the lock is held."""
-        if len(tiers) > 1 and not self._writer.add(key, kv, tiers[1:]):
-            logger.warning("Chunk %s stays out of the slower tiers: too many writes wait already", key)
-        tiers[0].put(key, kv)
+    def _place(self, key: str, kv: ChunkKV, depth: int) -> None:
+        """Store into the first tier now, and later into the other ones of the first ``depth``; the lock is held."""
+        for writer, tier in zip(self._writers[: depth - 1], self._tiers[1:], strict=False):
+            if not writer.add(key, kv):
+                logger.warning("Chunk %s stays out of the slower tier %s: too many writes wait already", key, tier.name)
+        self._tiers[0].put(key, kv)
+
+    def _waiting(self, key: str) -> ChunkKV | None:
+        return next((kv for writer in self._writers if (kv := writer.get(key)) is not None), None)
+
+    def _keys(self, tiers: Sequence[Tier]) -> frozenset[str]:
+        return frozenset().union(*(writer.keys() for writer in self._writers), *(tier.keys() for tier in tiers))
 
     def _delete_epoch(self) -> int | None:
         """Names the time between two deletes; None during one."""
         with self._lock:
             return None if self._deletes_running else self._deletes_done
 
-    def _promote(self, key: str, kv: ChunkKV, tiers: Sequence[Tier], epoch: int | None) -> None:
+    def _promote(self, key: str, kv: ChunkKV, depth: int, epoch: int | None) -> None:
         """Store what was just loaded into faster tiers, unless a delete came in between: it must not undo that."""
         with self._lock:
-            if tiers and epoch is not None and epoch == self._delete_epoch():
-                self._place(key, kv, tiers)
+            if depth and epoch is not None and epoch == self._delete_epoch():
+                self._place(key, kv, depth)

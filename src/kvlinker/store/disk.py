@@ -41,6 +41,8 @@ class DiskTier:
     The lock guards the index and the names in the folder; bulk reads and writes happen outside it.
     """
 
+    shared = False
+
     def __init__(self, directory: Path, budget_bytes: int, events: Events, *, name: str = "disk") -> None:
         """Open the folder, create it where missing, evict down to the budget.
 
