@@ -62,6 +62,7 @@ class Metrics:
             self._prompt_tokens.labels(source)
         for tier in llm.store.usage():
             self._evictions.labels(tier.name)
+            self._tier_errors.labels(tier.name)
 
     def count(self, event: Event) -> None:
         """A listener for ``kvlinker.events.Events``; may be called from any thread."""

@@ -36,7 +36,7 @@ class ObjectMedium:
     What is there, and its size, is listed when the medium is opened and every few minutes, by a thread of its own;
     blobs that others wrote since are found when they are asked for. Uses are known to each server only as far as they
     are its own, others' blobs count as last used when they were written; and the budget may be passed by what other
-    servers write between two listings.
+    servers write, until a server that has listed it writes something itself.
     """
 
     def __init__(
@@ -200,7 +200,6 @@ class ObjectMedium:
         try:
             with _translated():
                 self._list()
-            self._evict_for(0)
             self._listing_error = None
         except Exception as error:  # for ``open``; later, calls that matter meet it themselves
             self._listing_error = error

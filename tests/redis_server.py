@@ -29,9 +29,7 @@ class RedisServer:
     def start(self, *options: str) -> None:
         program = shutil.which("redis-server")
         if program is None:
-            pytest.skip(
-                "redis-server is not installed (Debian's package of that name; 'make test' as root installs it)"
-            )
+            pytest.skip("redis-server is not installed (a Debian package; 'make test' as root installs it)")
         arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
         self._process = subprocess.Popen([program, *arguments, *options], stdout=subprocess.DEVNULL)
         for _ in range(500):
