@@ -162,6 +162,27 @@ def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path, recorder: Re
     tier.close()
 
 
+def test_a_file_system_that_hangs_costs_one_timeout(tmp_path: Path, recorder: Recorder, caplog) -> None:
+    medium = ObjectMedium(f"file://{tmp_path}", PLENTY, timeout=1)
+    tier = BlobTier("object", medium, recorder.events, answer_seconds=0.2, pause_seconds=0.1)
+    for number in (1, 2):
+        tier.put(key_of(number), KV[number])
+    (file,) = tmp_path.glob(f"??/{key_of(1)}.safetensors")
+    file.unlink()
+    os.mkfifo(file)  # reading it waits for somebody who writes
+    started = time.perf_counter()
+    assert tier.get(key_of(1)) is None
+    assert tier.get(key_of(2)) is None
+    assert time.perf_counter() - started < 1
+    assert len(recorder.of(TierUnavailable)) == len(caplog.messages) == 1
+    deadline = time.monotonic() + 10
+    while tier.get(key_of(2)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    file.write_bytes(b"")  # lets the reader go
+    tier.close()
+
+
 def test_threads_meet_without_harm(url: str, recorder: Recorder) -> None:
     tiers = [object_tier(url, 3 * blob_size(5), recorder.events) for _ in range(2)]
 

@@ -18,6 +18,7 @@ from kvlinker.store import StoreError
 from kvlinker.store.chunk_file import encode_header
 from kvlinker.store.remote import BlobTier, redis_tier
 from kvlinker.store.remote.redis_medium import PART_BYTES
+from kvlinker.store.remote.redis_scripts import BEGIN
 
 PLENTY = 1 << 30
 
@@ -192,6 +193,39 @@ def test_what_redis_evicted_by_itself_is_a_miss_and_check_sets_the_account_right
     assert tier.check().checked == 2
     assert (set(tier.keys()), tier.used_bytes) == ({key_of(2), key_of(3)}, blob_size(2) + blob_size(3))
     assert recorder.of(ChunkDamaged) == []
+
+
+def test_a_write_that_breaks_off_leaves_nothing(redis_server: RedisServer, tier: BlobTier) -> None:
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(bytes(9 * PART_BYTES))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tier._medium.write(key_of(1), 10 * PART_BYTES, pieces())
+    assert (tier.used_bytes, len(tier)) == (0, 0)
+    assert redis_server.client.keys("*") == [b"kvlinker:totals"]
+
+
+def test_what_a_crash_leaves_is_found_by_check_and_may_be_written_again(
+    redis_server: RedisServer, tier: BlobTier
+) -> None:
+    """A server died between taking the room for a blob and putting it in its place."""
+    for number in (1, 2):
+        tier._medium._run(BEGIN, key_of(number), 5000, PLENTY)
+    assert tier.get(key_of(1)) is None
+    assert tier.put(key_of(1), KV[1])
+    assert tier.check().checked == 1
+    assert (tier.keys(), tier.used_bytes) == ((key_of(1),), blob_size(1))
+
+
+def test_a_delete_during_a_write_wins(tier: BlobTier, redis_server: RedisServer) -> None:
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(bytes(100))
+        tier.delete(key_of(1))
+        yield memoryview(bytes(100))
+
+    assert not tier._medium.write(key_of(1), 200, pieces()).stored
+    assert redis_server.client.keys("*") == [b"kvlinker:totals"]
 
 
 @pytest.mark.parametrize("name", ["uses", "sizes", "totals"])

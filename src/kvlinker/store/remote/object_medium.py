@@ -69,6 +69,7 @@ class ObjectMedium:
     def open(self) -> tuple[int, ...]:
         """A listing that takes long goes on in the background."""
         self._listed_at = float("-inf")
+        self._listing_error = None
         self._list_now_and_then()
         if self._listing is not None:
             self._listing.join(self._timeout)
@@ -115,8 +116,11 @@ class ObjectMedium:
 
     def write(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> Written:
         evicted = self._evict_for(nbytes)
-        with _translated():
-            self._put(self._path(key), pieces)
+        try:
+            with _translated():
+                self._put(self._path(key), pieces)
+        except BlobGone as error:
+            raise MediumRefused(f"there is no such place: {error.__cause__}") from error
         with self._lock:
             self._note(key, nbytes, time.time())
         return Written(stored=True, evicted=evicted + self._evict_for(0))

@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -166,8 +167,6 @@ class BlobTier:
         try:
             data = self._ask(partial(self._fetched, key, nbytes), None, nbytes=nbytes)
             kv = None if data is None else decode_chunk(BufferSource(data), key)
-        except BlobGone:
-            return None
         except (BlobDamaged, ChunkFileError) as damage:
             return self._drop(key, str(damage))
         if kv is not None:
@@ -190,16 +189,18 @@ class BlobTier:
             self._events.publish(ChunkEvicted(self.name, size))
 
     def _ask(self, call: Callable[[], T], otherwise: T, *, nbytes: int = 0) -> T:
-        """What the call returns, or ``otherwise`` where the medium is down, fails or refuses.
+        """What the call returns, or ``otherwise`` where the blob is gone, or the medium is down, fails or refuses.
 
-        ``nbytes`` is how much the call moves. Raises BlobGone and BlobDamaged.
+        ``nbytes`` is how much the call moves. Raises BlobDamaged.
         """
         if not self._availability.up:
             return otherwise
         try:
             return self._deadline.call(call, self._answer_seconds + nbytes / SLOWEST_BYTES_PER_SECOND)
-        except (BlobGone, BlobDamaged):
+        except BlobDamaged:
             raise
+        except BlobGone:
+            pass
         except MediumRefused as refusal:
             self._refused(str(refusal))
         except Exception as error:  # a library's own: whatever it is, the medium is of no use now
@@ -223,9 +224,10 @@ class BlobTier:
     def _reopen(self) -> bool:
         """Whether the medium answers again; then what was deleted in the meantime is removed."""
         try:
-            self._told_evicted(self._deadline.call(self._medium.open, self._answer_seconds))
-            for key in tuple(self._doomed):
-                self._deadline.call(partial(self._carry_out, key), self._answer_seconds)
+            with suppress(MediumRefused):
+                self._told_evicted(self._deadline.call(self._medium.open, self._answer_seconds))
+                for key in tuple(self._doomed):
+                    self._deadline.call(partial(self._carry_out, key), self._answer_seconds)
         except Exception as error:
             self._events.publish(TierUnavailable(self.name, self._conceal(str(error) or "no answer in time")))
             return False
