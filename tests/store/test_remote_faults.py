@@ -240,6 +240,23 @@ def test_a_wrong_password_is_no_error_and_stays_hidden(
     tier.close()
 
 
+def test_a_redis_that_lost_everything_gets_back_what_is_used(
+    frail_redis: RedisServer, make_tier, recorder: Recorder, tmp_path: Path
+) -> None:
+    tier = make_tier(frail_redis.port)
+    disk = DiskTier(tmp_path, PLENTY, recorder.events)
+    store = ChunkStore([HostTier(0, recorder.events), disk, tier], recorder.events)
+    for number in (1, 2):
+        store.put(key_of(number), KV[number])
+    store.flush()
+    frail_redis.kill()
+    frail_redis.start()
+    assert store.get(key_of(1)) is not None
+    store.flush()
+    assert tier.keys() == (key_of(1),)
+    store.close()
+
+
 def test_a_hanging_redis_holds_up_neither_disk_nor_answers(
     frail_redis: RedisServer, make_tier, recorder: Recorder, tmp_path: Path
 ) -> None:

@@ -20,7 +20,8 @@ SHARED_TIERS_CLOSE_SECONDS = 10.0
 
 
 class ChunkStore:
-    """Tiers from the fastest to the slowest, with KV written through to all and promoted on use.
+    """Tiers from the fastest to the slowest, with KV written through to all, and again when it is promoted on use: a
+    slower tier that has it takes that as a use, one that lost it has it back.
 
     ``put`` stores into the first tier at once and leaves each slower one to a background thread of its own, so that
     none holds up another. A chunk that waits for such a thread counts as lying in the first tier, and is found there
@@ -38,14 +39,15 @@ class ChunkStore:
             raise ValueError("A chunk store needs at least one tier.")
         self._tiers = tuple(tiers)
         self._events = events
-        self._writers = tuple(BackgroundWriter(tier, write_queue_bytes) for tier in self._tiers[1:])
+        self._writers = {tier.name: BackgroundWriter(tier, write_queue_bytes) for tier in self._tiers[1:]}
         self._lock = threading.RLock()  # makes queueing and the first tier's put one step; guards the two counts
         self._deletes_running = 0
         self._deletes_done = 0
         atexit.register(self.close)
 
     def get(self, key: str) -> ChunkKV | None:
-        """The chunk's KV from the fastest tier that has it, now in all tiers above it too; None where no tier has it.
+        """The chunk's KV from the fastest tier that has it, now in the first one too, and soon in the others; None
+        where no tier has it.
 
         The caller must not modify it. Publishes one ChunkLookup, and on a hit one ChunkLoaded.
         """
@@ -53,13 +55,13 @@ class ChunkStore:
         started = time.perf_counter()
         for position, tier in enumerate(self._tiers):
             kv = tier.get(key)
-            promoted_to = position
+            others = self._others(position) if position else ()
             if kv is None and position == 0:
                 kv = self._waiting(key)
-                promoted_to = 1
+                others = self._tiers[:1]
             if kv is not None:
                 seconds = time.perf_counter() - started
-                self._promote(key, kv, promoted_to, epoch)
+                self._promote(key, kv, others, epoch)
                 self._events.publish(ChunkLookup(hit=True, tier=tier.name))
                 self._events.publish(ChunkLoaded(tier.name, seconds, kv.nbytes))
                 return kv
@@ -69,7 +71,7 @@ class ChunkStore:
     def put(self, key: str, kv: ChunkKV) -> None:
         """Keep the KV; ``get`` sees it from now on. The caller must not modify it any more."""
         with self._lock:
-            self._place(key, kv, len(self._tiers))
+            self._place(key, kv, self._tiers)
 
     def tier_of(self, key: str) -> str | None:
         """The name of the fastest tier that has the chunk. Does not count as a use."""
@@ -101,7 +103,7 @@ class ChunkStore:
             self._deletes_running += 1
         try:
             self._tiers[0].delete(key)
-            for writer in self._writers:
+            for writer in self._writers.values():
                 writer.cancel(key)
             for tier in self._tiers[1:]:
                 tier.delete(key)
@@ -120,7 +122,7 @@ class ChunkStore:
 
     def flush(self) -> None:
         """Wait until every put so far has reached, or been refused by, the slower tiers."""
-        for writer in self._writers:
+        for writer in self._writers.values():
             writer.flush()
 
     def close(self) -> None:
@@ -128,31 +130,35 @@ class ChunkStore:
         tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
         atexit.unregister(self.close)
         deadline = time.monotonic() + SHARED_TIERS_CLOSE_SECONDS
-        for writer, tier in zip(self._writers, self._tiers[1:], strict=True):
-            writer.close(deadline if tier.shared else None)
+        for tier in self._tiers[1:]:
+            self._writers[tier.name].close(deadline if tier.shared else None)
         for tier in self._tiers:
             tier.close()
 
-    def _place(self, key: str, kv: ChunkKV, depth: int) -> None:
-        """Store into the first tier now, and later into the other ones of the first ``depth``; the lock is held."""
-        for writer, tier in zip(self._writers[: depth - 1], self._tiers[1:], strict=False):
-            if not writer.add(key, kv):
+    def _place(self, key: str, kv: ChunkKV, tiers: Sequence[Tier]) -> None:
+        """Store into the first of the tiers, the store's first, now, and into the rest later; the lock is held."""
+        for tier in tiers[1:]:
+            if not self._writers[tier.name].add(key, kv):
                 logger.warning("Chunk %s stays out of the slower tier %s: too many writes wait already", key, tier.name)
-        self._tiers[0].put(key, kv)
+        tiers[0].put(key, kv)
+
+    def _others(self, position: int) -> Sequence[Tier]:
+        return self._tiers[:position] + self._tiers[position + 1 :]
 
     def _waiting(self, key: str) -> ChunkKV | None:
-        return next((kv for writer in self._writers if (kv := writer.get(key)) is not None), None)
+        return next((kv for writer in self._writers.values() if (kv := writer.get(key)) is not None), None)
 
     def _keys(self, tiers: Sequence[Tier]) -> frozenset[str]:
-        return frozenset().union(*(writer.keys() for writer in self._writers), *(tier.keys() for tier in tiers))
+        waiting = [writer.keys() for writer in self._writers.values()]
+        return frozenset().union(*waiting, *(tier.keys() for tier in tiers))
 
     def _delete_epoch(self) -> int | None:
         """Names the time between two deletes; None during one."""
         with self._lock:
             return None if self._deletes_running else self._deletes_done
 
-    def _promote(self, key: str, kv: ChunkKV, depth: int, epoch: int | None) -> None:
-        """Store what was just loaded into faster tiers, unless a delete came in between: it must not undo that."""
+    def _promote(self, key: str, kv: ChunkKV, tiers: Sequence[Tier], epoch: int | None) -> None:
+        """Store what was just loaded into other tiers, unless a delete came in between: it must not undo that."""
         with self._lock:
-            if depth and epoch is not None and epoch == self._delete_epoch():
-                self._place(key, kv, depth)
+            if tiers and epoch is not None and epoch == self._delete_epoch():
+                self._place(key, kv, tiers)
