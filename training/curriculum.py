@@ -58,6 +58,7 @@ _SHORT = WorldSettings(
 )
 _FULL = WorldSettings()
 _HARD = WorldSettings(bridge_share=0.25, comparison_share=0.2, example_share=0.2)
+_HARDEST = WorldSettings(bridge_share=0.2, comparison_share=0.25, example_share=0.25, invented_share=0.08)
 
 CURRICULUM = (
     Stage(
@@ -112,6 +113,14 @@ CURRICULUM = (
         batch=3,
         steps=400,
         muon_lr=(0.003, 0.0002),
+        sink_weight=0.02,
+    ),
+    Stage(
+        "settle",
+        Mixture(1024, _HARDEST, prose_share=0.08, loose_share=0.1),
+        batch=6,
+        steps=260,
+        muon_lr=(0.004, 0.0001),
         sink_weight=0.02,
     ),
 )
