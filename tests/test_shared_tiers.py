@@ -32,7 +32,7 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
     """Settings that name a tier to share."""
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("redis_server")
-        return {"redis_url": f"redis://:not-to-be-seen@127.0.0.1:{server.port}/0"}
+        return {"redis_url": f"redis://default:not-to-be-seen@127.0.0.1:{server.port}/0"}
     return {"object_url": f"file://{tmp_path}/objects"}
 
 
@@ -195,7 +195,7 @@ def server_process(environment: dict[str, str]) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_two_server_processes_on_one_redis(redis_server: RedisServer, tmp_path: Path) -> None:
-    url = f"redis://:not-to-be-seen@127.0.0.1:{redis_server.port}/0"
+    url = f"redis://default:not-to-be-seen@127.0.0.1:{redis_server.port}/0"
     first, second = ({"KVLINKER_STATE_DIR": str(tmp_path / name), "KVLINKER_REDIS_URL": url} for name in "ab")
     with server_process(first) as one, server_process(second) as two:
         for address in (one, two):

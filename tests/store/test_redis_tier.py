@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -277,3 +279,26 @@ def test_caller_mistakes_are_told(tier: BlobTier) -> None:
     for call in (tier.get, tier.contains, tier.delete, tier.nbytes, lambda key: tier.put(key, KV[1])):
         with pytest.raises(ValueError, match="not a chunk key"):
             call("../etc")
+
+
+@pytest.mark.parametrize(
+    ("library", "call", "extra"),
+    [
+        ("redis", "redis_tier('redis://localhost', 1, Events())", "redis"),
+        ("fsspec", "object_tier('file:///nowhere', 1, Events())", "remote"),
+    ],
+)
+def test_a_missing_library_is_told_with_the_extra_that_brings_it(library: str, call: str, extra: str) -> None:
+    program = f"""
+import sys; sys.modules[{library!r}] = None
+from kvlinker.events import Events
+from kvlinker.store import StoreError
+from kvlinker.store.remote import object_tier, redis_tier
+try:
+    {call}
+except StoreError as error:
+    assert "'kvlinker[{extra}]'" in error.message, error.message
+else:
+    raise SystemExit("no error")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -21,7 +21,7 @@ from kvlinker.store.remote.redis_medium import RedisMedium
 from kvlinker.store.remote.tier import BlobTier
 
 PLENTY = 1 << 30
-TIMEOUT = 0.2
+TIMEOUT = 0.5
 PAUSE = 0.1
 KV = {number: chunk_kv(number, tokens=30_000) for number in range(6)}  # 2.4 MB: several parts
 
@@ -36,7 +36,7 @@ def make_tier(recorder: Recorder) -> Iterator[Callable[..., BlobTier]]:
     tiers = []
 
     def make(port: int, budget: int = PLENTY) -> BlobTier:
-        medium = RedisMedium(f"redis://:hidden@127.0.0.1:{port}/0", budget, prefix="kvlinker", timeout=TIMEOUT)
+        medium = RedisMedium(f"redis://default:hidden@127.0.0.1:{port}/0", budget, prefix="kvlinker", timeout=TIMEOUT)
         tiers.append(BlobTier("redis", medium, recorder.events, answer_seconds=2 * TIMEOUT, pause_seconds=PAUSE))
         return tiers[-1]
 
