@@ -25,6 +25,7 @@ from kvlinker.tenants import SHARED_TENANT, Quota, Quotas, tenant_of_key
 
 BUNDLED_MODEL = Path(__file__).parent / "models" / "reader"
 CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
+SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
 
 def _split_commas(value: object) -> object:
@@ -91,6 +92,18 @@ class Settings(BaseSettings):
         default_factory=lambda: ByteSize(psutil.virtual_memory().total // 4), description="Host tier budget."
     )
     disk_space: ByteSize = Field(default=ByteSize(20 * 2**30), description="Disk tier budget.")
+    redis_url: SecretStr | None = Field(
+        default=None, description="Redis through which servers share chunk caches: redis://[user:password@]host:port/0."
+    )
+    redis_space: ByteSize = Field(default=ByteSize(4 * 2**30), description="Redis tier budget, for all servers.")
+    redis_prefix: str = Field(
+        default="kvlinker", min_length=1, description="What all of kvlinker's keys in Redis begin with."
+    )
+    object_url: SecretStr | None = Field(
+        default=None,
+        description="Object store through which servers share chunk caches: s3://bucket/folder.",
+    )
+    object_space: ByteSize = Field(default=ByteSize(100 * 2**30), description="Object tier budget, for all servers.")
 
     tenant_quota_bytes: ByteSize | None = Field(
         default=None, description="KV that each tenant may keep, as computed, each chunk once; no limit by default."

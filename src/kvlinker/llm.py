@@ -40,6 +40,7 @@ from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import SplitMethod, split_text
 from kvlinker.store import UNCHANGED, Catalog, ChunkStore, ContextCache, Page, Unchanged, load_cipher, open_store
+from kvlinker.store.remote import shared_tiers
 from kvlinker.tenants import DEFAULT_TENANT, Scope, parse_scope
 
 ContentPart = str | ContextCache | Mapping[str, Any]
@@ -103,6 +104,7 @@ class LLM:
             events=self.events,
             pinned=self.catalog.pinned(),
             cipher=cipher,
+            shared=shared_tiers(settings, self.events, cipher),
         )
         self.engine: Engine = EmbeddedEngine(
             loaded,

@@ -22,6 +22,7 @@ from kvlinker.store import Catalog, ContextCache, DiskTier, StoreError, load_cip
 from kvlinker.store import encryption as module
 from kvlinker.store.byte_source import BufferSource
 from kvlinker.store.encryption import NOT_SEALED, Cipher, SealedDataError, Sealing
+from kvlinker.store.remote import BlobTier, object_tier
 
 pytest.importorskip("cryptography")
 
@@ -167,6 +168,28 @@ def test_the_disk_tier_keeps_no_plain_bytes(tmp_path: Path) -> None:
         assert tier(wrong).get(key_of(3)) is None
         encrypted.delete(key_of(3))
     assert len(recorder.of(ChunkDamaged)) == 3
+
+
+def test_a_shared_tier_keeps_no_plain_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    recorder = Recorder()
+    kv = chunk_kv(1)
+
+    def tier(cipher: bytes) -> BlobTier:
+        return object_tier(f"file://{tmp_path}", 1 << 20, recorder.events, cipher=Cipher(cipher))
+
+    first, second, stranger = tier(KEY), tier(KEY), tier(OTHER)
+    assert first.put(key_of(1), kv)
+    (file,) = tmp_path.rglob("*.safetensors")
+    assert first.used_bytes == file.stat().st_size
+    assert kv.layers[0].key.view(torch.uint8).numpy().tobytes() not in file.read_bytes()
+    found = second.get(key_of(1))
+    assert found is not None
+    assert same_kv(found, kv)
+    assert stranger.get(key_of(1)) is None
+    assert len(recorder.of(ChunkDamaged)) == 1
+    for each in (first, second, stranger):
+        each.close()
 
 
 def record(tokens: tuple[int, ...]) -> ContextCache:

@@ -15,13 +15,14 @@ from rich.table import Table
 
 from kvlinker.cli.failures import BAD_USAGE, FAILURE, fail, failures
 from kvlinker.cli.options import settings_options
-from kvlinker.config import Settings
+from kvlinker.config import SHARED_TIER_SETTINGS, Settings
 
 if TYPE_CHECKING:
     from kvlinker.store import Catalog, ChunkStore, ContextCache
 
 app = typer.Typer(help="List, remove and check what is stored.", no_args_is_help=True)
 
+_SETTINGS = ("state_dir", "disk_space", *SHARED_TIER_SETTINGS)
 _PAGE = 100
 _UNLIMITED = 10_000
 
@@ -31,7 +32,7 @@ MetadataOption = Annotated[
 
 
 @app.command("ls")
-@settings_options("state_dir", "disk_space")
+@settings_options(*_SETTINGS)
 def list_caches(settings: Settings, metadata: MetadataOption = None) -> None:
     """List the context caches of all tenants, newest first."""
     pairs = _pairs(metadata)
@@ -59,7 +60,7 @@ def list_caches(settings: Settings, metadata: MetadataOption = None) -> None:
 
 
 @app.command("rm")
-@settings_options("state_dir", "disk_space")
+@settings_options(*_SETTINGS)
 def remove_caches(
     settings: Settings,
     ids: Annotated[list[str] | None, typer.Argument(help="Ids of context caches.", metavar="ID...")] = None,
@@ -111,7 +112,7 @@ def show_usage(settings: Settings) -> None:
     with _opened(settings) as (catalog, store):
         table = Table(box=None, pad_edge=False)
         table.add_column("tenant")
-        tiers = [tier.name for tier in store.usage() if tier.budget_bytes]
+        tiers = [tier.name for tier in store.usage_of(frozenset()) if tier.budget_bytes]
         for title in ("caches", "chunks", "tokens", "bytes", *tiers):
             table.add_column(title, justify="right")
         for tenant in catalog.tenants():
@@ -122,14 +123,15 @@ def show_usage(settings: Settings) -> None:
 
 
 @app.command("check")
-@settings_options("state_dir", "disk_space")
+@settings_options(*_SETTINGS)
 def check_caches(
     settings: Settings,
     repair: Annotated[bool, typer.Option("--repair", help="Remove KV that no context cache holds.")] = False,
 ) -> None:
     """Verify every stored file against its checksums and the catalog.
 
-    Damaged files are removed: their KV is computed again when it is used. The exit code is 1 when anything was wrong,
+    Damaged copies are removed: their KV is computed again when it is used. In tiers that servers share, KV that
+    this catalog does not hold is left to the other servers. The exit code is 1 when anything was wrong,
     repaired or not, else 0.
     """
     with _opened(settings) as (catalog, store):
@@ -140,7 +142,7 @@ def check_caches(
                 typer.echo(f"  {copy.key}: {copy.reason}; removed")
             damaged += len(tier.damaged)
         held = catalog.chunk_keys().keys()
-        orphans = sorted(store.keys() - held)
+        orphans = sorted(store.own_keys() - held)
         for key in orphans:
             if repair:
                 store.delete(key)
@@ -157,7 +159,9 @@ def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
     """Catalog and store of a state directory that exists."""
     from kvlinker.events import Events
     from kvlinker.store import Catalog, load_cipher, open_store
+    from kvlinker.store.remote import shared_tiers
 
+    events = Events()
     path = settings.state_dir / "catalog.sqlite"
     if not path.is_file():
         raise fail(f"nothing is stored in {settings.state_dir}", FAILURE)
@@ -171,9 +175,10 @@ def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
                 settings.state_dir / "chunks",
                 host_bytes=0,
                 disk_bytes=settings.disk_space,
-                events=Events(),
+                events=events,
                 pinned=catalog.pinned(),
                 cipher=cipher,
+                shared=shared_tiers(settings, events, cipher),
             )
         ) as store,
     ):

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from kvlinker.cli.failures import FAILURE, fail, failures, warn
 from kvlinker.cli.files import find_files, read_text
 from kvlinker.cli.options import settings_options
-from kvlinker.config import Settings
+from kvlinker.config import SHARED_TIER_SETTINGS, Settings
 
 BATCH = 16
 
@@ -68,6 +68,7 @@ Cacher = Callable[[str, dict[str, Any]], Iterator[Batch]]
     "state_dir",
     "host_memory",
     "disk_space",
+    *SHARED_TIER_SETTINGS,
 )
 def ingest(
     settings: Settings,

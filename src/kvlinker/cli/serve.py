@@ -51,8 +51,17 @@ def _summary(settings: Settings, name: str, window: int, address: str) -> Table:
         ("policy", settings.policy),
         ("state", f"{settings.state_dir} ({settings.disk_space.human_readable()} disk)"),
         ("memory", f"{settings.host_memory.human_readable()} for chunk caches"),
+        *(("shared", place) for place in _shared_places(settings)),
         ("access", f"{keys} API keys" if keys else "loopback only, no API keys"),
         ("address", f"{address} (OpenAI's API at {address}/v1)"),
     ):
         table.add_row(f"[dim]{title}[/dim]", value)
     return table
+
+
+def _shared_places(settings: Settings) -> list[str]:
+    """The remote tiers, without their credentials."""
+    from kvlinker.store.remote.redaction import place_of
+
+    tiers = ((settings.redis_url, settings.redis_space), (settings.object_url, settings.object_space))
+    return [f"{place_of(url.get_secret_value())} ({space.human_readable()})" for url, space in tiers if url and space]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from kvlinker.events import Events
@@ -48,9 +48,11 @@ def open_store(
     disk_bytes: int,
     events: Events,
     pinned: Set[str] = frozenset(),
+    shared: Sequence[Tier] = (),
     cipher: Cipher | None = None,
 ) -> ChunkStore:
-    """A store of host memory over chunk files in ``directory``, each with its budget; without disk where that is 0.
+    """A store of host memory over chunk files in ``directory``, each with its budget, over ``shared`` tiers; without
+    disk where its budget is 0.
 
     ``pinned``: keys that are not to be evicted (``Catalog.pinned``). With a ``cipher``, what leaves memory is
     encrypted. Raises StoreError where the directory cannot be used.
@@ -58,4 +60,4 @@ def open_store(
     tiers: list[Tier] = [HostTier(host_bytes, events, pinned=pinned)]
     if disk_bytes:
         tiers.append(DiskTier(directory, disk_bytes, events, pinned=pinned, sealing=Sealing(cipher)))
-    return ChunkStore(tiers, events)
+    return ChunkStore([*tiers, *shared], events)

@@ -45,6 +45,11 @@ class Tier(Protocol):
         ...
 
     @property
+    def shared(self) -> bool:
+        """Whether other servers keep chunks here, which this one's catalog does not know."""
+        ...
+
+    @property
     def budget_bytes(self) -> int:
         """``used_bytes`` never exceeds this."""
         ...
@@ -68,7 +73,8 @@ class Tier(Protocol):
 
     def set_pinned(self, keys: Set[str]) -> None:
         """From now on, evict none of these keys unless they take more than ``lru.PINNED_SHARE`` of the budget, and
-        keys that were pinned before as any others. Absent keys count once they are put. ``delete`` heeds no pin.
+        keys that were pinned before as any others. Absent keys count once they are put. ``delete`` heeds no pin, and
+        shared tiers need not.
         """
         ...
 

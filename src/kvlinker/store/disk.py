@@ -43,6 +43,8 @@ class DiskTier:
     The lock guards the index and the names in the folder; bulk reads and writes happen outside it.
     """
 
+    shared = False
+
     def __init__(
         self,
         directory: Path,

@@ -14,6 +14,8 @@ from kvlinker.store.lru import LruIndex
 class HostTier:
     """Keeps the very tensors that were put, without a copy; a chunk's size here is its ``ChunkKV.nbytes``."""
 
+    shared = False
+
     def __init__(
         self, budget_bytes: int, events: Events, *, name: str = "host", pinned: Set[str] = frozenset()
     ) -> None:

@@ -66,8 +66,8 @@ def check_pins(connection: sqlite3.Connection, limit: int | None, before: int) -
     after = pinned_bytes(connection)
     if limit is not None and after > limit and after > before:
         raise PinLimitError(
-            f"At most {limit:,} bytes of KV can be pinned, half of the store's largest tier: {before:,} are, and this "
-            f"would add {after - before:,}. Unpin or delete pinned context caches, or have the server's operator give "
-            "the store more room (disk_space).",
+            f"At most {limit:,} bytes of KV can be pinned, half of the larger of host memory and disk: {before:,} are, "
+            f"and this would add {after - before:,}. Unpin or delete pinned context caches, or ask the server's operator "
+            "for a larger disk_space.",
             param="pinned",
         )
