@@ -67,7 +67,7 @@ def check_pins(connection: sqlite3.Connection, limit: int | None, before: int) -
     if limit is not None and after > limit and after > before:
         raise PinLimitError(
             f"At most {limit:,} bytes of KV can be pinned, half of the larger of host memory and disk: {before:,} are, "
-            f"and this would add {after - before:,}. Unpin or delete pinned context caches, or ask the server's operator "
+            f"and this would add {after - before:,}. Unpin or delete pinned context caches, or ask the operator "
             "for a larger disk_space.",
             param="pinned",
         )
