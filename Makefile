@@ -3,12 +3,12 @@ PORT ?= 8000
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: serve test lint clean
+.PHONY: serve test lint clean redis-server
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
 
-test: $(INSTALLED)
+test: $(INSTALLED) redis-server
 	$(VENV)/bin/python -m pytest
 
 lint: $(INSTALLED)
@@ -23,6 +23,13 @@ $(INSTALLED): requirements.txt pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
+
+# The tests of the Redis tier start a server of their own; without one they are skipped.
+redis-server:
+	@command -v redis-server >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
+		&& echo "Installing redis-server …" && apt-get update -qq \
+		&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends redis-server >/dev/null; } \
+		|| echo "redis-server is missing: tests that need it are skipped"
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,7 @@
 """The Python library end to end, on a tiny model and on the one in the box."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,10 @@ from kvlinker.errors import (
     InvalidRequestError,
     ModelLoadError,
     PolicyError,
+    QuotaExceededError,
 )
 from kvlinker.linking import Policy
+from kvlinker.store import TenantUsage
 from tests.toy_models import loaded_model, tiny_model
 
 TEXTS = ["The first chunk speaks of plums.", "The second, of pears and their trees.", "The third says nothing."]
@@ -241,3 +245,37 @@ def test_a_policy_need_not_be_registered(make_llm):
     caches = llm.generate_context_cache(TEXTS)
     assert ask(llm, caches, policy=Everything()).usage == ask(llm, caches, policy="random-100").usage
     assert llm.explain([{"role": "user", "content": [*caches, "?"]}], policy=Everything()).policy == "everything"
+
+
+def test_context_caches_are_listed_changed_and_deleted_by_metadata(make_llm):
+    llm = make_llm(tenant_quota_caches=3)
+    first, second = llm.generate_context_cache(TEXTS[:2], metadata={"fruit": "yes"}, pinned=True)
+    assert first.pinned
+    assert llm.list_caches(limit=1, order="asc", metadata={"fruit": "yes"}) == ((first,), True)
+    assert llm.list_caches(after=first, order="asc").items == (second,)
+    changed = llm.update_cache(first, ttl=60, pinned=False, name="plums")
+    assert (changed.pinned, changed.name) == (False, "plums")
+    assert changed.expires_at - time.time() == pytest.approx(60, abs=5)
+    assert llm.update_cache(first.id, ttl=None).expires_at is None
+    with pytest.raises(InvalidRequestError, match="ttl is -1"):
+        llm.update_cache(first, ttl=-1)
+    with pytest.raises(QuotaExceededError, match="quota of 3 context caches"):
+        llm.generate_context_cache(TEXTS)
+    assert llm.caches_usage().kept.caches == 2
+    with pytest.raises(InvalidRequestError, match="at least one pair"):
+        llm.expire_caches({})
+    assert llm.expire_caches({"fruit": "yes"}) == 2
+    assert llm.caches_usage().kept == TenantUsage()
+
+
+def test_shared_context_caches_are_every_tenants(make_llm):
+    llm = make_llm()
+    (shared,) = llm.generate_context_cache(TEXTS[:1], scope="shared", tenant="anna")
+    answers = {tenant: ask(llm, [shared], tenant=tenant).token_ids for tenant in ("anna", "bert")}
+    assert answers["anna"] == answers["bert"]
+    assert llm.list_caches(scope="shared", tenant="bert").items == (shared,)
+    assert llm.list_caches(tenant="anna").items == ()
+    with pytest.raises(InvalidRequestError, match="cannot be called 'shared'"):
+        llm.generate_context_cache(TEXTS, tenant="shared")
+    with pytest.raises(InvalidRequestError, match="Unknown scope"):
+        llm.generate_context_cache(TEXTS, scope="public")

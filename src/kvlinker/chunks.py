@@ -9,6 +9,7 @@ from enum import StrEnum
 import numpy as np
 
 from kvlinker.errors import InvalidRequestError
+from kvlinker.tenants import SHARED_TENANT
 
 
 class GenerationContext(StrEnum):
@@ -38,10 +39,12 @@ class Chunk:
 
     ``tokens`` are those that appear in a prompt (with ``BOS``, the BOS token is the first of them);
     ``prefix`` are the tokens that stood before them when their KV was computed, and do not appear with them.
+    ``shared``: its KV is that of all tenants.
     """
 
     tokens: tuple[int, ...]
     prefix: tuple[int, ...] = ()
+    shared: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -60,12 +63,13 @@ def content_of(tokens: bytes) -> str:
 def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
     """Name of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and token ids.
 
-    Every part is length-prefixed, so that no two different inputs share their bytes.
+    A shared chunk's tenant is SHARED_TENANT, whoever asks. Every part is length-prefixed, so that no two different
+    inputs share their bytes.
     """
     digest = hashlib.sha256(b"kvlinker-chunk-1")
     parts = (
         fingerprint.encode(),
-        tenant.encode(),
+        (SHARED_TENANT if chunk.shared else tenant).encode(),
         np.asarray(chunk.prefix, dtype="<u4").tobytes(),
         np.asarray(chunk.tokens, dtype="<u4").tobytes(),
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-from pydantic import BeforeValidator, ByteSize, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -19,13 +21,28 @@ from pydantic_settings import (
 from kvlinker.chunks import GenerationContext
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import parse_policy
+from kvlinker.tenants import SHARED_TENANT, Quota, Quotas, tenant_of_key
 
 BUNDLED_MODEL = Path(__file__).parent / "models" / "reader"
 CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
+SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
 
 def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _parse_json(value: object) -> object:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+class TenantQuota(BaseModel):
+    """What one tenant may keep; None: as much as others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bytes: ByteSize | None = None
+    caches: int | None = Field(default=None, ge=0)
 
 
 class Settings(BaseSettings):
@@ -75,12 +92,59 @@ class Settings(BaseSettings):
         default_factory=lambda: ByteSize(psutil.virtual_memory().total // 4), description="Host tier budget."
     )
     disk_space: ByteSize = Field(default=ByteSize(20 * 2**30), description="Disk tier budget.")
+    redis_url: SecretStr | None = Field(
+        default=None, description="Redis through which servers share chunk caches: redis://[user:password@]host:port/0."
+    )
+    redis_space: ByteSize = Field(default=ByteSize(4 * 2**30), description="Redis tier budget, for all servers.")
+    redis_prefix: str = Field(
+        default="kvlinker", min_length=1, description="What all of kvlinker's keys in Redis begin with."
+    )
+    object_url: SecretStr | None = Field(
+        default=None,
+        description="Object store through which servers share chunk caches: s3://bucket/folder.",
+    )
+    object_space: ByteSize = Field(default=ByteSize(100 * 2**30), description="Object tier budget, for all servers.")
+
+    tenant_quota_bytes: ByteSize | None = Field(
+        default=None, description="KV that each tenant may keep, as computed, each chunk once; no limit by default."
+    )
+    tenant_quota_caches: int | None = Field(
+        default=None, ge=0, description="Context caches that each tenant may keep; no limit by default."
+    )
+
+    encryption_key: SecretStr | None = Field(
+        default=None, description="Encrypts what is stored: 32 random bytes in base64 or hex. Best given as a variable."
+    )
 
     host: str = Field(default="127.0.0.1", description="Address to bind; without API keys only loopback is allowed.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")
     api_keys: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
         default=(), repr=False, description="Accepted keys, with commas between; each is a tenant of its own."
     )
+    admin_keys: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
+        default=(), repr=False, description="Accepted keys that may also write shared context caches."
+    )
+    tenant_quotas: Annotated[dict[str, TenantQuota], NoDecode, BeforeValidator(_parse_json)] = Field(
+        default={}, repr=False, description='Other quotas, by API key or "shared": {"KEY": {"bytes": …, "caches": …}}.'
+    )
+
+    @property
+    def accepted_keys(self) -> tuple[str, ...]:
+        """All API keys, those of admins included."""
+        return tuple(dict.fromkeys((*self.api_keys, *self.admin_keys)))
+
+    @property
+    def quotas(self) -> Quotas:
+        quotas = Quotas(Quota(self.tenant_quota_bytes, self.tenant_quota_caches))
+        own = {}
+        for name, quota in self.tenant_quotas.items():
+            tenant = name if name == SHARED_TENANT else tenant_of_key(name)
+            usual = quotas.of(tenant)
+            own[tenant] = Quota(
+                usual.bytes if quota.bytes is None else quota.bytes,
+                usual.caches if quota.caches is None else quota.caches,
+            )
+        return replace(quotas, own=own)
 
     @property
     def served_name(self) -> str:
@@ -91,6 +155,14 @@ class Settings(BaseSettings):
     @classmethod
     def _expand(cls, value: Path) -> Path:
         return value.expanduser()
+
+    @field_validator("tenant_quotas")
+    @classmethod
+    def _known_tenants(cls, value: dict[str, TenantQuota], info: ValidationInfo) -> dict[str, TenantQuota]:
+        known = {SHARED_TENANT, *info.data.get("api_keys", ()), *info.data.get("admin_keys", ())}
+        if strangers := len(value.keys() - known):
+            raise ValueError(f"{strangers} of its names are neither API keys nor {SHARED_TENANT!r}")
+        return value
 
     @field_validator("policy")
     @classmethod

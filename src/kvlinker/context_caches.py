@@ -2,33 +2,81 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvlinker.chunks import Chunk, GenerationContext, chunk_key
 from kvlinker.engine.base import Engine
-from kvlinker.errors import ContextCacheNotFoundError, ContextLengthError, InvalidRequestError
+from kvlinker.errors import (
+    ContextCacheNotFoundError,
+    ContextLengthError,
+    InvalidRequestError,
+    PermissionDeniedError,
+    PinLimitError,
+    QuotaExceededError,
+)
 from kvlinker.futures import gather
 from kvlinker.prompt.builder import PromptBuilder
-from kvlinker.store import UNCHANGED, Catalog, ChunkStore, ContextCache, Page, Unchanged, new_context_cache_id
+from kvlinker.store import (
+    UNCHANGED,
+    Catalog,
+    ChunkStore,
+    ContextCache,
+    Limits,
+    Page,
+    TenantUsage,
+    TierUsage,
+    Unchanged,
+    new_context_cache_id,
+)
+from kvlinker.tenants import NO_QUOTAS, SHARED_TENANT, UNLIMITED, Quota, Quotas, Scope
 
 MAX_CHUNKS = 10_000
+DELETED_AT_ONCE = 1000
+"""In one transaction of a deletion by metadata."""
+LONGEST_REQUEST_SECONDS = 600.0
+"""For as long after a chunk's deletion, a request that was under way may compute its KV again and store it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachesUsage:
+    """What a tenant has by the catalog, what it may have, and what its KV takes up in each tier."""
+
+    kept: TenantUsage
+    quota: Quota
+    tiers: tuple[TierUsage, ...]
 
 
 class ContextCaches:
     """Creates, finds, changes and deletes context caches. All methods may be called from any thread."""
 
     def __init__(
-        self, *, model: str, builder: PromptBuilder, engine: Engine, catalog: Catalog, store: ChunkStore
+        self,
+        *,
+        model: str,
+        builder: PromptBuilder,
+        engine: Engine,
+        catalog: Catalog,
+        store: ChunkStore,
+        quotas: Quotas = NO_QUOTAS,
     ) -> None:
+        """Also finishes the deletions that the last process on this catalog was in the midst of."""
         self._model = model
         self._builder = builder
         self._engine = engine
         self._catalog = catalog
         self._store = store
+        self._limits = Limits(quotas, pinned_bytes=store.largest_budget_bytes // 2)
+        self._pinning = threading.Lock()  # what the catalog says reaches the store before the catalog is asked again
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-catalog")
+        catalog.set_sizes(engine.fingerprint, engine.kv_bytes_per_token)
+        self._swept_at = -math.inf
+        self.sweep()
 
     def create(
         self,
@@ -39,41 +87,54 @@ class ContextCaches:
         name: str | None = None,
         metadata: Mapping[str, str] | None = None,
         context: GenerationContext | None = None,
+        pinned: bool = False,
+        scope: Scope = Scope.PRIVATE,
+        admin: bool = False,
     ) -> Future[tuple[ContextCache, ...]]:
         """One context cache per text, in order, once the KV of all of them is in the store.
 
-        ``expires_at`` is in Unix seconds. Raises InvalidRequestError and ContextLengthError for bad texts.
+        ``expires_at`` is in Unix seconds. ``admin``: the caller may write shared ones. Raises InvalidRequestError and
+        ContextLengthError for bad texts, PermissionDeniedError, QuotaExceededError and PinLimitError; the last two are
+        the future's where others took the room meanwhile.
         """
+        _check_rights(scope, admin)
+        owner = _owner(scope, tenant)
         if not 0 < len(texts) <= MAX_CHUNKS:
             raise InvalidRequestError(
                 f"'chunks' must hold 1 to {MAX_CHUNKS} texts, but holds {len(texts)}.", param="chunks"
             )
-        chunks = [self._builder.encode_chunk(text, context) for text in texts]
+        shared = scope is Scope.SHARED
+        chunks = [replace(self._builder.encode_chunk(text, context), shared=shared) for text in texts]
         for index, chunk in enumerate(chunks):
             self._check_length(index, chunk)
         created = time.time()
         records = tuple(
             ContextCache(
                 id=new_context_cache_id(),
-                tenant=tenant,
+                tenant=owner,
                 model=self._model,
                 name=name,
                 chunk=chunk,
-                chunk_key=self.key(chunk, tenant),
+                chunk_key=self.key(chunk, owner),
                 fingerprint=self._engine.fingerprint,
                 created_at=created,
                 expires_at=expires_at,
                 metadata=metadata or {},
+                pinned=pinned,
+                kv_bytes=len(chunk) * self._engine.kv_bytes_per_token,
             )
             for chunk in chunks
         )
+        if pinned or self._limits.quotas.of(owner) != UNLIMITED:
+            self._with_room(lambda: self._catalog.check_room(records, self._limits))
         entered: Future[tuple[ContextCache, ...]] = Future()
-        computed = gather([self._engine.cache_chunk(chunk, tenant=tenant) for chunk in chunks], len)
+        computed = gather([self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks], len)
         computed.add_done_callback(lambda done: self._computed(done, records, entered))
         return entered
 
     def get(self, cache_id: str, *, tenant: str) -> ContextCache:
-        """Raises ContextCacheNotFoundError for unknown, expired and other tenants' ids alike."""
+        """The tenant's own or a shared one. Raises ContextCacheNotFoundError for unknown, expired and other tenants'
+        ids alike."""
         found = self._catalog.get(cache_id, tenant, time.time())
         if found is None:
             raise ContextCacheNotFoundError(cache_id)
@@ -96,13 +157,22 @@ class ContextCaches:
         return found.chunk
 
     def list(
-        self, *, tenant: str, limit: int = 20, after: str | None = None, order: Literal["asc", "desc"] = "desc"
+        self,
+        *,
+        tenant: str,
+        limit: int = 20,
+        after: str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+        metadata: Mapping[str, str] | None = None,
+        scope: Scope = Scope.PRIVATE,
     ) -> Page:
-        """A page in order of creation. ``after`` is the last id of the page before.
+        """A page in order of creation: the tenant's own, or the shared ones, that have all pairs of ``metadata``.
 
-        Raises ContextCacheNotFoundError where that does not exist.
+        ``after`` is the last id of the page before. Raises ContextCacheNotFoundError where that does not exist.
         """
-        return self._catalog.list(tenant, time.time(), limit=limit, after=after, order=order)
+        return self._catalog.list(
+            scope.owner(tenant), time.time(), limit=limit, after=after, order=order, metadata=metadata or {}
+        )
 
     def update(
         self,
@@ -112,19 +182,83 @@ class ContextCaches:
         expires_at: float | Unchanged | None = UNCHANGED,
         name: str | Unchanged | None = UNCHANGED,
         metadata: Mapping[str, str] | Unchanged = UNCHANGED,
+        pinned: bool | Unchanged = UNCHANGED,
+        admin: bool = False,
     ) -> ContextCache:
-        """Change what is given; None clears ``expires_at`` or ``name``. Raises ContextCacheNotFoundError."""
-        return self._catalog.update(cache_id, tenant, time.time(), expires_at=expires_at, name=name, metadata=metadata)
+        """Change what is given; None clears ``expires_at`` or ``name``.
 
-    def delete(self, cache_id: str, *, tenant: str) -> None:
-        """Delete one; its KV goes when no other context cache holds it. Raises ContextCacheNotFoundError."""
-        self._drop(self._catalog.delete(cache_id, tenant, time.time()))
+        Raises ContextCacheNotFoundError, PinLimitError, and PermissionDeniedError for a shared one unless ``admin``.
+        """
+        owner = self._writable(cache_id, tenant, admin)
+        updated = self._catalog.update(
+            cache_id,
+            owner,
+            time.time(),
+            expires_at=expires_at,
+            name=name,
+            metadata=metadata,
+            pinned=pinned,
+            limits=self._limits,
+        )
+        if pinned is not UNCHANGED:
+            self._pin()
+        return updated
+
+    def delete(self, cache_id: str, *, tenant: str, admin: bool = False) -> None:
+        """Delete one; its KV goes when no other context cache holds it.
+
+        Raises ContextCacheNotFoundError, and PermissionDeniedError for a shared one unless ``admin``.
+        """
+        owner = self._writable(cache_id, tenant, admin)
+        self._drop(self._catalog.delete(cache_id, owner, time.time()))
+
+    def delete_matching(
+        self, metadata: Mapping[str, str], *, tenant: str, scope: Scope = Scope.PRIVATE, admin: bool = False
+    ) -> int:
+        """Delete all that have all pairs of ``metadata``; returns how many.
+
+        Raises InvalidRequestError for no pairs, and PermissionDeniedError for shared ones unless ``admin``.
+        """
+        _check_rights(scope, admin)
+        if not metadata:
+            raise InvalidRequestError(
+                "Which context caches to delete? Give at least one pair, such as metadata[project]=x.", param="metadata"
+            )
+        deleted = 0
+        while True:
+            count, released = self._catalog.delete_matching(
+                scope.owner(tenant), time.time(), metadata, limit=DELETED_AT_ONCE
+            )
+            self._drop(released)
+            deleted += count
+            if count < DELETED_AT_ONCE:
+                return deleted
 
     def sweep(self) -> int:
-        """Delete what has expired; returns the number of chunks whose KV went."""
-        released = self._catalog.expire(time.time())
+        """Delete what has expired; returns the number of chunks whose KV went.
+
+        Also takes over what other processes on this catalog deleted and pinned, and deletes again what a request that
+        ran during a deletion computed and stored after it.
+        """
+        now = time.time()
+        released = self._catalog.expire(now)
+        settled = now - LONGEST_REQUEST_SECONDS
         self._drop(released)
+        self._drop(self._catalog.released(self._swept_at, now))
+        self._drop(self._catalog.released(-math.inf, settled))
+        self._catalog.forget_released(settled)
+        self._swept_at = now
+        self._pin()
         return len(released)
+
+    def usage(self, *, tenant: str, scope: Scope = Scope.PRIVATE) -> CachesUsage:
+        """What the tenant, or the shared corpus, has, and how much it may have."""
+        owner = scope.owner(tenant)
+        return CachesUsage(
+            self._catalog.usage(owner),
+            self._limits.quotas.of(owner),
+            self._store.usage_of(self._catalog.keys_of(owner)),
+        )
 
     def tier(self, cache: ContextCache) -> str | None:
         """Fastest tier that holds its KV; None while it was evicted (it is computed again when used)."""
@@ -153,10 +287,34 @@ class ContextCaches:
 
     def _enter(self, records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]) -> None:
         try:
-            self._catalog.add(records)
+            self._with_room(lambda: self._catalog.add(records, self._limits))
+            if records[0].pinned:
+                self._pin()
             entered.set_result(records)
+        except (QuotaExceededError, PinLimitError) as error:
+            self._drop(self._catalog.unheld(record.chunk_key for record in records))
+            entered.set_exception(error)
         except BaseException as error:
             entered.set_exception(error)
+
+    def _with_room(self, enter: Callable[[], None]) -> None:
+        """Enter; where a limit is in the way, expired context caches that remain make room."""
+        try:
+            enter()
+        except (QuotaExceededError, PinLimitError):
+            if not self.sweep():
+                raise
+            enter()
+
+    def _writable(self, cache_id: str, tenant: str, admin: bool) -> str:
+        """The owner of a context cache that the tenant may change."""
+        found = self.get(cache_id, tenant=tenant)
+        _check_rights(found.scope, admin)
+        return found.tenant
+
+    def _pin(self) -> None:
+        with self._pinning:
+            self._store.set_pinned(self._catalog.pinned())
 
     def _drop(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -170,3 +328,23 @@ class ContextCaches:
                 f"{self._engine.max_model_len}. Split it: send it as 'input' with 'split'.",
                 param="chunks",
             )
+
+
+def _owner(scope: Scope, tenant: str) -> str:
+    """Raises InvalidRequestError for the name that stands for shared context caches."""
+    if tenant == SHARED_TENANT:
+        raise InvalidRequestError(
+            f"A tenant cannot be called {tenant!r}. For context caches that all may use, give scope 'shared'.",
+            param="tenant",
+        )
+    return scope.owner(tenant)
+
+
+def _check_rights(scope: Scope, admin: bool) -> None:
+    """Raises PermissionDeniedError."""
+    if scope is Scope.SHARED and not admin:
+        raise PermissionDeniedError(
+            "Shared context caches are written by admins only. Use a key that the server has among its admin_keys, or "
+            "leave 'scope' out.",
+            param="scope",
+        )

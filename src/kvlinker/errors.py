@@ -49,6 +49,30 @@ class AuthenticationError(KVLinkerError):
     code = "invalid_api_key"
 
 
+class PermissionDeniedError(KVLinkerError):
+    """The caller's key is known, but does not have the right."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "permission_denied"
+
+
+class QuotaExceededError(KVLinkerError):
+    """The tenant would have more than its quota; nothing was kept. Trying again does not help, so it is no 429."""
+
+    status = 403
+    type = "insufficient_quota"
+    code = "quota_exceeded"
+
+
+class PinLimitError(KVLinkerError):
+    """Pinned KV would take up too much of the store; nothing was pinned."""
+
+    status = 403
+    type = "insufficient_quota"
+    code = "pin_limit_exceeded"
+
+
 class ContextCacheNotFoundError(KVLinkerError):
     """Unknown, expired or another tenant's context cache: all alike."""
 

@@ -44,6 +44,14 @@ class ChunkDamaged:
 
 
 @dataclass(frozen=True, slots=True)
+class TierUnavailable:
+    """A tier did not answer, or refused what was asked of it."""
+
+    tier: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     """A request produced its first token, ``seconds`` after it was submitted."""
 
@@ -63,7 +71,7 @@ class RequestFinished:
     output_tokens: int
 
 
-Event = ChunkLookup | ChunkLoaded | ChunkEvicted | ChunkDamaged | FirstToken | RequestFinished
+Event = ChunkLookup | ChunkLoaded | ChunkEvicted | ChunkDamaged | TierUnavailable | FirstToken | RequestFinished
 Listener = Callable[[Event], None]
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from kvlinker.chunks import Chunk, GenerationContext, parse_context
 from kvlinker.config import Settings, load_settings
-from kvlinker.context_caches import ContextCaches
+from kvlinker.context_caches import CachesUsage, ContextCaches
 from kvlinker.engine.base import (
     Delta,
     Engine,
@@ -39,9 +39,9 @@ from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import SplitMethod, split_text
-from kvlinker.store import Catalog, ChunkStore, ContextCache, open_store
-
-DEFAULT_TENANT = "default"
+from kvlinker.store import UNCHANGED, Catalog, ChunkStore, ContextCache, Page, Unchanged, load_cipher, open_store
+from kvlinker.store.remote import shared_tiers
+from kvlinker.tenants import DEFAULT_TENANT, Scope, parse_scope
 
 ContentPart = str | ContextCache | Mapping[str, Any]
 """Text, a context cache, or one of the HTTP API's parts."""
@@ -95,13 +95,17 @@ class LLM:
         self.model_name = settings.served_name
         self.created_at = time.time()
         self.tokenizer = loaded.tokenizer
+        cipher = load_cipher(settings.encryption_key)
+        self.catalog = Catalog(settings.state_dir / "catalog.sqlite", cipher)
         self.store: ChunkStore = open_store(
             settings.state_dir / "chunks",
             host_bytes=settings.host_memory,
             disk_bytes=settings.disk_space,
             events=self.events,
+            pinned=self.catalog.pinned(),
+            cipher=cipher,
+            shared=shared_tiers(settings, self.events, cipher),
         )
-        self.catalog = Catalog(settings.state_dir / "catalog.sqlite")
         self.engine: Engine = EmbeddedEngine(
             loaded,
             store=self.store,
@@ -123,6 +127,7 @@ class LLM:
             engine=self.engine,
             catalog=self.catalog,
             store=self.store,
+            quotas=settings.quotas,
         )
 
     @property
@@ -141,18 +146,25 @@ class LLM:
         name: str | None = None,
         metadata: Mapping[str, str] | None = None,
         context: GenerationContext | str | None = None,
+        pinned: bool = False,
+        scope: Scope | str = Scope.PRIVATE,
         tenant: str = DEFAULT_TENANT,
     ) -> tuple[ContextCache, ...]:
-        """Compute and keep the KV of each chunk; the results stand in message content. ``ttl`` is in seconds."""
-        if ttl is not None and not ttl > 0:
-            raise InvalidRequestError(f"ttl is {ttl}, but must be a positive number of seconds.", param="ttl")
+        """Compute and keep the KV of each chunk; the results stand in message content.
+
+        ``ttl`` is in seconds. ``pinned``: the KV is not evicted. ``scope``: "shared" lets all tenants use it. Raises
+        QuotaExceededError and PinLimitError where the settings, or the store, have no room for it.
+        """
         created = self.caches.create(
             chunks,
             tenant=tenant,
-            expires_at=None if ttl is None else time.time() + ttl,
+            expires_at=None if ttl is None else _expiry(ttl),
             name=name,
             metadata=metadata,
             context=None if context is None else parse_context(context),
+            pinned=pinned,
+            scope=parse_scope(scope),
+            admin=True,
         )
         return created.result()
 
@@ -236,7 +248,62 @@ class LLM:
 
     def expire_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> None:
         """Delete a context cache; its KV goes when no other holds it."""
-        self.caches.delete(cache if isinstance(cache, str) else cache.id, tenant=tenant)
+        self.caches.delete(cache if isinstance(cache, str) else cache.id, tenant=tenant, admin=True)
+
+    def expire_caches(
+        self, metadata: Mapping[str, str], *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT
+    ) -> int:
+        """Delete all context caches that have all these pairs of metadata; returns how many."""
+        return self.caches.delete_matching(metadata, tenant=tenant, scope=parse_scope(scope), admin=True)
+
+    def update_cache(
+        self,
+        cache: ContextCache | str,
+        *,
+        ttl: float | Unchanged | None = UNCHANGED,
+        name: str | Unchanged | None = UNCHANGED,
+        metadata: Mapping[str, str] | Unchanged = UNCHANGED,
+        pinned: bool | Unchanged = UNCHANGED,
+        tenant: str = DEFAULT_TENANT,
+    ) -> ContextCache:
+        """Change what is given. ``ttl`` counts seconds from now; None: it lives until it is deleted. ``pinned``: its KV
+        is not evicted. Raises ContextCacheNotFoundError and PinLimitError."""
+        if isinstance(ttl, int | float):
+            expires_at: float | Unchanged | None = _expiry(ttl)
+        else:
+            expires_at = ttl
+        return self.caches.update(
+            cache if isinstance(cache, str) else cache.id,
+            tenant=tenant,
+            expires_at=expires_at,
+            name=name,
+            metadata=metadata,
+            pinned=pinned,
+            admin=True,
+        )
+
+    def list_caches(
+        self,
+        *,
+        limit: int = 20,
+        after: ContextCache | str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+        metadata: Mapping[str, str] | None = None,
+        scope: Scope | str = Scope.PRIVATE,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Page:
+        """At most ``limit`` context caches by time of creation, those behind ``after``; ``has_more`` tells of others.
+
+        Only those with all pairs of ``metadata``. ``scope``: the tenant's own, or the shared ones.
+        """
+        after_id = after.id if isinstance(after, ContextCache) else after
+        return self.caches.list(
+            tenant=tenant, limit=limit, after=after_id, order=order, metadata=metadata, scope=parse_scope(scope)
+        )
+
+    def caches_usage(self, *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT) -> CachesUsage:
+        """How many context caches there are, what their KV takes, and the quota."""
+        return self.caches.usage(tenant=tenant, scope=parse_scope(scope))
 
     def chat_prompt(self, messages: Sequence[Message] | Prompt, *, tenant: str = DEFAULT_TENANT) -> Prompt:
         """The prompt of a conversation; a prompt is one already.
@@ -335,6 +402,13 @@ class LLM:
         if isinstance(event, Failed):
             raise event.error
         return _collect(deltas, event)
+
+
+def _expiry(ttl: float) -> float:
+    """In Unix seconds. Raises InvalidRequestError."""
+    if not ttl > 0:
+        raise InvalidRequestError(f"ttl is {ttl}, but must be a positive number of seconds.", param="ttl")
+    return time.time() + ttl
 
 
 def _collect(deltas: Sequence[Delta], finished: Finished) -> Answer:

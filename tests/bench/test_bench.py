@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvlinker.bench.decode import run_decode
+from kvlinker.bench.isolation import mann_whitney, run_isolation
 from kvlinker.bench.memory import run_memory
 from kvlinker.bench.overhead import run_overhead
 from kvlinker.bench.plots import plot_ttft
@@ -88,6 +89,21 @@ def test_overhead_asks_the_same_both_ways(subject):
     rows = run_overhead(subject, Workload(2, 40, 5), "naive", repeat=2).rows
     assert [row["case"] for row in rows] == ["python", "http"]
     assert rows[0]["over_python_ms"] == 0
+
+
+def test_isolation_compares_what_others_have_with_nothing(subject):
+    rows = run_isolation(subject, lookups=12).rows
+    assert len(rows) == 4
+    for row in rows:
+        assert row["unknown_us"] > 0 < row["foreign_us"]
+        assert 0 <= row["p"] <= 1
+
+
+def test_mann_whitney_tells_same_from_different():
+    # by scipy.stats.mannwhitneyu(..., use_continuity=False, method="asymptotic")
+    assert mann_whitney([1, 2, 3, 4], [5, 6, 7, 8]) == pytest.approx(0.0209213, abs=1e-6)
+    assert mann_whitney([1, 2, 2, 3], [2, 3, 3, 9]) == pytest.approx(0.1291550, abs=1e-6)
+    assert mann_whitney([1, 1], [1, 1]) == 1
 
 
 def test_reports_become_json_and_plots(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
 from kvlinker.llm import LLM
-from kvlinker.store import ContextCache
+from kvlinker.store import Catalog, ContextCache
 from tests.server.serving import tiny_model, tiny_settings
 
 runner = CliRunner()
@@ -143,3 +144,51 @@ def test_damaged_catalog_is_one_line(state: Path, stored: tuple[ContextCache, ..
     assert result.exit_code == 1
     assert "Traceback" not in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_ls_and_rm_by_metadata(state: Path) -> None:
+    with LLM.from_model(tiny_model(), tiny_settings(state)) as llm:
+        (a,) = llm.generate_context_cache(["a"], metadata={"project": "x=y", "page": "1"})
+        (b,) = llm.generate_context_cache(["b"], metadata={"project": "x=y", "page": "2"}, tenant="other")
+        (c,) = llm.generate_context_cache(["c"], metadata={"project": "z"})
+
+    def listed(*options: str) -> set[str]:
+        return {row.split()[0] for row in caches(state, "ls", *options).stdout.splitlines()[1:]}
+
+    assert listed("--metadata", "project=x=y") == {a.id, b.id}
+    assert listed("--metadata", "project=x=y", "--metadata", "page=2") == {b.id}
+    assert caches(state, "rm", "--metadata", "project=x=y").stdout == "2 removed\n"
+    assert listed() == {c.id}
+    assert len(files(state)) == 1
+
+
+@pytest.mark.parametrize("arguments", [["ls", "--metadata", "project"], ["rm", "--metadata", "a=b", "cc_1"]])
+def test_bad_metadata_options(state: Path, stored: tuple[ContextCache, ...], arguments: list[str]) -> None:
+    assert caches(state, *arguments).exit_code == 2
+
+
+def test_pin(state: Path, stored: tuple[ContextCache, ...]) -> None:
+    def pinned() -> frozenset[str]:
+        with closing(Catalog(state / "catalog.sqlite")) as catalog:
+            return catalog.pinned()
+
+    assert caches(state, "pin", stored[0].id, stored[2].id).stdout == "2 pinned\n"
+    assert pinned() == {stored[0].chunk_key, stored[2].chunk_key}
+    result = caches(state, "pin", stored[0].id, "cc_unknown", "--off")
+    assert (result.exit_code, result.stdout) == (1, "1 unpinned\n")
+    assert "cc_unknown" in result.stderr
+    assert pinned() == {stored[2].chunk_key}
+    result = caches(state, "pin", stored[1].id, "--disk-space", "1kB", "--host-memory", "1kB")
+    assert result.exit_code == 1
+    assert "At most 500 bytes" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_usage(state: Path, stored: tuple[ContextCache, ...]) -> None:
+    header, *rows = caches(state, "usage").stdout.splitlines()
+    assert header.split() == ["tenant", "caches", "chunks", "tokens", "bytes", "disk"]
+    fields = {row.split()[0]: list(map(int, row.split()[1:])) for row in rows}
+    assert fields.keys() == {"default", "other"}
+    other = stored[2]
+    assert fields["other"][:4] == [1, 1, other.tokens, other.kv_bytes]
+    assert fields["other"][4] > other.kv_bytes

@@ -154,7 +154,7 @@ def test_through_a_server_with_keys(library: Path, keyed: Served) -> None:
 
 
 def test_tenant_of_a_key(library: Path, state: Path) -> None:
-    from kvlinker.server.access import tenant_of_key
+    from kvlinker.tenants import tenant_of_key
 
     ((cache_id, _),) = lines(ingest(library / "deep", "--api-key", "key-alpha"))
     with LLM.from_model(tiny_model(), tiny_settings(state)) as llm:

@@ -30,6 +30,7 @@ class FakeEngine:
         self.fingerprint = "fake"
         self.healthy = True
         self.max_model_len = 512
+        self.kv_bytes_per_token = 256
         self.capacity = capacity
         self.fails_at: int | None = None
         self.flowing = threading.Event()

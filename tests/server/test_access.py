@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvlinker.errors import InvalidRequestError, KVLinkerError
-from kvlinker.server.access import tenant_of_key
 from kvlinker.server.address import bind, check_address, url_of
+from kvlinker.tenants import tenant_of_key
 from tests.server.serving import Served
 
 CACHES = "/v1/context_caches"

@@ -46,6 +46,8 @@ def test_creation(served: Served) -> None:
         "created_at": first["created_at"],
         "expires_at": None,
         "metadata": {"k": "v"},
+        "pinned": False,
+        "scope": "private",
     }
     assert first["id"].startswith("cc_")
     assert first["bytes"] > second["bytes"] > 0

@@ -170,7 +170,7 @@ def test_a_full_queue_keeps_new_chunks_in_the_first_tier_only(
     store = two_tiers(recorder, slow, write_queue_bytes=2 * SIZE)
     for number in range(3):
         store.put(key_of(number), chunk_kv(number))
-    assert caplog.messages == [f"Chunk {key_of(2)} stays out of the slower tiers: too many writes wait already"]
+    assert caplog.messages == [f"Chunk {key_of(2)} stays out of the slower tier slow: too many writes wait already"]
     assert all(holds(store, number) for number in range(3))
     slow.put_gate.open()
     store.flush()

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-
-import uvicorn
+from collections.abc import Callable
 
 from kvlinker.bench.report import Report, Row
+from kvlinker.bench.served import served
 from kvlinker.bench.subject import Subject
 from kvlinker.bench.ttft import Workload
 from kvlinker.client import Client
 from kvlinker.llm import LLM
-from kvlinker.server.address import bind, url_of
-from kvlinker.server.app import create_app
 from kvlinker.store import ContextCache
 
 COLUMNS = ("case", "ms", "over_python_ms")
@@ -33,7 +27,7 @@ def run_overhead(
 ) -> Report:
     """One linked chat completion of one token, in Python and over HTTP in turn, ``repeat`` times; medians."""
     taken: dict[str, list[float]] = {"python": [], "http": []}
-    with subject.llm(kv_slots=2 * workload.tokens + 4096) as llm, _served(llm) as url, Client(url) as client:
+    with subject.llm(kv_slots=2 * workload.tokens + 4096) as llm, served(llm) as url, Client(url) as client:
         texts = [f"{index:04d} " + "x" * (workload.chunk_tokens - 5) for index in range(workload.chunks)]
         caches = llm.generate_context_cache(texts)
         targets: dict[str, LLM | Client] = {"python": llm, "http": client}
@@ -55,19 +49,3 @@ def _ask(target: LLM | Client, caches: tuple[ContextCache, ...], policy: str) ->
     parts = [{"type": "context_cache", "id": cache.id} for cache in caches]
     messages = [{"role": "user", "content": [*parts, "What do these have in common?"]}]
     target.chat_completion(messages, policy=policy, temperature=0, max_tokens=1)
-
-
-@contextmanager
-def _served(llm: LLM) -> Iterator[str]:
-    """The app on a free port of this machine, in a thread of its own."""
-    with closing(bind("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(create_app(llm, llm.settings), log_level="error", lifespan="off"))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield url_of(listening)
-        finally:
-            server.should_exit = True
-            thread.join()

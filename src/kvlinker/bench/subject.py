@@ -43,6 +43,8 @@ class Subject:
                 kv_slots=kv_slots,
                 host_memory=HOST_MEMORY if tier == "host" else 0,
                 max_variants=0,  # what was asked before must not change what is measured now
+                redis_space=0,  # and neither must others
+                object_space=0,
                 **options,
             )
             with LLM.from_model(self.loaded, settings) as llm:

@@ -160,6 +160,24 @@ def overhead(
     _show(report, COLUMNS, json)
 
 
+@app.command()
+@settings_options(*MODEL_OPTIONS)
+def isolation(
+    settings: Settings,
+    shape: Shape = None,
+    lookups: Annotated[int, typer.Option(min=10, help="Lookups of each kind.")] = 1000,
+    json: Json = None,
+) -> None:
+    """Whether a tenant can tell by time what other tenants have: lookups of theirs beside lookups of nothing."""
+    from kvlinker.bench.isolation import COLUMNS, run_isolation
+    from kvlinker.bench.subject import make_subject
+
+    with failures(BAD_USAGE), _progress() as progress:
+        subject = make_subject(settings, shape=shape, command=_command(), lookups=lookups)
+        report = run_isolation(subject, lookups=lookups, progress=progress)
+    _show(report, COLUMNS, json)
+
+
 QUALITY_OPTIONS = ("generation_context", "system_prompt", "chat_template", "max_model_len")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,21 +15,27 @@ from rich.table import Table
 
 from kvlinker.cli.failures import BAD_USAGE, FAILURE, fail, failures
 from kvlinker.cli.options import settings_options
-from kvlinker.config import Settings
+from kvlinker.config import SHARED_TIER_SETTINGS, Settings
 
 if TYPE_CHECKING:
     from kvlinker.store import Catalog, ChunkStore, ContextCache
 
 app = typer.Typer(help="List, remove and check what is stored.", no_args_is_help=True)
 
+_SETTINGS = ("state_dir", "disk_space", *SHARED_TIER_SETTINGS)
 _PAGE = 100
 _UNLIMITED = 10_000
 
+MetadataOption = Annotated[
+    list[str] | None, typer.Option(help="Only those with this pair; may be given several times.", metavar="KEY=VALUE")
+]
+
 
 @app.command("ls")
-@settings_options("state_dir", "disk_space")
-def list_caches(settings: Settings) -> None:
+@settings_options(*_SETTINGS)
+def list_caches(settings: Settings, metadata: MetadataOption = None) -> None:
     """List the context caches of all tenants, newest first."""
+    pairs = _pairs(metadata)
     with _opened(settings) as (catalog, store):
         table = Table(box=None, pad_edge=False)
         table.add_column("id", no_wrap=True)
@@ -38,7 +45,7 @@ def list_caches(settings: Settings) -> None:
             table.add_column(title, justify="right")
         for title in ("tier", "created", "expires"):
             table.add_column(title)
-        for cache in _all(catalog):
+        for cache in _all(catalog, pairs):
             table.add_row(
                 cache.id,
                 cache.name or "-",
@@ -49,22 +56,24 @@ def list_caches(settings: Settings) -> None:
                 _moment(cache.created_at),
                 "never" if cache.expires_at is None else _moment(cache.expires_at),
             )
-        Console(highlight=False, width=None if sys.stdout.isatty() else _UNLIMITED).print(table)
+        _print(table)
 
 
 @app.command("rm")
-@settings_options("state_dir", "disk_space")
+@settings_options(*_SETTINGS)
 def remove_caches(
     settings: Settings,
     ids: Annotated[list[str] | None, typer.Argument(help="Ids of context caches.", metavar="ID...")] = None,
+    metadata: MetadataOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove the context caches of all tenants.")] = False,
 ) -> None:
-    """Remove context caches, with the KV that no other holds."""
-    if bool(ids) == everything:
-        raise fail("name the ids of context caches, or --all", BAD_USAGE)
+    """Remove context caches of any tenant, with the KV that no other holds."""
+    if bool(ids) + bool(metadata) + everything != 1:
+        raise fail("name the ids of context caches, --metadata KEY=VALUE, or --all", BAD_USAGE)
+    pairs = _pairs(metadata)
     with _opened(settings) as (catalog, store):
-        known = {cache.id: cache for cache in _all(catalog)}
-        wanted = list(known) if everything else list(dict.fromkeys(ids or ()))
+        known = {cache.id: cache for cache in _all(catalog, pairs)}
+        wanted = list(dict.fromkeys(ids)) if ids else list(known)
         missing = [cache_id for cache_id in wanted if cache_id not in known]
         for cache_id in wanted:
             if cache_id in known:
@@ -75,15 +84,54 @@ def remove_caches(
             raise fail(f"no such context caches: {', '.join(missing)}", FAILURE)
 
 
-@app.command("check")
+@app.command("pin")
+@settings_options("state_dir", "disk_space", "host_memory")
+def pin_caches(
+    settings: Settings,
+    ids: Annotated[list[str], typer.Argument(help="Ids of context caches.", metavar="ID...")],
+    off: Annotated[bool, typer.Option("--off", help="Let them be evicted again.")] = False,
+) -> None:
+    """Keep the KV of context caches from being evicted; a running server follows within seconds."""
+    from kvlinker.store import Limits
+
+    with _opened(settings) as (catalog, _):
+        limits = Limits(pinned_bytes=max(settings.disk_space, settings.host_memory) // 2)
+        tenants = {cache.id: cache.tenant for cache in _all(catalog) if cache.id in ids}
+        for cache_id in dict.fromkeys(ids):
+            if cache_id in tenants:
+                catalog.update(cache_id, tenants[cache_id], time.time(), pinned=not off, limits=limits)
+        typer.echo(f"{len(tenants)} {'unpinned' if off else 'pinned'}")
+        if missing := [cache_id for cache_id in dict.fromkeys(ids) if cache_id not in tenants]:
+            raise fail(f"no such context caches: {', '.join(missing)}", FAILURE)
+
+
+@app.command("usage")
 @settings_options("state_dir", "disk_space")
+def show_usage(settings: Settings) -> None:
+    """What each tenant has: context caches, their chunks and tokens, bytes of KV as computed, and bytes by tier."""
+    with _opened(settings) as (catalog, store):
+        table = Table(box=None, pad_edge=False)
+        table.add_column("tenant")
+        tiers = [tier.name for tier in store.usage_of(frozenset()) if tier.budget_bytes]
+        for title in ("caches", "chunks", "tokens", "bytes", *tiers):
+            table.add_column(title, justify="right")
+        for tenant in catalog.tenants():
+            kept = catalog.usage(tenant)
+            lying = [tier.used_bytes for tier in store.usage_of(catalog.keys_of(tenant)) if tier.name in tiers]
+            table.add_row(tenant, *map(str, (kept.caches, kept.chunks, kept.tokens, kept.bytes, *lying)))
+        _print(table)
+
+
+@app.command("check")
+@settings_options(*_SETTINGS)
 def check_caches(
     settings: Settings,
     repair: Annotated[bool, typer.Option("--repair", help="Remove KV that no context cache holds.")] = False,
 ) -> None:
     """Verify every stored file against its checksums and the catalog.
 
-    Damaged files are removed: their KV is computed again when it is used. The exit code is 1 when anything was wrong,
+    Damaged copies are removed: their KV is computed again when it is used. In tiers that servers share, KV that
+    this catalog does not hold is left to the other servers. The exit code is 1 when anything was wrong,
     repaired or not, else 0.
     """
     with _opened(settings) as (catalog, store):
@@ -94,7 +142,7 @@ def check_caches(
                 typer.echo(f"  {copy.key}: {copy.reason}; removed")
             damaged += len(tier.damaged)
         held = catalog.chunk_keys().keys()
-        orphans = sorted(store.keys() - held)
+        orphans = sorted(store.own_keys() - held)
         for key in orphans:
             if repair:
                 store.delete(key)
@@ -110,28 +158,52 @@ def check_caches(
 def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
     """Catalog and store of a state directory that exists."""
     from kvlinker.events import Events
-    from kvlinker.store import Catalog, open_store
+    from kvlinker.store import Catalog, load_cipher, open_store
+    from kvlinker.store.remote import shared_tiers
 
+    events = Events()
     path = settings.state_dir / "catalog.sqlite"
     if not path.is_file():
         raise fail(f"nothing is stored in {settings.state_dir}", FAILURE)
+    with failures():
+        cipher = load_cipher(settings.encryption_key)
     with (
         failures(),
-        closing(Catalog(path)) as catalog,
+        closing(Catalog(path, cipher)) as catalog,
         closing(
-            open_store(settings.state_dir / "chunks", host_bytes=0, disk_bytes=settings.disk_space, events=Events())
+            open_store(
+                settings.state_dir / "chunks",
+                host_bytes=0,
+                disk_bytes=settings.disk_space,
+                events=events,
+                pinned=catalog.pinned(),
+                cipher=cipher,
+                shared=shared_tiers(settings, events, cipher),
+            )
         ) as store,
     ):
         yield catalog, store
 
 
-def _all(catalog: Catalog) -> Iterator[ContextCache]:
+def _pairs(options: list[str] | None) -> dict[str, str]:
+    """``KEY=VALUE`` options."""
+    pairs = dict(option.partition("=")[::2] for option in options or ())
+    if any("=" not in option for option in options or ()):
+        raise fail("--metadata takes KEY=VALUE", BAD_USAGE)
+    return pairs
+
+
+def _print(table: Table) -> None:
+    Console(highlight=False, width=None if sys.stdout.isatty() else _UNLIMITED).print(table)
+
+
+def _all(catalog: Catalog, metadata: Mapping[str, str] = MappingProxyType({})) -> Iterator[ContextCache]:
     now = time.time()
     for tenant in catalog.tenants():
         after = None
         has_more = True
         while has_more:
-            items, has_more = catalog.list(tenant, now, limit=_PAGE, after=after)
+            items, has_more = catalog.list(tenant, now, limit=_PAGE, after=after, metadata=metadata)
             yield from items
             after = items[-1].id if items else None
 

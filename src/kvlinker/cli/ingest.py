@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from kvlinker.cli.failures import FAILURE, fail, failures, warn
 from kvlinker.cli.files import find_files, read_text
 from kvlinker.cli.options import settings_options
-from kvlinker.config import Settings
+from kvlinker.config import SHARED_TIER_SETTINGS, Settings
 
 BATCH = 16
 
@@ -68,6 +68,7 @@ Cacher = Callable[[str, dict[str, Any]], Iterator[Batch]]
     "state_dir",
     "host_memory",
     "disk_space",
+    *SHARED_TIER_SETTINGS,
 )
 def ingest(
     settings: Settings,
@@ -135,8 +136,8 @@ def _ingest(texts: Sequence[tuple[Path, str]], cacher: Cacher) -> list[tuple[Pat
 def _here(settings: Settings, job: Job) -> Iterator[Cacher]:
     """Load the model, and work on the state directory."""
     with Console(stderr=True).status(f"Loading and checking {settings.model}"):
-        from kvlinker.llm import DEFAULT_TENANT, LLM
-        from kvlinker.server.access import tenant_of_key
+        from kvlinker.llm import LLM
+        from kvlinker.tenants import DEFAULT_TENANT, tenant_of_key
 
         llm = LLM.from_settings(settings)
     tenant = DEFAULT_TENANT if job.api_key is None else tenant_of_key(job.api_key)

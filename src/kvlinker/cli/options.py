@@ -50,7 +50,14 @@ def settings_options(*names: str) -> Callable[[Command], Command]:
     return decorate
 
 
-_METAVARS: dict[Any, str | None] = {bool: None, int: "N", int | None: "N", ByteSize: "SIZE", Path: "PATH"}
+_METAVARS: dict[Any, str | None] = {
+    bool: None,
+    int: "N",
+    int | None: "N",
+    ByteSize: "SIZE",
+    ByteSize | None: "SIZE",
+    Path: "PATH",
+}
 
 
 def _option(name: str, field: FieldInfo) -> Parameter:
@@ -71,7 +78,7 @@ def _parameter(name: str, annotation: Any) -> Parameter:
 def _shown_default(field: FieldInfo) -> str | bool:
     """What --help shows as the default; False where there is none to show."""
     default = field.get_default(call_default_factory=True, validated_data={})
-    if default in (None, (), False) or "default" in (field.description or ""):
+    if default in (None, (), {}, False) or "default" in (field.description or ""):
         return False
     return default.human_readable() if isinstance(default, ByteSize) else str(default)
 

@@ -20,7 +20,7 @@ SHUTDOWN_SECONDS = 10
 def serve(settings: Settings) -> None:
     """Serve a model over HTTP, compatible with OpenAI's API."""
     with failures(BAD_USAGE):
-        check_address(settings.host, settings.api_keys)
+        check_address(settings.host, settings.accepted_keys)
     with failures(), closing(bind(settings.host, settings.port)) as listener:
         _serve(settings, listener)
 
@@ -44,15 +44,24 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
 
 
 def _summary(settings: Settings, name: str, window: int, address: str) -> Table:
-    keys = len(settings.api_keys)
+    keys = len(settings.accepted_keys)
     table = Table.grid(padding=(0, 2))
     for title, value in (
         ("model", f"{name} ({window:,} tokens)"),
         ("policy", settings.policy),
         ("state", f"{settings.state_dir} ({settings.disk_space.human_readable()} disk)"),
         ("memory", f"{settings.host_memory.human_readable()} for chunk caches"),
+        *(("shared", place) for place in _shared_places(settings)),
         ("access", f"{keys} API keys" if keys else "loopback only, no API keys"),
         ("address", f"{address} (OpenAI's API at {address}/v1)"),
     ):
         table.add_row(f"[dim]{title}[/dim]", value)
     return table
+
+
+def _shared_places(settings: Settings) -> list[str]:
+    """The remote tiers, without their credentials."""
+    from kvlinker.store.remote.redaction import place_of
+
+    tiers = ((settings.redis_url, settings.redis_space), (settings.object_url, settings.object_space))
+    return [f"{place_of(url.get_secret_value())} ({space.human_readable()})" for url, space in tiers if url and space]

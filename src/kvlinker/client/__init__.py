@@ -2,6 +2,6 @@
 
 from kvlinker.client.async_client import AsyncClient
 from kvlinker.client.sync_client import Client
-from kvlinker.client.wire import RemoteAnswer, RemoteContextCache, ServerUnreachableError
+from kvlinker.client.wire import RemoteAnswer, RemoteContextCache, RemotePage, ServerUnreachableError
 
-__all__ = ["AsyncClient", "Client", "RemoteAnswer", "RemoteContextCache", "ServerUnreachableError"]
+__all__ = ["AsyncClient", "Client", "RemoteAnswer", "RemoteContextCache", "RemotePage", "ServerUnreachableError"]

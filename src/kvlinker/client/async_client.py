@@ -18,13 +18,19 @@ from kvlinker.client.wire import (
     Message,
     RemoteAnswer,
     RemoteContextCache,
+    RemotePage,
+    cache_path,
     chat_body,
     checked,
     encode,
     error_of,
     headers,
+    metadata_query,
+    page_query,
     read_answer,
+    read_cache,
     read_caches,
+    read_page,
     read_texts,
     server_root,
     transport_errors,
@@ -38,7 +44,10 @@ class AsyncClient:
         self._http = httpx.AsyncClient(base_url=server_root(base_url), headers=headers(api_key), timeout=timeout)
 
     async def generate_context_cache(self, chunks: Sequence[str], **options: Any) -> tuple[RemoteContextCache, ...]:
-        """One context cache per chunk, in order. ``options``: ``ttl``, ``name``, ``metadata``, ``context``."""
+        """One context cache per chunk, in order.
+
+        ``options``: ``ttl``, ``name``, ``metadata``, ``context``, ``pinned``, ``scope``.
+        """
         return read_caches(await self._send("POST", CACHES, {"chunks": list(chunks), **options}))
 
     async def cache_text(
@@ -76,7 +85,38 @@ class AsyncClient:
     async def expire_cache(self, cache: HasId | str) -> None:
         """Delete a context cache."""
         cache_id = cache if isinstance(cache, str) else cache.id
-        await self._send("DELETE", f"{CACHES}/{cache_id}", {"id": cache_id})
+        await self._send("DELETE", cache_path(cache), {"id": cache_id})
+
+    async def expire_caches(self, metadata: Mapping[str, str], *, scope: str = "private") -> int:
+        """Delete all context caches that have all these pairs of metadata; returns how many."""
+        query = metadata_query(metadata) | {"scope": scope}
+        deleted: int = (await self._send("DELETE", CACHES, query=query)).json()["deleted"]
+        return deleted
+
+    async def update_cache(self, cache: HasId | str, **changes: Any) -> RemoteContextCache:
+        """Change ``ttl``, ``expires_at``, ``name``, ``metadata`` or ``pinned``; None removes."""
+        cache_id = cache if isinstance(cache, str) else cache.id
+        return read_cache((await self._send("PATCH", cache_path(cache), changes, at={"id": cache_id})).json())
+
+    async def list_caches(
+        self,
+        *,
+        limit: int = 20,
+        after: HasId | str | None = None,
+        order: str = "desc",
+        metadata: Mapping[str, str] | None = None,
+        scope: str = "private",
+    ) -> RemotePage:
+        """At most ``limit`` context caches by time of creation, those behind ``after``.
+
+        Only those with all pairs of ``metadata``; ``scope``: one's own ("private"), or the shared ones ("shared").
+        """
+        return read_page(await self._send("GET", CACHES, query=page_query(limit, after, order, metadata, scope)))
+
+    async def caches_usage(self, *, scope: str = "private") -> dict[str, Any]:
+        """How many context caches there are, what their KV takes, and the quota, in the fields of the HTTP API."""
+        usage: dict[str, Any] = (await self._send("GET", f"{CACHES}/usage", query={"scope": scope})).json()
+        return usage
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -89,9 +129,17 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _send(self, method: str, path: str, body: Mapping[str, Any]) -> httpx.Response:
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        at: Mapping[str, Any] | None = None,
+    ) -> httpx.Response:
+        """``at``: where the values lie that an error's ``param`` names, if not in the body."""
+        content = encode(body) if body is not None and method in ("POST", "PATCH") else None
         with transport_errors():
-            response = await self._http.request(
-                method, path, content=encode(body) if method == "POST" else None, headers=JSON
-            )
-        return checked(response, body)
+            response = await self._http.request(method, path, content=content, params=query, headers=JSON)
+        return checked(response, at or body or {})

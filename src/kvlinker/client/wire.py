@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import quote
 
 import httpx
 
@@ -21,7 +22,10 @@ from kvlinker.errors import (
     KVLinkerError,
     ModelNotFoundError,
     OverloadedError,
+    PermissionDeniedError,
+    PinLimitError,
     PolicyError,
+    QuotaExceededError,
 )
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -33,7 +37,16 @@ JSON = {"Content-Type": "application/json"}
 
 _ERRORS: dict[str, type[KVLinkerError]] = {
     error.code: error
-    for error in (AuthenticationError, ContextLengthError, EngineClosedError, ModelNotFoundError, PolicyError)
+    for error in (
+        AuthenticationError,
+        ContextLengthError,
+        EngineClosedError,
+        ModelNotFoundError,
+        PermissionDeniedError,
+        PinLimitError,
+        PolicyError,
+        QuotaExceededError,
+    )
 }
 
 
@@ -57,6 +70,15 @@ class RemoteContextCache:
     created_at: int
     expires_at: int | None
     metadata: Mapping[str, str]
+    pinned: bool
+    scope: str
+
+
+class RemotePage(NamedTuple):
+    """One page of a listing; ``has_more``: further context caches follow the last item."""
+
+    items: tuple[RemoteContextCache, ...]
+    has_more: bool
 
 
 class HasId(Protocol):
@@ -106,9 +128,33 @@ def _part(part: str | HasId | Mapping[str, Any]) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else {"type": "context_cache", "id": part.id}
 
 
+def cache_path(cache: HasId | str) -> str:
+    return f"{CACHES}/{quote(cache if isinstance(cache, str) else cache.id, safe='')}"
+
+
+def metadata_query(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    return {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
+
+
+def page_query(
+    limit: int, after: HasId | str | None, order: str, metadata: Mapping[str, str] | None, scope: str
+) -> dict[str, str]:
+    query = {"limit": str(limit), "order": order, "scope": scope, **metadata_query(metadata)}
+    if after is not None:
+        query["after"] = after if isinstance(after, str) else after.id
+    return query
+
+
+def read_cache(entry: Mapping[str, Any]) -> RemoteContextCache:
+    return RemoteContextCache(**{name: entry[name] for name in RemoteContextCache.__slots__})
+
+
 def read_caches(response: httpx.Response) -> tuple[RemoteContextCache, ...]:
-    names = RemoteContextCache.__slots__
-    return tuple(RemoteContextCache(**{name: entry[name] for name in names}) for entry in response.json()["data"])
+    return tuple(map(read_cache, response.json()["data"]))
+
+
+def read_page(response: httpx.Response) -> RemotePage:
+    return RemotePage(read_caches(response), response.json()["has_more"])
 
 
 def read_answer(response: httpx.Response) -> RemoteAnswer:

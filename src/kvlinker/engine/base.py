@@ -205,6 +205,9 @@ class Engine(Protocol):
     max_model_len: int
     """Longest prompt plus output, in tokens."""
 
+    kv_bytes_per_token: int
+    """What a token's KV takes as it is computed, over all layers."""
+
     def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
         """Make sure that the store holds the chunk's KV; the result is its size in bytes.
 

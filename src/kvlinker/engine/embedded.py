@@ -70,6 +70,7 @@ class EmbeddedEngine:
         variants: VariantLibrary | None = None,
     ) -> None:
         self.fingerprint = loaded.fingerprint
+        self.kv_bytes_per_token = loaded.kv_bytes_per_token
         self._loaded = loaded
         self._store = store
         self._events = events

@@ -40,6 +40,7 @@ class LoadedModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
+        """What a token's KV takes, over all layers."""
         return sum(layer.values_per_token for layer in self.layers) * self.dtype.itemsize
 
 

@@ -43,7 +43,7 @@ def create_app(llm: LLM, settings: Settings) -> FastAPI:
     app = FastAPI(title="kvlinker", version=version("kvlinker"), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, settings, metrics)
     app.add_middleware(BodyLimit)
-    app.add_middleware(KeyCheck, api_keys=settings.api_keys)
+    app.add_middleware(KeyCheck, api_keys=settings.accepted_keys, admin_keys=settings.admin_keys)
     install_error_handling(app)
     for router in ROUTERS:
         app.include_router(router)

@@ -16,6 +16,7 @@ from kvlinker.events import (
     Event,
     FirstToken,
     RequestFinished,
+    TierUnavailable,
 )
 from kvlinker.llm import LLM
 
@@ -56,10 +57,12 @@ class Metrics:
         self._lookups = counter("chunk_lookups", "Times that the store was asked for a chunk's KV.", "result", "tier")
         self._evictions = counter("evictions", "Chunks that a tier gave up for want of room.", "tier")
         self._damaged = counter("damaged_chunks", "Stored copies that failed their checks.", "tier")
+        self._tier_errors = counter("tier_errors", "Times that a tier did not answer, or refused.", "tier")
         for source in SOURCES:
             self._prompt_tokens.labels(source)
         for tier in llm.store.usage():
             self._evictions.labels(tier.name)
+            self._tier_errors.labels(tier.name)
 
     def count(self, event: Event) -> None:
         """A listener for ``kvlinker.events.Events``; may be called from any thread."""
@@ -80,6 +83,8 @@ class Metrics:
                 self._evictions.labels(event.tier).inc()
             case ChunkDamaged():
                 self._damaged.labels(event.tier).inc()
+            case TierUnavailable():
+                self._tier_errors.labels(event.tier).inc()
 
     def exposition(self) -> bytes:
         """All figures in Prometheus' text format."""

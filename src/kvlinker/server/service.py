@@ -10,7 +10,7 @@ from fastapi import Depends, Request
 from kvlinker.config import Settings
 from kvlinker.errors import ModelNotFoundError
 from kvlinker.llm import LLM
-from kvlinker.server.access import tenant_of
+from kvlinker.server.access import Caller, caller_of
 from kvlinker.server.metrics import Metrics
 
 
@@ -37,8 +37,13 @@ async def _service(request: Request) -> Service:
 
 
 async def _tenant(request: Request) -> str:
-    return tenant_of(request)
+    return caller_of(request).tenant
+
+
+async def _caller(request: Request) -> Caller:
+    return caller_of(request)
 
 
 ServiceParam = Annotated[Service, Depends(_service)]
+CallerParam = Annotated[Caller, Depends(_caller)]
 TenantParam = Annotated[str, Depends(_tenant)]

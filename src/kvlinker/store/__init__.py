@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from kvlinker.events import Events
@@ -11,35 +12,52 @@ from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.chunk_store import ChunkStore
 from kvlinker.store.context_cache import ContextCache, new_context_cache_id
 from kvlinker.store.disk import DiskTier
+from kvlinker.store.encryption import Cipher, Sealing, load_cipher
 from kvlinker.store.errors import StoreError
 from kvlinker.store.host import HostTier
+from kvlinker.store.limits import Limits, TenantUsage
 
 __all__ = [
     "UNCHANGED",
     "Catalog",
     "ChunkKV",
     "ChunkStore",
+    "Cipher",
     "ContextCache",
     "DiskTier",
     "HostTier",
     "LayerKV",
+    "Limits",
     "Page",
     "StoreError",
+    "TenantUsage",
     "Tier",
     "TierCheck",
     "TierUsage",
     "Unchanged",
+    "load_cipher",
     "new_context_cache_id",
     "open_store",
 ]
 
 
-def open_store(directory: Path, *, host_bytes: int, disk_bytes: int, events: Events) -> ChunkStore:
-    """A store of host memory over chunk files in ``directory``, each with its budget; without disk where that is 0.
+def open_store(
+    directory: Path,
+    *,
+    host_bytes: int,
+    disk_bytes: int,
+    events: Events,
+    pinned: Set[str] = frozenset(),
+    shared: Sequence[Tier] = (),
+    cipher: Cipher | None = None,
+) -> ChunkStore:
+    """A store of host memory over chunk files in ``directory``, each with its budget, over ``shared`` tiers; without
+    disk where its budget is 0.
 
-    Raises StoreError where the directory cannot be used.
+    ``pinned``: keys that are not to be evicted (``Catalog.pinned``). With a ``cipher``, what leaves memory is
+    encrypted. Raises StoreError where the directory cannot be used.
     """
-    tiers: list[Tier] = [HostTier(host_bytes, events)]
+    tiers: list[Tier] = [HostTier(host_bytes, events, pinned=pinned)]
     if disk_bytes:
-        tiers.append(DiskTier(directory, disk_bytes, events))
-    return ChunkStore(tiers, events)
+        tiers.append(DiskTier(directory, disk_bytes, events, pinned=pinned, sealing=Sealing(cipher)))
+    return ChunkStore([*tiers, *shared], events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +45,11 @@ class Tier(Protocol):
         ...
 
     @property
+    def shared(self) -> bool:
+        """Whether other servers keep chunks here, which this one's catalog does not know."""
+        ...
+
+    @property
     def budget_bytes(self) -> int:
         """``used_bytes`` never exceeds this."""
         ...
@@ -60,8 +66,15 @@ class Tier(Protocol):
     def put(self, key: str, kv: ChunkKV) -> bool:
         """Keep the KV, evicting the least recently used chunks for it; returns whether the tier now holds the key.
 
-        False: larger than the whole budget (then nothing is evicted), or the medium failed. A key that is held
-        already only becomes the most recently used.
+        False: larger than what pinned chunks leave of the budget (then nothing is evicted), or the medium failed. A
+        key that is held already only becomes the most recently used.
+        """
+        ...
+
+    def set_pinned(self, keys: Set[str]) -> None:
+        """From now on, evict none of these keys unless they take more than ``lru.PINNED_SHARE`` of the budget, and
+        keys that were pinned before as any others. Absent keys count once they are put. ``delete`` heeds no pin, and
+        shared tiers need not.
         """
         ...
 
@@ -74,7 +87,7 @@ class Tier(Protocol):
         ...
 
     def keys(self) -> tuple[str, ...]:
-        """The keys held, least recently used first."""
+        """The keys held, least recently used first, but pinned ones last."""
         ...
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The file format of one chunk's KV, as the disk tier writes and reads it: safetensors, layer by layer.
+"""The format of one chunk's KV outside of memory, as the slower tiers keep it: safetensors, layer by layer.
 
 Tensors are named ``layer.00.key``, ``layer.00.value``, ``layer.01.key`` … and lie in that order, so that a reader can
 take one layer after another; before them, where the chunk has scores, ``scores.inter`` and ``scores.received``. The
@@ -13,22 +13,22 @@ then stay what they were, unlike a memory map's. Any safetensors reader can open
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 
 from kvlinker.chunk_scores import ChunkScores, Contextualization
+from kvlinker.store.byte_source import ByteSource, FileSource
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.encryption import NOT_SEALED, SealedDataError, Sealing
+
+Pieces = Iterable[memoryview]
 
 FORMAT = "kvlinker-chunk"
 FORMAT_VERSION = 2
@@ -84,24 +84,38 @@ def encode_header(key: str, kv: ChunkKV) -> bytes:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def write_chunk_file(file: BinaryIO, header: bytes, kv: ChunkKV) -> None:
-    """Write ``encode_header``'s bytes and the tensors. Raises OSError."""
-    file.write(header)
+def encoded_pieces(header: bytes, kv: ChunkKV) -> Iterator[memoryview]:
+    """All bytes of the encoded chunk, ``encode_header``'s first, as views of where they lie."""
+    yield memoryview(header)
     for _, tensor in _named_tensors(kv):
-        file.write(_raw_bytes(tensor))
+        yield _raw_bytes(tensor)
 
 
-def read_chunk_file(path: Path, key: str) -> ChunkKV:
-    """Read and verify a file; all tensors are views of one buffer of the file's size.
+def write_chunk_file(file: BinaryIO, header: bytes, kv: ChunkKV, seal: Callable[[Pieces], Pieces] = iter) -> None:
+    """Write ``encode_header``'s bytes and the tensors, as what ``seal`` makes of them. Raises OSError."""
+    for piece in seal(encoded_pieces(header, kv)):
+        file.write(piece)
 
-    Raises ChunkFileError for anything that is not exactly what was written for ``key``, and OSError.
-    """
+
+def read_chunk_file(path: Path, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
+    """``decode_chunk`` of a file. Raises OSError, too."""
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        entries, contextualization = _read_header(file, size, key)
-        # NumPy asks for huge pages, which makes fresh memory less than half as expensive as torch.empty's.
-        data: NDArray[np.uint8] = np.empty(entries[-1].end, dtype=np.uint8)
-        tensors = [_read_tensor(file, data, entry) for entry in entries]
+        return decode_chunk(FileSource(file), key, sealing)
+
+
+def decode_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
+    """Read and verify an encoded chunk that was sealed so; its tensors are views of what the source gives.
+
+    Raises ChunkFileError for anything that is not exactly what was encoded for ``key``, and what the source raises.
+    """
+    try:
+        plain = sealing.source(key, source)
+        entries, start, contextualization = _read_header(plain, key)
+        tensors = [_read_tensor(plain, start, entry) for entry in entries]
+    except SealedDataError as error:
+        raise ChunkFileError(str(error)) from error
+    except EOFError as error:
+        raise ChunkFileError("truncated while it was read") from error
     scores = None
     if contextualization is not None:
         inter, received, *tensors = tensors
@@ -132,19 +146,22 @@ def _dump(header: dict[str, Any]) -> bytes:
     return json.dumps(header, separators=(",", ":")).encode()
 
 
-def _read_header(file: io.BufferedReader, size: int, key: str) -> tuple[list[_Entry], Contextualization | None]:
-    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    if length > size - _LENGTH_BYTES:
+def _read_header(source: ByteSource, key: str) -> tuple[list[_Entry], int, Contextualization | None]:
+    """Also returns where the tensors begin."""
+    room = source.size - _LENGTH_BYTES
+    length = int.from_bytes(source.read(0, _LENGTH_BYTES).data, "little") if room >= 0 else 0
+    if length > room:
         raise ChunkFileError("truncated, or not a safetensors file")
-    text = file.read(length)
+    text = bytes(source.read(_LENGTH_BYTES, length).data)
     try:
         entries, contextualization = _parse_header(json.loads(text), key)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ChunkFileError(f"its header is not a chunk file's ({type(error).__name__}: {error})") from error
-    expected = _LENGTH_BYTES + length + entries[-1].end
-    if size != expected:
-        raise ChunkFileError(f"it has {size} bytes instead of {expected}")
-    return entries, contextualization
+    start = _LENGTH_BYTES + length
+    expected = start + entries[-1].end
+    if source.size != expected:
+        raise ChunkFileError(f"it has {source.size} bytes instead of {expected}")
+    return entries, start, contextualization
 
 
 def _parse_header(header: dict[str, Any], key: str) -> tuple[list[_Entry], Contextualization | None]:
@@ -193,11 +210,9 @@ def _check_layout(entries: list[_Entry], *, with_scores: bool) -> None:
             raise ValueError(f"{entry.name} has a size that is not its shape's")
 
 
-def _read_tensor(file: io.BufferedReader, data: NDArray[np.uint8], entry: _Entry) -> torch.Tensor:
-    """Read into ``data[start:end]``; returns a view of it, in the entry's shape."""
-    part = data[entry.start : entry.end]
-    if file.readinto(part.data) != len(part):
-        raise ChunkFileError(f"truncated within {entry.name}")
+def _read_tensor(source: ByteSource, start: int, entry: _Entry) -> torch.Tensor:
+    """A view of what was read, in the entry's shape."""
+    part = source.read(start + entry.start, entry.end - entry.start)
     if xxhash.xxh3_128_hexdigest(part.data) != entry.checksum:
         raise ChunkFileError(f"{entry.name} does not match its checksum")
     return torch.from_numpy(part).view(entry.dtype).reshape(entry.shape)

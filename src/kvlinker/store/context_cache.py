@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kvlinker.chunks import Chunk
+from kvlinker.tenants import Scope
 
 
 def new_context_cache_id() -> str:
@@ -20,7 +21,8 @@ class ContextCache:
     """One context cache, as the catalog records it.
 
     ``model`` is the served name, ``fingerprint`` the engine's; ``chunk_key`` names the chunk's KV in the store.
-    Times are Unix seconds; ``expires_at`` None means that it lives until it is deleted.
+    Times are Unix seconds; ``expires_at`` None means that it lives until it is deleted. ``pinned``: its KV is not
+    evicted. ``kv_bytes``: of its KV as computed, which may lie in a tier in fewer.
     """
 
     id: str
@@ -33,9 +35,15 @@ class ContextCache:
     expires_at: float | None = None
     name: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict, hash=False)
+    pinned: bool = False
+    kv_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+
+    @property
+    def scope(self) -> Scope:
+        return Scope.SHARED if self.chunk.shared else Scope.PRIVATE
 
     @property
     def tokens(self) -> int:

@@ -57,6 +57,12 @@ class Database:
                     self._connection.execute("ROLLBACK")
                 raise
 
+    def compact(self) -> None:
+        """Rewrite the file, so that nothing of what was changed or deleted remains in it."""
+        with self._lock, self._errors():
+            self._connection.execute("VACUUM")
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
     def close(self) -> None:
         """Idempotent; no other method may be called afterwards."""
         with self._lock:
@@ -68,6 +74,7 @@ class Database:
             self._use_write_ahead_log()
             self._connection.execute("PRAGMA synchronous = FULL")
             self._connection.execute("PRAGMA foreign_keys = ON")
+            self._connection.execute("PRAGMA secure_delete = ON")  # deleted token ids do not stay in free pages
             faults = self._connection.execute("PRAGMA quick_check(1)").fetchall()
             if faults != [("ok",)]:
                 raise sqlite3.DatabaseError(faults[0][0])

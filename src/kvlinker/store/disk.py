@@ -10,14 +10,16 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
 from kvlinker.store.base import TierCheck
 from kvlinker.store.chunk_file import ChunkFileError, encode_header, read_chunk_file, write_chunk_file
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.errors import StoreError
 from kvlinker.store.lru import LruIndex
 
@@ -41,7 +43,18 @@ class DiskTier:
     The lock guards the index and the names in the folder; bulk reads and writes happen outside it.
     """
 
-    def __init__(self, directory: Path, budget_bytes: int, events: Events, *, name: str = "disk") -> None:
+    shared = False
+
+    def __init__(
+        self,
+        directory: Path,
+        budget_bytes: int,
+        events: Events,
+        *,
+        name: str = "disk",
+        pinned: Set[str] = frozenset(),
+        sealing: Sealing = NOT_SEALED,
+    ) -> None:
         """Open the folder, create it where missing, evict down to the budget.
 
         Raises StoreError where the folder cannot be created or listed.
@@ -50,7 +63,8 @@ class DiskTier:
         self._directory = directory
         self._events = events
         self._lock = threading.RLock()
-        self._index = LruIndex(budget_bytes)
+        self._index = LruIndex(budget_bytes, pinned)
+        self._sealing = sealing
         self._reserved_bytes = 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,9 +101,9 @@ class DiskTier:
         if self._touch(key):
             return True
         header = encode_header(key, kv)
-        nbytes = len(header) + kv.nbytes
+        nbytes = self._sealing.nbytes(len(header) + kv.nbytes)
         with self._lock:
-            if nbytes + self._reserved_bytes > self.budget_bytes:
+            if not self._index.fits(nbytes + self._reserved_bytes):
                 return False
             self._evict_for(nbytes)
             self._reserved_bytes += nbytes
@@ -111,6 +125,10 @@ class DiskTier:
         with self._lock:
             self._index.remove(key)
             self._unlink(self._path(key))
+
+    def set_pinned(self, keys: Set[str]) -> None:
+        with self._lock:
+            self._index.set_pinned(keys)
 
     def keys(self) -> tuple[str, ...]:
         with self._lock:
@@ -147,7 +165,7 @@ class DiskTier:
     def _read(self, key: str) -> ChunkKV | ChunkDamaged | None:
         """The verified KV; or the damage, after removing and publishing it; or None where it is a miss for now."""
         try:
-            return read_chunk_file(self._path(key), key)
+            return read_chunk_file(self._path(key), key, self._sealing)
         except FileNotFoundError:
             reason = "its file vanished"
         except ChunkFileError as error:
@@ -185,7 +203,7 @@ class DiskTier:
             status = self._path(key).lstat()
         except OSError:
             return False
-        if not stat.S_ISREG(status.st_mode) or status.st_size + self._reserved_bytes > self.budget_bytes:
+        if not stat.S_ISREG(status.st_mode) or not self._index.fits(status.st_size + self._reserved_bytes):
             return False
         self._evict_for(status.st_size)
         self._index.add(key, status.st_size)
@@ -204,7 +222,7 @@ class DiskTier:
         descriptor, name = tempfile.mkstemp(prefix=key, suffix=_TEMPORARY_SUFFIX, dir=folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                write_chunk_file(file, header, kv)
+                write_chunk_file(file, header, kv, partial(self._sealing.pieces, key, len(header) + kv.nbytes))
                 file.flush()
                 _set_last_use(file.fileno())  # kernels before 6.13 stamp too coarsely to sort by
                 os.fsync(file.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Set
 
 from kvlinker.events import ChunkEvicted, Events
 from kvlinker.store.base import TierCheck
@@ -13,11 +14,15 @@ from kvlinker.store.lru import LruIndex
 class HostTier:
     """Keeps the very tensors that were put, without a copy; a chunk's size here is its ``ChunkKV.nbytes``."""
 
-    def __init__(self, budget_bytes: int, events: Events, *, name: str = "host") -> None:
+    shared = False
+
+    def __init__(
+        self, budget_bytes: int, events: Events, *, name: str = "host", pinned: Set[str] = frozenset()
+    ) -> None:
         self.name = name
         self._events = events
         self._lock = threading.RLock()
-        self._index = LruIndex(budget_bytes)
+        self._index = LruIndex(budget_bytes, pinned)
         self._kv: dict[str, ChunkKV] = {}
 
     @property
@@ -38,7 +43,7 @@ class HostTier:
         with self._lock:
             if self._index.touch(key):
                 return True
-            if nbytes > self.budget_bytes:
+            if not self._index.fits(nbytes):
                 return False
             for evicted, size in self._index.make_room(nbytes):
                 del self._kv[evicted]
@@ -54,6 +59,10 @@ class HostTier:
         with self._lock:
             if self._index.remove(key):
                 del self._kv[key]
+
+    def set_pinned(self, keys: Set[str]) -> None:
+        with self._lock:
+            self._index.set_pinned(keys)
 
     def keys(self) -> tuple[str, ...]:
         with self._lock:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvlinker.chunk_scores import Contextualization
+from kvlinker.store.catalog_encryption import variant_of
 from kvlinker.store.database import Database
-from kvlinker.store.token_blobs import pack_tokens, unpack_tokens
+from kvlinker.store.token_blobs import TokenBlobs
+from kvlinker.tenants import SHARED_TENANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class StoredVariant:
 
 @dataclass(frozen=True, slots=True)
 class VariantOwner:
-    """What variants belong to: one tenant's chunk under one model."""
+    """What variants belong to: one tenant's chunk under one model. A shared chunk's variants are each tenant's own,
+    for they tell what stood before it."""
 
     fingerprint: str
     tenant: str
@@ -34,8 +37,9 @@ class VariantOwner:
 class VariantIndex:
     """Variants by owner, in the catalog's file. All methods may be called from any thread."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, blobs: TokenBlobs) -> None:
         self._database = database
+        self._blobs = blobs
         self._lock = threading.Lock()
         self._uses: defaultdict[str, float] = defaultdict(float)  # not yet written
 
@@ -47,7 +51,8 @@ class VariantIndex:
             asdict(owner),
         )
         return tuple(
-            StoredVariant(key, unpack_tokens(prefix), Contextualization.from_json(text)) for key, prefix, text in rows
+            StoredVariant(key, self._blobs.unpack(prefix, variant_of(key)), Contextualization.from_json(text))
+            for key, prefix, text in rows
         )
 
     def add(self, variants: Sequence[tuple[VariantOwner, StoredVariant]], *, limit: int) -> tuple[str, ...]:
@@ -63,7 +68,7 @@ class VariantIndex:
             known = [variant for _, variant in variants if _exists(connection, variant.key)]
             gone += _evict(connection, keep=max(0, limit - (len(variants) - len(known))))
             for owner, variant in variants:
-                if not _insert(connection, owner, variant):
+                if not _insert(connection, self._blobs, owner, variant):
                     gone.append(variant.key)
             gone += _evict(connection, keep=limit)
         return tuple(gone)
@@ -79,28 +84,29 @@ class VariantIndex:
             connection.execute("DELETE FROM variants WHERE key = ?", (key,))
 
 
-def release_variants(connection: sqlite3.Connection, fingerprint: str, tenant: str, content: str) -> list[str]:
-    """Remove all variants of a chunk that no context cache holds in any form; returns their keys."""
-    owner = {"fingerprint": fingerprint, "tenant": tenant, "content": content}
+def release_variants(connection: sqlite3.Connection, fingerprint: str, content: str) -> list[str]:
+    """Remove all variants of a chunk that no context cache of their tenant's, and no shared one, holds in any form;
+    returns their keys."""
     rows = connection.execute(
-        "DELETE FROM variants WHERE fingerprint = :fingerprint AND tenant = :tenant AND content = :content"
-        " AND NOT EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant = :tenant"
+        "DELETE FROM variants AS v WHERE fingerprint = :fingerprint AND content = :content AND NOT EXISTS"
+        " (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant IN (v.tenant, :shared)"
         " AND content = :content) RETURNING key",
-        owner,
+        {"fingerprint": fingerprint, "content": content, "shared": SHARED_TENANT},
     ).fetchall()
     return [key for (key,) in rows]
 
 
-def _insert(connection: sqlite3.Connection, owner: VariantOwner, variant: StoredVariant) -> bool:
+def _insert(connection: sqlite3.Connection, blobs: TokenBlobs, owner: VariantOwner, variant: StoredVariant) -> bool:
     """Whether the variant is recorded now: only while some context cache holds its chunk in any form."""
     connection.execute(
         "INSERT OR IGNORE INTO variants SELECT :key, :fingerprint, :tenant, :content, :prefix, :text, 0"
-        " WHERE EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant = :tenant"
+        " WHERE EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant IN (:tenant, :shared)"
         " AND content = :content)",
         asdict(owner)
         | {
+            "shared": SHARED_TENANT,
             "key": variant.key,
-            "prefix": pack_tokens(variant.prefix),
+            "prefix": blobs.pack(variant.prefix, variant_of(variant.key)),
             "text": variant.contextualization.to_json(),
         },
     )

@@ -1,10 +1,10 @@
-"""The queue of writes to slower tiers, worked off by one background thread; the chunk store is its only caller."""
+"""The queue of writes to a slower tier, worked off by a background thread; the chunk store is its only caller."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass
 
 from kvlinker.store.base import Tier
@@ -18,17 +18,17 @@ class _Write:
     key: str
     kv: ChunkKV
     nbytes: int
-    tiers: Sequence[Tier]
 
 
 class BackgroundWriter:
-    """Writes chunks to tiers in the order in which they were added, one at a time.
+    """Writes chunks to a tier in the order in which they were added, one at a time.
 
     What is queued or being written can be read with ``get``, so that a chunk never disappears in between. At most
     ``max_bytes`` are queued, except that one chunk of any size is taken while nothing else is queued.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, tier: Tier, max_bytes: int) -> None:
+        self._tier = tier
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._queued: dict[str, _Write] = {}
@@ -36,7 +36,7 @@ class BackgroundWriter:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def add(self, key: str, kv: ChunkKV, tiers: Sequence[Tier]) -> bool:
+    def add(self, key: str, kv: ChunkKV) -> bool:
         """Queue a write, unless the key is queued already. False: the queue is full or closed. Never waits."""
         nbytes = kv.nbytes
         with self._changed:
@@ -45,10 +45,12 @@ class BackgroundWriter:
             queued_bytes = sum(write.nbytes for write in self._queued.values())
             if self._closed or (self._queued and queued_bytes + nbytes > self._max_bytes):
                 return False
-            self._queued[key] = _Write(key, kv, nbytes, tiers)
+            self._queued[key] = _Write(key, kv, nbytes)
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvlinker-store-writer", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name=f"kvlinker-{self._tier.name}-writer", daemon=True
+                )
                 self._thread.start()
             return True
 
@@ -75,13 +77,19 @@ class BackgroundWriter:
         with self._changed:
             self._changed.wait_for(lambda: not self._queued and self._writing is None)
 
-    def close(self) -> None:
-        """Write what is queued, then end the thread. Idempotent."""
+    def close(self, deadline: float | None = None) -> None:
+        """Write what is queued, then end the thread. What is not written at ``deadline``, on the monotonic clock, is
+        dropped. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        if self._thread is None:
+            return
+        self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            if self._queued:
+                logger.warning("%d chunks were not written to tier %s in time", len(self._queued), self._tier.name)
+                self._queued.clear()
 
     def _run(self) -> None:
         while self._write_next():
@@ -96,10 +104,9 @@ class BackgroundWriter:
             write = next(iter(self._queued.values()))
             self._writing = write
         try:
-            for tier in write.tiers:
-                tier.put(write.key, write.kv)
+            self._tier.put(write.key, write.kv)
         except Exception:
-            logger.exception("Chunk %s was not written", write.key)
+            logger.exception("Chunk %s was not written to tier %s", write.key, self._tier.name)
         with self._changed:
             self._writing = None
             if self._queued.get(write.key) is write:

@@ -12,9 +12,10 @@ from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.engine.embedded import EmbeddedEngine
 from kvlinker.errors import InvalidRequestError
 from kvlinker.evaluation.examples import Question
-from kvlinker.llm import DEFAULT_TENANT, LLM
+from kvlinker.llm import LLM
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
+from kvlinker.tenants import DEFAULT_TENANT
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,11 @@ Text = Annotated[str, AfterValidator(_unicode)]
 
 Name = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
 
+MAX_PAIRS = 16
+
 Metadata = Annotated[
     dict[Annotated[Text, StringConstraints(max_length=64)], Annotated[Text, StringConstraints(max_length=512)]],
-    Field(max_length=16),
+    Field(max_length=MAX_PAIRS),
 ]
 """Up to 16 pairs; keys of up to 64 and values of up to 512 characters."""
 

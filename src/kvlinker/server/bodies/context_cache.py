@@ -68,6 +68,8 @@ class CreateBody(Lifetime):
     name: Name | None = None
     metadata: Metadata | None = None
     context: Literal["alone", "bos", "prefix"] | None = None
+    pinned: bool = False
+    scope: Literal["private", "shared"] = "private"
 
     @model_validator(mode="after")
     def _check_source(self) -> CreateBody:
@@ -87,6 +89,7 @@ class UpdateBody(Lifetime):
 
     name: Name | None = None
     metadata: Metadata | None = None
+    pinned: bool = False
 
     def changes(self) -> dict[str, Any]:
         """Arguments for ``ContextCaches.update``."""
@@ -98,4 +101,6 @@ class UpdateBody(Lifetime):
             changed["name"] = self.name
         if "metadata" in given:
             changed["metadata"] = self.metadata or {}
+        if "pinned" in given:
+            changed["pinned"] = self.pinned
         return changed

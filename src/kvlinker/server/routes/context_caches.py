@@ -6,19 +6,23 @@ import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 
 from kvlinker.errors import ContextCacheNotFoundError, InvalidRequestError
 from kvlinker.server.bodies.context_cache import CreateBody, Split, UpdateBody
-from kvlinker.server.service import Service, ServiceParam, TenantParam
+from kvlinker.server.metadata_query import METADATA_PARAMETER, MetadataParam
+from kvlinker.server.service import CallerParam, Service, ServiceParam, TenantParam
 from kvlinker.store import ContextCache
+from kvlinker.tenants import Scope
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
 
+ScopeQuery = Annotated[Scope, Query(description="The caller's own, or the shared ones.")]
+
 
 @router.post("")
-async def create_context_caches(body: CreateBody, service: ServiceParam, tenant: TenantParam) -> dict[str, Any]:
+async def create_context_caches(body: CreateBody, service: ServiceParam, caller: CallerParam) -> dict[str, Any]:
     """One context cache per chunk, in order, once its KV is computed."""
     service.check_model(body.model)
 
@@ -26,11 +30,14 @@ async def create_context_caches(body: CreateBody, service: ServiceParam, tenant:
         return asyncio.wrap_future(
             service.llm.caches.create(
                 _texts(service, body),
-                tenant=tenant,
+                tenant=caller.tenant,
+                admin=caller.admin,
                 expires_at=body.expiry(),
                 name=body.name,
                 metadata=body.metadata,
                 context=body.generation_context,
+                pinned=body.pinned,
+                scope=Scope(body.scope),
             ),
             loop=loop,
         )
@@ -40,19 +47,26 @@ async def create_context_caches(body: CreateBody, service: ServiceParam, tenant:
     return {"object": "list", "data": await run_in_threadpool(_bodies, service, created)}
 
 
-@router.get("")
+@router.get("", openapi_extra=METADATA_PARAMETER)
 async def list_context_caches(
     service: ServiceParam,
     tenant: TenantParam,
+    metadata: MetadataParam,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
+    scope: ScopeQuery = Scope.PRIVATE,
 ) -> dict[str, Any]:
-    """A page by time of creation; ``after`` is the last id of the page before."""
+    """A page by time of creation; ``after`` is the last id of the page before.
+
+    Only context caches with all pairs of ``metadata``; the caller's own, or with ``scope=shared`` the shared ones.
+    """
 
     def page() -> dict[str, Any]:
         try:
-            items, has_more = service.llm.caches.list(tenant=tenant, limit=limit, after=after, order=order)
+            items, has_more = service.llm.caches.list(
+                tenant=tenant, limit=limit, after=after, order=order, metadata=metadata, scope=scope
+            )
         except ContextCacheNotFoundError as error:
             raise InvalidRequestError(f"'after' names no context cache: {after!r}.", param="after") from error
         return {
@@ -66,6 +80,45 @@ async def list_context_caches(
     return await run_in_threadpool(page)
 
 
+@router.delete("", openapi_extra=METADATA_PARAMETER)
+async def delete_context_caches(
+    request: Request,
+    service: ServiceParam,
+    caller: CallerParam,
+    metadata: MetadataParam,
+    scope: ScopeQuery = Scope.PRIVATE,
+) -> dict[str, Any]:
+    """Delete all context caches with all pairs of ``metadata``, of which there must be one."""
+    strangers = [name for name in request.query_params if name != "scope" and not name.startswith("metadata[")]
+    if strangers:
+        raise InvalidRequestError(
+            f"Deleting takes 'metadata[key]' and 'scope', not {strangers[0]!r}.",
+            param=strangers[0],
+            code="unknown_parameter",
+        )
+
+    def delete() -> int:
+        return service.llm.caches.delete_matching(metadata, tenant=caller.tenant, scope=scope, admin=caller.admin)
+
+    return {"object": "context_cache.deletion", "deleted": await run_in_threadpool(delete)}
+
+
+@router.get("/usage")
+async def read_usage(service: ServiceParam, tenant: TenantParam, scope: ScopeQuery = Scope.PRIVATE) -> dict[str, Any]:
+    """What the caller's context caches, or the shared ones, take, and the quota."""
+    usage = await run_in_threadpool(lambda: service.llm.caches.usage(tenant=tenant, scope=scope))
+    return {
+        "object": "context_cache.usage",
+        "scope": scope,
+        "caches": usage.kept.caches,
+        "chunks": usage.kept.chunks,
+        "tokens": usage.kept.tokens,
+        "bytes": usage.kept.bytes,
+        "quota": {"caches": usage.quota.caches, "bytes": usage.quota.bytes},
+        "tiers": [{"name": tier.name, "bytes": tier.used_bytes, "chunks": tier.chunks} for tier in usage.tiers],
+    }
+
+
 @router.get("/{cache_id}")
 async def read_context_cache(cache_id: str, service: ServiceParam, tenant: TenantParam) -> dict[str, Any]:
     return await run_in_threadpool(lambda: _body(service, service.llm.caches.get(cache_id, tenant=tenant)))
@@ -73,18 +126,19 @@ async def read_context_cache(cache_id: str, service: ServiceParam, tenant: Tenan
 
 @router.patch("/{cache_id}")
 async def update_context_cache(
-    cache_id: str, body: UpdateBody, service: ServiceParam, tenant: TenantParam
+    cache_id: str, body: UpdateBody, service: ServiceParam, caller: CallerParam
 ) -> dict[str, Any]:
-    """Change what is given; null removes it."""
+    """Change what is given; null removes it. Shared ones are changed by admins only."""
+    caches = service.llm.caches
     return await run_in_threadpool(
-        lambda: _body(service, service.llm.caches.update(cache_id, tenant=tenant, **body.changes()))
+        lambda: _body(service, caches.update(cache_id, tenant=caller.tenant, admin=caller.admin, **body.changes()))
     )
 
 
 @router.delete("/{cache_id}")
-async def delete_context_cache(cache_id: str, service: ServiceParam, tenant: TenantParam) -> dict[str, Any]:
-    """The KV goes when no other context cache holds it."""
-    await run_in_threadpool(service.llm.caches.delete, cache_id, tenant=tenant)
+async def delete_context_cache(cache_id: str, service: ServiceParam, caller: CallerParam) -> dict[str, Any]:
+    """The KV goes when no other context cache holds it. Shared ones are deleted by admins only."""
+    await run_in_threadpool(service.llm.caches.delete, cache_id, tenant=caller.tenant, admin=caller.admin)
     return {"id": cache_id, "object": "context_cache", "deleted": True}
 
 
@@ -111,4 +165,6 @@ def _body(service: Service, cache: ContextCache) -> dict[str, Any]:
         "created_at": int(cache.created_at),
         "expires_at": None if cache.expires_at is None else int(cache.expires_at),
         "metadata": dict(cache.metadata),
+        "pinned": cache.pinned,
+        "scope": cache.scope,
     }

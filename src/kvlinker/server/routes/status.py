@@ -38,8 +38,8 @@ async def metrics(service: ServiceParam) -> Response:
 
 
 @router.get("/status")
-async def status(service: ServiceParam) -> dict[str, Any]:
-    """The page's figures."""
+def status(service: ServiceParam) -> dict[str, Any]:
+    """The page's figures. Runs in the thread pool: a remote tier may take its time to answer."""
     llm = service.llm
     load = llm.load()
     return {

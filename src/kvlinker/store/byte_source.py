@@ -1,0 +1,66 @@
+"""Where the bytes of a stored chunk come from: the chunk file's readers see files and buffers alike."""
+
+from __future__ import annotations
+
+import os
+from typing import BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+
+class ByteSource(Protocol):
+    """A fixed number of bytes that can be read in any order, from any thread."""
+
+    @property
+    def size(self) -> int:
+        """How many bytes there are."""
+        ...
+
+    def read(self, offset: int, length: int) -> Bytes:
+        """These bytes, which nobody else changes from then on.
+
+        Raises EOFError where they turn out to be fewer, and OSError.
+        """
+        ...
+
+
+class BufferSource:
+    """Bytes in memory; what is read is a view of them."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+
+    @property
+    def size(self) -> int:
+        return len(self._data)
+
+    def read(self, offset: int, length: int) -> Bytes:
+        if offset + length > self.size:
+            raise EOFError
+        return self._data[offset : offset + length]
+
+
+class FileSource:
+    """An open file; what is read are views of one buffer of the file's size."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._descriptor = file.fileno()
+        # NumPy asks for huge pages, which makes fresh memory less than half as expensive as torch.empty's.
+        self._data: Bytes = np.empty(os.fstat(self._descriptor).st_size, dtype=np.uint8)
+
+    @property
+    def size(self) -> int:
+        return len(self._data)
+
+    def read(self, offset: int, length: int) -> Bytes:
+        part = self._data[offset : offset + length]
+        done = 0
+        while done < length:
+            count = os.preadv(self._descriptor, [part.data[done:]], offset + done)
+            if not count:
+                raise EOFError
+            done += count
+        return part

@@ -1,0 +1,61 @@
+"""Tiers beyond this machine, which several servers may share: Redis, and object stores."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvlinker.config import Settings
+from kvlinker.events import Events
+from kvlinker.store.encryption import Cipher, Sealing
+from kvlinker.store.errors import StoreError
+from kvlinker.store.remote.redaction import redacted
+from kvlinker.store.remote.tier import ANSWER_SECONDS, BlobTier
+
+__all__ = ["BlobTier", "object_tier", "redis_tier", "shared_tiers"]
+
+_EXCHANGE_SECONDS = ANSWER_SECONDS / 2
+
+
+def shared_tiers(settings: Settings, events: Events, cipher: Cipher | None = None) -> list[BlobTier]:
+    """The remote tiers that the settings name, from the fastest to the slowest; encrypted where there is a cipher.
+
+    Raises StoreError for bad URLs."""
+    tiers = []
+    if settings.redis_url is not None and settings.redis_space:
+        url = settings.redis_url.get_secret_value()
+        tiers.append(redis_tier(url, settings.redis_space, events, prefix=settings.redis_prefix, cipher=cipher))
+    if settings.object_url is not None and settings.object_space:
+        tiers.append(object_tier(settings.object_url.get_secret_value(), settings.object_space, events, cipher=cipher))
+    return tiers
+
+
+def redis_tier(
+    url: str, budget_bytes: int, events: Events, *, prefix: str = "kvlinker", cipher: Cipher | None = None
+) -> BlobTier:
+    """Chunks in a Redis server, under keys that begin with ``prefix``; it need not be up.
+
+    Raises StoreError for a URL that is none, or where redis-py is missing.
+    """
+    try:
+        from kvlinker.store.remote.redis_medium import RedisMedium
+    except ModuleNotFoundError as error:
+        raise _missing("redis") from error
+    medium = RedisMedium(url, budget_bytes, prefix=prefix, timeout=_EXCHANGE_SECONDS)
+    return BlobTier("redis", medium, events, conceal=partial(redacted, url=url), sealing=Sealing(cipher))
+
+
+def object_tier(url: str, budget_bytes: int, events: Events, *, cipher: Cipher | None = None) -> BlobTier:
+    """Chunks as objects below a URL that fsspec knows; it need not be reachable.
+
+    Raises StoreError for a URL that is none, or where its library is missing.
+    """
+    try:
+        from kvlinker.store.remote.object_medium import ObjectMedium
+    except ModuleNotFoundError as error:
+        raise _missing("remote") from error
+    medium = ObjectMedium(url, budget_bytes, timeout=_EXCHANGE_SECONDS)
+    return BlobTier("object", medium, events, conceal=partial(redacted, url=url), sealing=Sealing(cipher))
+
+
+def _missing(extra: str) -> StoreError:
+    return StoreError(f"A library is missing: install it with  pip install 'kvlinker[{extra}]'")

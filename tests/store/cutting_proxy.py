@@ -1,0 +1,44 @@
+"""A TCP proxy that cuts connections once they have carried so many bytes from the server."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+
+
+class CuttingProxy:
+    """Listens on ``port``. ``limit``: bytes from the server per connection, None for all."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self.limit: int | None = None
+        self.cuts = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._target_port))
+                threading.Thread(target=self._carry, args=(client, server, False), daemon=True).start()
+                threading.Thread(target=self._carry, args=(server, client, True), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket, limited: bool) -> None:
+        carried = 0
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                carried += len(data)
+                if limited and self.limit is not None and carried > self.limit:
+                    self.cuts += 1
+                    sink.sendall(data[: len(data) // 2])
+                    break
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,209 @@
+"""Quotas and pins in the catalog: counted exactly, never exceeded, whoever comes at the same time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_chunks import run_threads
+
+from kvlinker.chunks import Chunk, chunk_key
+from kvlinker.errors import PinLimitError, QuotaExceededError
+from kvlinker.store import Catalog, ContextCache, Limits, TenantUsage, new_context_cache_id
+from kvlinker.tenants import SHARED_TENANT, Quota, Quotas
+
+NOW = 1000.0
+
+
+def record(number: int, *, tenant: str = "anna", pinned: bool = False, **metadata: str) -> ContextCache:
+    """Number n has n + 1 tokens of 10 bytes."""
+    chunk = Chunk(tokens=tuple(range(number + 1)), shared=tenant == SHARED_TENANT)
+    return ContextCache(
+        id=new_context_cache_id(),
+        tenant=tenant,
+        model="tiny",
+        fingerprint="weights",
+        chunk=chunk,
+        chunk_key=chunk_key(chunk, fingerprint="weights", tenant=tenant),
+        created_at=NOW,
+        expires_at=NOW + 10 if number % 2 else None,
+        metadata=metadata,
+        pinned=pinned,
+        kv_bytes=10 * len(chunk),
+    )
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    catalog = Catalog(tmp_path / "catalog.sqlite")
+    yield catalog
+    catalog.close()
+
+
+def quota(**limits: int) -> Limits:
+    return Limits(Quotas(Quota(**limits)))
+
+
+def counted(records: list[ContextCache]) -> TenantUsage:
+    chunks = {each.chunk_key: each.tokens for each in records}
+    return TenantUsage(len(records), len(chunks), sum(chunks.values()), 10 * sum(chunks.values()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["add", "add", "delete", "matching", "expire"]), st.integers(0, 4)), max_size=25
+    )
+)
+def test_usage_is_what_is_there(tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]) -> None:
+    catalog = Catalog(tmp_path_factory.mktemp("catalog") / "catalog.sqlite")
+    held: list[ContextCache] = []
+    for step, number in steps:
+        now = NOW
+        if step == "add":
+            new = [record(number, tenant=tenant, n=str(number)) for tenant in ("anna", "bert", "anna")]
+            catalog.add(new)
+            held += new
+        elif step == "delete" and held:
+            gone = held.pop(number % len(held))
+            catalog.delete(gone.id, gone.tenant, now)
+        elif step == "matching":
+            matching = [each for each in held if each.tenant == "anna" and each.metadata["n"] == str(number)]
+            count, _ = catalog.delete_matching("anna", now, {"n": str(number)}, limit=2)
+            assert count == min(2, len(matching))
+            gone_ids = {each.id for each in matching} - {each.id for each in catalog.list("anna", now, limit=999).items}
+            held = [each for each in held if each.id not in gone_ids]
+        elif step == "expire":
+            catalog.expire(NOW + 10)
+            held = [each for each in held if each.expires_at is None]
+        for tenant in ("anna", "bert"):
+            assert catalog.usage(tenant) == counted([each for each in held if each.tenant == tenant])
+        assert catalog.chunk_keys().keys() == {each.chunk_key for each in held}
+    catalog.close()
+
+
+def test_a_quota_counts_each_chunk_once_and_names_the_numbers(catalog: Catalog) -> None:
+    limits = quota(bytes=30)
+    catalog.add([record(0), record(1), record(1)], limits)
+    catalog.add([record(1)], limits)
+    with pytest.raises(QuotaExceededError, match=r"30 bytes of KV .* 30 are kept, and this adds 30.*tenant_quota_byt"):
+        catalog.add([record(0), record(2)], limits)
+    assert catalog.usage("anna") == TenantUsage(caches=4, chunks=2, tokens=3, bytes=30)
+    with pytest.raises(QuotaExceededError, match=r"of 4 context caches .* 4 are kept, and this adds 1"):
+        catalog.add([record(0)], quota(caches=4))
+    catalog.add([record(2, tenant="bert")], limits)
+    catalog.add([record(9, tenant=SHARED_TENANT)], limits)
+
+
+def test_a_quota_that_was_lowered_lets_nothing_in_but_what_costs_nothing(catalog: Catalog) -> None:
+    catalog.add([record(5)])
+    catalog.add([record(5)], quota(bytes=10))
+    with pytest.raises(QuotaExceededError):
+        catalog.add([record(4)], quota(bytes=10))
+
+
+def test_own_quotas_and_that_of_shared_ones(catalog: Catalog) -> None:
+    quotas = Quotas(Quota(caches=1), {"bert": Quota(caches=2), SHARED_TENANT: Quota(caches=0)})
+    limits = Limits(quotas)
+    for tenant, most in (("anna", 1), ("bert", 2), (SHARED_TENANT, 0)):
+        for number in range(most):
+            catalog.add([record(number, tenant=tenant)], limits)
+        with pytest.raises(QuotaExceededError):
+            catalog.add([record(5, tenant=tenant)], limits)
+
+
+def test_a_rehearsal_leaves_nothing(catalog: Catalog) -> None:
+    catalog.check_room([record(1, a="b")], quota(caches=1))
+    with pytest.raises(QuotaExceededError):
+        catalog.check_room([record(1), record(2)], quota(caches=1))
+    assert catalog.usage("anna") == TenantUsage()
+    assert catalog.chunk_keys() == {}
+
+
+def test_no_number_of_requests_at_once_exceeds_a_quota(tmp_path: Path) -> None:
+    """Two processes' catalogs on one file, several threads each."""
+    path = tmp_path / "catalog.sqlite"
+    catalogs = [Catalog(path), Catalog(path)]
+    refused = []
+
+    def work(catalog: Catalog, start: int) -> None:
+        for number in range(start, start + 10):
+            try:
+                catalog.add([record(number)], quota(caches=25))
+            except QuotaExceededError as error:
+                refused.append(error)
+
+    run_threads(*(lambda c=catalog, s=start: work(c, s) for start in (0, 10) for catalog in catalogs))
+    assert catalogs[0].usage("anna").caches == 25
+    assert len(refused) == 15
+    for catalog in catalogs:
+        catalog.close()
+
+
+def test_pins_are_limited_over_all_tenants_each_chunk_once(catalog: Catalog) -> None:
+    limits = Limits(pinned_bytes=50)
+    first, second, third = record(1, pinned=True), record(2, tenant="bert"), record(1, pinned=True)
+    catalog.add([first, second, third], limits)
+    assert catalog.pinned() == {first.chunk_key}
+    pinned = catalog.update(second.id, "bert", NOW, pinned=True, limits=limits)
+    assert pinned == dataclasses.replace(second, pinned=True)
+    with pytest.raises(PinLimitError, match=r"At most 50 bytes .*: 50 are, and this would add 10") as caught:
+        catalog.add([record(0, pinned=True)], limits)
+    assert (caught.value.status, caught.value.code) == (403, "pin_limit_exceeded")
+    late = record(0)
+    catalog.add([late], limits)
+    with pytest.raises(PinLimitError):
+        catalog.update(late.id, "anna", NOW, pinned=True, name="changed too", limits=limits)
+    assert catalog.get(late.id, "anna", NOW) == late
+    assert catalog.update(second.id, "bert", NOW, pinned=True, limits=limits).pinned
+    catalog.update(first.id, "anna", NOW, pinned=False, limits=limits)
+    assert catalog.pinned() == {first.chunk_key, second.chunk_key}
+    catalog.delete(third.id, "anna", NOW)
+    assert catalog.pinned() == {second.chunk_key}
+    catalog.update(late.id, "anna", NOW, pinned=True, limits=limits)
+    catalog.expire(NOW + 10)
+    assert catalog.pinned() == {late.chunk_key, second.chunk_key}
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_listing_by_metadata(catalog: Catalog, order: str) -> None:
+    records = [record(4, project="x", page=str(index % 3)) for index in range(10)]
+    others = [record(4, project="x'; --"), record(4, tenant="bert", project="x"), record(3, project="x", page="1")]
+    catalog.add([*records, *others])
+
+    def listed(now: float = NOW + 10, **metadata: str) -> list[str]:
+        ids: list[str] = []
+        has_more = True
+        while has_more:
+            after = ids[-1] if ids else None
+            page, has_more = catalog.list("anna", now, limit=3, after=after, order=order, metadata=metadata)
+            ids += [each.id for each in page]
+        return ids if order == "asc" else ids[::-1]
+
+    assert listed(project="x") == [each.id for each in records]
+    assert listed(project="x", page="1") == listed(page="1", project="x") == [each.id for each in records[1::3]]
+    assert listed(NOW, page="1")[-1] == others[-1].id
+    assert listed(project="x'; --") == [others[0].id]
+    assert listed(project="y") == listed(x="project") == listed(project="x", other="1") == []
+    catalog.update(records[0].id, "anna", NOW, metadata={"project": "y"})
+    assert listed(project="y") == [records[0].id]
+    assert listed(project="x") == [each.id for each in records[1:]]
+
+
+def test_released_keys_are_told_until_they_are_held_again_or_forgotten(catalog: Catalog) -> None:
+    first, second = record(0), record(2)
+    catalog.add([first, second])
+    catalog.delete(first.id, "anna", NOW)
+    catalog.delete_matching("anna", NOW + 1, {}, limit=9)
+    assert set(catalog.released(0, NOW + 1)) == {first.chunk_key, second.chunk_key}
+    assert catalog.released(NOW, NOW + 1) == (second.chunk_key,)
+    assert catalog.released(0, NOW) == (first.chunk_key,)
+    catalog.add([record(0)])
+    assert catalog.released(0, NOW) == ()
+    assert catalog.unheld([first.chunk_key, second.chunk_key]) == (second.chunk_key,)
+    catalog.forget_released(NOW + 1)
+    assert catalog.released(0, NOW + 1) == ()

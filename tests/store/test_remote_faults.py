@@ -1,0 +1,273 @@
+"""Whatever happens to a Redis: callers see hits and misses, in bounded time, and the tier is used again afterwards."""
+
+from __future__ import annotations
+
+import http.server
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cutting_proxy import CuttingProxy
+from store_chunks import Recorder, chunk_kv, key_of, same_kv
+from tests.redis_server import RedisServer
+
+from kvlinker.events import ChunkDamaged, ChunkEvicted, TierUnavailable
+from kvlinker.store import ChunkStore, DiskTier, HostTier
+from kvlinker.store.remote import redis_tier
+from kvlinker.store.remote.redis_medium import RedisMedium
+from kvlinker.store.remote.tier import BlobTier
+
+PLENTY = 1 << 30
+TIMEOUT = 0.5
+PAUSE = 0.1
+KV = {number: chunk_kv(number, tokens=30_000) for number in range(6)}  # 2.4 MB: several parts
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def make_tier(recorder: Recorder) -> Iterator[Callable[..., BlobTier]]:
+    tiers = []
+
+    def make(port: int, budget: int = PLENTY) -> BlobTier:
+        medium = RedisMedium(f"redis://default:hidden@127.0.0.1:{port}/0", budget, prefix="kvlinker", timeout=TIMEOUT)
+        tiers.append(BlobTier("redis", medium, recorder.events, answer_seconds=2 * TIMEOUT, pause_seconds=PAUSE))
+        return tiers[-1]
+
+    yield make
+    for tier in tiers:
+        tier.close()
+
+
+def timed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def comes_true(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def every_call(tier: BlobTier) -> None:
+    """None raises, none finds anything."""
+    assert tier.get(key_of(1)) is None
+    assert not tier.put(key_of(2), KV[2])
+    assert not tier.contains(key_of(1))
+    assert tier.nbytes(key_of(1)) is None
+    assert tier.keys() == ()
+    assert tier.check().checked == 0
+    assert tier.used_bytes >= 0
+    assert len(tier) >= 0
+
+
+@pytest.mark.parametrize("fault", ["hang", "kill"])
+def test_an_outage_costs_one_timeout_and_one_line(
+    frail_redis: RedisServer, make_tier, recorder: Recorder, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    tier = make_tier(frail_redis.port)
+    assert tier.put(key_of(1), KV[1])
+    used = tier.used_bytes
+    getattr(frail_redis, fault)()
+    assert timed(lambda: every_call(tier)) < 4 * TIMEOUT
+    assert timed(lambda: [every_call(tier) for _ in range(50)]) < TIMEOUT
+    assert tier.used_bytes == used
+    assert len(warnings(caplog)) == 1
+    assert recorder.of(TierUnavailable)
+    if fault == "hang":
+        frail_redis.go_on()
+        assert comes_true(lambda: tier.contains(key_of(1)))
+        assert same_kv(tier.get(key_of(1)), KV[1])
+    else:
+        frail_redis.start()
+        assert comes_true(lambda: tier.put(key_of(1), KV[1]))
+        assert same_kv(tier.get(key_of(1)), KV[1])
+    assert len(warnings(caplog)) == 2
+    assert recorder.of(ChunkDamaged) == []
+    assert "hidden" not in caplog.text
+
+
+def test_a_server_that_is_not_there_at_the_start(frail_redis: RedisServer, make_tier) -> None:
+    frail_redis.kill()
+    tier = make_tier(frail_redis.port)
+    every_call(tier)
+    frail_redis.start()
+    assert comes_true(lambda: tier.put(key_of(1), KV[1]))
+
+
+def test_deletes_during_an_outage_are_done_after_it(frail_redis: RedisServer, make_tier) -> None:
+    tier = make_tier(frail_redis.port)
+    for number in (1, 2, 3):
+        tier.put(key_of(number), KV[number])
+    frail_redis.hang()
+    tier.delete(key_of(1))
+    tier.delete(key_of(2))
+    frail_redis.go_on()
+    assert comes_true(lambda: tier.contains(key_of(3)))
+    assert not tier.contains(key_of(1))
+    assert frail_redis.client.keys("kvlinker:chunk:*") == [f"kvlinker:chunk:{key_of(3)}".encode()]
+    assert tier.put(key_of(1), KV[1])
+    assert tier.contains(key_of(1))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda client, name: client.set(name, b"garbage"),
+        lambda client, name: (client.delete(name), client.rpush(name, b"garbage")),
+        lambda client, name: client.hset(name, "size", "garbage"),
+        lambda client, name: client.hset(name, "size", 1 << 60),
+        lambda client, name: client.hset(name, "size", 12),
+        lambda client, name: client.hset(name, "0", b"garbage"),
+        lambda client, name: client.hset(name, "1", client.hget(name, "1")[:-1]),
+        lambda client, name: client.hset(name, "2", client.hget(name, "2")[:-1]),
+        lambda client, name: client.hset(name, "2", client.hget(name, "2") + b"?"),
+        lambda client, name: client.hset(name, "1", client.hget(name, "1")[:-1] + b"?"),
+        lambda client, name: client.hdel(name, "2"),
+        lambda client, name: client.hset(name, "7", b"more"),
+    ],
+)
+def test_a_harmed_value_is_damage_and_goes(redis_server: RedisServer, make_tier, recorder: Recorder, harm) -> None:
+    tier = make_tier(redis_server.port)
+    tier.put(key_of(1), KV[1])
+    harm(redis_server.client, f"kvlinker:chunk:{key_of(1)}")
+    found = tier.get(key_of(1))
+    if found is not None:  # a byte behind the blob's end, which its size leaves out
+        assert same_kv(found, KV[1])
+        return
+    assert [event.key for event in recorder.of(ChunkDamaged)] == [key_of(1)]
+    assert (tier.keys(), tier.used_bytes) == ((), 0)
+    assert not redis_server.client.keys("kvlinker:chunk:*")
+    assert tier.put(key_of(1), KV[1])
+    assert same_kv(tier.get(key_of(1)), KV[1])
+    assert recorder.of(TierUnavailable) == []
+
+
+def test_a_full_redis_makes_room_from_what_is_ours(
+    redis_server: RedisServer, make_tier, recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = make_tier(redis_server.port)
+    redis_server.client.set("foreign", b"x" * 1_000_000)
+    for number in (1, 2):
+        assert tier.put(key_of(number), KV[number])
+    redis_server.client.config_set("maxmemory", redis_server.client.info("memory")["used_memory"] + 500_000)
+    for number in (3, 4, 5):
+        assert tier.put(key_of(number), KV[number])
+        assert same_kv(tier.get(key_of(number)), KV[number])
+    assert len(recorder.of(ChunkEvicted)) >= 2
+    keys = tier.keys()
+    assert tier.used_bytes == sum(map(tier.nbytes, keys))
+
+    for key in keys:
+        tier.delete(key)
+    redis_server.client.config_set("maxmemory", redis_server.client.info("memory")["used_memory"] + 100_000)
+    assert not tier.put(key_of(1), KV[1])
+    assert not tier.put(key_of(2), KV[2])
+    assert (tier.keys(), tier.used_bytes) == ((), 0)
+    assert len(warnings(caplog)) == 1
+    assert len(recorder.of(TierUnavailable)) == 2
+    assert not redis_server.client.keys("kvlinker:temporary:*")
+
+    redis_server.client.config_set("maxmemory", 0)
+    assert tier.put(key_of(1), KV[1])
+    redis_server.client.config_set("maxmemory", 1_000_000)
+    assert same_kv(tier.get(key_of(1)), KV[1]), "a full Redis is still read"
+    assert redis_server.client.get("foreign") == b"x" * 1_000_000
+
+
+def test_a_read_only_redis_is_still_read(redis_server: RedisServer, make_tier, recorder: Recorder) -> None:
+    tier = make_tier(redis_server.port)
+    tier.put(key_of(1), KV[1])
+    redis_server.client.execute_command("ACL", "SETUSER", "default", "-hset")
+    try:
+        assert not tier.put(key_of(2), KV[2])
+        assert same_kv(tier.get(key_of(1)), KV[1])
+    finally:
+        redis_server.client.execute_command("ACL", "SETUSER", "default", "+hset")
+    assert recorder.of(TierUnavailable)
+    assert tier.put(key_of(2), KV[2])
+
+
+def test_a_connection_that_is_cut_inside_a_value(
+    redis_server: RedisServer, make_tier, recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = CuttingProxy(redis_server.port)
+    tier = make_tier(proxy.port)
+    tier.put(key_of(1), KV[1])
+    proxy.limit = 1_000_000
+    assert timed(lambda: tier.get(key_of(1))) < 3 * TIMEOUT
+    assert proxy.cuts == 1
+    assert tier.get(key_of(1)) is None
+    assert (proxy.cuts, len(warnings(caplog))) == (1, 1)
+    proxy.limit = None
+    assert comes_true(lambda: tier.get(key_of(1)) is not None)
+    assert recorder.of(ChunkDamaged) == []
+    proxy.close()
+
+
+def test_something_that_is_no_redis(make_tier, recorder: Recorder) -> None:
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    tier = make_tier(server.server_port)
+    every_call(tier)
+    assert recorder.of(TierUnavailable)
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_wrong_password_is_no_error_and_stays_hidden(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture, recorder: Recorder
+) -> None:
+    tier = redis_tier(f"redis://nobody:very-secret@127.0.0.1:{redis_server.port}/0", PLENTY, recorder.events)
+    every_call(tier)
+    assert len(warnings(caplog)) == 1
+    assert "very-secret" not in caplog.text + repr(recorder.seen)
+    tier.close()
+
+
+def test_a_redis_that_lost_everything_gets_back_what_is_used(
+    frail_redis: RedisServer, make_tier, recorder: Recorder, tmp_path: Path
+) -> None:
+    tier = make_tier(frail_redis.port)
+    disk = DiskTier(tmp_path, PLENTY, recorder.events)
+    store = ChunkStore([HostTier(0, recorder.events), disk, tier], recorder.events)
+    for number in (1, 2):
+        store.put(key_of(number), KV[number])
+    store.flush()
+    frail_redis.kill()
+    frail_redis.start()
+    assert store.get(key_of(1)) is not None
+    store.flush()
+    assert tier.keys() == (key_of(1),)
+    store.close()
+
+
+def test_a_hanging_redis_holds_up_neither_disk_nor_answers(
+    frail_redis: RedisServer, make_tier, recorder: Recorder, tmp_path: Path
+) -> None:
+    disk = DiskTier(tmp_path, PLENTY, recorder.events)
+    store = ChunkStore([HostTier(PLENTY, recorder.events), disk, make_tier(frail_redis.port)], recorder.events)
+    store.put(key_of(0), KV[0])
+    store.flush()
+    frail_redis.hang()
+    for number in range(1, 6):
+        store.put(key_of(number), KV[number])
+    assert comes_true(lambda: len(disk) == 6, seconds=5)
+    assert timed(lambda: store.get("0" * 64)) < 4 * TIMEOUT
+    assert timed(lambda: [store.get("0" * 64) for _ in range(20)]) < TIMEOUT
+    assert timed(store.close) < 2.0

@@ -1,0 +1,76 @@
+"""A catalog that an older kvlinker wrote becomes one of this version, with nothing lost."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from kvlinker.chunks import Chunk
+from kvlinker.store import Catalog, TenantUsage
+from kvlinker.store.schema import _FIRST, _SECOND, SCHEMA_VERSION
+from kvlinker.store.token_blobs import TokenBlobs
+
+NOW = 1000.0
+
+
+def older(path: Path, version: int) -> None:
+    """Three context caches of two tenants, two of which hold the same chunk, as the older version recorded them."""
+    with sqlite3.connect(path) as raw:
+        for statement in (*_FIRST, *(_SECOND if version > 1 else ())):
+            raw.execute(statement)
+        for key, tenant, tokens in (("k1", "anna", (1, 2, 3)), ("k2", "bert", (4, 5))):
+            row = {
+                "key": key,
+                "fingerprint": "weights",
+                "tenant": tenant,
+                "tokens": TokenBlobs().pack(tokens, ""),
+                "prefix": TokenBlobs().pack((9,), ""),
+                "created_at": NOW,
+            }
+            if version > 1:
+                row["content"] = Chunk(tokens).content
+            raw.execute(
+                f"INSERT INTO chunks ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values())
+            )
+        for cache_id, tenant, key, metadata in (
+            ("cc_1", "anna", "k1", {"färbe": "grün\0gelb", "a": "1"}),
+            ("cc_2", "anna", "k1", {}),
+            ("cc_3", "bert", "k2", {"a": "1"}),
+        ):
+            raw.execute(
+                "INSERT INTO context_caches (id, tenant, model, name, metadata, created_at, expires_at, chunk_key)"
+                " VALUES (?, ?, 'tiny', NULL, ?, ?, NULL, ?)",
+                (cache_id, tenant, json.dumps(metadata), NOW, key),
+            )
+        raw.execute(f"PRAGMA user_version = {version}")
+    raw.close()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_upgrade(tmp_path: Path, version: int) -> None:
+    path = tmp_path / "catalog.sqlite"
+    older(path, version)
+    for _ in range(2):  # the second time it is of this version already
+        catalog = Catalog(path)
+        first = catalog.get("cc_1", "anna", NOW)
+        assert first is not None
+        assert (first.chunk, first.pinned, first.kv_bytes) == (Chunk((1, 2, 3), (9,)), False, 0)
+        assert catalog.usage("anna") == TenantUsage(caches=2, chunks=1, tokens=3, bytes=0)
+        assert catalog.usage("bert") == TenantUsage(caches=1, chunks=1, tokens=2, bytes=0)
+        found = catalog.list("anna", NOW, limit=9, metadata={"färbe": "grün\0gelb", "a": "1"}).items
+        assert [each.id for each in found] == ["cc_1"]
+        catalog.close()
+    catalog = Catalog(path)
+    catalog.set_sizes("other weights", 10)
+    catalog.set_sizes("weights", 10)
+    catalog.set_sizes("weights", 77)
+    assert catalog.usage("anna") == TenantUsage(caches=2, chunks=1, tokens=3, bytes=30)
+    assert catalog.delete("cc_3", "bert", NOW) == ("k2",)
+    assert catalog.usage("bert") == TenantUsage()
+    catalog.close()
+    with sqlite3.connect(path) as raw:
+        assert raw.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+    raw.close()
