@@ -163,13 +163,13 @@ class LLM:
 
     def chat_completion(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | Prompt,
         *,
         policy: str | Policy | None = None,
         tenant: str = DEFAULT_TENANT,
         **sampling: Any,
     ) -> Answer:
-        """Answer a conversation whose content mixes text and context caches, in any order.
+        """Answer a conversation whose content mixes text and context caches, in any order, or a prompt made of one.
 
         ``policy``: a name, or a policy, which need not be registered. ``sampling`` are the fields of SamplingParams,
         such as ``max_tokens`` and ``temperature``.
@@ -238,8 +238,13 @@ class LLM:
         """Delete a context cache; its KV goes when no other holds it."""
         self.caches.delete(cache if isinstance(cache, str) else cache.id, tenant=tenant)
 
-    def chat_prompt(self, messages: Sequence[Message], *, tenant: str = DEFAULT_TENANT) -> Prompt:
-        """The prompt of a conversation. Raises InvalidRequestError and ContextCacheNotFoundError."""
+    def chat_prompt(self, messages: Sequence[Message] | Prompt, *, tenant: str = DEFAULT_TENANT) -> Prompt:
+        """The prompt of a conversation; a prompt is one already.
+
+        Raises InvalidRequestError and ContextCacheNotFoundError.
+        """
+        if isinstance(messages, Prompt):
+            return messages
         built = []
         for message in messages:
             content = message.get("content")

@@ -55,6 +55,11 @@ def test_disk_tier_reads_from_disk(subject):
         run_ttft(subject, [Workload(1, 30, 5)], ["naive"], repeat=1, tier="tape")
 
 
+def test_transformers_takes_part_only_where_wanted(subject):
+    rows = run_ttft(subject, [Workload(2, 30, 5)], ["full"], repeat=1, with_transformers=False).rows
+    assert [row["engine"] for row in rows] == ["embedded"]
+
+
 def test_exponents_are_fitted_from_three_lengths_on():
     rows = [{"policy": "p", "engine": "e", "context_tokens": n, "ttft_ms": 3 * n**1.5} for n in (10, 100, 1000)]
     assert scaling_exponents(rows) == {("p", "e"): pytest.approx(1.5)}

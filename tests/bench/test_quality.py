@@ -87,6 +87,8 @@ def test_rows_have_the_fixed_names_and_full_agrees_with_itself(subject, settings
     assert measured.report.settings["skipped"] == 2
     assert measured.report.settings["split"] == "semantic"
     assert [row["metric"] for row in main_rows(rows)] == ["f1"] * 6
+    assert [example.task for example, _ in measured.answered] == ["a", "b", "a", "b"]
+    assert [result.policy for result in measured.answered[0][1]] == ["full", "naive"]
 
 
 def test_reruns_are_identical_and_full_need_not_be_asked_for(subject, settings, data):

@@ -84,3 +84,23 @@ def test_an_engine_that_collects_no_scores_stores_none(bench):
     for policy, selected in (("h2o-20", 3), ("cachecraft-1", 8)):  # the first ones then
         (layers,) = made.explain(prompt, policy).layers
         assert layers.recomputed == ((20, 20 + selected),)
+
+
+def test_a_prompt_is_cached_as_it_stands(bench):
+    """Its chunks' KV and scores are what one full prefill gives, and are exact wherever the same stands before them."""
+    made = bench("llama", max_step_tokens=17)
+    prompt = linked_prompt(23, 1, 40, header=6, middle=2)
+    known = made.engine.cache_prompt(prompt, tenant="default").result(timeout=60)
+    assert known.tokens.tolist() == prompt.tokens.tolist()
+    assert all(span.exact for span in known.spans)
+    for chunk, true in zip(known.chunks, true_chunk_kv(made.loaded, prompt, prompt.contents), strict=True):
+        kv = made.store.get(chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default"))
+        for ours, expected in zip(kv.layers, true.layers, strict=True):
+            np.testing.assert_allclose(ours.key, expected.key, atol=1e-5, rtol=1e-5)
+            np.testing.assert_allclose(ours.value, expected.value, atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(kv.scores.inter, true.scores.inter, **close)
+        assert [c.content for c in kv.scores.contextualization.context] == [
+            c.content for c in true.scores.contextualization.context
+        ]
+    fresh_only = linked_prompt(header=6)
+    assert made.engine.cache_prompt(fresh_only, tenant="default").result(timeout=60) == fresh_only

@@ -8,6 +8,7 @@ from kvlinker.engine.base import TokenLogprob
 from kvlinker.errors import EngineClosedError, KVLinkerError
 from kvlinker.evaluation.answers import Examiner
 from kvlinker.evaluation.examples import Skipped
+from kvlinker.linking import Policy
 from tests.evaluation.conftest import WINDOW, make_example
 
 POLICIES = ("full", "naive", "legolink-4", "random-50")
@@ -146,3 +147,25 @@ class _Said:
 
         best = TokenLogprob(1, "x", -0.1)
         return Answer(self._text, (1,), "stop", Usage(1, 0, 1), Timing(), (dataclasses.replace(best, top=(best,)),))
+
+
+def test_prompts_are_prepared_and_policies_need_no_name(llm):
+    """Chunks exchanged for variants that are exact where they stand: nothing is left to repair, so naive is full."""
+
+    class Everything(Policy):
+        family = "everything"
+
+        def select(self, prompt, evidence):
+            return prompt.cached
+
+    def prepare(example, prompt):
+        assert len(prompt.chunks) == len(example.passages)
+        return llm.engine.cache_prompt(prompt, tenant="default").result()
+
+    example = make_example(3)
+    full, naive, everything = Examiner(llm, prepare=prepare, unregistered={"everything": Everything()}).examine(
+        example, ("full", "naive", "everything")
+    )
+    assert full.text == naive.text == everything.text
+    assert naive.kl == pytest.approx(0, abs=1e-4)
+    assert (naive.recomputed_fraction, everything.recomputed_fraction) == (0, 1)

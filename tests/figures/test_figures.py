@@ -23,7 +23,7 @@ def test_figures_are_measured_drawn_and_told(name: str, tmp_path: Path) -> None:
     rows = figure.measure(lab)
     assert rows == json.loads(json.dumps(rows))
     page = tmp_path / "page.md"
-    write_figure(page, figure, lab.report(rows), list(FIGURES))
+    write_figure(page, figure, lab.report(rows, figure.shape), list(FIGURES))
     text = page.read_text()
     assert figure.finding(rows) in text
     assert f"kvlinker bench figure {name}" in text

@@ -62,11 +62,16 @@ class QualityOptions:
     resume: Path | None = None
 
 
+Examined = tuple[Example, tuple[Result, ...]]
+"""An example and the results of all policies that were asked for, and of ``full``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The report, and the examples that could not be asked."""
+    """The report, every example that was asked with its results, and those that could not be asked."""
 
     report: Report
+    answered: tuple[Examined, ...]
     skipped: tuple[Skipped, ...]
 
 
@@ -104,10 +109,11 @@ def run_quality(
         answered, skipped = _answers(examiner, datasets, settings, options, progress)
     if not answered:
         raise InvalidRequestError(f"No example could be asked. {_reasons(skipped)}", param="dataset")
-    rows = [_row(score) for score in scores(answered, options.policies)]
+    rows = [score_row(score) for score in scores(answered, options.policies)]
     report = subject.report(rows)
     described = {name: value for name, value in _described(settings, options).items() if value is not None}
-    return Quality(replace(report, settings={**report.settings, **described, "skipped": len(skipped)}), skipped)
+    report = replace(report, settings={**report.settings, **described, "skipped": len(skipped)})
+    return Quality(report, answered, skipped)
 
 
 def main_rows(rows: Sequence[Row]) -> list[Row]:
@@ -129,8 +135,8 @@ def _answers(
     settings: Settings,
     options: QualityOptions,
     progress: Progress,
-) -> tuple[list[tuple[Example, tuple[Result, ...]]], tuple[Skipped, ...]]:
-    answered: list[tuple[Example, tuple[Result, ...]]] = []
+) -> tuple[tuple[Examined, ...], tuple[Skipped, ...]]:
+    answered: list[Examined] = []
     skipped = [skip for dataset in datasets for skip in dataset.skipped]
     examples = [example for dataset in datasets for example in dataset.examples]
     policies = list(dict.fromkeys((*options.policies, REFERENCE)))
@@ -147,7 +153,7 @@ def _answers(
             skipped.append(outcome)
         else:
             answered.append((example, outcome))
-    return answered, tuple(skipped)
+    return tuple(answered), tuple(skipped)
 
 
 def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
@@ -169,7 +175,8 @@ def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
     }
 
 
-def _row(score: Score) -> Row:
+def score_row(score: Score) -> Row:
+    """A score as a row of the report."""
     row = {
         "policy": score.policy,
         "dataset": score.dataset,

@@ -71,12 +71,13 @@ def run_ttft(
     repeat: int,
     tier: str = "host",
     full_limit: int | None = None,
+    with_transformers: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Measure every policy on every workload, in turn, ``repeat`` times after one warm-up; medians are reported.
 
-    transformers' own forward pass of the same prompt takes part whenever ``full`` does, which is left out of prompts
-    longer than ``full_limit``. ``progress`` is told what is measured next.
+    ``full`` is left out of prompts longer than ``full_limit``. transformers' own forward pass of the same prompt takes
+    part whenever ``full`` does, unless ``with_transformers`` is false. ``progress`` is told what is measured next.
     """
     loaded = subject.loaded
     bandwidth = copy_bandwidth(loaded.device)
@@ -98,7 +99,7 @@ def run_ttft(
                 for name in policies
                 if with_full or name != "full"
             }
-            if ("embedded", "full") in competitors:
+            if with_transformers and ("embedded", "full") in competitors:
                 competitors["transformers", "full"] = _transformers_measurement(loaded, prompt)
             taken: dict[tuple[str, str], list[_Measurement]] = {key: [] for key in competitors}
             for turn in range(repeat + 1):

@@ -267,7 +267,7 @@ def figure(
             command = shlex.join(["kvlinker", *(one.name if word == "all" else word for word in sys.argv[1:])])
             with _described_progress() as advance:
                 rows = one.measure(lab := Lab(settings, command, limit, shape, advance))
-            write_figure(page, one, lab.report(rows), list(FIGURES))
+            write_figure(page, one, lab.report(rows, one.shape), list(FIGURES))
             typer.echo(f"{one.name}: {one.finding(rows)}")
 
 

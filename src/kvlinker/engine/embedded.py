@@ -128,6 +128,17 @@ class EmbeddedEngine:
             return known
         return gather([self._chunks.build(key, chunk)], lambda computed: computed[0].nbytes)
 
+    def cache_prompt(self, prompt: Prompt, *, tenant: str) -> Future[Prompt]:
+        """Compute and store the KV of all chunks of ``prompt`` where they stand there, behind one another, with scores
+        that tell how they look at one another. The result is the prompt with these variants for chunks.
+
+        Raises ContextLengthError and EngineClosedError at once; later errors are the future's.
+        """
+        self._check_vocabulary(prompt.tokens, param="prompt")
+        known = prompt.with_chunks(prompt.variant(index) for index in range(len(prompt.chunks)))
+        keys = [chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant) for chunk in known.chunks]
+        return gather([self._chunks.build_prompt(keys, known)] if keys else [], lambda _: known)
+
     def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
         self._check_vocabulary(request.prompt.tokens, param="prompt")
         max_tokens = self._checked_max_tokens(request)

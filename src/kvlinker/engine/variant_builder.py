@@ -92,7 +92,7 @@ class VariantBuilder:
         wanted = self._under_way.pop(sequence)
         assert sequence.capture is not None
         kvs = sequence.capture.finish()
-        computed = [(_variant(wanted.prompt, index), kvs[index]) for index in wanted.chunks]
+        computed = [(wanted.prompt.variant(index), kvs[index]) for index in wanted.chunks]
         return lambda: self._put(computed, wanted.tenant)
 
     def drop(self, sequence: TokenSequence) -> None:
@@ -104,7 +104,3 @@ class VariantBuilder:
             self._library.put(computed, tenant)
         except Exception:
             logger.exception("Variants could not be stored.")
-
-
-def _variant(prompt: Prompt, index: int) -> Chunk:
-    return Chunk(prompt.chunks[index].tokens, tuple(prompt.tokens_before(index)))

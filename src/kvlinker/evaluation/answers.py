@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from kvlinker.chunks import Chunk
@@ -14,6 +14,7 @@ from kvlinker.evaluation.inspection import Inspector, LayerView
 from kvlinker.evaluation.next_token import agree, kl_divergence
 from kvlinker.evaluation.results import Result
 from kvlinker.evaluation.trials import ContinuationTrial, QuestionTrial, Trial
+from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Message
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
@@ -37,6 +38,10 @@ class Examiner:
     inspector: Inspector | None = None
     one_by_one: bool = True
     """Cache chunks one after the other, so that every run computes the same batches, and so the same bits."""
+    prepare: Callable[[Question, Prompt], Prompt] | None = None
+    """Exchanges the chunks of a question's prompt before it is asked, such as for variants."""
+    unregistered: Mapping[str, Policy] = field(default_factory=dict)
+    """Policies by names that mean nothing elsewhere."""
 
     def examine(self, example: Example, policies: Sequence[str]) -> tuple[Result, ...] | Skipped:
         """The policies' results, in their order, or why there are none. Whatever fails is left out for all of them.
@@ -56,7 +61,7 @@ class Examiner:
         full_views = self.inspector.inspect_prompt(trial.prompt(), REFERENCE) if self.inspector is not None else ()
         results = []
         for policy in policies:
-            run = full if policy == REFERENCE else trial.run(policy)
+            run = full if policy == REFERENCE else trial.run(self._policy(policy))
             compared = list(zip(full.next_tokens, run.next_tokens, strict=True))
             results.append(
                 run.result(
@@ -82,7 +87,9 @@ class Examiner:
 
         limit = example.max_tokens if self.max_tokens is None else self.max_tokens
         passages = self._fitting(example, limit, build)
-        messages = ask(self.llm, passages, example.question, one_by_one=self.one_by_one)
+        messages: Sequence[Message] | Prompt = ask(self.llm, passages, example.question, one_by_one=self.one_by_one)
+        if self.prepare is not None:
+            messages = self.prepare(example, self.llm.chat_prompt(messages))
         return QuestionTrial(self.llm, messages, limit, example.first_line)
 
     def _continuation(self, example: Continuation) -> ContinuationTrial:
@@ -99,11 +106,14 @@ class Examiner:
         first = (*builder.encoder.opening, *builder.encode_chunk(example.passages[0]).tokens)[0]
         return () if tokenizer.bos_token_id in (None, first) else (str(tokenizer.bos_token),)
 
+    def _policy(self, name: str) -> str | Policy:
+        return self.unregistered.get(name, name)
+
     def _deviation(self, trial: Trial, policy: str, full: Sequence[LayerView]) -> Deviation | None:
         if self.inspector is None:
             return None
         prompt = trial.prompt()
-        views = full if policy == REFERENCE else self.inspector.inspect_prompt(prompt, policy)
+        views = full if policy == REFERENCE else self.inspector.inspect_prompt(prompt, self._policy(policy))
         return deviation(full, views, prompt.cached)
 
     def _fitting(self, example: Example, limit: int, build: Callable[[Sequence[Chunk]], Prompt]) -> tuple[str, ...]:

@@ -9,9 +9,9 @@ from statistics import fmean
 from kvlinker.errors import InvalidRequestError
 from kvlinker.evaluation.answers import REFERENCE, Examiner
 from kvlinker.evaluation.examples import Example, Question, Skipped
-from kvlinker.evaluation.metrics import METRICS, best_score
-from kvlinker.evaluation.results import Answered, Result
+from kvlinker.evaluation.results import Result
 from kvlinker.evaluation.runner import evaluate
+from kvlinker.evaluation.scores import main_score
 from kvlinker.linking import parse_policy
 
 PLACE = "{}"
@@ -84,10 +84,7 @@ def calibrate(
             skipped.append(outcome)
             continue
         for result in outcome:
-            assert isinstance(example, Question)
-            assert isinstance(result, Answered)
-            score = best_score(METRICS[example.metric], result.text, example.answers)
-            found[result.policy].append((score, result))
+            found[result.policy].append((main_score(example, result), result))
     full = fmean(score for score, _ in found[REFERENCE]) if found[REFERENCE] else 0.0
     if not full:
         reason = f"{skipped[0].where}: {skipped[0].reason}" if skipped else "full prefill answers none of them right"

@@ -26,8 +26,13 @@ class Deviation:
 def deviation(full: Sequence[LayerView], other: Sequence[LayerView], cached: NDArray[np.bool_]) -> Deviation:
     """Of a prompt under a policy, from the same under ``full``. ``cached`` [tokens]: those that a chunk cache holds."""
     held = np.flatnonzero(cached)
-    relative = kv_distance(full, other)[:, held] / _kv_norm(full)[:, held]
+    relative = relative_kv_distance(full, other)[:, held]
     return Deviation(kv=tuple(relative.mean(axis=1).tolist()), attention=attention_deviation(full, other))
+
+
+def relative_kv_distance(full: Sequence[LayerView], other: Sequence[LayerView]) -> NDArray[np.float32]:
+    """‖KV − KV_full‖ / ‖KV_full‖ of every token in every layer, [layers, tokens]."""
+    return kv_distance(full, other) / _kv_norm(full)
 
 
 def kv_distance(full: Sequence[LayerView], other: Sequence[LayerView]) -> NDArray[np.float32]:

@@ -62,6 +62,14 @@ def scores(answered: Iterable[tuple[Example, Sequence[Result]]], policies: Seque
     return found
 
 
+def main_score(example: Example, result: Result) -> float:
+    """The example's score by the metric that its task is usually measured by."""
+    if isinstance(result, Answered):
+        assert isinstance(example, Question)
+        return best_score(METRICS[example.metric], result.text, example.answers)
+    return result.loss
+
+
 def _scores_of(group: Sequence[_Measured], dataset: str, task: str, policy: str) -> Iterator[Score]:
     results = [by_policy[policy] for _, by_policy in group]
     values, full_values = _values(group, policy), _values(group, REFERENCE)

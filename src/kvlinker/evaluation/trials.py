@@ -12,6 +12,7 @@ import numpy as np
 from kvlinker.engine.base import Usage
 from kvlinker.evaluation.next_token import NextToken
 from kvlinker.evaluation.results import Answered, Result, Scored
+from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Answer, ContentPart, Message
 from kvlinker.prompt.segments import Prompt
 
@@ -37,7 +38,7 @@ class Trial(Protocol):
 
     def prompt(self) -> Prompt: ...
 
-    def run(self, policy: str) -> Run: ...
+    def run(self, policy: str | Policy) -> Run: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +46,26 @@ class QuestionTrial:
     """``Trial`` of a question, which is answered greedily, so that equal prompts get equal answers."""
 
     llm: LLM
-    messages: Sequence[Message]
+    messages: Sequence[Message] | Prompt
     max_tokens: int
     first_line: bool
 
     def prompt(self) -> Prompt:
         return self.llm.chat_prompt(self.messages)
 
-    def run(self, policy: str) -> Run:
+    def run(self, policy: str | Policy) -> Run:
         answer = self._answer(policy, self.max_tokens)
         text = answer.text.strip()
         if self.first_line:
             text = text.split("\n", 1)[0].strip()
         return Run(answer.usage, (self._first_token(policy, answer),), partial(Answered, text=text))
 
-    def _answer(self, policy: str, max_tokens: int, **sampling: Any) -> Answer:
+    def _answer(self, policy: str | Policy, max_tokens: int, **sampling: Any) -> Answer:
         return self.llm.chat_completion(
             self.messages, policy=policy, max_tokens=max_tokens, temperature=0, logprobs=MOST_LOGPROBS, **sampling
         )
 
-    def _first_token(self, policy: str, answer: Answer) -> NextToken:
+    def _first_token(self, policy: str | Policy, answer: Answer) -> NextToken:
         """An answer that ends at once reports no distribution: then its first token is asked for again."""
         if not answer.logprobs:
             answer = self._answer(policy, 1, ignore_eos=True)
@@ -81,7 +82,7 @@ class ContinuationTrial:
     def prompt(self) -> Prompt:
         return self.llm.completion_prompt(self.parts)
 
-    def run(self, policy: str) -> Run:
+    def run(self, policy: str | Policy) -> Run:
         scored = self.llm.score(self.parts, policy=policy, logprobs=MOST_LOGPROBS)
         rows = zip(scored.top_ids, scored.top_logprobs.astype(np.float64), strict=True)
         next_tokens = [NextToken(ids, logprobs) for ids, logprobs in rows]

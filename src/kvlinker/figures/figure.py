@@ -30,6 +30,8 @@ class Figure:
     table: Callable[[Sequence[Row]], Sequence[Row]] | None = None
     size: tuple[float, float] = (7.0, 4.5)
     """Width and height in inches."""
+    shape: str | None = None
+    """The random weights that it times; None: it asks the reader."""
 
     def printed(self, rows: Sequence[Row]) -> Sequence[Row]:
         """The rows that its table shows."""

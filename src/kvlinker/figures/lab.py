@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from kvlinker.bench.quality import QualityOptions, main_rows, run_quality
+from kvlinker.bench.quality import Quality, QualityOptions, main_rows, run_quality
 from kvlinker.bench.report import Report, Row
 from kvlinker.bench.subject import Subject, make_subject
 from kvlinker.config import Settings
@@ -18,6 +18,7 @@ from kvlinker.evaluation.contexts import ContextSplitter
 from kvlinker.evaluation.datasets import load_dataset
 from kvlinker.evaluation.examples import Question
 from kvlinker.evaluation.inspection import EngineInspector
+from kvlinker.evaluation.latency import first_token_times
 from kvlinker.llm import LLM, Message
 
 SEVERAL_PASSAGES = ("anaphora", "bridge", "comparison")
@@ -66,17 +67,34 @@ class Lab:
     def quality(
         self, what: str, policies: Sequence[str], *, limit: int, settings: dict[str, Any] | None = None, **options: Any
     ) -> list[Row]:
-        """Rows of ``kvlinker bench quality`` by the metric that each task is usually measured by.
+        """Rows of ``kvlinker bench quality`` by the metric that each task is usually measured by; see ``examine``."""
+        return main_rows(self.examine(what, policies, limit=limit, settings=settings, **options).report.rows)
+
+    def examine(
+        self, what: str, policies: Sequence[str], *, limit: int, settings: dict[str, Any] | None = None, **options: Any
+    ) -> Quality:
+        """What ``kvlinker bench quality`` measures, with every example's results.
 
         ``what`` is said while it runs. ``settings`` replace some of the lab's, ``options`` are fields of
         ``QualityOptions``. Asks ``limit`` examples of each data set unless the lab has its own limit.
         """
         chosen = QualityOptions(policies=tuple(policies), limit=self.limit or limit, **options)
         changed = self.settings.model_copy(update=settings or {})
-        measured = run_quality(
-            self.reader, changed, chosen, progress=lambda done, total: self.progress(what, done, total)
-        )
-        return main_rows(measured.report.rows)
+        return run_quality(self.reader, changed, chosen, progress=lambda done, total: self.progress(what, done, total))
+
+    def first_token_times(
+        self, what: str, questions: Sequence[Mapping[str, Question]], policies: Sequence[str]
+    ) -> list[dict[tuple[str, str], float]]:
+        """Seconds to the first token by (form, policy) for each question, given in its forms by name.
+
+        See ``kvlinker.evaluation.latency``. ``what`` is said while it runs.
+        """
+        times = []
+        with self._reading() as llm:
+            for done, forms in enumerate(questions):
+                self.progress(what, done, len(questions))
+                times.append(first_token_times(llm, forms, policies))
+        return times
 
     @contextmanager
     def bench(
@@ -88,12 +106,24 @@ class Lab:
         fits: Callable[[Question], bool] = lambda _: True,
     ) -> Iterator[Bench]:
         """The reader with the first ``limit`` questions that ``fits`` accepts, of the named tasks only if any are."""
-        with self.reader.llm(disk_space=0, generation_context=self.settings.generation_context) as llm:
+        with self._reading() as llm:
             loaded = load_dataset(dataset, ContextSplitter(llm.builder.encoder), tasks=tasks)
             questions = (one for one in loaded.examples if isinstance(one, Question) and fits(one))
             yield Bench(llm, EngineInspector(llm, self.reader.loaded), tuple(islice(questions, self.limit or limit)))
 
-    def report(self, rows: list[Row], model: str | None = None) -> Report:
-        """The rows with the machine they were measured on. ``model``: what was measured, if not the reader."""
+    def report(self, rows: list[Row], shape: str | None = None) -> Report:
+        """The rows with the machine they were measured on. ``shape``: the figure's own, if it asked no reader."""
         report = self.reader.report(rows)
-        return report if model is None else replace(report, settings={**report.settings, "model": model})
+        return report if shape is None else replace(report, settings={**report.settings, "model": self.shape or shape})
+
+    @contextmanager
+    def _reading(self) -> Iterator[LLM]:
+        """The model that answers, with its chunks made as ``settings`` say."""
+        with self.reader.llm(
+            disk_space=0,
+            generation_context=self.settings.generation_context,
+            system_prompt=self.settings.system_prompt,
+            chat_template=self.settings.chat_template,
+            max_model_len=self.settings.max_model_len,
+        ) as llm:
+            yield llm

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.figures import (
-    cacheblend_attention,
-    cacheblend_deviation,
-    cacheblend_layers,
-    cacheblend_ratio,
-    cacheblend_retrieval,
-    contexts,
-    frontier,
-)
+from kvlinker.figures import contexts, frontier
+from kvlinker.figures.cacheblend import attention, deviation, layers, ratio, retrieved
+from kvlinker.figures.cachecraft import ablation, orders, overhead, positions, recomputed, scores, tokens
+from kvlinker.figures.epic import accuracy, length, splitting
 from kvlinker.figures.figure import Figure
 
 FIGURES: dict[str, Figure] = {
     figure.name: figure
     for figure in (
-        cacheblend_retrieval.FIGURE,
-        cacheblend_attention.FIGURE,
-        cacheblend_deviation.FIGURE,
-        cacheblend_layers.FIGURE,
-        cacheblend_ratio.FIGURE,
+        accuracy.FIGURE,
+        length.FIGURE,
+        splitting.FIGURE,
+        retrieved.FIGURE,
+        attention.FIGURE,
+        deviation.FIGURE,
+        layers.FIGURE,
+        ratio.FIGURE,
+        positions.FIGURE,
+        scores.FIGURE,
+        overhead.FIGURE,
+        tokens.FIGURE,
+        orders.FIGURE,
+        recomputed.FIGURE,
+        ablation.FIGURE,
         contexts.FIGURE,
         frontier.FIGURE,
     )

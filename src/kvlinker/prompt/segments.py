@@ -90,6 +90,10 @@ class Prompt:
         before: list[int] = self.tokens[: self.spans[chunk].start].tolist()
         return before
 
+    def variant(self, chunk: int) -> Chunk:
+        """``chunks[chunk]`` as it is where it stands: computed behind all that is before it."""
+        return Chunk(self.chunks[chunk].tokens, tuple(self.tokens_before(chunk)))
+
     def with_chunks(self, chunks: Iterable[Chunk]) -> Prompt:
         """The prompt with other chunks in the places of its own, in order."""
         following = iter(chunks)

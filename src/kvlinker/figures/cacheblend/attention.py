@@ -11,10 +11,10 @@ from kvlinker.bench.report import Row
 from kvlinker.evaluation.bootstrap import mean_interval
 from kvlinker.evaluation.deviation import attention_deviation, kv_distance
 from kvlinker.evaluation.examples import Question
+from kvlinker.figures.cacheblend.oracle import most_deviating
 from kvlinker.figures.drawing import by_family, family_of
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Bench, Lab
-from kvlinker.figures.oracle import most_deviating
 from kvlinker.linking import Policy, parse_policy
 
 RATIOS = (2, 5, 10, 20, 30, 50)

@@ -9,9 +9,9 @@ from typing import Any
 from kvlinker.bench.report import Row
 from kvlinker.evaluation.bootstrap import mean_interval
 from kvlinker.evaluation.correlation import spearman
+from kvlinker.figures.cacheblend.reuse import Reused, reused_tokens
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Lab
-from kvlinker.figures.reuse import Reused, reused_tokens
 
 EXAMPLES = 105
 STRONG = 0.5

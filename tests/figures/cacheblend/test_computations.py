@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from kvlinker.chunks import Chunk
-from kvlinker.figures import cacheblend_deviation, cacheblend_layers
-from kvlinker.figures.concentration import share_among_top, times_others, top_share
-from kvlinker.figures.oracle import most_deviating
+from kvlinker.figures.cacheblend import deviation as deviation_figure
+from kvlinker.figures.cacheblend import layers as layers_figure
+from kvlinker.figures.cacheblend.concentration import share_among_top, times_others, top_share
+from kvlinker.figures.cacheblend.oracle import most_deviating
+from kvlinker.figures.cacheblend.retrieval import retrieve
+from kvlinker.figures.cacheblend.reuse import Reused
 from kvlinker.figures.registry import find_figure
-from kvlinker.figures.retrieval import retrieve
-from kvlinker.figures.reuse import Reused
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 
 PASSAGES = ("Ada lives in Rome.\n\n", "Ben lives in Oslo, as Ben says.\n\n", "It rained.\n\n", "Ada likes figs.\n\n")
@@ -64,7 +65,7 @@ def reused(monkeypatch: pytest.MonkeyPatch) -> Any:
         for deviation in deviations:
             values = np.asarray(deviation, dtype=np.float32)
             prompts.append(Reused(values, np.arange(values.shape[1]) % 10 == 0))
-        for module in (cacheblend_deviation, cacheblend_layers):
+        for module in (deviation_figure, layers_figure):
             monkeypatch.setattr(module, "reused_tokens", lambda lab, limit: iter(prompts))
         figure = find_figure(name)
         rows = figure.measure(None)  # type: ignore[arg-type]

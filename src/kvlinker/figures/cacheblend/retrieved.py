@@ -12,9 +12,9 @@ from kvlinker.evaluation.answers import Examiner
 from kvlinker.evaluation.examples import Question
 from kvlinker.evaluation.runner import evaluate
 from kvlinker.evaluation.scores import scores
+from kvlinker.figures.cacheblend.retrieval import retrieve, words_of
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import SEVERAL_PASSAGES, Lab
-from kvlinker.figures.retrieval import retrieve, words_of
 
 COUNTS = (1, 2, 4, 8, 12, 16)
 """Passages kept."""

@@ -10,10 +10,10 @@ import numpy as np
 
 from kvlinker.bench.report import Row
 from kvlinker.evaluation.bootstrap import mean_interval
-from kvlinker.figures.concentration import share_among_top, times_others, top_share
+from kvlinker.figures.cacheblend.concentration import share_among_top, times_others, top_share
+from kvlinker.figures.cacheblend.reuse import Reused, reused_tokens
 from kvlinker.figures.figure import Figure
 from kvlinker.figures.lab import Lab
-from kvlinker.figures.reuse import Reused, reused_tokens
 
 EXAMPLES = 105
 TOP, WIDER_TOP = 10, 15

@@ -1,0 +1,1 @@
+"""Figures of CacheBlend (EuroSys 2025)."""

@@ -1,0 +1,1 @@
+"""Figures of Cache-Craft (SIGMOD 2025)."""

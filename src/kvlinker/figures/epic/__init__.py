@@ -1,0 +1,1 @@
+"""Figures of EPIC (ICML 2025)."""
