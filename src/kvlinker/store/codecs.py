@@ -1,7 +1,7 @@
 """How a tier writes keys and values: as they are, or in fewer bits.
 
-A codec turns one layer's keys or values [heads, tokens, dim] into named parts and back. What is lost is bounded per token
-and head: each has a scale of its own. Values that are not finite make the codec refuse, since no scale fits them.
+A codec turns one layer's keys or values [heads, tokens, dim] into named parts and back. What is lost is bounded per
+token and head: each has a scale of its own. Numbers that are not finite make the codec refuse: no scale fits them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def _rotated(heads: Tensor) -> Tensor:
     """Each block of the last dimension times a Hadamard matrix, which is its own inverse."""
     dim = heads.shape[-1]
     block = min(dim & -dim, _LARGEST_BLOCK)
-    return (heads.unflatten(-1, (-1, block)) @ _hadamard(block).to(heads.dtype)).flatten(-2)
+    blocks = heads.reshape(*heads.shape[:-1], dim // block, block)
+    return (blocks @ _hadamard(block).to(heads.dtype)).reshape(heads.shape)
 
 
 @cache
@@ -127,4 +128,4 @@ def _hadamard(size: int) -> Tensor:
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix / size**0.5
+    return torch.mul(matrix, size**-0.5)
