@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -104,23 +105,64 @@ def read_chunk_file(path: Path, key: str, sealing: Sealing = NOT_SEALED) -> Chun
 
 
 def decode_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
-    """Read and verify an encoded chunk that was sealed so; its tensors are views of what the source gives.
+    """All of ``open_chunk``; raises what it and its reader do."""
+    reader = open_chunk(source, key, sealing)
+    return ChunkKV(tuple(reader.read(layer) for layer in range(reader.layers)), reader.scores)
+
+
+def open_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> EncodedChunk:
+    """Read and verify an encoded chunk's header and scores; its layers are left to be read one by one.
 
     Raises ChunkFileError for anything that is not exactly what was encoded for ``key``, and what the source raises.
     """
-    try:
+    with _what_is_wrong():
         plain = sealing.source(key, source)
         entries, start, contextualization = _read_header(plain, key)
-        tensors = [_read_tensor(plain, start, entry) for entry in entries]
+        scores = None
+        if contextualization is not None:
+            inter, received = (_read_tensor(plain, start, entry) for entry in entries[: len(_SCORE_NAMES)])
+            scores = ChunkScores(contextualization, inter.numpy(), received.numpy())
+            entries = entries[len(_SCORE_NAMES) :]
+        return EncodedChunk(plain, start, entries, scores)
+
+
+class EncodedChunk:
+    """An encoded chunk whose header and scores are verified. One thread at a time."""
+
+    def __init__(self, source: ByteSource, start: int, entries: list[_Entry], scores: ChunkScores | None) -> None:
+        self._source = source
+        self._start = start
+        self._pairs = list(zip(entries[::2], entries[1::2], strict=True))
+        self.scores = scores
+
+    @property
+    def layers(self) -> int:
+        return len(self._pairs)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers, as they are encoded."""
+        return self._pairs[-1][1].end - self._pairs[0][0].start
+
+    def read(self, layer: int) -> LayerKV:
+        """Read and verify one layer; its tensors are views of what the source gives.
+
+        Raises ChunkFileError where it is damaged, and what the source raises.
+        """
+        with _what_is_wrong():
+            key, value = (_read_tensor(self._source, self._start, entry) for entry in self._pairs[layer])
+        return LayerKV(key, value)
+
+
+@contextmanager
+def _what_is_wrong() -> Iterator[None]:
+    """What tells of damage becomes a ChunkFileError."""
+    try:
+        yield
     except SealedDataError as error:
         raise ChunkFileError(str(error)) from error
     except EOFError as error:
         raise ChunkFileError("truncated while it was read") from error
-    scores = None
-    if contextualization is not None:
-        inter, received, *tensors = tensors
-        scores = ChunkScores(contextualization, inter.numpy(), received.numpy())
-    return ChunkKV(tuple(LayerKV(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)), scores)
 
 
 def _named_tensors(kv: ChunkKV) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,17 +11,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Set
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
 from kvlinker.store.base import TierCheck
-from kvlinker.store.chunk_file import ChunkFileError, encode_header, read_chunk_file, write_chunk_file
+from kvlinker.store.byte_source import FileSource
+from kvlinker.store.chunk_file import ChunkFileError, encode_header, open_chunk, read_chunk_file, write_chunk_file
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.errors import StoreError
+from kvlinker.store.layer_stream import ChunkReader
 from kvlinker.store.lru import LruIndex
+from kvlinker.store.tier_reader import TierReader
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +99,20 @@ class DiskTier:
         self._touch(key)
         return kv
 
+    def open(self, key: str) -> ChunkReader | None:
+        if not self.contains(key):
+            return None
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(self._path(key).open("rb"))
+                chunk = open_chunk(FileSource(file), key, self._sealing)
+            except (ChunkFileError, OSError) as error:
+                self._failed(key, error)
+                return None
+            self._touch(key)
+            close = stack.pop_all().close
+        return TierReader(chunk, failed=partial(self._failed, key), close=close)
+
     def put(self, key: str, kv: ChunkKV) -> bool:
         """As ``Tier.put``. Raises ValueError for KV that the file format does not hold: a caller's mistake."""
         if self._touch(key):
@@ -166,14 +183,17 @@ class DiskTier:
         """The verified KV; or the damage, after removing and publishing it; or None where it is a miss for now."""
         try:
             return read_chunk_file(self._path(key), key, self._sealing)
-        except FileNotFoundError:
+        except (ChunkFileError, OSError) as error:
+            return self._failed(key, error)
+
+    def _failed(self, key: str, error: Exception) -> ChunkDamaged | None:
+        """What became of a chunk that was not read: a damaged one is removed and published."""
+        if isinstance(error, FileNotFoundError):
             reason = "its file vanished"
-        except ChunkFileError as error:
-            reason = str(error)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                logger.warning("Chunk %s was not read from %s: %s", key, self._directory, error)
-                return None
+        elif isinstance(error, OSError) and error.errno != errno.EIO:
+            logger.warning("Chunk %s was not read from %s: %s", key, self._directory, error)
+            return None
+        else:
             reason = str(error)
         with self._lock:
             if not self._index.remove(key):

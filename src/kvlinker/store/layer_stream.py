@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, overload
 
 from kvlinker.chunk_scores import ChunkScores
-from kvlinker.store.chunk_kv import LayerKV
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 
 
 class LayerLostError(Exception):
@@ -40,12 +39,30 @@ class ChunkReader(Protocol):
         ...
 
 
+class HeldReader:
+    """``ChunkReader`` of KV that is in memory."""
+
+    def __init__(self, kv: ChunkKV) -> None:
+        self._kv = kv
+        self.layers = len(kv.layers)
+        self.nbytes = kv.nbytes
+        self.scores = kv.scores
+
+    def read(self, layer: int) -> LayerKV:
+        return self._kv.layers[layer]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class LayerStream(Sequence[LayerKV]):
     """Layers in order, each delivered once by the thread that reads them. Taking one that is not there waits for it,
-    at most ``patience`` seconds; after that, or once the reader has failed, all layers count as lost."""
+    at most ``patience`` seconds; after that, or once the reader has failed, it and all behind it count as lost."""
 
-    def __init__(self, layers: int, *, patience: float) -> None:
+    def __init__(self, layers: int, *, patience: float, late: Callable[[], None] = lambda: None) -> None:
+        """``late`` is told when somebody waited in vain."""
         self._patience = patience
+        self._late = late
         self._layers: list[LayerKV | None] = [None] * layers
         self._delivered = 0
         self._lost = False
@@ -69,7 +86,7 @@ class LayerStream(Sequence[LayerKV]):
 
     @property
     def lost(self) -> bool:
-        """No further layer comes."""
+        """Layers are missing, and no further one comes."""
         return self._lost
 
     @property
@@ -77,28 +94,29 @@ class LayerStream(Sequence[LayerKV]):
         """How many layers are there, from the first on."""
         return self._delivered
 
-    def deliver(self, layer: LayerKV) -> None:
-        """The next layer is there."""
+    def deliver(self, layer: LayerKV) -> bool:
+        """The next layer is there; False where nobody wants it any more."""
         with self._changed:
-            self._layers[self._delivered] = layer
-            self._delivered += 1
-            self._changed.notify_all()
+            if not self._lost:
+                self._layers[self._delivered] = layer
+                self._delivered += 1
+                self._changed.notify_all()
+            return not self._lost
 
     def lose(self) -> None:
-        """The next layer will not come."""
+        """No further layer will come; nothing happens where all have."""
         with self._changed:
-            self._lost = True
+            self._lost = self._delivered < len(self._layers)
             self._changed.notify_all()
 
     def _awaited(self, index: int) -> LayerKV:
-        deadline = time.monotonic() + self._patience
         with self._changed:
-            while self._layers[index] is None and not self._lost:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    self._lost = self._layers[index] is None
+            self._changed.wait_for(lambda: self._layers[index] is not None or self._lost, self._patience)
             layer = self._layers[index]
-            if layer is None:
-                self._changed.notify_all()
-                raise LayerLostError(f"layer {index} did not come")
-            return layer
+            in_vain = layer is None and not self._lost
+            self._lost |= layer is None
+        if in_vain:
+            self._late()
+        if layer is None:
+            raise LayerLostError(f"layer {index} did not come")
+        return layer
