@@ -196,8 +196,8 @@ def test_a_slow_tier_is_tried_again_after_a_while(loader: LayerLoader, monkeypat
     assert loader.worth_loading("slow", 1000, Urgency(prefill=0.5))
 
 
-@given(layers=st.integers(1, 200), compute=st.floats(0, 1e3), load=st.floats(0, 1e3))
-def test_with_the_preloaded_layers_none_is_missing_in_its_turn(layers: int, compute: float, load: float) -> None:
+@given(layers=st.integers(1, 200), compute=st.integers(0, 1000), load=st.integers(0, 1000))
+def test_with_the_preloaded_layers_none_is_missing_in_its_turn(layers: int, compute: int, load: int) -> None:
     """Reading proceeds at an even pace, and so does computing: the k-th layer is there when its turn comes."""
     depth = preload_depth(layers, compute_seconds=compute, load_seconds=load)
     assert 1 <= depth <= layers
