@@ -16,7 +16,10 @@ from torch import Tensor
 from kvlinker.errors import InvalidRequestError
 
 Parts = Mapping[str, Tensor]
-"""Tensors by name; "" is the main one."""
+"""Tensors by name, in order; "" is the main one, whose first two dimensions are [heads, tokens]."""
+
+Layout = Mapping[str, tuple[torch.dtype, int]]
+"""Dtype and number of dimensions of each part."""
 
 _LARGEST_BLOCK = 128
 
@@ -29,8 +32,12 @@ class Codec(Protocol):
         """As in settings and stored files."""
         ...
 
+    def layout(self, dtype: torch.dtype) -> Layout:
+        """The parts of heads of this dtype."""
+        ...
+
     def encode(self, heads: Tensor) -> Parts:
-        """Contiguous CPU tensors. Raises ValueError for numbers that are not finite where the codec needs a scale."""
+        """Contiguous CPU tensors. Raises ValueError for numbers that no scale fits, where the codec needs one."""
         ...
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
@@ -42,6 +49,9 @@ class Raw:
     """The numbers themselves."""
 
     name = "raw"
+
+    def layout(self, dtype: torch.dtype) -> Layout:
+        return {"": (dtype, 3)}
 
     def encode(self, heads: Tensor) -> Parts:
         return {"": heads.contiguous()}
@@ -55,9 +65,12 @@ class Int8:
 
     name = "int8"
 
+    def layout(self, dtype: torch.dtype) -> Layout:
+        return {"": (torch.int8, 3), "scale": (torch.float16, 2)}
+
     def encode(self, heads: Tensor) -> Parts:
         wide = _finite(heads)
-        scale = (wide.abs().amax(-1, keepdim=True) / 127).half()
+        scale = _half(wide.abs().amax(-1, keepdim=True) / 127)
         return {"": (wide / _divisor(scale)).round().clamp(-127, 127).to(torch.int8), "scale": scale.squeeze(-1)}
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
@@ -74,10 +87,13 @@ class Int4:
 
     name = "int4"
 
+    def layout(self, dtype: torch.dtype) -> Layout:
+        return {"": (torch.uint8, 3), "scale": (torch.float16, 2)}
+
     def encode(self, heads: Tensor) -> Parts:
         rotated = _rotated(_finite(heads))
         largest = rotated.gather(-1, rotated.abs().argmax(-1, keepdim=True))
-        scale = (largest / -8).half()
+        scale = _half(largest / -8)
         steps = (rotated / _divisor(scale)).round().clamp(-8, 7).to(torch.int8) + 8
         packed = steps[..., ::2].to(torch.uint8) | (steps[..., 1::2].to(torch.uint8) << 4)
         return {"": packed.contiguous(), "scale": scale.squeeze(-1)}
@@ -88,7 +104,9 @@ class Int4:
         return _rotated(steps.to(dtype) * parts["scale"].to(dtype)[..., None])
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw(), Int8(), Int4())}
+RAW: Codec = Raw()
+
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (RAW, Int8(), Int4())}
 """All codecs by name."""
 
 
@@ -97,6 +115,13 @@ def find_codec(name: str) -> Codec:
     if name not in CODECS:
         raise InvalidRequestError(f"Unknown codec {name!r}; known are {', '.join(CODECS)}.", param="codec")
     return CODECS[name]
+
+
+def _half(scale: Tensor) -> Tensor:
+    half = scale.half()
+    if not torch.isfinite(half).all():
+        raise ValueError("numbers that are too large have no half-precision scale")
+    return half
 
 
 def _finite(heads: Tensor) -> Tensor:

@@ -18,8 +18,16 @@ from pathlib import Path
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
 from kvlinker.store.base import TierCheck
 from kvlinker.store.byte_source import FileSource
-from kvlinker.store.chunk_file import ChunkFileError, encode_header, open_chunk, read_chunk_file, write_chunk_file
+from kvlinker.store.chunk_file import (
+    ChunkFileError,
+    EncodedKV,
+    encode_chunk,
+    open_chunk,
+    read_chunk_file,
+    write_chunk_file,
+)
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.codecs import RAW, Codec
 from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.errors import StoreError
 from kvlinker.store.layer_stream import ChunkReader
@@ -57,6 +65,7 @@ class DiskTier:
         name: str = "disk",
         pinned: Set[str] = frozenset(),
         sealing: Sealing = NOT_SEALED,
+        codec: Codec = RAW,
     ) -> None:
         """Open the folder, create it where missing, evict down to the budget.
 
@@ -68,6 +77,7 @@ class DiskTier:
         self._lock = threading.RLock()
         self._index = LruIndex(budget_bytes, pinned)
         self._sealing = sealing
+        self._codec = codec
         self._reserved_bytes = 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -117,15 +127,15 @@ class DiskTier:
         """As ``Tier.put``. Raises ValueError for KV that the file format does not hold: a caller's mistake."""
         if self._touch(key):
             return True
-        header = encode_header(key, kv)
-        nbytes = self._sealing.nbytes(len(header) + kv.nbytes)
+        encoded = encode_chunk(key, kv, self._codec)
+        nbytes = self._sealing.nbytes(encoded.nbytes)
         with self._lock:
             if not self._index.fits(nbytes + self._reserved_bytes):
                 return False
             self._evict_for(nbytes)
             self._reserved_bytes += nbytes
         try:
-            temporary = self._write_temporary(key, header, kv)
+            temporary = self._write_temporary(key, encoded)
         except OSError as error:
             logger.warning("Chunk %s was not written to %s: %s", key, self._directory, error)
             return False
@@ -235,14 +245,14 @@ class DiskTier:
             self._unlink(self._path(key))
             self._events.publish(ChunkEvicted(self.name, size))
 
-    def _write_temporary(self, key: str, header: bytes, kv: ChunkKV) -> Path:
+    def _write_temporary(self, key: str, encoded: EncodedKV) -> Path:
         """Write beside the chunk's place and wait for the disk; on an error nothing stays behind."""
         folder = self._path(key).parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=key, suffix=_TEMPORARY_SUFFIX, dir=folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                write_chunk_file(file, header, kv, partial(self._sealing.pieces, key, len(header) + kv.nbytes))
+                write_chunk_file(file, encoded, partial(self._sealing.pieces, key, encoded.nbytes))
                 file.flush()
                 _set_last_use(file.fileno())  # kernels before 6.13 stamp too coarsely to sort by
                 os.fsync(file.fileno())

@@ -15,8 +15,9 @@ import numpy as np
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events, TierUnavailable
 from kvlinker.store.base import TierCheck
 from kvlinker.store.byte_source import AheadSource, BufferSource, Bytes
-from kvlinker.store.chunk_file import ChunkFileError, decode_chunk, encode_header, encoded_pieces, open_chunk
+from kvlinker.store.chunk_file import ChunkFileError, decode_chunk, encode_chunk, open_chunk
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.codecs import RAW, Codec
 from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.layer_stream import ChunkReader, LayerLostError
 from kvlinker.store.remote.availability import Availability
@@ -67,6 +68,7 @@ class BlobTier:
         pause_seconds: float = PAUSE_SECONDS,
         conceal: Callable[[str], str] = str,
         sealing: Sealing = NOT_SEALED,
+        codec: Codec = RAW,
     ) -> None:
         """``conceal`` takes credentials out of what the medium's errors say."""
         self.name = name
@@ -75,6 +77,7 @@ class BlobTier:
         self._answer_seconds = answer_seconds
         self._conceal = conceal
         self._sealing = sealing
+        self._codec = codec
         self._deadline = Deadline()
         self._availability = Availability(name, medium.place, self._reopen, pause=pause_seconds)
         self._lock = threading.Lock()
@@ -124,14 +127,14 @@ class BlobTier:
             return True
         if not self._availability.up:
             return False
-        header = encode_header(_checked(key), kv)
-        plain = len(header) + kv.nbytes
-        nbytes = self._sealing.nbytes(plain)
+        encoded = encode_chunk(_checked(key), kv, self._codec)
+        nbytes = self._sealing.nbytes(encoded.nbytes)
         if nbytes > self.budget_bytes:
             return False
         with self._lock:
             self._doomed.discard(key)
-        write = partial(self._medium.write, key, nbytes, self._sealing.pieces(key, plain, encoded_pieces(header, kv)))
+        pieces = self._sealing.pieces(key, encoded.nbytes, encoded.pieces())
+        write = partial(self._medium.write, key, nbytes, pieces)
         written = self._ask(write, _NOTHING_WRITTEN, nbytes=nbytes)
         self._told_evicted(written.evicted)
         if written.stored:
