@@ -97,6 +97,13 @@ def wait_until_running(made):
         time.sleep(0.002)
 
 
+def wait_for(seen, count):
+    deadline = time.monotonic() + 30
+    while len(seen) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
 def recorded(made, kind):
     seen = []
     made.events.subscribe(lambda event: seen.append(event) if isinstance(event, kind) else None)
@@ -152,9 +159,7 @@ def test_answers_from_slower_tiers_are_those_from_memory(bench, tmp_path, tier, 
     lookups = recorded(second, ChunkLookup)
     answer = second.answer(PROMPT, policy)
     assert (answer.tokens, answer.logprobs) == (from_memory.tokens, from_memory.logprobs)
-    deadline = time.monotonic() + 10
-    while len(lookups) < 3 and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_for(lookups, 3)
     assert [lookup.hit for lookup in lookups] == [True] * 3
 
 
@@ -173,6 +178,7 @@ def test_what_was_loaded_is_in_memory_for_the_next_request(gated):
     made, _ = gated
     loaded = recorded(made, ChunkLoaded)
     made.answer(PROMPT, max_tokens=1)
+    wait_for(loaded, 3)
     made.answer(PROMPT, max_tokens=1)
     assert sorted(event.tier for event in loaded) == ["host"] * 3 + ["slow"] * 3
 

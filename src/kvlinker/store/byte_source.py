@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-AHEAD_BYTES = 4 << 20
+AHEAD_BYTES = 8 << 20
+"""What one journey brings, about."""
 
 
 class ByteSource(Protocol):
@@ -89,6 +90,7 @@ class AheadSource:
         if offset + length > self._size:
             raise EOFError
         if not self._begin <= offset <= offset + length <= self._begin + len(self._data):
-            self._data = self._fetch(offset, min(max(length, self._ahead_bytes), self._size - offset))
+            alike = max(1, self._ahead_bytes // max(1, length))  # the next reads are often as long as this one
+            self._data = self._fetch(offset, min(alike * length, self._size - offset))
             self._begin = offset
         return self._data[offset - self._begin : offset - self._begin + length]

@@ -172,12 +172,12 @@ class _Job:
                     left.remove(reading)
                     self._lose(reading)
                     continue
-                if reading.stream.delivered >= min(depth, len(reading.stream)):
-                    reading.wanted.resolve(ChunkKV(reading.stream, reading.reader.scores))
                 if reading.complete:
                     left.remove(reading)
                     kv = ChunkKV(tuple(reading.stream), reading.reader.scores)
                     self._end(reading.wanted, Loaded(reading.tier, kv, reading.seconds))
+                if reading.stream.delivered >= min(depth, len(reading.stream)):
+                    reading.wanted.resolve(ChunkKV(reading.stream, reading.reader.scores))
 
     def give_up(self) -> None:
         """Too late for those that cannot begin yet."""
