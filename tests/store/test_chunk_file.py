@@ -266,7 +266,7 @@ def test_layers_are_read_alone(path: Path, codec: Codec) -> None:
     data[-1] ^= 1
     reader = open_chunk(BufferSource(np.frombuffer(data, dtype=np.uint8)), KEY)
     assert reader.layers == 3
-    whole = decode_chunk(BufferSource(np.frombuffer(encoded(kv, codec), dtype=np.uint8)), KEY)
+    whole = decode_chunk(BufferSource(np.frombuffer(bytearray(encoded(kv, codec)), dtype=np.uint8)), KEY)
     assert same_kv(ChunkKV((reader.read(0), reader.read(1))), ChunkKV(whole.layers[:2]))
     with pytest.raises(ChunkFileError, match=r"layer\.02\.value"):
         reader.read(2)

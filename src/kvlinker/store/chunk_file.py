@@ -215,7 +215,7 @@ def _what_is_wrong() -> Iterator[None]:
 
 def _encoded(kv: ChunkKV, codec: Codec) -> dict[str, torch.Tensor]:
     """All tensors in order. Raises ValueError where the codec refuses."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     if kv.scores is not None:
         arrays = (kv.scores.inter, kv.scores.received)
         tensors.update(zip(_SCORE_NAMES, map(torch.from_numpy, arrays), strict=True))
