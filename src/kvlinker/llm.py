@@ -40,6 +40,7 @@ from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import SplitMethod, split_text
 from kvlinker.store import UNCHANGED, Catalog, ChunkStore, ContextCache, Page, Unchanged, load_cipher, open_store
+from kvlinker.store.codecs import find_codec
 from kvlinker.store.remote import shared_tiers
 from kvlinker.tenants import DEFAULT_TENANT, Scope, parse_scope
 
@@ -104,6 +105,7 @@ class LLM:
             events=self.events,
             pinned=self.catalog.pinned(),
             cipher=cipher,
+            disk_codec=find_codec(settings.disk_codec),
             shared=shared_tiers(settings, self.events, cipher),
         )
         self.engine: Engine = EmbeddedEngine(

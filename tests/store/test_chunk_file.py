@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -15,15 +16,24 @@ from safetensors.torch import load_file
 from store_chunks import chunk_kv, key_of, same_kv
 
 from kvlinker.store import ChunkKV, LayerKV, chunk_file
-from kvlinker.store.chunk_file import ChunkFileError, encode_header, read_chunk_file, write_chunk_file
+from kvlinker.store.byte_source import BufferSource
+from kvlinker.store.chunk_file import (
+    ChunkFileError,
+    decode_chunk,
+    encode_chunk,
+    open_chunk,
+    read_chunk_file,
+    write_chunk_file,
+)
+from kvlinker.store.codecs import CODECS, RAW, Codec
 
 KEY = key_of(1)
 
 
-def write(path: Path, kv: ChunkKV, key: str = KEY) -> bytes:
+def write(path: Path, kv: ChunkKV, key: str = KEY, codec: Codec = RAW) -> bytes:
     path.unlink(missing_ok=True)
     with path.open("wb") as file:
-        write_chunk_file(file, encode_header(key, kv), kv)
+        write_chunk_file(file, encode_chunk(key, kv, codec))
     return path.read_bytes()
 
 
@@ -71,15 +81,15 @@ def test_layers_lie_in_order_even_beyond_a_hundred(path: Path) -> None:
 
 def test_another_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layer\.00\.key is torch\.float64"):
-        encode_header(KEY, chunk_kv(1, dtype=torch.float64))
+        encode_chunk(KEY, chunk_kv(1, dtype=torch.float64))
     mixed = ChunkKV((chunk_kv(1).layers[0], chunk_kv(1, dtype=torch.float32).layers[0]))
     with pytest.raises(ValueError, match=r"layer\.01\.key is torch\.float32"):
-        encode_header(KEY, mixed)
+        encode_chunk(KEY, mixed)
 
 
 def test_no_tokens_are_no_chunk() -> None:
     with pytest.raises(ValueError, match="at least one token"):
-        encode_header(KEY, chunk_kv(1, tokens=0))
+        encode_chunk(KEY, chunk_kv(1, tokens=0))
 
 
 def test_another_chunks_file_is_refused(path: Path) -> None:
@@ -89,9 +99,9 @@ def test_another_chunks_file_is_refused(path: Path) -> None:
 
 
 def test_another_version_is_refused(path: Path) -> None:
-    with mock.patch.object(chunk_file, "FORMAT_VERSION", 3):
+    with mock.patch.object(chunk_file, "FORMAT_VERSION", 2):
         write(path, chunk_kv(1))
-    with pytest.raises(ChunkFileError, match="kvlinker-chunk 3, not kvlinker-chunk 2"):
+    with pytest.raises(ChunkFileError, match="kvlinker-chunk 2, not kvlinker-chunk 3"):
         read_chunk_file(path, KEY)
 
 
@@ -194,6 +204,10 @@ def test_a_forged_header_that_changes_nothing_is_read(path: Path) -> None:
         lambda h: h["layer.00.key"].update(dtype="F16"),
         lambda h: h["layer.00.key"].update(dtype="F64"),
         lambda h: h["layer.00.key"].update(data_offsets=[8, 56]),
+        lambda h: h["__metadata__"].update(codec="int8"),
+        lambda h: h["__metadata__"].update(codec="zip"),
+        lambda h: h["__metadata__"].update(dtype="F32"),
+        lambda h: h["__metadata__"].update(dtype="I8"),
         lambda h: h["layer.01.value"].update(shape=[2, 3, 1 << 40]),
         lambda h: {name: h[name] for name in reversed(h)},
         lambda h: {"__metadata__": h["__metadata__"]},
@@ -208,3 +222,55 @@ def test_a_header_that_makes_no_sense_is_refused(path: Path, change) -> None:
     forge(path, only_in_place)
     with pytest.raises(ChunkFileError):
         read_chunk_file(path, KEY)
+
+
+def normal_kv(number: int, *, tokens: int = 5, layers: int = 3, dtype: torch.dtype = torch.bfloat16) -> ChunkKV:
+    """Numbers that every codec takes; key and value differ in head_dim."""
+    generator = torch.Generator().manual_seed(number)
+    heads = [torch.randn(2, tokens, dim, generator=generator).to(dtype) for _ in range(layers) for dim in (8, 12)]
+    return ChunkKV(tuple(LayerKV(*pair) for pair in zip(heads[::2], heads[1::2], strict=True)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_a_file_holds_what_its_codec_keeps(path: Path, codec: Codec, dtype: torch.dtype) -> None:
+    kv = normal_kv(1, dtype=dtype)
+    kept = ChunkKV(
+        tuple(
+            LayerKV(*(codec.decode(codec.encode(heads), dtype) for heads in (layer.key, layer.value)))
+            for layer in kv.layers
+        )
+    )
+    data = write(path, kv, codec=codec)
+    assert len(data) == encode_chunk(KEY, kv, codec).nbytes
+    assert same_kv(read_chunk_file(path, KEY), kept)
+    names = [f"layer.{layer:02d}.{heads}" for layer in range(3) for heads in ("key", "value")]
+    scales = [] if codec is RAW else [f"{name}.scale" for name in names]
+    assert set(load_file(path)) == {*names, *scales}
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_what_a_codec_refuses_is_written_as_it_is(path: Path, codec: Codec, bad: float) -> None:
+    kv = normal_kv(1)
+    kv.layers[1].value[0, 2, 3] = bad
+    write(path, kv, codec=codec)
+    assert same_kv(read_chunk_file(path, KEY), kv)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_layers_are_read_alone(path: Path, codec: Codec) -> None:
+    """Damage behind a layer does not matter to it."""
+    kv = normal_kv(1)
+    data = bytearray(write(path, kv, codec=codec))
+    data[-1] ^= 1
+    reader = open_chunk(BufferSource(np.frombuffer(data, dtype=np.uint8)), KEY)
+    assert reader.layers == 3
+    whole = decode_chunk(BufferSource(np.frombuffer(bytearray(encoded(kv, codec)), dtype=np.uint8)), KEY)
+    assert same_kv(ChunkKV((reader.read(0), reader.read(1))), ChunkKV(whole.layers[:2]))
+    with pytest.raises(ChunkFileError, match=r"layer\.02\.value"):
+        reader.read(2)
+
+
+def encoded(kv: ChunkKV, codec: Codec) -> bytes:
+    return b"".join(encode_chunk(KEY, kv, codec).pieces())

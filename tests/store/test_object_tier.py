@@ -20,7 +20,7 @@ from test_tiers import KV, TierMachine
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, TierUnavailable
 from kvlinker.store import StoreError
-from kvlinker.store.chunk_file import encode_header
+from kvlinker.store.chunk_file import encode_chunk
 from kvlinker.store.remote import BlobTier, object_tier
 from kvlinker.store.remote.object_medium import ObjectMedium
 
@@ -28,7 +28,7 @@ PLENTY = 1 << 30
 
 
 def blob_size(number: int) -> int:
-    return len(encode_header(key_of(number), KV[number])) + KV[number].nbytes
+    return encode_chunk(key_of(number), KV[number]).nbytes
 
 
 class ObjectMachine(TierMachine):

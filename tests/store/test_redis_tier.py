@@ -17,7 +17,7 @@ from tests.redis_server import RedisServer
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, TierUnavailable
 from kvlinker.store import StoreError
-from kvlinker.store.chunk_file import encode_header
+from kvlinker.store.chunk_file import encode_chunk
 from kvlinker.store.remote import BlobTier, redis_tier
 from kvlinker.store.remote.redis_medium import PART_BYTES
 from kvlinker.store.remote.redis_scripts import BEGIN
@@ -26,7 +26,7 @@ PLENTY = 1 << 30
 
 
 def blob_size(number: int) -> int:
-    return len(encode_header(key_of(number), KV[number])) + KV[number].nbytes
+    return encode_chunk(key_of(number), KV[number]).nbytes
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 from kvlinker.events import ChunkEvicted
 from kvlinker.store import DiskTier, HostTier, Tier
-from kvlinker.store.chunk_file import encode_header
+from kvlinker.store.chunk_file import encode_chunk
 
 NUMBERS = st.integers(0, 5)
 KV = {number: chunk_kv(number, tokens=2 * number + 1) for number in range(6)}  # 80 to 880 bytes
@@ -96,7 +96,7 @@ class DiskMachine(TierMachine):
         self.tier = DiskTier(self.folder, budget, self.recorder.events)
 
     def size(self, number: int) -> int:
-        return len(encode_header(key_of(number), KV[number])) + KV[number].nbytes
+        return encode_chunk(key_of(number), KV[number]).nbytes
 
     @rule()
     def restart(self) -> None:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ from kvlinker.engine.link_loading import Link, LinkLoader
 from kvlinker.engine.linked_request import LinkedRequest
 from kvlinker.engine.loading import LoadedModel
 from kvlinker.engine.observation import QuestionProbe
+from kvlinker.engine.pace import Pace
 from kvlinker.engine.pool import KVPool, SlotAllocator
 from kvlinker.engine.refinement import Refinement
 from kvlinker.engine.runner import Runner
@@ -89,7 +91,8 @@ class EmbeddedEngine:
         self._generations: dict[Sequence, LinkedRequest] = {}  # the engine thread's
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # guarded by _wake
-        self._loading: set[LinkedRequest] = set()  # requests whose chunks are being fetched; guarded by _wake
+        self._loading: set[LinkedRequest] = set()  # requests whose chunks are to be fetched; guarded by _wake
+        self._fetching = 0  # how many of them are; guarded by _wake
         self._chunks = ChunkBuilder(
             loaded,
             store,
@@ -98,7 +101,8 @@ class EmbeddedEngine:
             with_scores=settings.chunk_scores,
             command=self._command,
         )
-        self._links = LinkLoader(loaded.fingerprint, store, self._chunks, variants)
+        self._pace = Pace()
+        self._links = LinkLoader(loaded.fingerprint, store, self._chunks, variants, self._pace)
         self._variants = None if variants is None else VariantBuilder(loaded, variants, longest=self.max_model_len)
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
         self._thread = threading.Thread(target=self._loop, name="kvlinker-engine", daemon=True)
@@ -243,16 +247,28 @@ class EmbeddedEngine:
         """Runs in a loader: fetch the KV of the chunks to place, computing what the store lost, then queue."""
         try:
             with self._wake:
-                self._wake.wait_for(lambda: self._closing or self._scheduler.waiting < PREFETCHED)
+                self._wake.wait_for(lambda: self._closing or self._scheduler.waiting + self._fetching < PREFETCHED)
                 self._refuse_if_closing()
                 if generation not in self._loading:
                     return  # cancelled
-            linked = self._links.link(generation.request, counts=not generation.explains)
-            gather([linked], lambda links: self._queue(generation, links[0])).add_done_callback(
-                lambda done: self._load_failed(generation, done.exception())
-            )
-        except Exception as error:
+                self._fetching += 1
+        except KVLinkerError as error:
             self._load_failed(generation, error)
+            return
+        again = generation.lost_before
+        try:
+            linked = self._links.link(generation.request, counts=not (generation.explains or again), at_hand=again)
+            queued = gather([linked], lambda links: self._queue(generation, links[0]))
+        except Exception as error:
+            self._fetched(generation, error)
+        else:
+            queued.add_done_callback(lambda done: self._fetched(generation, done.exception()))
+
+    def _fetched(self, generation: LinkedRequest, error: BaseException | None) -> None:
+        with self._wake:
+            self._fetching -= 1
+            self._wake.notify_all()
+        self._load_failed(generation, error)
 
     def _load_failed(self, generation: LinkedRequest, error: BaseException | None) -> None:
         if error is None or not self._loading_ends(generation):
@@ -315,6 +331,15 @@ class EmbeddedEngine:
             self._drop(generation.sequence)
             generation.cancel()
 
+    def _load_again(self, sequence: Sequence) -> None:
+        """A chunk's KV did not come after all."""
+        generation = self._generations[sequence]
+        self._drop(sequence)
+        generation.mark_lost()
+        with self._wake:
+            self._loading.add(generation)
+            self._loaders.submit(self._load, generation)
+
     def _drop(self, sequence: Sequence) -> None:
         del self._generations[sequence]
         self._scheduler.remove(sequence)
@@ -362,6 +387,7 @@ class EmbeddedEngine:
         for sequence in step.sequences:
             if sequence in self._generations:
                 self._generations[sequence].mark_started()
+        begin = time.perf_counter()
         try:
             logits = self._runner.step(step.batch)
         except Exception as error:
@@ -369,14 +395,19 @@ class EmbeddedEngine:
             for sequence in step.sequences:
                 self._give_up(sequence, KVLinkerError(f"The model failed on this request: {type(error).__name__}."))
             return
-        self._give_up_failed_policies(step)
+        self._pace.note(len(step.batch.tokens), time.perf_counter() - begin)
         computed = [sequence for sequence in step.sequences if sequence.computed]
         rows = iter(logits)
+        lost = [sequence for sequence in step.sequences if sequence.lost]
+        for sequence in lost:
+            self._load_again(sequence)
+        self._give_up_failed_policies(step)
         for sequence in computed:
             if sequence.capture is not None:
                 self._finish_capture(sequence)
             elif sequence.probe is not None:
-                self._relink(sequence, sequence.probe)
+                if sequence in self._generations:
+                    self._relink(sequence, sequence.probe)
             else:
                 row = next(rows)
                 if sequence in self._generations:
@@ -400,7 +431,11 @@ class EmbeddedEngine:
 
     def _give_up_failed_policies(self, step: Step) -> None:
         for sequence in step.sequences:
-            if sequence.refinement is not None and sequence.refinement.error is not None:
+            if (
+                sequence in self._generations
+                and sequence.refinement is not None
+                and sequence.refinement.error is not None
+            ):
                 self._give_up_policy(sequence, sequence.refinement.error)
 
     def _give_up_policy(self, sequence: Sequence, error: Exception) -> None:
@@ -440,6 +475,10 @@ class EmbeddedEngine:
         variants = () if self._variants is None else self._variants.under_way
         for sequence in [*self._generations, *self._chunks.under_way, *variants]:
             self._give_up(sequence, error)
+        with self._wake:
+            loading = tuple(self._loading)
+        for generation in loading:
+            self._load_failed(generation, error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from kvlinker.chunk_scores import ChunkScores
 from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.engine.base import GenerationRequest
 from kvlinker.engine.chunk_builder import ChunkBuilder
+from kvlinker.engine.pace import Pace
 from kvlinker.engine.variant_library import VariantLibrary
 from kvlinker.errors import KVLinkerError
 from kvlinker.futures import gather
@@ -68,29 +69,34 @@ class LinkLoader:
     """Arranges, fetches and plans. Methods may be called from any thread."""
 
     def __init__(
-        self, fingerprint: str, store: ChunkStore, builder: ChunkBuilder, variants: VariantLibrary | None
+        self, fingerprint: str, store: ChunkStore, builder: ChunkBuilder, variants: VariantLibrary | None, pace: Pace
     ) -> None:
-        """``builder`` computes what the store lost."""
+        """``builder`` computes what the store lost, at about this ``pace``."""
         self._fingerprint = fingerprint
         self._store = store
         self._builder = builder
         self._variants = variants
+        self._pace = pace
 
-    def link(self, request: GenerationRequest, *, counts: bool = True) -> Future[Link]:
-        """Fetch what the request's policy needs. ``counts``: variants that are picked count as used.
+    def link(self, request: GenerationRequest, *, counts: bool = True, at_hand: bool = False) -> Future[Link]:
+        """Fetch what the request's policy needs; layers of it may still be on their way (see ``ChunkStore.load``).
 
-        Raises KVLinkerError when the policy fails; later errors are the future's.
+        ``counts``: variants that are picked count as used. ``at_hand``: what is not in memory is computed, whatever
+        slower tiers have. Raises KVLinkerError when the policy fails; later errors are the future's.
         """
         policy, tenant = request.policy, request.tenant
         with _asking(policy):
             prompt = self._arranged(request, counts=counts)
         if policy.uses_scores or policy.probes:
-            return gather(self._fetch(prompt.chunks, tenant), partial(_plan_with_scores, prompt, policy))
+            fetched = self._fetch(prompt.chunks, tenant, computed=int((~prompt.cached).sum()), at_hand=at_hand)
+            return gather(fetched, partial(_plan_with_scores, prompt, policy))
         evidence = PromptEvidence()
         with _asking(policy):
             plan = make_plan(prompt, policy, evidence)
         chunks = [placement.chunk for placement in plan.placements]
-        return gather(self._fetch(chunks, tenant), lambda kvs: Link(plan, kvs, evidence))
+        computed = plan.recomputed_tokens + plan.fresh_tokens
+        fetched = self._fetch(chunks, tenant, computed=computed, at_hand=at_hand)
+        return gather(fetched, lambda kvs: Link(plan, kvs, evidence))
 
     def _arranged(self, request: GenerationRequest, *, counts: bool) -> Prompt:
         if self._variants is None or not request.policy.uses_variants:
@@ -101,18 +107,49 @@ class LinkLoader:
             library.note_use(arranged)
         return arranged
 
-    def _fetch(self, chunks: Sequence[Chunk], tenant: str) -> list[Future[ChunkKV]]:
-        found = []
-        for chunk in chunks:
-            key = chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant)
-            kv = self._store.get(key)
+    def _fetch(self, chunks: Sequence[Chunk], tenant: str, *, computed: int, at_hand: bool) -> list[Future[ChunkKV]]:
+        """``computed``: tokens that the prompt computes once these chunks are placed."""
+        keys = [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]
+        if at_hand:
+            found = [_done(self._store.get_at_hand(key)) for key in keys]
+        else:
+            cached = sum(len(chunk.prefix) + len(chunk) for chunk in chunks)
+            found = self._store.load(keys, self._pace.urgency(computed=computed, cached=cached))
+        return [
+            _or_else(kv, partial(self._builder.build, key, chunk, urgent=True))
+            for kv, key, chunk in zip(found, keys, chunks, strict=True)
+        ]
+
+
+def _done(kv: ChunkKV | None) -> Future[ChunkKV | None]:
+    done: Future[ChunkKV | None] = Future()
+    done.set_result(kv)
+    return done
+
+
+def _or_else(found: Future[ChunkKV | None], build: Callable[[], Future[ChunkKV]]) -> Future[ChunkKV]:
+    """What was found, or what is built once it turns out that nothing was."""
+    result: Future[ChunkKV] = Future()
+
+    def pass_on(built: Future[ChunkKV]) -> None:
+        error = built.exception()
+        if error is None:
+            result.set_result(built.result())
+        else:
+            result.set_exception(error)
+
+    def decide(found: Future[ChunkKV | None]) -> None:
+        kv = found.result()
+        try:
             if kv is None:
-                found.append(self._builder.build(key, chunk, urgent=True))
+                build().add_done_callback(pass_on)
             else:
-                at_hand: Future[ChunkKV] = Future()
-                at_hand.set_result(kv)
-                found.append(at_hand)
-        return found
+                result.set_result(kv)
+        except Exception as error:
+            result.set_exception(error)
+
+    found.add_done_callback(decide)
+    return result
 
 
 @contextmanager

@@ -31,6 +31,7 @@ class LinkedRequest(ABC):
         self.plan: LinkPlan | None = None
         self.cancelled = False
         self.ended = False
+        self.lost_before = False
         self._link: Link | None = None
         self._submitted = time.perf_counter()
         self._loaded = self._submitted
@@ -42,6 +43,11 @@ class LinkedRequest(ABC):
         self._link = link
         self.plan = link.plan
         self._loaded = time.perf_counter()
+
+    def mark_lost(self) -> None:
+        """A chunk's KV did not come after all: the request is loaded again, before anything came of it."""
+        self.sequence = self._link = self.plan = self._started = None
+        self.lost_before = True
 
     def mark_started(self) -> None:
         """A step with its tokens begins."""

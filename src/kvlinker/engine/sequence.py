@@ -15,6 +15,7 @@ from kvlinker.engine.pool import SlotRange
 from kvlinker.engine.refinement import Refinement
 from kvlinker.linking.plan import Placement
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.layer_stream import LayerStream
 
 Range = tuple[int, int]
 
@@ -80,6 +81,11 @@ class Sequence:
     def computed(self) -> bool:
         """Nothing is left to compute until a token is appended."""
         return not self._pending
+
+    @property
+    def lost(self) -> bool:
+        """A chunk to be placed will never be there as a whole: what was computed is of no use."""
+        return any(isinstance(kv.layers, LayerStream) and kv.layers.lost for _, kv in self._placements)
 
     @property
     def decoding(self) -> bool:

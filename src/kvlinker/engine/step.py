@@ -20,6 +20,7 @@ from kvlinker.engine.kernels import AttentionKernel
 from kvlinker.engine.pool import KVPool
 from kvlinker.engine.profile import Profile
 from kvlinker.engine.refinement import LayerKV
+from kvlinker.store.layer_stream import LayerLostError
 
 
 class _Peeked(Exception):  # noqa: N818
@@ -213,9 +214,14 @@ class Step:
                 self._place(index, placed)
 
     def _place(self, index: int, placed: Placed) -> None:
-        layer = placed.kv.layers[index]
-        rotary = self._layers[index].rotary
         slots = slice(placed.slot, placed.slot + placed.tokens)
+        try:
+            layer = placed.kv.layers[index]
+        except LayerLostError:  # the engine will see that, too: nothing comes of this request in this step
+            self._pool.keys[index][:, slots] = 0
+            self._pool.values[index][:, slots] = 0
+            return
+        rotary = self._layers[index].rotary
         key = layer.key[:, placed.first : placed.last].to(self._device, non_blocking=True)
         if rotary is None:
             self._pool.keys[index][:, slots] = key

@@ -10,6 +10,7 @@ from kvlinker.store.base import Tier, TierCheck, TierUsage
 from kvlinker.store.catalog import UNCHANGED, Catalog, Page, Unchanged
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.chunk_store import ChunkStore
+from kvlinker.store.codecs import RAW, Codec
 from kvlinker.store.context_cache import ContextCache, new_context_cache_id
 from kvlinker.store.disk import DiskTier
 from kvlinker.store.encryption import Cipher, Sealing, load_cipher
@@ -50,14 +51,16 @@ def open_store(
     pinned: Set[str] = frozenset(),
     shared: Sequence[Tier] = (),
     cipher: Cipher | None = None,
+    disk_codec: Codec = RAW,
 ) -> ChunkStore:
     """A store of host memory over chunk files in ``directory``, each with its budget, over ``shared`` tiers; without
     disk where its budget is 0.
 
     ``pinned``: keys that are not to be evicted (``Catalog.pinned``). With a ``cipher``, what leaves memory is
-    encrypted. Raises StoreError where the directory cannot be used.
+    encrypted; ``disk_codec`` is what files are written in. Raises StoreError where the directory cannot be used.
     """
     tiers: list[Tier] = [HostTier(host_bytes, events, pinned=pinned)]
     if disk_bytes:
-        tiers.append(DiskTier(directory, disk_bytes, events, pinned=pinned, sealing=Sealing(cipher)))
+        disk = DiskTier(directory, disk_bytes, events, pinned=pinned, sealing=Sealing(cipher), codec=disk_codec)
+        tiers.append(disk)
     return ChunkStore([*tiers, *shared], events)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvlinker.events import ChunkDamaged
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.layer_stream import ChunkReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,13 @@ class Tier(Protocol):
 
     def get(self, key: str) -> ChunkKV | None:
         """The chunk's KV, now the most recently used, or None. The caller must not modify it."""
+        ...
+
+    def open(self, key: str) -> ChunkReader | None:
+        """The chunk's KV to be read layer by layer, now the most recently used, or None. To be closed by the caller.
+
+        A copy that turns out damaged while it is read is dropped as ``get`` would drop it.
+        """
         ...
 
     def put(self, key: str, kv: ChunkKV) -> bool:

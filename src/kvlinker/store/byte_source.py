@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+
+AHEAD_BYTES = 8 << 20
+"""What one journey brings, about."""
 
 
 class ByteSource(Protocol):
@@ -64,3 +68,29 @@ class FileSource:
                 raise EOFError
             done += count
         return part
+
+
+class AheadSource:
+    """Bytes that are far away: each journey brings more than was asked for, for the next read most often follows.
+    One thread at a time."""
+
+    def __init__(self, size: int, fetch: Callable[[int, int], Bytes], *, ahead_bytes: int = AHEAD_BYTES) -> None:
+        """``fetch`` takes (offset, length); what it raises, reading raises."""
+        self._size = size
+        self._fetch = fetch
+        self._ahead_bytes = ahead_bytes
+        self._begin = 0
+        self._data: Bytes = np.empty(0, dtype=np.uint8)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read(self, offset: int, length: int) -> Bytes:
+        if offset + length > self._size:
+            raise EOFError
+        if not self._begin <= offset <= offset + length <= self._begin + len(self._data):
+            alike = max(1, self._ahead_bytes // max(1, length))  # the next reads are often as long as this one
+            self._data = self._fetch(offset, min(alike * length, self._size - offset))
+            self._begin = offset
+        return self._data[offset - self._begin : offset - self._begin + length]

@@ -1,9 +1,10 @@
 """The format of one chunk's KV outside of memory, as the slower tiers keep it: safetensors, layer by layer.
 
 Tensors are named ``layer.00.key``, ``layer.00.value``, ``layer.01.key`` … and lie in that order, so that a reader can
-take one layer after another; before them, where the chunk has scores, ``scores.inter`` and ``scores.received``. The
-metadata holds the format version, the chunk key, the rest of the scores as JSON, the xxh3_128 checksum of every
-tensor's bytes, and one over everything else in the header. The checksums find damage, not forgery: whoever may write
+take one layer after another; a codec's further parts follow each, as ``layer.00.key.scale``. Before them, where the
+chunk has scores, lie ``scores.inter`` and ``scores.received``. The metadata holds the format version, the chunk key,
+the codec, the dtype of what it decodes, the rest of the scores as JSON, the xxh3_128 checksum of every tensor's bytes,
+and one over everything else in the header. The checksums find damage, not forgery: whoever may write
 the files may also write matching checksums. Nothing in a file is ever unpickled.
 
 The header is written here rather than by ``safetensors.torch.save_file``, which orders tensors by name and refuses
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,19 +28,23 @@ import xxhash
 from kvlinker.chunk_scores import ChunkScores, Contextualization
 from kvlinker.store.byte_source import ByteSource, FileSource
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.codecs import CODECS, RAW, Codec
 from kvlinker.store.encryption import NOT_SEALED, SealedDataError, Sealing
 
 Pieces = Iterable[memoryview]
 
 FORMAT = "kvlinker-chunk"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _METADATA = "__metadata__"
 _CHECKSUM = "xxh3_128"
 _SCORES = "scores"
 _SCORE_NAMES = ["scores.inter", "scores.received"]
 _LENGTH_BYTES = 8
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_CODEC = "codec"
+_DTYPE = "dtype"
+_KV_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_DTYPES = _KV_DTYPES | {"I8": torch.int8, "U8": torch.uint8}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -58,19 +64,63 @@ class _Entry:
     checksum: str
 
 
-def encode_header(key: str, kv: ChunkKV) -> bytes:
-    """All bytes that stand before the tensors. Raises ValueError for KV that the format does not have."""
-    metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "key": key}
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What the header says of the tensors, which begin at byte ``start``; the scores' come first, where there are."""
+
+    entries: list[_Entry]
+    start: int
+    codec: Codec
+    dtype: torch.dtype
+    contextualization: Contextualization | None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedKV:
+    """A chunk as it is stored: ``header`` are all bytes before the tensors."""
+
+    header: bytes
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """All bytes, as views of where they lie."""
+        yield memoryview(self.header)
+        for tensor in self.tensors:
+            yield _raw_bytes(tensor)
+
+
+def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW) -> EncodedKV:
+    """The chunk in the codec, or as it is where the codec refuses its numbers.
+
+    Raises ValueError for KV that the format does not have.
+    """
+    dtype = kv.layers[0].key.dtype
+    for name, heads in _named_heads(kv):
+        if heads.dtype not in _KV_DTYPES.values() or heads.dtype != dtype:
+            raise ValueError(f"{name} is {heads.dtype}; a chunk file holds one dtype out of {list(_KV_DTYPES)}.")
+        if not heads.numel():
+            raise ValueError(f"{name} is empty; a chunk has at least one token.")
+    try:
+        tensors = _encoded(kv, codec)
+    except ValueError:
+        codec = RAW
+        tensors = _encoded(kv, codec)
+    metadata = {
+        "format": FORMAT,
+        "version": str(FORMAT_VERSION),
+        "key": key,
+        _CODEC: codec.name,
+        _DTYPE: _DTYPE_NAMES[dtype],
+    }
     header: dict[str, Any] = {_METADATA: metadata}
     if kv.scores is not None:
         metadata[_SCORES] = kv.scores.contextualization.to_json()
     offset = 0
-    for name, tensor in _named_tensors(kv):
-        expected = torch.float32 if name in _SCORE_NAMES else kv.layers[0].key.dtype
-        if tensor.dtype not in _DTYPE_NAMES or tensor.dtype != expected:
-            raise ValueError(f"{name} is {tensor.dtype}; a chunk file holds one dtype out of {list(_DTYPE_NAMES)}.")
-        if not tensor.numel():
-            raise ValueError(f"{name} is empty; a chunk has at least one token.")
+    for name, tensor in tensors.items():
         header[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -81,19 +131,12 @@ def encode_header(key: str, kv: ChunkKV) -> bytes:
     metadata[f"{_CHECKSUM}.header"] = xxhash.xxh3_128_hexdigest(_dump(header))
     text = _dump(header)
     text += b" " * (-len(text) % _LENGTH_BYTES)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return EncodedKV(len(text).to_bytes(_LENGTH_BYTES, "little") + text, tuple(tensors.values()))
 
 
-def encoded_pieces(header: bytes, kv: ChunkKV) -> Iterator[memoryview]:
-    """All bytes of the encoded chunk, ``encode_header``'s first, as views of where they lie."""
-    yield memoryview(header)
-    for _, tensor in _named_tensors(kv):
-        yield _raw_bytes(tensor)
-
-
-def write_chunk_file(file: BinaryIO, header: bytes, kv: ChunkKV, seal: Callable[[Pieces], Pieces] = iter) -> None:
-    """Write ``encode_header``'s bytes and the tensors, as what ``seal`` makes of them. Raises OSError."""
-    for piece in seal(encoded_pieces(header, kv)):
+def write_chunk_file(file: BinaryIO, encoded: EncodedKV, seal: Callable[[Pieces], Pieces] = iter) -> None:
+    """Write the encoded chunk, as what ``seal`` makes of it. Raises OSError."""
+    for piece in seal(encoded.pieces()):
         file.write(piece)
 
 
@@ -104,38 +147,96 @@ def read_chunk_file(path: Path, key: str, sealing: Sealing = NOT_SEALED) -> Chun
 
 
 def decode_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
-    """Read and verify an encoded chunk that was sealed so; its tensors are views of what the source gives.
+    """All of ``open_chunk``; raises what it and its reader do."""
+    reader = open_chunk(source, key, sealing)
+    return ChunkKV(tuple(reader.read(layer) for layer in range(reader.layers)), reader.scores)
+
+
+def open_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> EncodedChunk:
+    """Read and verify an encoded chunk's header and scores; its layers are left to be read one by one.
 
     Raises ChunkFileError for anything that is not exactly what was encoded for ``key``, and what the source raises.
     """
-    try:
+    with _what_is_wrong():
         plain = sealing.source(key, source)
-        entries, start, contextualization = _read_header(plain, key)
-        tensors = [_read_tensor(plain, start, entry) for entry in entries]
+        header = _read_header(plain, key)
+        scores = None
+        if header.contextualization is not None:
+            inter, received = (
+                _read_tensor(plain, header.start, entry) for entry in header.entries[: len(_SCORE_NAMES)]
+            )
+            scores = ChunkScores(header.contextualization, inter.numpy(), received.numpy())
+        return EncodedChunk(plain, header, scores)
+
+
+class EncodedChunk:
+    """An encoded chunk whose header and scores are verified. One thread at a time."""
+
+    def __init__(self, source: ByteSource, header: _Header, scores: ChunkScores | None) -> None:
+        self._source = source
+        self._header = header
+        self._parts = list(header.codec.layout(header.dtype))
+        self._entries = header.entries[0 if scores is None else len(_SCORE_NAMES) :]
+        self.scores = scores
+
+    @property
+    def layers(self) -> int:
+        return len(self._entries) // (2 * len(self._parts))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers, as they are encoded."""
+        return self._entries[-1].end - self._entries[0].start
+
+    def read(self, layer: int) -> LayerKV:
+        """Read, verify and decode one layer; tensors that lie there as they are become views of what the source gives.
+
+        Raises ChunkFileError where it is damaged, and what the source raises.
+        """
+        return LayerKV(self._heads(2 * layer), self._heads(2 * layer + 1))
+
+    def _heads(self, index: int) -> torch.Tensor:
+        entries = self._entries[index * len(self._parts) : (index + 1) * len(self._parts)]
+        with _what_is_wrong():
+            tensors = [_read_tensor(self._source, self._header.start, entry) for entry in entries]
+        return self._header.codec.decode(dict(zip(self._parts, tensors, strict=True)), self._header.dtype)
+
+
+@contextmanager
+def _what_is_wrong() -> Iterator[None]:
+    """What tells of damage becomes a ChunkFileError."""
+    try:
+        yield
     except SealedDataError as error:
         raise ChunkFileError(str(error)) from error
     except EOFError as error:
         raise ChunkFileError("truncated while it was read") from error
-    scores = None
-    if contextualization is not None:
-        inter, received, *tensors = tensors
-        scores = ChunkScores(contextualization, inter.numpy(), received.numpy())
-    return ChunkKV(tuple(LayerKV(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)), scores)
 
 
-def _named_tensors(kv: ChunkKV) -> Iterator[tuple[str, torch.Tensor]]:
+def _encoded(kv: ChunkKV, codec: Codec) -> dict[str, torch.Tensor]:
+    """All tensors in order. Raises ValueError where the codec refuses."""
+    tensors: dict[str, torch.Tensor] = {}
     if kv.scores is not None:
         arrays = (kv.scores.inter, kv.scores.received)
-        yield from zip(_SCORE_NAMES, map(torch.from_numpy, arrays), strict=True)
-    names = iter(_layer_names(len(kv.layers)))
-    for layer in kv.layers:
-        yield next(names), layer.key
-        yield next(names), layer.value
+        tensors.update(zip(_SCORE_NAMES, map(torch.from_numpy, arrays), strict=True))
+    for name, heads in _named_heads(kv):
+        for part, tensor in codec.encode(heads).items():
+            tensors[_part_name(name, part)] = tensor
+    return tensors
 
 
-def _layer_names(layers: int) -> list[str]:
+def _named_heads(kv: ChunkKV) -> Iterator[tuple[str, torch.Tensor]]:
+    heads = (heads for layer in kv.layers for heads in (layer.key, layer.value))
+    return zip(_heads_names(len(kv.layers)), heads, strict=True)
+
+
+def _heads_names(layers: int) -> list[str]:
     width = max(2, len(str(layers - 1)))
     return [f"layer.{index:0{width}d}.{part}" for index in range(layers) for part in ("key", "value")]
+
+
+def _part_name(heads: str, part: str) -> str:
+    return f"{heads}.{part}" if part else heads
 
 
 def _raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -146,25 +247,23 @@ def _dump(header: dict[str, Any]) -> bytes:
     return json.dumps(header, separators=(",", ":")).encode()
 
 
-def _read_header(source: ByteSource, key: str) -> tuple[list[_Entry], int, Contextualization | None]:
-    """Also returns where the tensors begin."""
+def _read_header(source: ByteSource, key: str) -> _Header:
     room = source.size - _LENGTH_BYTES
     length = int.from_bytes(source.read(0, _LENGTH_BYTES).data, "little") if room >= 0 else 0
     if length > room:
         raise ChunkFileError("truncated, or not a safetensors file")
     text = bytes(source.read(_LENGTH_BYTES, length).data)
     try:
-        entries, contextualization = _parse_header(json.loads(text), key)
+        header = _parse_header(json.loads(text), key, start=_LENGTH_BYTES + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ChunkFileError(f"its header is not a chunk file's ({type(error).__name__}: {error})") from error
-    start = _LENGTH_BYTES + length
-    expected = start + entries[-1].end
+    expected = header.start + header.entries[-1].end
     if source.size != expected:
         raise ChunkFileError(f"it has {source.size} bytes instead of {expected}")
-    return entries, start, contextualization
+    return header
 
 
-def _parse_header(header: dict[str, Any], key: str) -> tuple[list[_Entry], Contextualization | None]:
+def _parse_header(header: dict[str, Any], key: str, *, start: int) -> _Header:
     metadata = header[_METADATA]
     if (metadata["format"], metadata["version"]) != (FORMAT, str(FORMAT_VERSION)):
         raise ChunkFileError(
@@ -178,28 +277,35 @@ def _parse_header(header: dict[str, Any], key: str) -> tuple[list[_Entry], Conte
     del header[_METADATA]
     entries = []
     for name, fields in header.items():
-        start, end = fields["data_offsets"]
+        begin, end = fields["data_offsets"]
         shape = tuple(fields["shape"])
-        entries.append(_Entry(name, _DTYPES[fields["dtype"]], shape, start, end, metadata[f"{_CHECKSUM}.{name}"]))
+        entries.append(_Entry(name, _DTYPES[fields["dtype"]], shape, begin, end, metadata[f"{_CHECKSUM}.{name}"]))
     contextualization = Contextualization.from_json(metadata[_SCORES]) if _SCORES in metadata else None
-    _check_layout(entries, with_scores=contextualization is not None)
-    return entries, contextualization
+    parsed = _Header(entries, start, CODECS[metadata[_CODEC]], _KV_DTYPES[metadata[_DTYPE]], contextualization)
+    _check_layout(parsed)
+    return parsed
 
 
-def _check_layout(entries: list[_Entry], *, with_scores: bool) -> None:
+def _check_layout(header: _Header) -> None:
     """Raises ValueError unless the tensors are all layers' keys and values of one chunk, end to end."""
-    scores = entries[: len(_SCORE_NAMES)] if with_scores else []
-    layers = entries[len(scores) :]
-    if [entry.name for entry in scores] != (_SCORE_NAMES if with_scores else []):
+    entries = header.entries
+    score_names = [] if header.contextualization is None else _SCORE_NAMES
+    scores, layers = entries[: len(score_names)], entries[len(score_names) :]
+    if [entry.name for entry in scores] != score_names:
         raise ValueError("the scores are not where they belong")
-    if not layers or [entry.name for entry in layers] != _layer_names(len(layers) // 2):
+    parts = header.codec.layout(header.dtype)
+    names = _heads_names(len(layers) // (2 * len(parts)))
+    if not names or [entry.name for entry in layers] != [_part_name(name, part) for name in names for part in parts]:
         raise ValueError("the tensors are not layers in order")
-    if any(len(entry.shape) != 3 for entry in layers):
-        raise ValueError("a layer's tensor does not have three dimensions")
-    tokens = layers[0].shape[1]
-    if len({(entry.dtype, entry.shape[1]) for entry in layers}) != 1:
-        raise ValueError("layers differ in dtype or number of tokens")
-    if any(entry.dtype != torch.float32 or entry.shape != (tokens,) for entry in scores):
+    tokens = layers[0].shape[1:2]
+    for index in range(0, len(layers), len(parts)):
+        main = layers[index]
+        for entry, (dtype, dimensions) in zip(layers[index : index + len(parts)], parts.values(), strict=True):
+            if entry.dtype != dtype or len(entry.shape) != dimensions:
+                raise ValueError(f"{entry.name} is not what the codec {header.codec.name} makes of {header.dtype}")
+            if entry.shape[:2] != main.shape[:1] + tokens:
+                raise ValueError("a layer's tensors differ in heads or tokens")
+    if any(entry.dtype != torch.float32 or entry.shape != tokens for entry in scores):
         raise ValueError("the scores are not one per token")
     offset = 0
     for entry in entries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ class ChunkKV:
     ``scores``: what attention showed while it was computed, if that was collected.
     """
 
-    layers: tuple[LayerKV, ...]
+    layers: Sequence[LayerKV]
     scores: ChunkScores | None = None
 
     @property

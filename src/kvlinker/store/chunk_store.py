@@ -7,10 +7,14 @@ import logging
 import threading
 import time
 from collections.abc import Sequence, Set
+from concurrent.futures import Future
+from functools import partial
 
 from kvlinker.events import ChunkLoaded, ChunkLookup, Events
+from kvlinker.store.bandwidth import Bandwidths
 from kvlinker.store.base import Tier, TierCheck, TierUsage
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.layer_loader import LayerLoader, Loaded, Opened, Urgency, Wanted
 from kvlinker.store.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
@@ -43,6 +47,7 @@ class ChunkStore:
         self._lock = threading.RLock()  # makes queueing and the first tier's put one step; guards the two counts
         self._deletes_running = 0
         self._deletes_done = 0
+        self._loader = LayerLoader()
         atexit.register(self.close)
 
     def get(self, key: str) -> ChunkKV | None:
@@ -53,20 +58,50 @@ class ChunkStore:
         """
         epoch = self._delete_epoch()
         started = time.perf_counter()
-        for position, tier in enumerate(self._tiers):
+        kv = self.get_at_hand(key)
+        if kv is not None:
+            return kv
+        for tier in self._tiers[1:]:
             kv = tier.get(key)
-            others = self._others(position) if position else ()
-            if kv is None and position == 0:
-                kv = self._waiting(key)
-                others = self._tiers[:1]
             if kv is not None:
-                seconds = time.perf_counter() - started
-                self._promote(key, kv, others, epoch)
-                self._events.publish(ChunkLookup(hit=True, tier=tier.name))
-                self._events.publish(ChunkLoaded(tier.name, seconds, kv.nbytes))
+                self._loaded(key, epoch, Loaded(tier.name, kv, time.perf_counter() - started))
                 return kv
-        self._events.publish(ChunkLookup(hit=False, tier="none"))
+        self._loaded(key, epoch, None)
         return None
+
+    def get_at_hand(self, key: str) -> ChunkKV | None:
+        """As ``get``, but only from the first tier, or what waits to be written, without any delay.
+
+        Publishes only hits.
+        """
+        epoch = self._delete_epoch()
+        started = time.perf_counter()
+        kv = self._tiers[0].get(key)
+        if kv is None:
+            kv = self._waiting(key)
+            if kv is None:
+                return None
+            self._promote(key, kv, self._tiers[:1], epoch)
+        self._told_loaded(self._tiers[0].name, kv, time.perf_counter() - started)
+        return kv
+
+    def load(self, keys: Sequence[str], urgency: Urgency) -> list[Future[ChunkKV | None]]:
+        """As ``get`` for the chunks of one prompt, whose layers may still be on their way when a future is done: taking
+        one that does not come raises LayerLostError. None, too, for what would take longer to load than to compute.
+
+        ``urgency`` is that of all the chunks together. Tiers but the first are read in threads of the store's own.
+        """
+        share = Urgency(urgency.compute, urgency.prefill / max(1, len(keys)))
+        found = [self._begun(key, share) for key in keys]
+        waiting = [one for one in found if not one.future.done()]
+        if waiting:
+            self._loader.load(waiting, Urgency(urgency.compute, share.prefill * len(waiting)))
+        return [one.future for one in found]
+
+    @property
+    def bandwidths(self) -> Bandwidths:
+        """As measured while loading."""
+        return self._loader.bandwidths
 
     def put(self, key: str, kv: ChunkKV) -> None:
         """Keep the KV; ``get`` sees it from now on. The caller must not modify it any more."""
@@ -148,6 +183,7 @@ class ChunkStore:
         """Finish the writes under way, those to shared tiers only as far as that takes a few seconds, and close the
         tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
         atexit.unregister(self.close)
+        self._loader.close()
         deadline = time.monotonic() + SHARED_TIERS_CLOSE_SECONDS
         for tier in self._tiers[1:]:
             self._writers[tier.name].close(deadline if tier.shared else None)
@@ -161,8 +197,39 @@ class ChunkStore:
                 logger.warning("Chunk %s stays out of the slower tier %s: too many writes wait already", key, tier.name)
         tiers[0].put(key, kv)
 
-    def _others(self, position: int) -> Sequence[Tier]:
-        return self._tiers[:position] + self._tiers[position + 1 :]
+    def _begun(self, key: str, urgency: Urgency) -> Wanted:
+        """A chunk that is found or missed already, or waits to be loaded."""
+        epoch = self._delete_epoch()
+        wanted = Wanted(partial(self._open, key, urgency), partial(self._loaded, key, epoch))
+        kv = self.get_at_hand(key)
+        if kv is not None:
+            wanted.resolve(kv)
+        elif not any(tier.contains(key) for tier in self._tiers[1:]):
+            wanted.resolve(None)
+            self._loaded(key, epoch, None)
+        return wanted
+
+    def _open(self, key: str, urgency: Urgency) -> Opened | None:
+        """A copy in the fastest tier that has one and is fast enough."""
+        for tier in self._tiers[1:]:
+            nbytes = tier.nbytes(key)
+            if nbytes is not None and self._loader.worth_loading(tier.name, nbytes, urgency):
+                reader = tier.open(key)
+                if reader is not None:
+                    return Opened(tier.name, reader)
+        return None
+
+    def _loaded(self, key: str, epoch: int | None, loaded: Loaded | None) -> None:
+        """A lookup in the slower tiers has ended."""
+        if loaded is None:
+            self._events.publish(ChunkLookup(hit=False, tier="none"))
+            return
+        self._promote(key, loaded.kv, [tier for tier in self._tiers if tier.name != loaded.tier], epoch)
+        self._told_loaded(loaded.tier, loaded.kv, loaded.seconds)
+
+    def _told_loaded(self, tier: str, kv: ChunkKV, seconds: float) -> None:
+        self._events.publish(ChunkLookup(hit=True, tier=tier))
+        self._events.publish(ChunkLoaded(tier, seconds, kv.nbytes))
 
     def _waiting(self, key: str) -> ChunkKV | None:
         return next((kv for writer in self._writers.values() if (kv := writer.get(key)) is not None), None)

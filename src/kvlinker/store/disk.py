@@ -11,17 +11,28 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Set
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
 from kvlinker.store.base import TierCheck
-from kvlinker.store.chunk_file import ChunkFileError, encode_header, read_chunk_file, write_chunk_file
+from kvlinker.store.byte_source import FileSource
+from kvlinker.store.chunk_file import (
+    ChunkFileError,
+    EncodedKV,
+    encode_chunk,
+    open_chunk,
+    read_chunk_file,
+    write_chunk_file,
+)
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.codecs import RAW, Codec
 from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.errors import StoreError
+from kvlinker.store.layer_stream import ChunkReader
 from kvlinker.store.lru import LruIndex
+from kvlinker.store.tier_reader import TierReader
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +65,7 @@ class DiskTier:
         name: str = "disk",
         pinned: Set[str] = frozenset(),
         sealing: Sealing = NOT_SEALED,
+        codec: Codec = RAW,
     ) -> None:
         """Open the folder, create it where missing, evict down to the budget.
 
@@ -65,6 +77,7 @@ class DiskTier:
         self._lock = threading.RLock()
         self._index = LruIndex(budget_bytes, pinned)
         self._sealing = sealing
+        self._codec = codec
         self._reserved_bytes = 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -96,19 +109,33 @@ class DiskTier:
         self._touch(key)
         return kv
 
+    def open(self, key: str) -> ChunkReader | None:
+        if not self.contains(key):
+            return None
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(self._path(key).open("rb"))
+                chunk = open_chunk(FileSource(file), key, self._sealing)
+            except (ChunkFileError, OSError) as error:
+                self._failed(key, error)
+                return None
+            self._touch(key)
+            close = stack.pop_all().close
+        return TierReader(chunk, failed=partial(self._failed, key), close=close)
+
     def put(self, key: str, kv: ChunkKV) -> bool:
         """As ``Tier.put``. Raises ValueError for KV that the file format does not hold: a caller's mistake."""
         if self._touch(key):
             return True
-        header = encode_header(key, kv)
-        nbytes = self._sealing.nbytes(len(header) + kv.nbytes)
+        encoded = encode_chunk(key, kv, self._codec)
+        nbytes = self._sealing.nbytes(encoded.nbytes)
         with self._lock:
             if not self._index.fits(nbytes + self._reserved_bytes):
                 return False
             self._evict_for(nbytes)
             self._reserved_bytes += nbytes
         try:
-            temporary = self._write_temporary(key, header, kv)
+            temporary = self._write_temporary(key, encoded)
         except OSError as error:
             logger.warning("Chunk %s was not written to %s: %s", key, self._directory, error)
             return False
@@ -166,14 +193,17 @@ class DiskTier:
         """The verified KV; or the damage, after removing and publishing it; or None where it is a miss for now."""
         try:
             return read_chunk_file(self._path(key), key, self._sealing)
-        except FileNotFoundError:
+        except (ChunkFileError, OSError) as error:
+            return self._failed(key, error)
+
+    def _failed(self, key: str, error: Exception) -> ChunkDamaged | None:
+        """What became of a chunk that was not read: a damaged one is removed and published."""
+        if isinstance(error, FileNotFoundError):
             reason = "its file vanished"
-        except ChunkFileError as error:
-            reason = str(error)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                logger.warning("Chunk %s was not read from %s: %s", key, self._directory, error)
-                return None
+        elif isinstance(error, OSError) and error.errno != errno.EIO:
+            logger.warning("Chunk %s was not read from %s: %s", key, self._directory, error)
+            return None
+        else:
             reason = str(error)
         with self._lock:
             if not self._index.remove(key):
@@ -215,14 +245,14 @@ class DiskTier:
             self._unlink(self._path(key))
             self._events.publish(ChunkEvicted(self.name, size))
 
-    def _write_temporary(self, key: str, header: bytes, kv: ChunkKV) -> Path:
+    def _write_temporary(self, key: str, encoded: EncodedKV) -> Path:
         """Write beside the chunk's place and wait for the disk; on an error nothing stays behind."""
         folder = self._path(key).parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=key, suffix=_TEMPORARY_SUFFIX, dir=folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                write_chunk_file(file, header, kv, partial(self._sealing.pieces, key, len(header) + kv.nbytes))
+                write_chunk_file(file, encoded, partial(self._sealing.pieces, key, encoded.nbytes))
                 file.flush()
                 _set_last_use(file.fileno())  # kernels before 6.13 stamp too coarsely to sort by
                 os.fsync(file.fileno())

@@ -8,6 +8,7 @@ from collections.abc import Set
 from kvlinker.events import ChunkEvicted, Events
 from kvlinker.store.base import TierCheck
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.layer_stream import ChunkReader, HeldReader
 from kvlinker.store.lru import LruIndex
 
 
@@ -37,6 +38,10 @@ class HostTier:
         with self._lock:
             self._index.touch(key)
             return self._kv.get(key)
+
+    def open(self, key: str) -> ChunkReader | None:
+        kv = self.get(key)
+        return None if kv is None else HeldReader(kv)
 
     def put(self, key: str, kv: ChunkKV) -> bool:
         nbytes = kv.nbytes

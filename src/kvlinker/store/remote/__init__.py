@@ -6,6 +6,7 @@ from functools import partial
 
 from kvlinker.config import Settings
 from kvlinker.events import Events
+from kvlinker.store.codecs import RAW, Codec, find_codec
 from kvlinker.store.encryption import Cipher, Sealing
 from kvlinker.store.errors import StoreError
 from kvlinker.store.remote.redaction import redacted
@@ -23,14 +24,24 @@ def shared_tiers(settings: Settings, events: Events, cipher: Cipher | None = Non
     tiers = []
     if settings.redis_url is not None and settings.redis_space:
         url = settings.redis_url.get_secret_value()
-        tiers.append(redis_tier(url, settings.redis_space, events, prefix=settings.redis_prefix, cipher=cipher))
+        codec = find_codec(settings.redis_codec)
+        tiers.append(
+            redis_tier(url, settings.redis_space, events, prefix=settings.redis_prefix, cipher=cipher, codec=codec)
+        )
     if settings.object_url is not None and settings.object_space:
-        tiers.append(object_tier(settings.object_url.get_secret_value(), settings.object_space, events, cipher=cipher))
+        url, codec = settings.object_url.get_secret_value(), find_codec(settings.object_codec)
+        tiers.append(object_tier(url, settings.object_space, events, cipher=cipher, codec=codec))
     return tiers
 
 
 def redis_tier(
-    url: str, budget_bytes: int, events: Events, *, prefix: str = "kvlinker", cipher: Cipher | None = None
+    url: str,
+    budget_bytes: int,
+    events: Events,
+    *,
+    prefix: str = "kvlinker",
+    cipher: Cipher | None = None,
+    codec: Codec = RAW,
 ) -> BlobTier:
     """Chunks in a Redis server, under keys that begin with ``prefix``; it need not be up.
 
@@ -41,10 +52,12 @@ def redis_tier(
     except ModuleNotFoundError as error:
         raise _missing("redis") from error
     medium = RedisMedium(url, budget_bytes, prefix=prefix, timeout=_EXCHANGE_SECONDS)
-    return BlobTier("redis", medium, events, conceal=partial(redacted, url=url), sealing=Sealing(cipher))
+    return BlobTier("redis", medium, events, conceal=partial(redacted, url=url), sealing=Sealing(cipher), codec=codec)
 
 
-def object_tier(url: str, budget_bytes: int, events: Events, *, cipher: Cipher | None = None) -> BlobTier:
+def object_tier(
+    url: str, budget_bytes: int, events: Events, *, cipher: Cipher | None = None, codec: Codec = RAW
+) -> BlobTier:
     """Chunks as objects below a URL that fsspec knows; it need not be reachable.
 
     Raises StoreError for a URL that is none, or where its library is missing.
@@ -54,7 +67,7 @@ def object_tier(url: str, budget_bytes: int, events: Events, *, cipher: Cipher |
     except ModuleNotFoundError as error:
         raise _missing("remote") from error
     medium = ObjectMedium(url, budget_bytes, timeout=_EXCHANGE_SECONDS)
-    return BlobTier("object", medium, events, conceal=partial(redacted, url=url), sealing=Sealing(cipher))
+    return BlobTier("object", medium, events, conceal=partial(redacted, url=url), sealing=Sealing(cipher), codec=codec)
 
 
 def _missing(extra: str) -> StoreError:

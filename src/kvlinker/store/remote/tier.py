@@ -14,10 +14,12 @@ import numpy as np
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events, TierUnavailable
 from kvlinker.store.base import TierCheck
-from kvlinker.store.byte_source import BufferSource, Bytes
-from kvlinker.store.chunk_file import ChunkFileError, decode_chunk, encode_header, encoded_pieces
+from kvlinker.store.byte_source import AheadSource, BufferSource, Bytes
+from kvlinker.store.chunk_file import ChunkFileError, decode_chunk, encode_chunk, open_chunk
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.codecs import RAW, Codec
 from kvlinker.store.encryption import NOT_SEALED, Sealing
+from kvlinker.store.layer_stream import ChunkReader, LayerLostError
 from kvlinker.store.remote.availability import Availability
 from kvlinker.store.remote.deadline import Deadline
 from kvlinker.store.remote.medium import (
@@ -29,6 +31,7 @@ from kvlinker.store.remote.medium import (
     MediumUsage,
     Written,
 )
+from kvlinker.store.tier_reader import TierReader
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class BlobTier:
         pause_seconds: float = PAUSE_SECONDS,
         conceal: Callable[[str], str] = str,
         sealing: Sealing = NOT_SEALED,
+        codec: Codec = RAW,
     ) -> None:
         """``conceal`` takes credentials out of what the medium's errors say."""
         self.name = name
@@ -73,6 +77,7 @@ class BlobTier:
         self._answer_seconds = answer_seconds
         self._conceal = conceal
         self._sealing = sealing
+        self._codec = codec
         self._deadline = Deadline()
         self._availability = Availability(name, medium.place, self._reopen, pause=pause_seconds)
         self._lock = threading.Lock()
@@ -97,20 +102,39 @@ class BlobTier:
         kv = None if nbytes is None else self._read(key, nbytes)
         return kv if isinstance(kv, ChunkKV) else None
 
+    def open(self, key: str) -> ChunkReader | None:
+        if self._is_doomed(key):
+            return None
+        nbytes = self._size(self._medium.touch, key)
+        if nbytes is None:
+            return None
+        if nbytes > self.budget_bytes:
+            self._drop(key, f"{nbytes} bytes are more than the whole tier may hold")
+            return None
+        failed = partial(self._failed_to_read, key)
+        source = AheadSource(nbytes, partial(self._fetched_part, key))
+        try:
+            return TierReader(open_chunk(source, key, self._sealing), failed=failed)
+        except LayerLostError:
+            return None
+        except Exception as error:
+            failed(error)
+            return None
+
     def put(self, key: str, kv: ChunkKV) -> bool:
         """As ``Tier.put``. Raises ValueError for KV that chunk files do not hold: a caller's mistake."""
         if not self._is_doomed(key) and self._size(self._medium.touch, key) is not None:
             return True
         if not self._availability.up:
             return False
-        header = encode_header(_checked(key), kv)
-        plain = len(header) + kv.nbytes
-        nbytes = self._sealing.nbytes(plain)
+        encoded = encode_chunk(_checked(key), kv, self._codec)
+        nbytes = self._sealing.nbytes(encoded.nbytes)
         if nbytes > self.budget_bytes:
             return False
         with self._lock:
             self._doomed.discard(key)
-        write = partial(self._medium.write, key, nbytes, self._sealing.pieces(key, plain, encoded_pieces(header, kv)))
+        pieces = self._sealing.pieces(key, encoded.nbytes, encoded.pieces())
+        write = partial(self._medium.write, key, nbytes, pieces)
         written = self._ask(write, _NOTHING_WRITTEN, nbytes=nbytes)
         self._told_evicted(written.evicted)
         if written.stored:
@@ -172,7 +196,7 @@ class BlobTier:
         if nbytes > self.budget_bytes:
             return self._drop(key, f"{nbytes} bytes are more than the whole tier may hold")
         try:
-            data = self._ask(partial(self._fetched, key, nbytes), None, nbytes=nbytes)
+            data = self._ask(partial(self._fetched, key, 0, nbytes), None, nbytes=nbytes)
             kv = None if data is None else decode_chunk(BufferSource(data), key, self._sealing)
         except (BlobDamaged, ChunkFileError) as damage:
             return self._drop(key, str(damage))
@@ -180,10 +204,23 @@ class BlobTier:
             self._availability.succeeded()
         return kv
 
-    def _fetched(self, key: str, nbytes: int) -> Bytes:
+    def _fetched(self, key: str, start: int, nbytes: int) -> Bytes:
         data: Bytes = np.empty(nbytes, dtype=np.uint8)  # NumPy asks for huge pages
-        self._medium.read_into(key, 0, data.data)
+        self._medium.read_into(key, start, data.data)
         return data
+
+    def _fetched_part(self, key: str, start: int, nbytes: int) -> Bytes:
+        """Raises LayerLostError where the medium does not give it, and BlobDamaged."""
+        data = self._ask(partial(self._fetched, key, start, nbytes), None, nbytes=nbytes)
+        if data is None:
+            raise LayerLostError(f"tier {self.name} did not deliver chunk {key}")
+        self._availability.succeeded()
+        return data
+
+    def _failed_to_read(self, key: str, error: Exception) -> None:
+        if not isinstance(error, BlobDamaged | ChunkFileError):
+            raise error
+        self._drop(key, str(error))
 
     def _drop(self, key: str, reason: str) -> ChunkDamaged:
         self._ask(partial(self._medium.delete, key), None)
