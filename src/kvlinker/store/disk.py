@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import re
+import secrets
 import stat
 import tempfile
 import threading
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 _KEY = re.compile(r"[0-9a-f]{64}")
 _SUFFIX = ".safetensors"
 _TEMPORARY_SUFFIX = ".tmp"
+_ASIDE_SUFFIX = ".aside"
 _STALE_SECONDS = 600.0
 
 
@@ -39,6 +41,8 @@ class DiskTier:
 
     Several processes may share the folder: each finds files that another wrote when it is asked for them, and
     counts in ``used_bytes`` those that it has met. What one evicts or deletes vanishes for the others.
+
+    What else lies at a file's place, such as a folder or a link, is a miss, and gives way to the next file.
 
     The lock guards the index and the names in the folder; bulk reads and writes happen outside it.
     """
@@ -66,6 +70,7 @@ class DiskTier:
         self._index = LruIndex(budget_bytes, pinned)
         self._sealing = sealing
         self._reserved_bytes = 0
+        self._doomed: set[str] = set()  # deleted, but the disk would not let the file go
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._remove_temporary_files()
@@ -124,7 +129,10 @@ class DiskTier:
     def delete(self, key: str) -> None:
         with self._lock:
             self._index.remove(key)
-            self._unlink(self._path(key))
+            if self._unlink(self._path(key)):
+                self._doomed.discard(key)
+            else:
+                self._doomed.add(key)
 
     def set_pinned(self, keys: Set[str]) -> None:
         with self._lock:
@@ -142,9 +150,14 @@ class DiskTier:
             return self._index.nbytes(key) if self.contains(key) else None
 
     def check(self) -> TierCheck:
+        with self._lock:
+            doomed = tuple(self._doomed)
+        for key in doomed:
+            self.delete(key)
+        displaced = self._clear_places()
         results = [self._read(key) for key, _ in list(self._scan()) if self.contains(key)]
         damaged = tuple(result for result in results if isinstance(result, ChunkDamaged))
-        return TierCheck(self.name, checked=len(results), damaged=damaged)
+        return TierCheck(self.name, checked=len(results) + len(displaced), damaged=displaced + damaged)
 
     def close(self) -> None:
         """Nothing is open between calls."""
@@ -156,11 +169,35 @@ class DiskTier:
 
     def _scan(self) -> Iterator[tuple[str, os.stat_result]]:
         """The keys of all files in the folder, whoever wrote them, with their stat."""
+        for path, status in self._places():
+            if stat.S_ISREG(status.st_mode):
+                yield path.stem, status
+
+    def _places(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Whatever lies where a chunk's file belongs."""
         for path in self._directory.glob(f"??/*{_SUFFIX}"):
             with suppress(FileNotFoundError):
                 status = path.lstat()
-                if _KEY.fullmatch(path.stem) and path == self._path(path.stem) and stat.S_ISREG(status.st_mode):
-                    yield path.stem, status
+                if _KEY.fullmatch(path.stem) and path == self._path(path.stem):
+                    yield path, status
+
+    def _clear_places(self) -> tuple[ChunkDamaged, ...]:
+        """Take away what is no file, or no folder for files; returns what it published of it."""
+        damages = []
+        for path in self._directory.glob("[0-9a-f][0-9a-f]"):
+            if not path.is_dir():
+                with suppress(OSError):
+                    path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{_ASIDE_SUFFIX}"))
+                damages.append(ChunkDamaged(self.name, path.name, "what lay in its place is not a folder"))
+        for path, status in list(self._places()):
+            if not stat.S_ISREG(status.st_mode):
+                with self._lock:
+                    self._index.remove(path.stem)
+                    self._unlink(path)
+                damages.append(ChunkDamaged(self.name, path.stem, "what lay in its place is not a file"))
+        for damage in damages:
+            self._events.publish(damage)
+        return tuple(damages)
 
     def _read(self, key: str) -> ChunkKV | ChunkDamaged | None:
         """The verified KV; or the damage, after removing and publishing it; or None where it is a miss for now."""
@@ -199,8 +236,11 @@ class DiskTier:
 
     def _adopt(self, key: str) -> bool:
         """Take over a file that another process wrote since the start; the lock is held."""
+        path = self._path(key)
+        if key in self._doomed:
+            return False
         try:
-            status = self._path(key).lstat()
+            status = path.lstat()
         except OSError:
             return False
         if not stat.S_ISREG(status.st_mode) or not self._index.fits(status.st_size + self._reserved_bytes):
@@ -238,7 +278,10 @@ class DiskTier:
             with self._lock:
                 self._index.remove(key)
                 self._evict_for(nbytes)
+                if path.is_dir():
+                    self._unlink(path)
                 os.replace(temporary, path)
+                self._doomed.discard(key)
                 self._index.add(key, nbytes)
         except OSError as error:
             logger.warning("Chunk %s was not moved into %s: %s", key, self._directory, error)
@@ -248,11 +291,20 @@ class DiskTier:
             _sync_folder(path.parent)
         return True
 
-    def _unlink(self, path: Path) -> None:
+    def _unlink(self, path: Path) -> bool:
+        """Whether nothing lies there any more. A folder that is not empty is moved aside: nobody put chunks into it."""
         try:
-            path.unlink(missing_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                aside = tempfile.mkdtemp(prefix=path.stem, suffix=_ASIDE_SUFFIX, dir=path.parent)
+                path.rename(aside)
+                with suppress(OSError):
+                    os.rmdir(aside)
+            else:
+                path.unlink(missing_ok=True)
         except OSError as error:
             logger.error("%s could not be removed: %s", path, error)
+            return False
+        return True
 
     def _remove_temporary_files(self) -> None:
         """What a crash left behind; a young file may be another process's that is still being written."""
