@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from store_chunks import chunk_kv
+from tests.server.serving import tiny_model, tiny_settings
 from typer.testing import CliRunner, Result
 
 from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.cli import app
 from kvlinker.context_caches import ContextCaches
-from kvlinker.errors import PinLimitError
+from kvlinker.errors import ContextCacheNotFoundError, PinLimitError
 from kvlinker.events import Events
+from kvlinker.llm import LLM
 from kvlinker.store import Catalog, ChunkKV, ChunkStore, ContextCache, open_store
 
 FINGERPRINT = "sha256:weights"
 CONTENTS = 24
 DISK_BYTES = 60_000  # some seven chunks
 TENANTS = ("anna", "bert")
+
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["crash_work"])
+
+
+def start(target: Callable[[Path, int], None], folder: Path, seed: int) -> ForkServerProcess:
+    """A process that works until it is killed."""
+    process = PROCESSES.Process(target=target, args=(folder, seed), daemon=True)
+    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):  # what is preloaded is looked up there
+        process.start()
+    return process
 
 
 def chunk_of(number: int) -> Chunk:
@@ -114,7 +132,7 @@ def work(folder: Path, seed: int) -> None:
             check(folder, "--repair")  # beside the open store, as beside a running server
             tell("step", "check")
         step = randomness.choice(steps)
-        with suppress(PinLimitError):
+        with suppress(PinLimitError, ContextCacheNotFoundError):  # the latter: another process deleted it
             step(state, randomness, tell)
         tell("step", step.__name__)
 
@@ -123,6 +141,18 @@ def repair(folder: Path, seed: int) -> None:
     """Mend again and again."""
     while True:
         check(folder, "--repair")
+
+
+def answer(folder: Path, seed: int) -> None:
+    """What a server does, with a model: create, answer with what is there, delete."""
+    randomness = random.Random(seed)
+    with LLM.from_model(tiny_model(), tiny_settings(folder, disk_space=DISK_BYTES)) as llm:
+        while True:
+            llm.generate_context_cache([f"Text {randomness.randrange(CONTENTS)}."] * randomness.randint(1, 2))
+            cache = randomness.choice(llm.list_caches().items)
+            llm.chat_completion([{"role": "user", "content": [cache]}], max_tokens=2)
+            if randomness.random() < 0.3:
+                llm.expire_cache(cache)
 
 
 def _tell(journal: int, *line: Any) -> None:

@@ -6,36 +6,31 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import re
 import sqlite3
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from crash_work import TENANTS, check, kv_of, open_state, repair, work
+from crash_work import DISK_BYTES, TENANTS, answer, check, kv_of, open_state, repair, start, work
 from store_chunks import same_kv
+from tests.server.serving import tiny_model, tiny_settings
 
 from kvlinker.chunks import chunk_key
+from kvlinker.llm import LLM
 
 POINTS = int(os.environ.get("KVLINKER_CRASH_POINTS", "15"))
 SEED = int(os.environ.get("KVLINKER_CRASH_SEED", "5"))
 LONGEST_SECONDS = 0.4
 STALE_SECONDS = 600.0
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["crash_work"])
-
 
 def run_and_kill(target: Callable[[Path, int], None], folder: Path, seed: int, seconds: float) -> None:
-    process = PROCESSES.Process(target=target, args=(folder, seed), daemon=True)
-    process.start()
+    process = start(target, folder, seed)
     process.join(seconds)
     assert process.exitcode is None, f"the child with seed {seed} ended by itself: {process.exitcode}"
     process.kill()
@@ -46,9 +41,7 @@ def run_and_kill(target: Callable[[Path, int], None], folder: Path, seed: int, s
 def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The fork server has imported everything before the first child is killed."""
     folder = tmp_path_factory.mktemp("warm")
-    process = PROCESSES.Process(target=work, args=(folder, 0), daemon=True)
-    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):  # what is preloaded is looked up there
-        process.start()
+    process = start(work, folder, 0)
     deadline = time.monotonic() + 60
     while not (folder / "journal").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -59,6 +52,7 @@ def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 def told(folder: Path) -> tuple[set[str], set[str], int]:
     """Ids whose creation was answered and whose deletion was not begun; ids whose deletion was answered; steps."""
     created: set[str] = set()
+    deleting: set[str] = set()
     deleted: set[str] = set()
     steps = 0
     journal = folder / "journal"
@@ -68,10 +62,10 @@ def told(folder: Path) -> tuple[set[str], set[str], int]:
         if kind == "created":
             created |= set(value)
         elif kind == "deleting":
-            created -= set(value)
+            deleting |= set(value)
         elif kind == "deleted":
             deleted |= set(value)
-    return created, deleted, steps
+    return created - deleting, deleted, steps
 
 
 def leave_temporary_files_alone_for_long(folder: Path) -> None:
@@ -167,3 +161,28 @@ def test_kills_of_repairs(tmp_path: Path) -> None:
             damage(tmp_path, randomness)
         run_and_kill(repair, tmp_path, 0, randomness.uniform(0, LONGEST_SECONDS / 2))
         is_sound(tmp_path)
+
+
+def test_kills_of_a_model(tmp_path: Path) -> None:
+    """What is listed after a kill answers as it would have on a new state directory."""
+    randomness = random.Random(SEED + 2)
+    options = {"max_tokens": 4, "temperature": 0.0}
+    for point in range(max(3, POINTS // 20)):
+        run_and_kill(answer, tmp_path / "state", SEED * 100_000 + point, randomness.uniform(0.5, 2.5))
+        check(tmp_path / "state", "--repair")
+        if (tmp_path / "state").exists():
+            assert check(tmp_path / "state").exit_code == 0
+    with (
+        LLM.from_model(tiny_model(), tiny_settings(tmp_path / "state", disk_space=DISK_BYTES)) as llm,
+        LLM.from_model(tiny_model(), tiny_settings(tmp_path / "new")) as new,
+    ):
+        caches = {cache.chunk_key: cache for cache in llm.list_caches(limit=1000).items}
+        assert caches
+        for cache in caches.values():
+            text = llm.tokenizer.decode(cache.chunk.tokens)
+            (again,) = new.generate_context_cache([text])
+            answers = [
+                each.chat_completion([{"role": "user", "content": [held]}], **options).token_ids
+                for each, held in ((llm, cache), (new, again))
+            ]
+            assert answers[0] == answers[1], text

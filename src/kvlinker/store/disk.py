@@ -20,6 +20,7 @@ from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
 from kvlinker.store.base import TierCheck
 from kvlinker.store.chunk_file import ChunkFileError, encode_header, read_chunk_file, write_chunk_file
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.durability import synchronize
 from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.errors import StoreError
 from kvlinker.store.lru import LruIndex
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 _KEY = re.compile(r"[0-9a-f]{64}")
 _SUFFIX = ".safetensors"
 _TEMPORARY_SUFFIX = ".tmp"
+_FOLDER_CHARACTERS = 2
 _ASIDE_SUFFIX = ".aside"
 _STALE_SECONDS = 600.0
 
@@ -65,6 +67,7 @@ class DiskTier:
         """
         self.name = name
         self._directory = directory
+        self._root = str(directory)
         self._events = events
         self._lock = threading.RLock()
         self._index = LruIndex(budget_bytes, pinned)
@@ -165,21 +168,31 @@ class DiskTier:
     def _path(self, key: str) -> Path:
         if not _KEY.fullmatch(key):
             raise ValueError(f"{key!r} is not a chunk key: 64 lowercase hexadecimal characters.")
-        return self._directory / key[:2] / f"{key}{_SUFFIX}"
+        return Path(self._place(key))
+
+    def _place(self, key: str) -> str:
+        return f"{self._root}/{key[:_FOLDER_CHARACTERS]}/{key}{_SUFFIX}"
 
     def _scan(self) -> Iterator[tuple[str, os.stat_result]]:
         """The keys of all files in the folder, whoever wrote them, with their stat."""
-        for path, status in self._places():
+        for key, status in self._places():
             if stat.S_ISREG(status.st_mode):
-                yield path.stem, status
+                yield key, status
 
-    def _places(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Whatever lies where a chunk's file belongs."""
-        for path in self._directory.glob(f"??/*{_SUFFIX}"):
-            with suppress(FileNotFoundError):
-                status = path.lstat()
-                if _KEY.fullmatch(path.stem) and path == self._path(path.stem):
-                    yield path, status
+    def _places(self) -> Iterator[tuple[str, os.stat_result]]:
+        """The keys at whose place anything lies, with its stat."""
+        for entry in self._entries():
+            key = entry.name.removesuffix(_SUFFIX)
+            if len(key) < len(entry.name) and _KEY.fullmatch(key) and entry.path == self._place(key):
+                with suppress(FileNotFoundError):
+                    yield key, entry.stat(follow_symlinks=False)
+
+    def _entries(self) -> Iterator[os.DirEntry[str]]:
+        """What lies in the folders that chunk files belong in."""
+        for folder in os.scandir(self._directory):
+            if len(folder.name) == _FOLDER_CHARACTERS and folder.is_dir():
+                with suppress(FileNotFoundError):
+                    yield from os.scandir(folder.path)
 
     def _clear_places(self) -> tuple[ChunkDamaged, ...]:
         """Take away what is no file, or no folder for files; returns what it published of it."""
@@ -189,12 +202,12 @@ class DiskTier:
                 with suppress(OSError):
                     path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{_ASIDE_SUFFIX}"))
                 damages.append(ChunkDamaged(self.name, path.name, "what lay in its place is not a folder"))
-        for path, status in list(self._places()):
+        for key, status in list(self._places()):
             if not stat.S_ISREG(status.st_mode):
                 with self._lock:
-                    self._index.remove(path.stem)
-                    self._unlink(path)
-                damages.append(ChunkDamaged(self.name, path.stem, "what lay in its place is not a file"))
+                    self._index.remove(key)
+                    self._unlink(self._path(key))
+                damages.append(ChunkDamaged(self.name, key, "what lay in its place is not a file"))
         for damage in damages:
             self._events.publish(damage)
         return tuple(damages)
@@ -288,7 +301,7 @@ class DiskTier:
             self._unlink(temporary)
             return False
         with suppress(OSError):  # at worst, a power cut now makes a miss of it
-            _sync_folder(path.parent)
+            synchronize(path.parent)
         return True
 
     def _unlink(self, path: Path) -> bool:
@@ -308,21 +321,13 @@ class DiskTier:
 
     def _remove_temporary_files(self) -> None:
         """What a crash left behind; a young file may be another process's that is still being written."""
-        for path in self._directory.glob(f"??/*{_TEMPORARY_SUFFIX}"):
-            with suppress(FileNotFoundError):
-                if time.time() - path.lstat().st_mtime > _STALE_SECONDS:
-                    self._unlink(path)
+        for entry in self._entries():
+            if entry.name.endswith(_TEMPORARY_SUFFIX):
+                with suppress(FileNotFoundError):
+                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS:
+                        self._unlink(Path(entry.path))
 
 
 def _set_last_use(file: Path | int) -> None:
     now = time.time_ns()
     os.utime(file, ns=(now, now))
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in the folder last through a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
