@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -116,3 +116,19 @@ def test_what_was_persisted_is_in_the_files(path: Path, catalog: Catalog, tmp_pa
                 (copy / file.name).write_bytes(file.read_bytes())
         with closing(Catalog(copy / "catalog.sqlite")) as found:
             assert found.get(added.id, "anna", NOW) == added
+
+
+def test_a_file_that_is_overwritten_while_in_use_gives_no_other_answers(path: Path) -> None:
+    records = [record(number) for number in range(300)]
+    with closing(Catalog(path)) as catalog:
+        catalog.add(records)
+    with closing(Catalog(path)) as catalog:
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            file.seek(4096)
+            file.write(bytes(range(1, 255)) * (size // 254 - 20))
+        for each in records[::10]:
+            with suppress(StoreError):
+                assert catalog.get(each.id, "anna", NOW) in (each, None)
+    with pytest.raises(StoreError, match="Move it away"):
+        Catalog(path)
