@@ -63,17 +63,23 @@ def content_of(tokens: bytes) -> str:
 def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
     """Name of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and token ids.
 
-    A shared chunk's tenant is SHARED_TENANT, whoever asks. Every part is length-prefixed, so that no two different
-    inputs share their bytes.
+    A shared chunk's tenant is SHARED_TENANT, whoever asks.
+    """
+    return packed_chunk_key(
+        np.asarray(chunk.tokens, dtype="<u4").tobytes(),
+        np.asarray(chunk.prefix, dtype="<u4").tobytes(),
+        fingerprint=fingerprint,
+        owner=SHARED_TENANT if chunk.shared else tenant,
+    )
+
+
+def packed_chunk_key(tokens: bytes, prefix: bytes, *, fingerprint: str, owner: str) -> str:
+    """``chunk_key`` of token ids as little-endian uint32.
+
+    Every part is length-prefixed, so that no two different inputs share their bytes.
     """
     digest = hashlib.sha256(b"kvlinker-chunk-1")
-    parts = (
-        fingerprint.encode(),
-        (SHARED_TENANT if chunk.shared else tenant).encode(),
-        np.asarray(chunk.prefix, dtype="<u4").tobytes(),
-        np.asarray(chunk.tokens, dtype="<u4").tobytes(),
-    )
-    for part in parts:
+    for part in (fingerprint.encode(), owner.encode(), prefix, tokens):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()

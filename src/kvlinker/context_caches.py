@@ -53,7 +53,10 @@ class CachesUsage:
 
 
 class ContextCaches:
-    """Creates, finds, changes and deletes context caches. All methods may be called from any thread."""
+    """Creates, finds, changes and deletes context caches. All methods may be called from any thread.
+
+    What they answer outlasts a power cut.
+    """
 
     def __init__(
         self,
@@ -200,6 +203,7 @@ class ContextCaches:
             pinned=pinned,
             limits=self._limits,
         )
+        self._catalog.persist()
         if pinned is not UNCHANGED:
             self._pin()
         return updated
@@ -210,7 +214,9 @@ class ContextCaches:
         Raises ContextCacheNotFoundError, and PermissionDeniedError for a shared one unless ``admin``.
         """
         owner = self._writable(cache_id, tenant, admin)
-        self._drop(self._catalog.delete(cache_id, owner, time.time()))
+        released = self._catalog.delete(cache_id, owner, time.time())
+        self._catalog.persist()
+        self._drop(released)
 
     def delete_matching(
         self, metadata: Mapping[str, str], *, tenant: str, scope: Scope = Scope.PRIVATE, admin: bool = False
@@ -229,6 +235,7 @@ class ContextCaches:
             count, released = self._catalog.delete_matching(
                 scope.owner(tenant), time.time(), metadata, limit=DELETED_AT_ONCE
             )
+            self._catalog.persist()
             self._drop(released)
             deleted += count
             if count < DELETED_AT_ONCE:
@@ -288,6 +295,7 @@ class ContextCaches:
     def _enter(self, records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]) -> None:
         try:
             self._with_room(lambda: self._catalog.add(records, self._limits))
+            self._catalog.persist()
             if records[0].pinned:
                 self._pin()
             entered.set_result(records)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from contextlib import closing
 from pathlib import Path
@@ -133,6 +134,20 @@ def test_check_repairs_orphans(state: Path, stored: tuple[ContextCache, ...]) ->
         assert result.exit_code == code
         assert (stored[1].chunk_key in result.stdout) == bool(code)
     assert not [file for file in files(state) if stored[1].chunk_key in file.name]
+
+
+def test_check_mends_the_catalog(state: Path, stored: tuple[ContextCache, ...]) -> None:
+    with closing(sqlite3.connect(state / "catalog.sqlite")) as raw, raw:
+        raw.execute("UPDATE chunks SET tokens = x'00000000' WHERE key = ?", (stored[0].chunk_key,))
+        raw.execute("UPDATE tenants SET caches = 77")
+    assert "caches check --repair" in caches(state, "ls").stderr
+    for arguments, code in (([], 1), (["--repair"], 1), ([], 0)):
+        result = caches(state, "check", *arguments)
+        assert result.exit_code == code, result.output
+        assert (f"token ids of chunk {stored[0].chunk_key}" in result.stdout) == bool(code)
+        assert ("account of tenant" in result.stdout) == bool(code)
+    assert {row.split()[0] for row in caches(state, "ls").stdout.splitlines()[1:]} == {cache.id for cache in stored[1:]}
+    assert not [file for file in files(state) if stored[0].chunk_key in file.name]
 
 
 def test_damaged_catalog_is_one_line(state: Path, stored: tuple[ContextCache, ...]) -> None:

@@ -137,11 +137,47 @@ def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path, tier: DiskTi
     assert not tier.put(key_of(1), chunk_kv(1))
     assert tier.get(key_of(1)) is None
     assert not tier.contains(key_of(1))
-    file_of(tmp_path, 2).mkdir(parents=True)
-    assert not tier.put(key_of(2), chunk_kv(2))
-    assert tier.get(key_of(2)) is None
-    assert tier.used_bytes == 0
-    assert tier.put(key_of(3), chunk_kv(3))
+    assert len(tier.check().damaged) == 1
+    assert tier.check().damaged == ()
+    assert tier.put(key_of(1), chunk_kv(1))
+
+
+def put_a_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def put_a_full_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "notes").write_text("somebody's")
+
+
+def put_a_link(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("harm", [put_a_folder, put_a_full_folder, put_a_link, os.mkfifo])
+@pytest.mark.parametrize("way", ["get", "put", "check", "reopen"])
+def test_what_is_no_file_gives_way(tmp_path: Path, recorder: Recorder, tier: DiskTier, harm, way: str) -> None:
+    tier.put(key_of(1), chunk_kv(1))
+    file_of(tmp_path, 1).unlink()
+    harm(file_of(tmp_path, 1))
+    if way == "reopen":
+        tier = open_tier(tmp_path, recorder)
+    elif way == "get":
+        assert tier.get(key_of(1)) is None
+    elif way == "check":
+        assert [damage.key for damage in tier.check().damaged] == [key_of(1)]
+        assert not file_of(tmp_path, 1).exists()
+    else:
+        tier.delete(key_of(1))
+    assert not tier.contains(key_of(1))
+    assert tier.put(key_of(1), chunk_kv(1))
+    kv = tier.get(key_of(1))
+    assert kv is not None
+    assert same_kv(kv, chunk_kv(1))
+    assert tier.check().damaged == ()
+    notes = [path.read_text() for path in tmp_path.rglob("notes")]
+    assert notes == (["somebody's"] if harm is put_a_full_folder else [])
 
 
 def test_failed_writes_free_the_room_that_they_had_reserved(tmp_path: Path, recorder: Recorder) -> None:

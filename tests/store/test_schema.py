@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kvlinker.chunks import Chunk
+from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.store import Catalog, TenantUsage
 from kvlinker.store.schema import _FIRST, _SECOND, SCHEMA_VERSION
 from kvlinker.store.token_blobs import TokenBlobs
 
 NOW = 1000.0
+KEYS = {
+    "anna": chunk_key(Chunk((1, 2, 3), (9,)), fingerprint="weights", tenant="anna"),
+    "bert": chunk_key(Chunk((4, 5), (9,)), fingerprint="weights", tenant="bert"),
+}
 
 
 def older(path: Path, version: int) -> None:
@@ -21,9 +25,9 @@ def older(path: Path, version: int) -> None:
     with sqlite3.connect(path) as raw:
         for statement in (*_FIRST, *(_SECOND if version > 1 else ())):
             raw.execute(statement)
-        for key, tenant, tokens in (("k1", "anna", (1, 2, 3)), ("k2", "bert", (4, 5))):
+        for tenant, tokens in (("anna", (1, 2, 3)), ("bert", (4, 5))):
             row = {
-                "key": key,
+                "key": KEYS[tenant],
                 "fingerprint": "weights",
                 "tenant": tenant,
                 "tokens": TokenBlobs().pack(tokens, ""),
@@ -35,15 +39,15 @@ def older(path: Path, version: int) -> None:
             raw.execute(
                 f"INSERT INTO chunks ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values())
             )
-        for cache_id, tenant, key, metadata in (
-            ("cc_1", "anna", "k1", {"färbe": "grün\0gelb", "a": "1"}),
-            ("cc_2", "anna", "k1", {}),
-            ("cc_3", "bert", "k2", {"a": "1"}),
+        for cache_id, tenant, metadata in (
+            ("cc_1", "anna", {"färbe": "grün\0gelb", "a": "1"}),
+            ("cc_2", "anna", {}),
+            ("cc_3", "bert", {"a": "1"}),
         ):
             raw.execute(
                 "INSERT INTO context_caches (id, tenant, model, name, metadata, created_at, expires_at, chunk_key)"
                 " VALUES (?, ?, 'tiny', NULL, ?, ?, NULL, ?)",
-                (cache_id, tenant, json.dumps(metadata), NOW, key),
+                (cache_id, tenant, json.dumps(metadata), NOW, KEYS[tenant]),
             )
         raw.execute(f"PRAGMA user_version = {version}")
     raw.close()
@@ -68,7 +72,7 @@ def test_upgrade(tmp_path: Path, version: int) -> None:
     catalog.set_sizes("weights", 10)
     catalog.set_sizes("weights", 77)
     assert catalog.usage("anna") == TenantUsage(caches=2, chunks=1, tokens=3, bytes=30)
-    assert catalog.delete("cc_3", "bert", NOW) == ("k2",)
+    assert catalog.delete("cc_3", "bert", NOW) == (KEYS["bert"],)
     assert catalog.usage("bert") == TenantUsage()
     catalog.close()
     with sqlite3.connect(path) as raw:

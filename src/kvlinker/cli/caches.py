@@ -126,23 +126,29 @@ def show_usage(settings: Settings) -> None:
 @settings_options(*_SETTINGS)
 def check_caches(
     settings: Settings,
-    repair: Annotated[bool, typer.Option("--repair", help="Remove KV that no context cache holds.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Mend the catalog, and remove KV that no context cache holds.")
+    ] = False,
 ) -> None:
-    """Verify every stored file against its checksums and the catalog.
+    """Verify the catalog, and every stored file against its checksums and the catalog.
 
     Damaged copies are removed: their KV is computed again when it is used. In tiers that servers share, KV that
     this catalog does not hold is left to the other servers. The exit code is 1 when anything was wrong,
-    repaired or not, else 0.
+    repaired or not, else 0. A check that is interrupted leaves the rest to the next one.
     """
     with _opened(settings) as (catalog, store):
+        faults = catalog.check(repair=repair)
+        for fault in faults:
+            typer.echo(f"catalog: {fault}; {'mended' if repair else '--repair mends it'}")
         damaged = 0
         for tier in store.check():
             typer.echo(f"{tier.name}: {tier.checked} checked, {len(tier.damaged)} damaged")
             for copy in tier.damaged:
                 typer.echo(f"  {copy.key}: {copy.reason}; removed")
             damaged += len(tier.damaged)
+        lying = store.own_keys()  # before the catalog is asked: what is entered meanwhile is no orphan
         held = catalog.chunk_keys().keys()
-        orphans = sorted(store.own_keys() - held)
+        orphans = sorted(lying - held)
         for key in orphans:
             if repair:
                 store.delete(key)
@@ -150,7 +156,7 @@ def check_caches(
         absent = len(held - store.keys())
         typer.echo(f"{len(held)} chunks in the catalog: {absent} without KV (computed again when used)")
         typer.echo(f"{len(orphans)} orphans")
-        if damaged or orphans:
+        if faults or damaged or orphans:
             raise typer.Exit(FAILURE)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvlinker.chunks import Chunk
 from kvlinker.errors import ContextCacheNotFoundError
+from kvlinker.store.catalog_check import count_again, is_genuine, unheld_chunks, wrong_accounts
 from kvlinker.store.catalog_encryption import encrypt_catalog, prefix_of, tokens_of
 from kvlinker.store.context_cache import ContextCache
 from kvlinker.store.database import Database
@@ -30,7 +32,7 @@ from kvlinker.store.limits import (
     usages_of,
 )
 from kvlinker.store.schema import index_metadata
-from kvlinker.store.token_blobs import TokenBlobs
+from kvlinker.store.token_blobs import TokenBlobs, changed_entry
 from kvlinker.store.variants import VariantIndex, release_variants
 from kvlinker.tenants import SHARED_TENANT
 
@@ -64,7 +66,7 @@ class Catalog:
 
     A context cache has expired when ``now`` (Unix seconds) reaches ``expires_at``; ``expire`` removes those rows.
     Several processes may use one file. All methods may be called from any thread, and raise StoreError when SQLite
-    cannot do its work.
+    cannot do its work. What they change survives the end of the process; a power cut only after ``persist``.
     """
 
     def __init__(self, path: Path, cipher: Cipher | None = None) -> None:
@@ -283,6 +285,36 @@ class Catalog:
             self._database.query("SELECT key, fingerprint FROM chunks UNION SELECT key, fingerprint FROM variants", {})
         )
 
+    def check(self, *, repair: bool = False) -> tuple[str, ...]:
+        """Where the catalog contradicts itself, a line for each fault; takes time for large catalogs.
+
+        ``repair`` mends: context caches whose token ids are not what they were cannot be answered, and are removed;
+        accounts are counted again. Each step is one transaction.
+        """
+        faults = list(self._database.check())
+        if faults and repair:
+            with self._database.transaction() as connection:
+                connection.execute("REINDEX")
+                connection.execute("DELETE FROM context_caches WHERE chunk_key NOT IN (SELECT key FROM chunks)")
+                connection.execute("DELETE FROM metadata WHERE number NOT IN (SELECT number FROM context_caches)")
+        rows = self._database.query("SELECT key, fingerprint, tenant, tokens, prefix FROM chunks", {})
+        changed = [row[0] for row in rows if not is_genuine(self._blobs, *row)]
+        faults += [f"the token ids of chunk {key} are not what they were" for key in changed]
+        with self._database.transaction() as connection:
+            unheld = unheld_chunks(connection)
+            faults += [f"chunk {key} is held by no context cache" for key in unheld]
+            if repair:
+                connection.executemany("DELETE FROM context_caches WHERE chunk_key = ?", [(key,) for key in changed])
+                _release(connection, (*changed, *unheld), time.time())
+            faults += [f"the account of tenant {tenant} is wrong" for tenant in wrong_accounts(connection)]
+            if repair:
+                count_again(connection)
+        return tuple(faults)
+
+    def persist(self) -> None:
+        """Wait until a power cut could not undo what was changed so far."""
+        self._database.persist()
+
     def close(self) -> None:
         """Idempotent; no other method may be called afterwards."""
         self._database.close()
@@ -362,6 +394,8 @@ def _context_cache(row: Any, blobs: TokenBlobs) -> ContextCache:
     """A row of ``_COLUMNS``."""
     cache_id, tenant, model, name, metadata, created_at, expires_at, pinned, *chunk = row
     chunk_key, fingerprint, tokens, prefix, nbytes = chunk
+    if not is_genuine(blobs, chunk_key, fingerprint, tenant, tokens, prefix):
+        raise changed_entry(tokens_of(chunk_key), "its token ids are not those that it is named by")
     return ContextCache(
         id=cache_id,
         tenant=tenant,

@@ -14,8 +14,11 @@ then stay what they were, unlike a memory map's. Any safetensors reader can open
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,8 +145,22 @@ def write_chunk_file(file: BinaryIO, encoded: EncodedKV, seal: Callable[[Pieces]
 
 def read_chunk_file(path: Path, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
     """``decode_chunk`` of a file. Raises OSError, too."""
-    with path.open("rb") as file:
+    with _opened(path) as file:
         return decode_chunk(FileSource(file), key, sealing)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A regular file, and nothing that could wait for others or never end. Raises ChunkFileError for anything else."""
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise ChunkFileError("it is not a file") from error
+        raise
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise ChunkFileError("it is not a file")
 
 
 def decode_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:

@@ -6,26 +6,36 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from kvlinker.store.durability import synchronize
 from kvlinker.store.errors import StoreError
 from kvlinker.store.schema import SCHEMA_VERSION, upgrade
 
 _BUSY_SECONDS = 10.0
+_CHECKED_AT_ONCE_BYTES = 64 << 20
+"""Files up to this size are checked when they are opened; reading all of a larger one would hold up the start."""
 
 
 class Database:
-    """The catalog's file. Methods may be called from any thread; all raise StoreError when SQLite fails."""
+    """The catalog's file. Methods may be called from any thread; all raise StoreError when SQLite fails.
+
+    A transaction survives the end of the process at once, and a power cut once ``persist`` has returned: SQLite does
+    not wait for the disk while others wait for the lock. A power cut before loses the last transactions, whole ones
+    from the end, and damages nothing.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open or create the file. Raises StoreError where it is damaged, foreign or from a newer kvlinker."""
         self._path = path
         self._lock = threading.Lock()
+        self._log_identity: tuple[int, int] | None = None  # of the write-ahead log whose name is on the disk
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.touch(mode=0o600)
+            if not path.exists():  # closing the file would take away locks that this process has on it
+                path.touch(mode=0o600)
             self._connection = sqlite3.connect(
                 path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
@@ -34,6 +44,7 @@ class Database:
                 f"The catalog {path} cannot be opened: {error}. Choose another state directory."
             ) from error
         try:
+            self._identity = _identify(path)
             self._open()
         except BaseException:
             self._connection.close()
@@ -48,6 +59,11 @@ class Database:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Everything in the block happens, or nothing does."""
         with self._lock, self._errors():
+            if _identify(self._path) != self._identity:
+                raise StoreError(
+                    f"The catalog {self._path} was removed or replaced while it was in use: what is changed now would "
+                    "be lost. Restart kvlinker; it goes on with the file that is there, or makes a new one."
+                )
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -63,8 +79,30 @@ class Database:
             self._connection.execute("VACUUM")
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
+    def persist(self) -> None:
+        """Wait until the disk has every transaction that has ended. Others need not wait meanwhile."""
+        try:
+            with suppress(FileNotFoundError):  # then SQLite has moved it all to the file, and synchronised that
+                log = self._path.with_name(f"{self._path.name}-wal")
+                synchronize(log)
+                identity = _identify(log)
+                if identity != self._log_identity:
+                    synchronize(log.parent)
+                    self._log_identity = identity
+        except OSError as error:
+            raise StoreError(f"The catalog {self._path} was not written to the disk: {error}.") from error
+
+    def check(self) -> tuple[str, ...]:
+        """What SQLite finds wrong with the whole file, which takes time for large ones."""
+        with self._lock, self._errors():
+            faults = [fault for (fault,) in self._connection.execute("PRAGMA integrity_check") if fault != "ok"]
+            keys = self._connection.execute("PRAGMA foreign_key_check").fetchall()
+        return (*faults, *(f"row {row} of {table} refers to nothing in {parent}" for table, row, parent, _ in keys))
+
     def close(self) -> None:
         """Idempotent; no other method may be called afterwards."""
+        with suppress(StoreError):
+            self.persist()
         with self._lock:
             self._connection.close()
 
@@ -72,10 +110,11 @@ class Database:
         with self._errors():
             self._check_version()
             self._use_write_ahead_log()
-            self._connection.execute("PRAGMA synchronous = FULL")
+            self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.execute("PRAGMA foreign_keys = ON")
             self._connection.execute("PRAGMA secure_delete = ON")  # deleted token ids do not stay in free pages
-            faults = self._connection.execute("PRAGMA quick_check(1)").fetchall()
+            small = self._path.stat().st_size <= _CHECKED_AT_ONCE_BYTES
+            faults = self._connection.execute("PRAGMA quick_check(1)").fetchall() if small else [("ok",)]
             if faults != [("ok",)]:
                 raise sqlite3.DatabaseError(faults[0][0])
         with self.transaction() as connection:
@@ -120,3 +159,12 @@ class Database:
                 f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and -shm files) and start "
                 "again: a new one is made, and the context caches of the old one have to be created again."
             ) from error
+
+
+def _identify(path: Path) -> tuple[int, int] | None:
+    """Which file lies there, None for none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import re
+import secrets
 import stat
 import tempfile
 import threading
@@ -28,6 +29,7 @@ from kvlinker.store.chunk_file import (
 )
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.codecs import RAW, Codec
+from kvlinker.store.durability import synchronize
 from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.errors import StoreError
 from kvlinker.store.layer_stream import ChunkReader
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 _KEY = re.compile(r"[0-9a-f]{64}")
 _SUFFIX = ".safetensors"
 _TEMPORARY_SUFFIX = ".tmp"
+_FOLDER_CHARACTERS = 2
+_ASIDE_SUFFIX = ".aside"
 _STALE_SECONDS = 600.0
 
 
@@ -50,6 +54,8 @@ class DiskTier:
 
     Several processes may share the folder: each finds files that another wrote when it is asked for them, and
     counts in ``used_bytes`` those that it has met. What one evicts or deletes vanishes for the others.
+
+    What else lies at a file's place, such as a folder or a link, is a miss, and gives way to the next file.
 
     The lock guards the index and the names in the folder; bulk reads and writes happen outside it.
     """
@@ -73,12 +79,14 @@ class DiskTier:
         """
         self.name = name
         self._directory = directory
+        self._root = str(directory)
         self._events = events
         self._lock = threading.RLock()
         self._index = LruIndex(budget_bytes, pinned)
         self._sealing = sealing
         self._codec = codec
         self._reserved_bytes = 0
+        self._doomed: set[str] = set()  # deleted, but the disk would not let the file go
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._remove_temporary_files()
@@ -151,7 +159,10 @@ class DiskTier:
     def delete(self, key: str) -> None:
         with self._lock:
             self._index.remove(key)
-            self._unlink(self._path(key))
+            if self._unlink(self._path(key)):
+                self._doomed.discard(key)
+            else:
+                self._doomed.add(key)
 
     def set_pinned(self, keys: Set[str]) -> None:
         with self._lock:
@@ -169,9 +180,14 @@ class DiskTier:
             return self._index.nbytes(key) if self.contains(key) else None
 
     def check(self) -> TierCheck:
+        with self._lock:
+            doomed = tuple(self._doomed)
+        for key in doomed:
+            self.delete(key)
+        displaced = self._clear_places()
         results = [self._read(key) for key, _ in list(self._scan()) if self.contains(key)]
         damaged = tuple(result for result in results if isinstance(result, ChunkDamaged))
-        return TierCheck(self.name, checked=len(results), damaged=damaged)
+        return TierCheck(self.name, checked=len(results) + len(displaced), damaged=displaced + damaged)
 
     def close(self) -> None:
         """Nothing is open between calls."""
@@ -179,15 +195,49 @@ class DiskTier:
     def _path(self, key: str) -> Path:
         if not _KEY.fullmatch(key):
             raise ValueError(f"{key!r} is not a chunk key: 64 lowercase hexadecimal characters.")
-        return self._directory / key[:2] / f"{key}{_SUFFIX}"
+        return Path(self._place(key))
+
+    def _place(self, key: str) -> str:
+        return f"{self._root}/{key[:_FOLDER_CHARACTERS]}/{key}{_SUFFIX}"
 
     def _scan(self) -> Iterator[tuple[str, os.stat_result]]:
         """The keys of all files in the folder, whoever wrote them, with their stat."""
-        for path in self._directory.glob(f"??/*{_SUFFIX}"):
-            with suppress(FileNotFoundError):
-                status = path.lstat()
-                if _KEY.fullmatch(path.stem) and path == self._path(path.stem) and stat.S_ISREG(status.st_mode):
-                    yield path.stem, status
+        for key, status in self._places():
+            if stat.S_ISREG(status.st_mode):
+                yield key, status
+
+    def _places(self) -> Iterator[tuple[str, os.stat_result]]:
+        """The keys at whose place anything lies, with its stat."""
+        for entry in self._entries():
+            key = entry.name.removesuffix(_SUFFIX)
+            if len(key) < len(entry.name) and _KEY.fullmatch(key) and entry.path == self._place(key):
+                with suppress(FileNotFoundError):
+                    yield key, entry.stat(follow_symlinks=False)
+
+    def _entries(self) -> Iterator[os.DirEntry[str]]:
+        """What lies in the folders that chunk files belong in."""
+        for folder in os.scandir(self._directory):
+            if len(folder.name) == _FOLDER_CHARACTERS and folder.is_dir():
+                with suppress(FileNotFoundError):
+                    yield from os.scandir(folder.path)
+
+    def _clear_places(self) -> tuple[ChunkDamaged, ...]:
+        """Take away what is no file, or no folder for files; returns what it published of it."""
+        damages = []
+        for path in self._directory.glob("[0-9a-f][0-9a-f]"):
+            if not path.is_dir():
+                with suppress(OSError):
+                    path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{_ASIDE_SUFFIX}"))
+                damages.append(ChunkDamaged(self.name, path.name, "what lay in its place is not a folder"))
+        for key, status in list(self._places()):
+            if not stat.S_ISREG(status.st_mode):
+                with self._lock:
+                    self._index.remove(key)
+                    self._unlink(self._path(key))
+                damages.append(ChunkDamaged(self.name, key, "what lay in its place is not a file"))
+        for damage in damages:
+            self._events.publish(damage)
+        return tuple(damages)
 
     def _read(self, key: str) -> ChunkKV | ChunkDamaged | None:
         """The verified KV; or the damage, after removing and publishing it; or None where it is a miss for now."""
@@ -229,8 +279,11 @@ class DiskTier:
 
     def _adopt(self, key: str) -> bool:
         """Take over a file that another process wrote since the start; the lock is held."""
+        path = self._path(key)
+        if key in self._doomed:
+            return False
         try:
-            status = self._path(key).lstat()
+            status = path.lstat()
         except OSError:
             return False
         if not stat.S_ISREG(status.st_mode) or not self._index.fits(status.st_size + self._reserved_bytes):
@@ -268,39 +321,43 @@ class DiskTier:
             with self._lock:
                 self._index.remove(key)
                 self._evict_for(nbytes)
+                if path.is_dir():
+                    self._unlink(path)
                 os.replace(temporary, path)
+                self._doomed.discard(key)
                 self._index.add(key, nbytes)
         except OSError as error:
             logger.warning("Chunk %s was not moved into %s: %s", key, self._directory, error)
             self._unlink(temporary)
             return False
         with suppress(OSError):  # at worst, a power cut now makes a miss of it
-            _sync_folder(path.parent)
+            synchronize(path.parent)
         return True
 
-    def _unlink(self, path: Path) -> None:
+    def _unlink(self, path: Path) -> bool:
+        """Whether nothing lies there any more. A folder that is not empty is moved aside: nobody put chunks into it."""
         try:
-            path.unlink(missing_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                aside = tempfile.mkdtemp(prefix=path.stem, suffix=_ASIDE_SUFFIX, dir=path.parent)
+                path.rename(aside)
+                with suppress(OSError):
+                    os.rmdir(aside)
+            else:
+                path.unlink(missing_ok=True)
         except OSError as error:
             logger.error("%s could not be removed: %s", path, error)
+            return False
+        return True
 
     def _remove_temporary_files(self) -> None:
         """What a crash left behind; a young file may be another process's that is still being written."""
-        for path in self._directory.glob(f"??/*{_TEMPORARY_SUFFIX}"):
-            with suppress(FileNotFoundError):
-                if time.time() - path.lstat().st_mtime > _STALE_SECONDS:
-                    self._unlink(path)
+        for entry in self._entries():
+            if entry.name.endswith(_TEMPORARY_SUFFIX):
+                with suppress(FileNotFoundError):
+                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS:
+                        self._unlink(Path(entry.path))
 
 
 def _set_last_use(file: Path | int) -> None:
     now = time.time_ns()
     os.utime(file, ns=(now, now))
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in the folder last through a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,6 +10,7 @@ from kvlinker.store.encryption import Cipher, SealedDataError
 from kvlinker.store.errors import StoreError
 
 _TYPE = "<u4"
+_TOKEN_BYTES = 4
 
 
 class TokenBlobs:
@@ -23,19 +24,28 @@ class TokenBlobs:
 
     def unpack(self, blob: bytes, place: str) -> tuple[int, ...]:
         """Raises StoreError for a blob that was changed, or moved."""
-        return tuple(np.frombuffer(self._opened(blob, place), dtype=_TYPE).tolist())
+        packed = self.open(blob, place)
+        if len(packed) % _TOKEN_BYTES:
+            raise changed_entry(place, "it does not hold whole token ids")
+        return tuple(np.frombuffer(packed, dtype=_TYPE).tolist())
 
     def seal(self, packed: bytes, place: str) -> bytes:
         """What ``pack`` makes of packed token ids."""
         return packed if self._cipher is None else self._cipher.seal(packed, place.encode())
 
-    def _opened(self, blob: bytes, place: str) -> bytes:
+    def open(self, blob: bytes, place: str) -> bytes:
+        """The packed token ids of what ``seal`` made. Raises StoreError as ``unpack``."""
         if self._cipher is None:
             return blob
         try:
             return self._cipher.open(blob, place.encode())
         except SealedDataError as error:
-            raise StoreError(
-                f"The catalog's entry {place} was changed from outside: {error}. Delete the context cache, and create "
-                "it again."
-            ) from error
+            raise changed_entry(place, str(error)) from error
+
+
+def changed_entry(place: str, reason: str) -> StoreError:
+    """The error of an entry that is not what was written there."""
+    return StoreError(
+        f"The catalog's entry {place} was changed from outside: {reason}. Run `kvlinker caches check --repair`, which "
+        "removes its context caches, and create them again."
+    )

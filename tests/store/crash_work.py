@@ -1,0 +1,209 @@
+"""What the crash tests' child processes do to a state directory until they are killed, and what they tell of it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from store_chunks import chunk_kv
+from tests.server.serving import tiny_model, tiny_settings
+from typer.testing import CliRunner, Result
+
+from kvlinker.chunks import Chunk, chunk_key
+from kvlinker.cli import app
+from kvlinker.context_caches import ContextCaches
+from kvlinker.errors import ContextCacheNotFoundError, PinLimitError
+from kvlinker.events import Events
+from kvlinker.llm import LLM
+from kvlinker.store import Catalog, ChunkKV, ChunkStore, ContextCache, open_store
+
+FINGERPRINT = "sha256:weights"
+CONTENTS = 24
+DISK_BYTES = 60_000  # some seven chunks
+TENANTS = ("anna", "bert")
+
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["crash_work"])
+
+
+def start(target: Callable[[Path, int], None], folder: Path, seed: int) -> ForkServerProcess:
+    """A process that works until it is killed."""
+    process = PROCESSES.Process(target=target, args=(folder, seed), daemon=True)
+    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):  # what is preloaded is looked up there
+        process.start()
+    return process
+
+
+def chunk_of(number: int) -> Chunk:
+    return Chunk(tokens=(number,) * (60 + number), prefix=(1,))
+
+
+def kv_of(chunk: Chunk) -> ChunkKV:
+    """As if a model had computed it: the same for the same tokens."""
+    return chunk_kv(chunk.tokens[0], tokens=len(chunk))
+
+
+class NumberBuilder:
+    """The prompt builder, as far as context caches need it: a text is a number."""
+
+    def encode_chunk(self, text: str, context: object) -> Chunk:
+        return chunk_of(int(text))
+
+
+class NumberEngine:
+    """The engine, as far as context caches need it."""
+
+    fingerprint = FINGERPRINT
+    kv_bytes_per_token = 80
+    max_model_len = 1000
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+
+    def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
+        self.use(chunk, tenant)
+        done: Future[int] = Future()
+        done.set_result(len(chunk))
+        return done
+
+    def use(self, chunk: Chunk, tenant: str) -> ChunkKV:
+        """Its KV from the store, or computed again."""
+        key = chunk_key(chunk, fingerprint=FINGERPRINT, tenant=tenant)
+        kv = self._store.get(key)
+        if kv is None:
+            kv = kv_of(chunk)
+            self._store.put(key, kv)
+        return kv
+
+
+class State(NamedTuple):
+    """An opened state directory."""
+
+    catalog: Catalog
+    store: ChunkStore
+    engine: NumberEngine
+    caches: ContextCaches
+
+    def close(self) -> None:
+        self.caches.close()
+        self.store.close()
+        self.catalog.close()
+
+
+def open_state(folder: Path) -> State:
+    """As ``LLM`` opens it."""
+    catalog = Catalog(folder / "catalog.sqlite")
+    store = open_store(
+        folder / "chunks", host_bytes=20_000, disk_bytes=DISK_BYTES, events=Events(), pinned=catalog.pinned()
+    )
+    engine = NumberEngine(store)
+    caches = ContextCaches(model="numbers", builder=NumberBuilder(), engine=engine, catalog=catalog, store=store)  # type: ignore[arg-type]
+    return State(catalog, store, engine, caches)
+
+
+def check(folder: Path, *options: str) -> Result:
+    """Run ``kvlinker caches check``."""
+    arguments = ["caches", "check", "--state-dir", str(folder), "--disk-space", str(DISK_BYTES), *options]
+    return CliRunner().invoke(app, arguments)
+
+
+def work(folder: Path, seed: int) -> None:
+    """Create, use, change, delete and repair until the process is killed."""
+    journal = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    randomness = random.Random(seed)
+    state = open_state(folder)
+    tell = partial(_tell, journal)
+    steps: Sequence[Callable[[State, random.Random, Callable[..., None]], None]]
+    steps = [_create] * 6 + [_use] * 5 + [_update] * 3 + [_delete] * 3 + [_delete_matching, _sweep]
+    while True:
+        if randomness.random() < 0.03:
+            check(folder, "--repair")  # beside the open store, as beside a running server
+            tell("step", "check")
+        step = randomness.choice(steps)
+        with suppress(PinLimitError, ContextCacheNotFoundError):  # the latter: another process deleted it
+            step(state, randomness, tell)
+        tell("step", step.__name__)
+
+
+def repair(folder: Path, seed: int) -> None:
+    """Mend again and again."""
+    while True:
+        check(folder, "--repair")
+
+
+def answer(folder: Path, seed: int) -> None:
+    """What a server does, with a model: create, answer with what is there, delete."""
+    randomness = random.Random(seed)
+    with LLM.from_model(tiny_model(), tiny_settings(folder, disk_space=DISK_BYTES)) as llm:
+        while True:
+            llm.generate_context_cache([f"Text {randomness.randrange(CONTENTS)}."] * randomness.randint(1, 2))
+            cache = randomness.choice(llm.list_caches().items)
+            llm.chat_completion([{"role": "user", "content": [cache]}], max_tokens=2)
+            if randomness.random() < 0.3:
+                llm.expire_cache(cache)
+
+
+def _tell(journal: int, *line: Any) -> None:
+    os.write(journal, json.dumps(line).encode() + b"\n")
+
+
+def _create(state: State, randomness: random.Random, tell: Callable[..., None]) -> None:
+    numbers = [randomness.randrange(CONTENTS) for _ in range(randomness.randint(1, 3))]
+    short = randomness.random() < 0.2
+    created = state.caches.create(
+        [str(number) for number in numbers],
+        tenant=randomness.choice(TENANTS),
+        expires_at=1.0 if short else None,  # has passed
+        metadata={"batch": str(randomness.randrange(5))},
+        pinned=randomness.random() < 0.1,
+    ).result()
+    if not short:
+        tell("created", [cache.id for cache in created])
+
+
+def _one(state: State, randomness: random.Random) -> ContextCache | None:
+    tenant = randomness.choice(TENANTS)
+    items = state.caches.list(tenant=tenant, limit=50).items
+    return randomness.choice(items) if items else None
+
+
+def _use(state: State, randomness: random.Random, tell: Callable[..., None]) -> None:
+    if cache := _one(state, randomness):
+        state.engine.use(state.caches.chunk(cache.id, tenant=cache.tenant), cache.tenant)
+
+
+def _update(state: State, randomness: random.Random, tell: Callable[..., None]) -> None:
+    if cache := _one(state, randomness):
+        pinned = not cache.pinned and len(state.catalog.pinned()) < 3
+        state.caches.update(cache.id, tenant=cache.tenant, pinned=pinned, metadata={"batch": "5"})
+
+
+def _delete(state: State, randomness: random.Random, tell: Callable[..., None]) -> None:
+    if cache := _one(state, randomness):
+        tell("deleting", [cache.id])
+        state.caches.delete(cache.id, tenant=cache.tenant)
+        tell("deleted", [cache.id])
+
+
+def _delete_matching(state: State, randomness: random.Random, tell: Callable[..., None]) -> None:
+    tenant, metadata = randomness.choice(TENANTS), {"batch": str(randomness.randrange(6))}
+    ids = [cache.id for cache in state.caches.list(tenant=tenant, metadata=metadata, limit=10_000).items]
+    tell("deleting", ids)
+    state.caches.delete_matching(metadata, tenant=tenant)
+    tell("deleted", ids)
+
+
+def _sweep(state: State, randomness: random.Random, tell: Callable[..., None]) -> None:
+    state.caches.sweep()

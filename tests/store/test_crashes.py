@@ -1,0 +1,188 @@
+"""Killed at any moment, a state directory is sound after ``caches check --repair``: nothing lost, nothing left over.
+
+``KVLINKER_CRASH_POINTS`` sets how often the tests kill; ``KVLINKER_CRASH_SEED`` chooses the moments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from crash_work import DISK_BYTES, TENANTS, answer, check, kv_of, open_state, repair, start, work
+from store_chunks import same_kv
+from tests.server.serving import tiny_model, tiny_settings
+
+from kvlinker.chunks import chunk_key
+from kvlinker.llm import LLM
+
+POINTS = int(os.environ.get("KVLINKER_CRASH_POINTS", "15"))
+SEED = int(os.environ.get("KVLINKER_CRASH_SEED", "5"))
+LONGEST_SECONDS = 0.4
+STALE_SECONDS = 600.0
+
+
+def run_and_kill(target: Callable[[Path, int], None], folder: Path, seed: int, seconds: float) -> None:
+    process = start(target, folder, seed)
+    process.join(seconds)
+    assert process.exitcode is None, f"the child with seed {seed} ended by itself: {process.exitcode}"
+    process.kill()
+    process.join()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The fork server has imported everything before the first child is killed."""
+    folder = tmp_path_factory.mktemp("warm")
+    process = start(work, folder, 0)
+    deadline = time.monotonic() + 60
+    while not (folder / "journal").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.join()
+
+
+def told(folder: Path) -> tuple[set[str], set[str], int]:
+    """Ids whose creation was answered and whose deletion was not begun; ids whose deletion was answered; steps."""
+    created: set[str] = set()
+    deleting: set[str] = set()
+    deleted: set[str] = set()
+    steps = 0
+    journal = folder / "journal"
+    for line in journal.read_text().splitlines() if journal.exists() else ():
+        kind, value = json.loads(line)
+        steps += kind == "step"
+        if kind == "created":
+            created |= set(value)
+        elif kind == "deleting":
+            deleting |= set(value)
+        elif kind == "deleted":
+            deleted |= set(value)
+    return created - deleting, deleted, steps
+
+
+def leave_temporary_files_alone_for_long(folder: Path) -> None:
+    for path in folder.glob("chunks/??/*.tmp"):
+        os.utime(path, (time.time() - STALE_SECONDS - 1,) * 2)
+
+
+def is_sound(folder: Path) -> None:
+    """The server starts, ``check`` mends, and then nothing is wrong, lost or left over."""
+    with closing(open_state(folder)) as state:
+        lying = state.store.keys()
+        assert not lying & set(state.catalog.released(float("-inf"), float("inf"))), "a deletion was not finished"
+    leave_temporary_files_alone_for_long(folder)
+    first = check(folder, "--repair")
+    assert first.exit_code in (0, 1), first.output
+    assert first.exception is None or isinstance(first.exception, SystemExit), first.output
+    second = check(folder)
+    assert second.exit_code == 0, f"{first.output}\n{second.output}"
+    with closing(open_state(folder)) as state:
+        caches = [cache for tenant in TENANTS for cache in state.caches.list(tenant=tenant, limit=10_000).items]
+        for cache in caches:
+            assert cache.chunk_key == chunk_key(cache.chunk, fingerprint=cache.fingerprint, tenant=cache.tenant)
+            assert same_kv(state.engine.use(cache.chunk, cache.tenant), kv_of(cache.chunk))
+        state.store.flush()
+        held = state.catalog.chunk_keys().keys()
+    ids = {cache.id for cache in caches}
+    created, deleted, _ = told(folder)
+    assert not created - ids, "a context cache was lost"
+    assert not deleted & ids, "a deleted context cache came back"
+    for path in folder.glob("chunks/*/*"):
+        if path.suffix == ".aside":
+            continue
+        assert re.fullmatch(r"[0-9a-f]{64}\.safetensors", path.name), path
+        assert path.stem in held, path
+        assert path.is_file(), path
+    assert accounts(folder, "SELECT name, caches, chunks, tokens, nbytes FROM tenants WHERE caches OR chunks") == (
+        accounts(
+            folder,
+            "SELECT tenant, (SELECT count(*) FROM context_caches c WHERE c.tenant = k.tenant), count(*), sum(length),"
+            " sum(nbytes) FROM chunks k GROUP BY tenant",
+        )
+    )
+
+
+def accounts(folder: Path, query: str) -> list[tuple[object, ...]]:
+    with closing(sqlite3.connect(folder / "catalog.sqlite")) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        return sorted(connection.execute(query).fetchall())
+
+
+def damage(folder: Path, randomness: random.Random) -> None:
+    """What no kill does, but disks and people do, to one file of KV."""
+    files = sorted(path for path in folder.glob("chunks/??/*.safetensors") if path.is_file() and not path.is_symlink())
+    if not files:
+        return
+    path = randomness.choice(files)
+    content = bytearray(path.read_bytes())
+    harm = randomness.choice(["truncate", "flip", "delete", "folder", "full folder", "link", "stray"])
+    if harm == "truncate":
+        path.write_bytes(content[: randomness.randrange(len(content))])
+    elif harm == "flip":
+        content[randomness.randrange(len(content))] ^= 1 << randomness.randrange(8)
+        path.write_bytes(content)
+    elif harm == "stray":
+        path.with_name(path.stem + "xyz.tmp").write_bytes(content)
+    else:
+        path.unlink()
+        if harm == "link":
+            path.symlink_to("/dev/zero")
+        elif "folder" in harm:
+            path.mkdir()
+            if harm == "full folder":
+                (path / "file").write_bytes(content)
+
+
+def test_kills_at_any_moment(tmp_path: Path) -> None:
+    randomness = random.Random(SEED)
+    for point in range(POINTS):
+        run_and_kill(work, tmp_path, SEED * 100_000 + point, randomness.uniform(0, LONGEST_SECONDS))
+        if randomness.random() < 0.7:  # else the next process begins where this one was killed
+            is_sound(tmp_path)
+    is_sound(tmp_path)
+    print(f"{POINTS} kills, {told(tmp_path)[2]} steps")
+    assert told(tmp_path)[2] > 0
+
+
+def test_kills_of_repairs(tmp_path: Path) -> None:
+    randomness = random.Random(SEED + 1)
+    run_and_kill(work, tmp_path, SEED, 1.0)
+    for point in range(max(5, POINTS // 4)):
+        run_and_kill(work, tmp_path, SEED * 100_000 + point, 0.2)
+        for _ in range(3):
+            damage(tmp_path, randomness)
+        run_and_kill(repair, tmp_path, 0, randomness.uniform(0, LONGEST_SECONDS / 2))
+        is_sound(tmp_path)
+
+
+def test_kills_of_a_model(tmp_path: Path) -> None:
+    """What is listed after a kill answers as it would have on a new state directory."""
+    randomness = random.Random(SEED + 2)
+    options = {"max_tokens": 4, "temperature": 0.0}
+    for point in range(max(3, POINTS // 20)):
+        run_and_kill(answer, tmp_path / "state", SEED * 100_000 + point, randomness.uniform(0.5, 2.5))
+        check(tmp_path / "state", "--repair")
+        if (tmp_path / "state").exists():
+            assert check(tmp_path / "state").exit_code == 0
+    with (
+        LLM.from_model(tiny_model(), tiny_settings(tmp_path / "state", disk_space=DISK_BYTES)) as llm,
+        LLM.from_model(tiny_model(), tiny_settings(tmp_path / "new")) as new,
+    ):
+        caches = {cache.chunk_key: cache for cache in llm.list_caches(limit=1000).items}
+        assert caches
+        for cache in caches.values():
+            text = llm.tokenizer.decode(cache.chunk.tokens)
+            (again,) = new.generate_context_cache([text])
+            answers = [
+                each.chat_completion([{"role": "user", "content": [held]}], **options).token_ids
+                for each, held in ((llm, cache), (new, again))
+            ]
+            assert answers[0] == answers[1], text
