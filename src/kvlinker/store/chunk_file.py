@@ -145,11 +145,11 @@ def write_chunk_file(file: BinaryIO, encoded: EncodedKV, seal: Callable[[Pieces]
 
 def read_chunk_file(path: Path, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
     """``decode_chunk`` of a file. Raises OSError, too."""
-    with _opened(path) as file:
+    with open_regular(path) as file:
         return decode_chunk(FileSource(file), key, sealing)
 
 
-def _opened(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BinaryIO:
     """A regular file, and nothing that could wait for others or never end. Raises ChunkFileError for anything else."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")

@@ -24,6 +24,7 @@ from kvlinker.store.chunk_file import (
     EncodedKV,
     encode_chunk,
     open_chunk,
+    open_regular,
     read_chunk_file,
     write_chunk_file,
 )
@@ -122,7 +123,7 @@ class DiskTier:
             return None
         with ExitStack() as stack:
             try:
-                file = stack.enter_context(self._path(key).open("rb"))
+                file = stack.enter_context(open_regular(self._path(key)))
                 chunk = open_chunk(FileSource(file), key, self._sealing)
             except (ChunkFileError, OSError) as error:
                 self._failed(key, error)
