@@ -37,8 +37,3 @@ class Bandwidths:
     def fresh(self, tier: str) -> bool:
         """Whether the last measurement is recent enough to decide against the tier."""
         return time.monotonic() - self._measured_at.get(tier, float("-inf")) < FRESH_SECONDS
-
-    def all(self) -> dict[str, float]:
-        """By tier."""
-        with self._lock:
-            return dict(self._rates)
