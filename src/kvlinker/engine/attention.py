@@ -9,9 +9,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-LONG_RUN = 256
-"""Contiguous queries beyond this count are split: the keys before them need no mask, their own are causal."""
-
 QUERY_BLOCK = 256
 """Queries that share one mask at most."""
 
