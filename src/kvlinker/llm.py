@@ -39,10 +39,23 @@ from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import SplitMethod, split_text
-from kvlinker.store import UNCHANGED, Catalog, ChunkStore, ContextCache, Page, Unchanged, load_cipher, open_store
+from kvlinker.store import (
+    UNCHANGED,
+    Catalog,
+    ChunkStore,
+    ContextCache,
+    Page,
+    Speeds,
+    Unchanged,
+    load_cipher,
+    open_store,
+)
 from kvlinker.store.codecs import find_codec
 from kvlinker.store.remote import shared_tiers
+from kvlinker.store.speeds import FILE_NAME
 from kvlinker.tenants import DEFAULT_TENANT, Scope, parse_scope
+
+PREFILL_TOKENS = 1024
 
 ContentPart = str | ContextCache | Mapping[str, Any]
 """Text, a context cache, or one of the HTTP API's parts."""
@@ -98,6 +111,7 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         cipher = load_cipher(settings.encryption_key)
         self.catalog = Catalog(settings.state_dir / "catalog.sqlite", cipher)
+        self.speeds = Speeds(settings.state_dir / FILE_NAME)
         self.store: ChunkStore = open_store(
             settings.state_dir / "chunks",
             host_bytes=settings.host_memory,
@@ -107,6 +121,7 @@ class LLM:
             cipher=cipher,
             disk_codec=find_codec(settings.disk_codec),
             shared=shared_tiers(settings, self.events, cipher),
+            speeds=self.speeds,
         )
         self.engine: Engine = EmbeddedEngine(
             loaded,
@@ -116,6 +131,7 @@ class LLM:
             variants=VariantLibrary(
                 self.catalog.variants, self.store, fingerprint=loaded.fingerprint, limit=settings.max_variants
             ),
+            speeds=self.speeds,
         )
         self.builder = PromptBuilder(
             self.tokenizer,
@@ -139,6 +155,11 @@ class LLM:
     def load(self) -> EngineLoad:
         """How busy the engine is."""
         return self.engine.load()
+
+    def prefill_rate(self) -> float | None:
+        """Tokens per second of a prompt of ``PREFILL_TOKENS``, going by what was computed; None where nothing was."""
+        seconds = self.engine.prefill_seconds(PREFILL_TOKENS)
+        return PREFILL_TOKENS / seconds if seconds else None
 
     def generate_context_cache(
         self,
@@ -367,6 +388,7 @@ class LLM:
         self.engine.close()
         self.caches.close()
         self.store.close()
+        self.speeds.close()
         self.catalog.close()
 
     def __enter__(self) -> Self:

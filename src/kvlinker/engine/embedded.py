@@ -28,7 +28,7 @@ from kvlinker.engine.link_loading import Link, LinkLoader
 from kvlinker.engine.linked_request import LinkedRequest
 from kvlinker.engine.loading import LoadedModel
 from kvlinker.engine.observation import QuestionProbe
-from kvlinker.engine.pace import Pace
+from kvlinker.engine.pace import Pace, pace_name
 from kvlinker.engine.pool import KVPool, SlotAllocator
 from kvlinker.engine.refinement import Refinement
 from kvlinker.engine.runner import Runner
@@ -50,7 +50,7 @@ from kvlinker.futures import gather
 from kvlinker.linking import LinkPlan
 from kvlinker.linking.explanation import Explanation
 from kvlinker.prompt.segments import Prompt
-from kvlinker.store import ChunkStore
+from kvlinker.store import ChunkStore, Speeds
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,9 @@ class EmbeddedEngine:
         events: Events,
         settings: Settings,
         variants: VariantLibrary | None = None,
+        speeds: Speeds | None = None,
     ) -> None:
+        """``speeds`` keeps how fast the model computes."""
         self.fingerprint = loaded.fingerprint
         self.kv_bytes_per_token = loaded.kv_bytes_per_token
         self._loaded = loaded
@@ -101,7 +103,7 @@ class EmbeddedEngine:
             with_scores=settings.chunk_scores,
             command=self._command,
         )
-        self._pace = Pace()
+        self._pace = Pace(self._cost, speeds, pace_name(loaded))
         self._links = LinkLoader(loaded.fingerprint, store, self._chunks, variants, self._pace)
         self._variants = None if variants is None else VariantBuilder(loaded, variants, longest=self.max_model_len)
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
@@ -182,6 +184,9 @@ class EmbeddedEngine:
                 slots_used=self._allocator.used,
                 slots_total=self._allocator.slots,
             )
+
+    def prefill_seconds(self, tokens: int) -> float | None:
+        return self._pace.prefill_seconds(tokens)
 
     def close(self) -> None:
         with self._wake:
@@ -395,7 +400,7 @@ class EmbeddedEngine:
             for sequence in step.sequences:
                 self._give_up(sequence, KVLinkerError(f"The model failed on this request: {type(error).__name__}."))
             return
-        self._pace.note(len(step.batch.tokens), time.perf_counter() - begin)
+        self._pace.note(step.batch, time.perf_counter() - begin)
         computed = [sequence for sequence in step.sequences if sequence.computed]
         rows = iter(logits)
         lost = [sequence for sequence in step.sequences if sequence.lost]

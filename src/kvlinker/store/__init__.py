@@ -17,6 +17,7 @@ from kvlinker.store.encryption import Cipher, Sealing, load_cipher
 from kvlinker.store.errors import StoreError
 from kvlinker.store.host import HostTier
 from kvlinker.store.limits import Limits, TenantUsage
+from kvlinker.store.speeds import Speeds
 
 __all__ = [
     "UNCHANGED",
@@ -30,6 +31,7 @@ __all__ = [
     "LayerKV",
     "Limits",
     "Page",
+    "Speeds",
     "StoreError",
     "TenantUsage",
     "Tier",
@@ -52,15 +54,17 @@ def open_store(
     shared: Sequence[Tier] = (),
     cipher: Cipher | None = None,
     disk_codec: Codec = RAW,
+    speeds: Speeds | None = None,
 ) -> ChunkStore:
     """A store of host memory over chunk files in ``directory``, each with its budget, over ``shared`` tiers; without
     disk where its budget is 0.
 
     ``pinned``: keys that are not to be evicted (``Catalog.pinned``). With a ``cipher``, what leaves memory is
-    encrypted; ``disk_codec`` is what files are written in. Raises StoreError where the directory cannot be used.
+    encrypted; ``disk_codec`` is what files are written in; ``speeds`` keeps what is measured. Raises
+    StoreError where the directory cannot be used.
     """
     tiers: list[Tier] = [HostTier(host_bytes, events, pinned=pinned)]
     if disk_bytes:
         disk = DiskTier(directory, disk_bytes, events, pinned=pinned, sealing=Sealing(cipher), codec=disk_codec)
         tiers.append(disk)
-    return ChunkStore([*tiers, *shared], events)
+    return ChunkStore([*tiers, *shared], events, speeds=speeds)

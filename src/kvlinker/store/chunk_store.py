@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence, Set
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from kvlinker.events import ChunkLoaded, ChunkLookup, Events
@@ -15,6 +16,7 @@ from kvlinker.store.bandwidth import Bandwidths
 from kvlinker.store.base import Tier, TierCheck, TierUsage
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.layer_loader import LayerLoader, Loaded, Opened, Urgency, Wanted
+from kvlinker.store.speeds import Speeds
 from kvlinker.store.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
@@ -37,8 +39,14 @@ class ChunkStore:
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], events: Events, *, write_queue_bytes: int = DEFAULT_WRITE_QUEUE_BYTES
+        self,
+        tiers: Sequence[Tier],
+        events: Events,
+        *,
+        write_queue_bytes: int = DEFAULT_WRITE_QUEUE_BYTES,
+        speeds: Speeds | None = None,
     ) -> None:
+        """``speeds`` keeps what is measured of the tiers."""
         if not tiers:
             raise ValueError("A chunk store needs at least one tier.")
         self._tiers = tuple(tiers)
@@ -47,7 +55,8 @@ class ChunkStore:
         self._lock = threading.RLock()  # makes queueing and the first tier's put one step; guards the two counts
         self._deletes_running = 0
         self._deletes_done = 0
-        self._loader = LayerLoader()
+        self._loader = LayerLoader(Bandwidths(speeds, {tier.name: tier.speed_name for tier in self._tiers}))
+        self._ahead: list[Future[ChunkKV | None]] = []
         atexit.register(self.close)
 
     def get(self, key: str) -> ChunkKV | None:
@@ -91,12 +100,35 @@ class ChunkStore:
 
         ``urgency`` is that of all the chunks together. Tiers but the first are read in threads of the store's own.
         """
-        share = Urgency(urgency.compute, urgency.prefill / max(1, len(keys)))
+        share = replace(urgency, prefill=urgency.prefill / max(1, len(keys)))
         found = [self._begun(key, share) for key in keys]
         waiting = [one for one in found if not one.future.done()]
         if waiting:
-            self._loader.load(waiting, Urgency(urgency.compute, share.prefill * len(waiting)))
+            self._loader.load(waiting, replace(urgency, prefill=share.prefill * len(waiting)))
         return [one.future for one in found]
+
+    def load_seconds(self, keys: Sequence[str]) -> float | None:
+        """How long reading these chunks is expected to take, each from the fastest tier that has it. What is in memory,
+        or nowhere, takes no time; None where a tier that is needed has not been measured. Counts as no use."""
+        total = 0.0
+        for key in keys:
+            if self._tiers[0].contains(key) or self._waiting(key) is not None:
+                continue
+            for tier in self._tiers[1:]:
+                nbytes = tier.nbytes(key)
+                if nbytes is not None:
+                    rate = self.bandwidths.of(tier.name)
+                    if rate is None:
+                        return None
+                    total += nbytes / rate
+                    break
+        return total
+
+    def load_ahead(self, keys: Sequence[str]) -> None:
+        """Have these chunks in memory for the next prompt: nobody waits for them now, so that one prompt's at a time
+        are loaded, and others left out."""
+        if all(future.done() for future in self._ahead):
+            self._ahead = self.load(keys, Urgency())
 
     @property
     def bandwidths(self) -> Bandwidths:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
+from kvlinker.store.bandwidth import speed_name
 from kvlinker.store.base import TierCheck
 from kvlinker.store.byte_source import FileSource
 from kvlinker.store.chunk_file import (
@@ -79,6 +80,7 @@ class DiskTier:
         Raises StoreError where the folder cannot be created or listed.
         """
         self.name = name
+        self.speed_name = speed_name(name, place=str(directory.absolute()), codec=codec, sealing=sealing)
         self._directory = directory
         self._root = str(directory)
         self._events = events

@@ -20,7 +20,7 @@ class HostTier:
     def __init__(
         self, budget_bytes: int, events: Events, *, name: str = "host", pinned: Set[str] = frozenset()
     ) -> None:
-        self.name = name
+        self.name = self.speed_name = name
         self._events = events
         self._lock = threading.RLock()
         self._index = LruIndex(budget_bytes, pinned)

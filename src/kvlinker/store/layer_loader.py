@@ -30,10 +30,12 @@ MOST_DEADLINE_SECONDS = 10.0
 @dataclass(frozen=True, slots=True)
 class Urgency:
     """What loading competes with, in seconds: ``compute``, the computation that hides it; ``prefill``, computing the
-    chunks instead of loading them. As it stands: nothing hides it, and nothing is known to be quicker."""
+    chunks instead of loading them. ``decided``: all of them are to be loaded, whatever a single one takes. As it
+    stands: nothing hides it, and nothing is known to be quicker."""
 
     compute: float = 0.0
     prefill: float = math.inf
+    decided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +76,18 @@ class Wanted:
 class LayerLoader:
     """A few threads that read. All chunks of a prompt advance together: layer i of each before layer i + 1 of any."""
 
-    def __init__(self) -> None:
-        self.bandwidths = Bandwidths()
+    def __init__(self, bandwidths: Bandwidths | None = None) -> None:
+        self.bandwidths = bandwidths or Bandwidths()
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvlinker-layers")
 
     def worth_loading(self, tier: str, nbytes: int, urgency: Urgency) -> bool:
-        """Whether reading is expected to take no longer than computing would; yes where that is not known."""
+        """Whether reading is expected to take no longer than computing would; yes where that is not known, or is
+        decided."""
         rate = self.bandwidths.of(tier)
-        return rate is None or not self.bandwidths.fresh(tier) or nbytes / rate <= max(urgency.prefill, 1e-3)
+        if urgency.decided or rate is None or not self.bandwidths.fresh(tier):
+            return True
+        return nbytes / rate <= max(urgency.prefill, 1e-3)
 
     def load(self, wanted: Sequence[Wanted], urgency: Urgency) -> None:
         """Begin to read the chunks of one prompt. Those that cannot be placed by the time in which they could have

@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events, TierUnavailable
+from kvlinker.store.bandwidth import speed_name
 from kvlinker.store.base import TierCheck
 from kvlinker.store.byte_source import AheadSource, BufferSource, Bytes
 from kvlinker.store.chunk_file import ChunkFileError, decode_chunk, encode_chunk, open_chunk
@@ -72,6 +73,7 @@ class BlobTier:
     ) -> None:
         """``conceal`` takes credentials out of what the medium's errors say."""
         self.name = name
+        self.speed_name = speed_name(name, place=medium.place, codec=codec, sealing=sealing)
         self._medium = medium
         self._events = events
         self._answer_seconds = answer_seconds
