@@ -15,7 +15,7 @@ from kvlinker.store.remote import object_tier
 from tests.engine.conftest import Bench, linked_prompt
 
 PLENTY = 1 << 28
-POLICIES = ["naive", "legolink-4", "h2o-30", "cacheblend-20", "query-10", "cachecraft-0.7"]
+POLICIES = ["naive", "legolink-4", "h2o-30", "cacheblend-20", "cacheblend-auto-30", "query-10", "cachecraft-0.7"]
 mark_lost = LinkedRequest.mark_lost
 PROMPT = linked_prompt(40, 33, 21, middle=3)
 

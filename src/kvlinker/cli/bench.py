@@ -58,12 +58,12 @@ def ttft(
     from kvlinker.bench.subject import make_subject
     from kvlinker.bench.ttft import COLUMNS, Workload, run_ttft, scaling_exponents
 
-    with failures(BAD_USAGE), _progress() as progress:
+    with failures(BAD_USAGE), progress_line() as progress:
         workloads = [Workload(count, chunk_tokens, fresh_tokens) for count in _counts(chunks)]
         names = _policy_names(policies)
-        subject = make_subject(settings, shape=shape, command=_command(), repeat=repeat)
+        subject = make_subject(settings, shape=shape, command=command_line(), repeat=repeat)
         report = run_ttft(subject, workloads, names, repeat=repeat, tier=tier, full_limit=full_limit, progress=progress)
-    _show(report, COLUMNS, json)
+    show(report, COLUMNS, json)
     for (policy, engine), exponent in scaling_exponents(report.rows).items():
         typer.echo(f"{policy} ({engine}): TTFT ~ tokens^{exponent:.2f}")
     if plot is not None:
@@ -86,13 +86,13 @@ def decode(
     from kvlinker.bench.decode import COLUMNS, run_decode
     from kvlinker.bench.subject import make_subject
 
-    with failures(BAD_USAGE), _progress() as progress:
+    with failures(BAD_USAGE), progress_line() as progress:
         sizes = _counts(batches)
-        subject = make_subject(settings, shape=shape, command=_command(), repeat=repeat, steps=steps)
+        subject = make_subject(settings, shape=shape, command=command_line(), repeat=repeat, steps=steps)
         report = run_decode(
             subject, sizes, context_tokens=context_tokens, steps=steps, repeat=repeat, progress=progress
         )
-    _show(report, COLUMNS, json)
+    show(report, COLUMNS, json)
 
 
 @app.command()
@@ -111,11 +111,11 @@ def memory(
     from kvlinker.bench.subject import make_subject
     from kvlinker.bench.ttft import Workload
 
-    with failures(BAD_USAGE), _progress() as progress:
+    with failures(BAD_USAGE), progress_line() as progress:
         names = _policy_names(policies)
-        subject = make_subject(settings, shape=shape, command=_command())
+        subject = make_subject(settings, shape=shape, command=command_line())
         report = run_memory(subject, Workload(chunks, chunk_tokens, fresh_tokens), names, progress=progress)
-    _show(report, COLUMNS, json)
+    show(report, COLUMNS, json)
 
 
 @app.command()
@@ -131,10 +131,10 @@ def creation(
     from kvlinker.bench.creation import COLUMNS, run_creation
     from kvlinker.bench.subject import make_subject
 
-    with failures(BAD_USAGE), _progress() as progress:
-        subject = make_subject(settings, shape=shape, command=_command(), repeat=repeat)
+    with failures(BAD_USAGE), progress_line() as progress:
+        subject = make_subject(settings, shape=shape, command=command_line(), repeat=repeat)
         report = run_creation(subject, chunk_tokens=chunk_tokens, repeat=repeat, progress=progress)
-    _show(report, COLUMNS, json)
+    show(report, COLUMNS, json)
 
 
 @app.command()
@@ -153,11 +153,11 @@ def overhead(
     from kvlinker.bench.subject import make_subject
     from kvlinker.bench.ttft import Workload
 
-    with failures(BAD_USAGE), _progress() as progress:
+    with failures(BAD_USAGE), progress_line() as progress:
         (name,) = _policy_names(policy)
-        subject = make_subject(settings, shape=shape, command=_command(), repeat=repeat)
+        subject = make_subject(settings, shape=shape, command=command_line(), repeat=repeat)
         report = run_overhead(subject, Workload(chunks, chunk_tokens, 32), name, repeat=repeat, progress=progress)
-    _show(report, COLUMNS, json)
+    show(report, COLUMNS, json)
 
 
 @app.command()
@@ -172,10 +172,10 @@ def isolation(
     from kvlinker.bench.isolation import COLUMNS, run_isolation
     from kvlinker.bench.subject import make_subject
 
-    with failures(BAD_USAGE), _progress() as progress:
-        subject = make_subject(settings, shape=shape, command=_command(), lookups=lookups)
+    with failures(BAD_USAGE), progress_line() as progress:
+        subject = make_subject(settings, shape=shape, command=command_line(), lookups=lookups)
         report = run_isolation(subject, lookups=lookups, progress=progress)
-    _show(report, COLUMNS, json)
+    show(report, COLUMNS, json)
 
 
 QUALITY_OPTIONS = ("generation_context", "system_prompt", "chat_template", "max_model_len")
@@ -224,7 +224,7 @@ def quality(
     from kvlinker.bench.subject import make_subject
 
     with failures(BAD_USAGE):
-        _require_folders(json, plot, resume)
+        require_folders(json, plot, resume)
         options = QualityOptions(
             datasets=tuple(dataset or ("reader",)),
             tasks=tuple(task.strip() for task in tasks.split(",") if task.strip()),
@@ -238,8 +238,8 @@ def quality(
             concurrency=concurrency,
             resume=resume,
         )
-        with _progress():
-            subject = make_subject(settings, shape=shape, command=_command())
+        with progress_line():
+            subject = make_subject(settings, shape=shape, command=command_line())
         with progress_bar() as advance:
             measured = run_quality(subject, settings, options, progress=advance)
     for skip in measured.skipped[:SKIPS_SHOWN]:
@@ -247,7 +247,7 @@ def quality(
     if len(measured.skipped) > SKIPS_SHOWN:
         warn(f"skipped {len(measured.skipped)} examples in all")
     report = measured.report
-    _show(replace(report, rows=main_rows(report.rows)), COLUMNS, None)
+    show(replace(report, rows=main_rows(report.rows)), COLUMNS, None)
     if json is not None:
         report.write_json(json)
     if plot is not None:
@@ -277,7 +277,7 @@ def figure(
             typer.echo(f"{one.name:24} {one.source}: {one.title}")
         return
     with failures(BAD_USAGE):
-        _require_folders(page)
+        require_folders(page)
         for one in FIGURES.values() if name == "all" else [find_figure(name)]:
             if redraw:
                 show_figure(page, one, list(FIGURES))
@@ -309,7 +309,7 @@ def _described_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
+def progress_line() -> Iterator[Callable[[str], None]]:
     """A line on stderr that says what is being measured."""
     from rich.console import Console
 
@@ -318,7 +318,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def _show(report: Report, columns: Sequence[str], json: Path | None) -> None:
+def show(report: Report, columns: Sequence[str], json: Path | None) -> None:
     from rich.console import Console
 
     console = Console()
@@ -327,7 +327,7 @@ def _show(report: Report, columns: Sequence[str], json: Path | None) -> None:
         report.write_json(json)
 
 
-def _require_folders(*files: Path | None) -> None:
+def require_folders(*files: Path | None) -> None:
     """Raises InvalidRequestError when one of the files to write lies in no folder, rather than after a long run."""
     from kvlinker.errors import InvalidRequestError
 
@@ -336,7 +336,7 @@ def _require_folders(*files: Path | None) -> None:
             raise InvalidRequestError(f"Cannot write {file}: there is no folder {file.parent}.")
 
 
-def _command() -> str:
+def command_line() -> str:
     return shlex.join(["kvlinker", *sys.argv[1:]])
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvlinker.cli import bench, caches
+from kvlinker.cli.advise import advise
 from kvlinker.cli.calibrate import calibrate
 from kvlinker.cli.check import check
 from kvlinker.cli.ingest import ingest
@@ -43,5 +44,6 @@ app.command()(ingest)
 app.command()(check)
 app.command()(policies)
 app.command()(calibrate)
+app.command()(advise)
 app.add_typer(caches.app, name="caches")
 app.add_typer(bench.app, name="bench")

@@ -100,8 +100,8 @@ class LinkLoader:
         with _asking(policy):
             plan = make_plan(prompt, policy, evidence)
         chunks = [placement.chunk for placement in plan.placements]
-        if forecast is not None and forecast.load != 0 and not chunks:
-            self._store.load_ahead(self._keys(prompt.chunks, tenant))
+        if forecast is not None and forecast.load != 0:
+            self._store.load_ahead(self._keys([chunk for chunk in prompt.chunks if chunk not in chunks], tenant))
         fetched = fetch(chunks, computed=plan.runs)
         return gather(fetched, lambda kvs: Link(plan, kvs, evidence, forecast))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvlinker.engine.batch import Batch
 from kvlinker.engine.cost import CostModel
@@ -16,19 +17,26 @@ from kvlinker.store.layer_loader import Urgency
 from kvlinker.store.layer_stream import LayerStream
 from kvlinker.store.speeds import Speeds
 
-_WEIGHT = 0.2
+_WEIGHT = 0.1
 """Of a new measurement, beside all earlier ones, if it is of ``_USUAL_TOKENS`` or more; of fewer, in proportion."""
+
+_STIFFNESS = 0.01
+"""Weight of leaving a and b as they are."""
+
+_LEAST_SHARE = 0.01
+"""Of what arithmetic says of a or b alone: what is zero could not grow."""
 
 _USUAL_TOKENS = 512
 _LEAST_TOKENS = 8
 """Steps whose runs are all shorter mostly wait for memory, and tell nothing of prompts."""
 
 Range = tuple[int, int]
+Vector = NDArray[np.float64]
 
 
 class Pace:
     """Seconds that tokens take: a · tokens + b · pairs, a pair being a token and one that it sees. A prompt of L tokens
-    has L(L + 1)/2 pairs, so that T_prefill(L) grows faster than L. a and b follow the steps that are computed.
+    has L(L + 1)/2 pairs, so that T_prefill(L) grows faster than L. a and b follow what steps take.
 
     The engine's thread notes, any thread may ask.
     """
@@ -39,6 +47,8 @@ class Pace:
         self._speeds = speeds or Speeds()
         self._name = name
         self._lock = threading.Lock()
+        self._squares: Vector = np.zeros((2, 2))
+        self._sums: Vector = np.zeros(2)
 
     def note(self, batch: Batch, seconds: float) -> None:
         """A step computed ``batch`` in ``seconds``. Steps that leave tokens out, or may have waited for KV, do not
@@ -65,25 +75,27 @@ class Pace:
             return Urgency()
         return Urgency(compute, prefill, decided)
 
-    def _known(self) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
+    def _known(self) -> Vector | None:
         """a and b."""
         values = self._speeds.of(self._name)
         return np.array(values) if values is not None and len(values) == 2 else None
 
-    def _follow(self, amounts: np.ndarray[tuple[int], np.dtype[np.float64]], seconds: float) -> None:
-        """One step of normalised least mean squares, in units of arithmetic: what is expected of ``amounts`` moves
-        towards ``seconds`` by the weight, through a and b in proportion to the arithmetic that they stand for."""
+    def _follow(self, amounts: Vector, seconds: float) -> None:
+        """Least squares of relative errors over the last steps, older ones fading; and of how far a and b move, so that
+        they stay where steps that are all alike say nothing of one beside the other."""
         if seconds <= 0:
             return
-        flops = self._shape * amounts
+        weight = _WEIGHT * min(1.0, amounts[0] / _USUAL_TOKENS)
+        step = amounts / seconds
         with self._lock:
             known = self._known()
-            if known is None:
-                known = self._shape * seconds / flops.sum()
-            else:
-                error = _WEIGHT * min(1.0, amounts[0] / _USUAL_TOKENS) * (seconds - known @ amounts)
-                known = np.maximum(0, known + error * self._shape * flops / (flops @ flops))
-            self._speeds.note(self._name, known.tolist())
+            by_arithmetic = self._shape / (self._shape @ step)
+            known = by_arithmetic if known is None else np.maximum(known, _LEAST_SHARE * by_arithmetic)
+            self._squares += weight * (np.outer(step, step) - self._squares)
+            self._sums += weight * (step - self._sums)
+            squares, sums = known[:, None] * self._squares * known, known * self._sums
+            change = np.linalg.solve(squares + _STIFFNESS * np.eye(2), sums + _STIFFNESS)
+            self._speeds.note(self._name, (known * change.clip(0.5, 2)).tolist())
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -104,7 +116,7 @@ def pace_name(loaded: LoadedModel) -> str:
     return f"prefill {loaded.fingerprint} {str(loaded.dtype).removeprefix('torch.')} {place}"
 
 
-def _amounts(ranges: Sequence[Range]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _amounts(ranges: Sequence[Range]) -> Vector:
     """Tokens and pairs of these positions."""
     tokens = sum(end - begin for begin, end in ranges)
     pairs = sum((end - begin) * (begin + end + 1) / 2 for begin, end in ranges)

@@ -104,6 +104,10 @@ class DiskTier:
         self._evict_for(0)
 
     @property
+    def directory(self) -> Path:
+        return self._directory
+
+    @property
     def budget_bytes(self) -> int:
         return self._index.budget_bytes
 

@@ -107,7 +107,9 @@ class Speeds:
                 return False
             with self._lock:
                 self._saved = measured
-                self._measured = measured | self._measured
+                for name, one in measured.items():
+                    if name not in self._measured or self._measured[name].at < one.at:
+                        self._measured[name] = one
                 self._notes.clear()
             return True
 

@@ -173,6 +173,10 @@ class BlobTier:
         damaged = tuple(result for result in results if isinstance(result, ChunkDamaged))
         return TierCheck(self.name, checked=len(results), damaged=damaged)
 
+    def clear(self) -> None:
+        """Remove everything in this place, and the place itself: for one that holds nothing of worth."""
+        self._ask(self._medium.clear, None)
+
     def close(self) -> None:
         self._availability.close()
         self._medium.close()
