@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 from kvlinker.events import ChunkDamaged, ChunkLoaded, ChunkLookup
-from kvlinker.store import ChunkKV, ChunkStore, DiskTier, HostTier, LayerKV, layer_loader
+from kvlinker.store import ChunkKV, ChunkStore, DiskTier, HostTier, LayerKV, Speeds, layer_loader
 from kvlinker.store.layer_loader import LayerLoader, Loaded, Opened, Urgency, Wanted
 from kvlinker.store.layer_stream import ChunkReader, HeldReader, LayerLostError, LayerStream
 from kvlinker.store.preloading import preload_depth
@@ -291,6 +291,75 @@ def test_what_is_sooner_computed_is_not_loaded() -> None:
     assert complete(store.load([key_of(1)], Urgency(compute=1.0, prefill=0.5))) == [None]
     store.close()
     assert [lookup.hit for lookup in recorder.of(ChunkLookup)] == [False]
+
+
+def test_what_is_decided_is_loaded_even_if_it_were_sooner_computed() -> None:
+    recorder = Recorder()
+    slow = Slow(recorder)
+    store = ChunkStore([HostTier(PLENTY, recorder.events), slow], recorder.events)
+    slow.put(key_of(1), chunk_kv(1))
+    store.bandwidths.note("slow", 1, 10.0)
+    (kv,) = complete(store.load([key_of(1)], Urgency(compute=1.0, prefill=0.5, decided=True)))
+    store.close()
+    assert kv is not None
+    assert same_kv(kv, chunk_kv(1))
+
+
+def test_how_long_loading_takes_is_summed_over_the_chunks_tiers() -> None:
+    recorder = Recorder()
+    host, slow, slower = HostTier(PLENTY, recorder.events), Slow(recorder), Slow(recorder)
+    slower.name = slower.speed_name = "slower"
+    store = ChunkStore([host, slow, slower], recorder.events)
+    host.put(key_of(0), chunk_kv(0))
+    slow.put(key_of(1), chunk_kv(1))
+    slower.put(key_of(1), chunk_kv(1))
+    slower.put(key_of(2), chunk_kv(2, tokens=9))
+    everything = [key_of(number) for number in range(4)]
+    assert store.load_seconds([key_of(0), key_of(3)]) == 0  # in memory, and nowhere
+    assert store.load_seconds(everything) is None
+    store.bandwidths.note("slow", 1000, 1.0)
+    assert store.load_seconds([key_of(1)]) == pytest.approx(chunk_kv(1).nbytes / 1000)
+    assert store.load_seconds(everything) is None
+    store.bandwidths.note("slower", 100, 1.0)
+    expected = chunk_kv(1).nbytes / 1000 + chunk_kv(2, tokens=9).nbytes / 100
+    assert store.load_seconds(everything) == pytest.approx(expected)
+    store.close()
+    assert recorder.of(ChunkLookup) == []
+
+
+def test_ahead_of_time_one_prompts_chunks_at_a_time_are_loaded() -> None:
+    recorder = Recorder()
+    host, slow = HostTier(PLENTY, recorder.events), Slow(recorder)
+    store = ChunkStore([host, slow], recorder.events)
+    for number in range(3):
+        slow.put(key_of(number), chunk_kv(number))
+    store.bandwidths.note("slow", 1, 10.0)  # whatever it takes
+    slow.permits = threading.Semaphore(0)
+    store.load_ahead([key_of(0)])
+    store.load_ahead([key_of(1)])
+    slow.permits.release(9)
+    deadline = time.monotonic() + TIMEOUT
+    while not host.contains(key_of(0)):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    assert not host.contains(key_of(1))
+    while not host.contains(key_of(2)):
+        assert time.monotonic() < deadline
+        store.load_ahead([key_of(2)])
+        time.sleep(0.002)
+    store.close()
+
+
+def test_speeds_are_kept_under_the_tiers_names() -> None:
+    recorder = Recorder()
+    speeds = Speeds()
+    tiers = [HostTier(PLENTY, recorder.events), Slow(recorder)]
+    tiers[1].speed_name = "load slow raw there"
+    store = ChunkStore(tiers, recorder.events, speeds=speeds)
+    store.bandwidths.note("slow", 1000, 1.0)
+    store.close()
+    assert speeds.of("load slow raw there") == (1000,)
+    assert store.bandwidths.known() == {"slow": 1000}
 
 
 def tier_of_kind(kind: str, folder: Path, recorder: Recorder) -> DiskTier:

@@ -28,7 +28,7 @@ from kvlinker.prompt.segments import FreshSegment, Prompt
 from kvlinker.store import ChunkKV, LayerKV, Speeds, load_cipher
 from kvlinker.store.chunk_file import encode_chunk
 from kvlinker.store.codecs import CODECS, RAW, Codec
-from kvlinker.store.probing import Delivery, ProbeFailedError, measure_memory, measure_tier
+from kvlinker.store.probing import Delivery, ProbeFailedError, ProbeStoppedError, measure_memory, measure_tier
 from kvlinker.store.scratch import ScratchPlace, scratch_places
 from kvlinker.store.speeds import FILE_NAME
 
@@ -231,19 +231,25 @@ def _samples(loaded: LoadedModel, context_tokens: int, room_bytes: int) -> list[
 def _probe(place: ScratchPlace, samples: Sequence[ChunkKV], progress: Progress) -> Delivery:
     """In a thread: an interrupt of this one waits for the call to the tier that is under way, and for the samples to be
     removed."""
-    stop = threading.Event()
+    begin, stop = threading.Event(), threading.Event()
 
     def told(number: int) -> None:
         progress(f"{place.tier}: {f'reading samples, round {number}' if number else 'writing samples'}")
 
     def run() -> Delivery:
+        begin.wait()  # until this thread is known to whoever waits for it to end
+        if stop.is_set():
+            raise ProbeStoppedError
         opened: AbstractContextManager[Any] = place.open(2 * sum(kv.nbytes for kv in samples) + (1 << 20))
         with opened as tier:
             return measure_tier(tier, samples, stop, told)
 
     with ThreadPoolExecutor(1, thread_name_prefix="kvlinker-probe") as threads:
         try:
-            return threads.submit(run).result()
+            probing = threads.submit(run)
+            begin.set()
+            return probing.result()
         except BaseException:
             stop.set()
+            begin.set()
             raise

@@ -1,0 +1,113 @@
+"""What is recommended for given figures and prices."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlinker.advice import EXAMPLE_PRICES, figures_of, parse_prices, recommended, ways_out
+from kvlinker.errors import InvalidRequestError
+
+
+def figures(tier="disk", *, rate=1e9, per_token=1000.0, smaller=None, percent=15.0, price=1.0, prefill=1.0):
+    return figures_of(
+        tier,
+        codec="raw",
+        bytes_per_second=rate,
+        bytes_per_token=per_token,
+        smaller=smaller or {},
+        context_tokens=1000,
+        prefill_seconds=prefill,
+        percent=percent,
+        price_per_gb=price,
+    )
+
+
+def test_the_papers_formulas():
+    tier = figures(rate=2e6, per_token=1000, percent=15, prefill=4.0, price=0.1)
+    assert tier.load_seconds == pytest.approx(0.5)  # PerTokenKVSize · L / Throughput
+    assert tier.recompute_seconds == pytest.approx(0.6)  # r · Prefill(L)
+    assert tier.hidden
+    assert tier.hidden_percent == pytest.approx(12.5)
+    assert tier.price_per_million_tokens == pytest.approx(0.1)
+    assert not figures(rate=1e6, percent=15, prefill=4.0).hidden
+
+
+positive = st.floats(1e-3, 1e3)
+
+
+@st.composite
+def any_tiers(draw):
+    return [
+        figures(f"tier{index}", rate=1e6 * draw(positive), per_token=draw(positive), price=draw(positive))
+        for index in range(draw(st.integers(0, 5)))
+    ]
+
+
+@given(any_tiers())
+def test_the_cheapest_of_those_that_hide_is_recommended(tiers):
+    chosen = recommended(tiers)
+    hidden = [tier for tier in tiers if tier.load_seconds <= tier.recompute_seconds]
+    if chosen is None:
+        assert not hidden
+    else:
+        assert chosen in hidden
+        assert all(chosen.price_per_million_tokens <= tier.price_per_million_tokens for tier in hidden)
+
+
+@given(positive, positive, positive)
+def test_a_tier_hides_from_its_hidden_percent_on(rate, per_token, prefill):
+    tier = figures(rate=1e6 * rate, per_token=per_token, prefill=prefill)
+    if tier.hidden_percent < 99:
+        assert figures(rate=1e6 * rate, per_token=per_token, prefill=prefill, percent=tier.hidden_percent * 1.01).hidden
+    if tier.hidden_percent < 100:
+        below = tier.hidden_percent * 0.99
+        assert not figures(rate=1e6 * rate, per_token=per_token, prefill=prefill, percent=below).hidden
+
+
+def test_bytes_count_not_only_the_price_of_a_gigabyte():
+    small, cheap = figures("small", per_token=300, price=2.0), figures("cheap", per_token=1000, price=1.0)
+    assert recommended([cheap, small]) == small
+
+
+def test_of_two_at_one_price_the_faster_is_recommended():
+    slow, fast = figures("slow", rate=1e9), figures("fast", rate=2e9)
+    assert recommended([slow, fast]) == fast
+
+
+def test_ways_out_are_fewer_bytes_and_more_computation():
+    tier = figures(rate=4e6, smaller={"int8": 520.0, "int4": 280.0})
+    assert tier.load_seconds == pytest.approx(0.25)
+    assert not tier.hidden
+    codec, percent = ways_out([tier])
+    assert "codec int8 for the disk tier" in codec
+    assert "130 ms" in codec
+    assert "recomputing 25%" in percent
+    assert "cacheblend-25" in percent
+
+
+def test_no_way_out_where_computing_is_quicker_than_loading():
+    (way,) = ways_out([figures(rate=1e5)])
+    assert "computing everything" in way
+
+
+def test_prices_are_examples_until_given():
+    assert parse_prices([]) == EXAMPLE_PRICES
+    assert parse_prices(["disk=0.5", "host=0"]) == EXAMPLE_PRICES | {"disk": 0.5, "host": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tape=1", "Unknown tier 'tape'.*host, disk, redis, object"),
+        ("1.5", "Unknown tier '1.5'"),
+        ("disk", "'' is no price.*disk=0.1"),
+        ("disk=cheap", "'cheap' is no price"),
+        ("disk=-1", "'-1' is no price"),
+        ("disk=nan", "'nan' is no price"),
+        ("disk=inf", "'inf' is no price"),
+        ("disk=1=2", "'1=2' is no price"),
+    ],
+)
+def test_bad_prices_are_told(text, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        parse_prices([text])
