@@ -220,14 +220,10 @@ class LLM:
     ) -> ContextCache:
         """Change what is given. ``ttl`` counts seconds from now; None: it lives until it is deleted. ``pinned``: its KV
         is not evicted. Raises ContextCacheNotFoundError and PinLimitError."""
-        if isinstance(ttl, int | float):
-            expires_at: float | Unchanged | None = _expiry(ttl)
-        else:
-            expires_at = ttl
         return self.caches.update(
             cache if isinstance(cache, str) else cache.id,
             tenant=tenant,
-            expires_at=expires_at,
+            expires_at=_expiry(ttl) if isinstance(ttl, int | float) else ttl,
             name=name,
             metadata=metadata,
             pinned=pinned,
