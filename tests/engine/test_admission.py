@@ -18,9 +18,11 @@ class Request:
     def __init__(self):
         self.request = self
         self.failures = []
+        self.decided = threading.Event()
 
     def fail(self, error):
         self.failures.append(error)
+        self.decided.set()
 
 
 class Links:
@@ -46,7 +48,18 @@ class Made:
 
     def admit(self):
         request = Request()
-        self.admission.admit(request, lambda *arguments: self.ready.append(arguments))
+        self.admission.admit(request, self.take_over)
+        return request
+
+    def take_over(self, request, link):
+        self.ready.append((request, link))
+        request.decided.set()
+
+    def fetched(self):
+        """One that is being fetched, and now is there."""
+        request = next(iter(self.links.asked))
+        self.links.asked[request].set_result("link")
+        assert request.decided.wait(timeout=60)
         return request
 
     def wait_for_fetching(self, count=1):
@@ -72,7 +85,7 @@ def test_what_was_fetched_is_handed_over_and_taken_once():
     with admission() as made:
         request = made.admit()
         made.wait_for_fetching()
-        made.links.asked[request].set_result("link")
+        assert made.fetched() is request
         assert made.ready == [(request, "link")]
         assert made.admission.waiting == 1
         assert [made.admission.take(request) for _ in range(2)] == [True, False]
@@ -82,11 +95,12 @@ def test_what_was_fetched_is_handed_over_and_taken_once():
 
 def test_so_many_are_fetched_ahead():
     with admission() as made:
-        requests = [made.admit() for _ in range(PREFETCHED + 2)]
+        for _ in range(PREFETCHED + 2):
+            made.admit()
         made.wait_for_fetching(PREFETCHED)
         assert not made.links.begun.acquire(timeout=0.05)
         made.scheduler.waiting = 1
-        made.links.asked[requests[0]].set_result("link")  # it is fetched, and waits in the scheduler's queue instead
+        made.fetched()  # it waits in the scheduler's queue instead
         assert not made.links.begun.acquire(timeout=0.05)
         made.scheduler.waiting = 0
         made.admission.proceed()
@@ -97,9 +111,9 @@ def test_a_request_that_was_taken_is_not_fetched():
     with admission() as made:
         requests = [made.admit() for _ in range(PREFETCHED + 1)]
         made.wait_for_fetching(PREFETCHED)
-        last = requests[-1]
+        (last,) = set(requests) - set(made.links.asked)
         assert made.admission.take(last)
-        made.links.asked[requests[0]].set_result("link")
+        made.fetched()
         after = made.admit()
         made.wait_for_fetching()
         assert after in made.links.asked
@@ -122,6 +136,8 @@ def test_what_fails_fails_its_request_only(error, caplog):
         made.wait_for_fetching(2)
         made.links.asked[bad].set_exception(error)
         made.links.asked[good].set_result("link")
+        assert bad.decided.wait(timeout=60)
+        assert good.decided.wait(timeout=60)
         assert [request for request, _ in made.ready] == [good]
         assert not good.failures
     (failure,) = bad.failures
