@@ -47,7 +47,7 @@ class EngineLoop:
         layers: int,
         computing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """``layers``: of the model. ``pace``: is told how fast steps are. ``computing``: is entered for each of them."""
+        """``layers``: of the model. ``pace``: is told how fast steps are. ``computing``: is entered for each."""
         self._scheduler = scheduler
         self._runner = runner
         self._commands = commands
