@@ -6,24 +6,25 @@ from hypothesis import strategies as st
 
 from kvlinker.advice import EXAMPLE_PRICES, figures_of, parse_prices, recommended, ways_out
 from kvlinker.errors import InvalidRequestError
+from kvlinker.store.bandwidth import LoadTime
 
 
-def figures(tier="disk", *, rate=1e9, per_token=1000.0, smaller=None, percent=15.0, price=1.0, prefill=1.0):
+def figures(tier="disk", *, rate=1e9, busy=0.0, on_host=True, percent=15.0, prefill=1.0, **others):
+    own = {"bytes_per_token": 1000.0, "smaller": {}, "price_per_gb": 1.0} | others
     return figures_of(
         tier,
         codec="raw",
-        bytes_per_second=rate,
-        bytes_per_token=per_token,
-        smaller=smaller or {},
+        delivered=(10**9, LoadTime(1e9 / rate, busy * 1e9 / rate)),
+        on_host=on_host,
         context_tokens=1000,
         prefill_seconds=prefill,
         percent=percent,
-        price_per_gb=price,
+        **own,
     )
 
 
 def test_the_papers_formulas():
-    tier = figures(rate=2e6, per_token=1000, percent=15, prefill=4.0, price=0.1)
+    tier = figures(rate=2e6, percent=15, prefill=4.0, price_per_gb=0.1)
     assert tier.load_seconds == pytest.approx(0.5)  # PerTokenKVSize · L / Throughput
     assert tier.recompute_seconds == pytest.approx(0.6)  # r · Prefill(L)
     assert tier.hidden
@@ -38,7 +39,7 @@ positive = st.floats(1e-3, 1e3)
 @st.composite
 def any_tiers(draw):
     return [
-        figures(f"tier{index}", rate=1e6 * draw(positive), per_token=draw(positive), price=draw(positive))
+        figures(f"tier{index}", rate=1e6 * draw(positive), bytes_per_token=draw(positive), price_per_gb=draw(positive))
         for index in range(draw(st.integers(0, 5)))
     ]
 
@@ -56,16 +57,18 @@ def test_the_cheapest_of_those_that_hide_is_recommended(tiers):
 
 @given(positive, positive, positive)
 def test_a_tier_hides_from_its_hidden_percent_on(rate, per_token, prefill):
-    tier = figures(rate=1e6 * rate, per_token=per_token, prefill=prefill)
+    tier = figures(rate=1e6 * rate, bytes_per_token=per_token, prefill=prefill)
     if tier.hidden_percent < 99:
-        assert figures(rate=1e6 * rate, per_token=per_token, prefill=prefill, percent=tier.hidden_percent * 1.01).hidden
+        assert figures(
+            rate=1e6 * rate, bytes_per_token=per_token, prefill=prefill, percent=tier.hidden_percent * 1.01
+        ).hidden
     if tier.hidden_percent < 100:
         below = tier.hidden_percent * 0.99
-        assert not figures(rate=1e6 * rate, per_token=per_token, prefill=prefill, percent=below).hidden
+        assert not figures(rate=1e6 * rate, bytes_per_token=per_token, prefill=prefill, percent=below).hidden
 
 
 def test_bytes_count_not_only_the_price_of_a_gigabyte():
-    small, cheap = figures("small", per_token=300, price=2.0), figures("cheap", per_token=1000, price=1.0)
+    small, cheap = figures("small", bytes_per_token=300, price_per_gb=2.0), figures("cheap", price_per_gb=1.0)
     assert recommended([cheap, small]) == small
 
 
@@ -88,6 +91,17 @@ def test_ways_out_are_fewer_bytes_and_more_computation():
 def test_no_way_out_where_computing_is_quicker_than_loading():
     (way,) = ways_out([figures(rate=1e5)])
     assert "computing everything" in way
+
+
+def test_reading_on_the_models_processors_hides_nothing():
+    tier = figures(rate=1e9, busy=0.5)
+    assert not tier.hidden
+    assert tier.hidden_percent == 0
+    (way,) = ways_out([tier])
+    assert "1 ms more" in way
+    assert "50%" in way
+    assert figures(rate=1e9, busy=0.5, on_host=False).hidden
+    assert figures(rate=1e9, busy=0.1).hidden
 
 
 def test_prices_are_examples_until_given():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking.forecast import Forecast
+from kvlinker.store.bandwidth import LoadTime, speed_values
 
 EXAMPLE_PRICES = {"host": 3.0, "disk": 0.08, "redis": 5.0, "object": 0.023}
 """Per GB and month: about what large clouds ask in US dollars. Yours differ."""
@@ -19,11 +20,15 @@ _GB = 1e9
 @dataclass(frozen=True, slots=True)
 class TierFigures:
     """One tier for contexts of a given length. Seconds are T_load and T_recompute(r); ``hidden_percent`` is the r that
-    makes them equal; ``bytes_per_token`` as the tier stores them, ``smaller``: by codecs that take fewer."""
+    makes them equal. Reading keeps a processor busy for ``busy_percent`` of T_load; it ``overlaps`` with computation
+    unless that needs the processor. ``bytes_per_token`` as the tier stores them, ``smaller``: by codecs that take
+    fewer."""
 
     tier: str
     codec: str
     bytes_per_second: float
+    busy_percent: float
+    overlaps: bool
     bytes_per_token: float
     load_seconds: float
     recompute_seconds: float
@@ -34,7 +39,7 @@ class TierFigures:
     @property
     def hidden(self) -> bool:
         """Loading takes no longer than the computation beside it."""
-        return self.load_seconds <= self.recompute_seconds
+        return self.overlaps and self.load_seconds <= self.recompute_seconds
 
     @property
     def price_per_million_tokens(self) -> float:
@@ -45,7 +50,8 @@ def figures_of(
     tier: str,
     *,
     codec: str,
-    bytes_per_second: float,
+    delivered: tuple[int, LoadTime],
+    on_host: bool,
     bytes_per_token: float,
     smaller: Mapping[str, float],
     context_tokens: int,
@@ -53,16 +59,21 @@ def figures_of(
     percent: float,
     price_per_gb: float,
 ) -> TierFigures:
-    """T_load = bytes of the context / bandwidth; T_recompute(r) = r · T_prefill."""
-    load = context_tokens * bytes_per_token / bytes_per_second
+    """T_load = bytes of the context / bandwidth; T_recompute(r) = r · T_prefill. ``delivered``: bytes, and what reading
+    them took. ``on_host``: the model computes where chunks are read."""
+    rate, busy = speed_values(*delivered)
+    load = context_tokens * bytes_per_token / rate
+    overlaps = delivered[1].waits or not on_host
     return TierFigures(
         tier=tier,
         codec=codec,
-        bytes_per_second=bytes_per_second,
+        bytes_per_second=rate,
+        busy_percent=100 * busy,
+        overlaps=overlaps,
         bytes_per_token=bytes_per_token,
         load_seconds=load,
         recompute_seconds=percent / 100 * prefill_seconds,
-        hidden_percent=Forecast(load, prefill_seconds).hidden_percent(0),
+        hidden_percent=Forecast(load, prefill_seconds, overlaps).hidden_percent(0),
         price_per_gb=price_per_gb,
         smaller=smaller,
     )
@@ -78,6 +89,12 @@ def ways_out(tiers: Sequence[TierFigures]) -> list[str]:
     """What would hide loading where no tier does: fewer bytes, or more computation."""
     found = []
     for tier in sorted(tiers, key=lambda tier: tier.price_per_million_tokens):
+        if not tier.overlaps:
+            found.append(
+                f"with the {tier.tier} tier, {1e3 * tier.load_seconds:.0f} ms more: its reading needs a processor for "
+                f"{tier.busy_percent:.0f}% of that time, and so comes before the computation"
+            )
+            continue
         for codec, nbytes in tier.smaller.items():
             seconds = tier.load_seconds * nbytes / tier.bytes_per_token
             if seconds <= tier.recompute_seconds:

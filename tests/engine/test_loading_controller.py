@@ -49,12 +49,13 @@ def keys_of(made, prompt):
     return [chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default") for chunk in prompt.chunks]
 
 
-def let_loading_take(made, prompt, share):
-    """As if the slow tier had been measured: loading the prompt's chunks takes this share of computing them."""
+def let_loading_take(made, prompt, share, busy=0.0):
+    """As if the slow tier had been measured: loading the prompt's chunks takes this share of computing them, and keeps
+    a processor busy for a share of that time."""
     nbytes = sum(made.store.nbytes(key) for key in keys_of(made, prompt))
     seconds = share * made.engine.prefill_seconds(int(prompt.cached.sum()))
     for _ in range(10):
-        made.store.bandwidths.note("slow", nbytes, seconds)
+        made.store.bandwidths.note("slow", nbytes, seconds, busy * seconds)
 
 
 def percent_of(explanation):
@@ -74,7 +75,7 @@ def test_what_loading_hides_is_recomputed(slow, share):
     assert percent_of(explanation) == pytest.approx(100 * share, rel=0.2)
     described = explanation.to_json()
     assert described["settled_policy"] == explanation.settled
-    assert described["forecast"] == {"load_s": forecast.load, "prefill_s": forecast.prefill}
+    assert described["forecast"] == {"load_s": forecast.load, "prefill_s": forecast.prefill, "overlaps": True}
 
 
 def test_the_answer_is_that_of_the_ratio_that_was_chosen(slow):
@@ -85,6 +86,15 @@ def test_the_answer_is_that_of_the_ratio_that_was_chosen(slow):
     assert 40 <= chosen <= 60
     at_least = made.answer(PROMPT, "cacheblend-15")
     assert at_least.finished.usage.recomputed_tokens < answer.finished.usage.recomputed_tokens
+
+
+def test_reading_that_needs_the_computations_processors_hides_nothing(slow):
+    made, _ = slow
+    let_loading_take(made, PROMPT, 0.5, busy=0.5)
+    explanation = made.explain(PROMPT, "cacheblend-auto")
+    assert explanation.settled == "cacheblend-15"
+    assert not explanation.forecast.overlaps
+    assert explanation.to_json()["forecast"]["overlaps"] is False
 
 
 def test_memory_hides_nothing(slow):

@@ -49,6 +49,16 @@ def test_loading_is_worth_it_while_computing_takes_longer():
 
 
 @given(seconds, seconds, percents)
+def test_what_does_not_overlap_hides_nothing(load, prefill, least):
+    percent = Forecast(load, prefill, overlaps=False).hidden_percent(least)
+    assert percent in (least, 100)
+    if percent < 100:
+        assert load + least / 100 * prefill <= prefill * (1 + 1e-9)
+    else:
+        assert load + least / 100 * prefill >= prefill * (1 - 1e-9)
+
+
+@given(seconds, seconds, percents)
 def test_auto_settles_on_what_is_hidden(load, prefill, least):
     policy = parse_policy("cacheblend-auto").__class__(least)
     settled = policy.settle(Forecast(load, prefill))

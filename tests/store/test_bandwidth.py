@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvlinker.events import Events
 from kvlinker.store import DiskTier, Speeds
-from kvlinker.store.bandwidth import Bandwidths
+from kvlinker.store.bandwidth import Bandwidths, LoadTime
 from kvlinker.store.codecs import find_codec
 from kvlinker.store.encryption import Cipher, Sealing
 from kvlinker.store.remote import object_tier, redis_tier
@@ -53,6 +53,20 @@ def test_nothing_is_learnt_from_nothing() -> None:
     bandwidths.note("disk", 5, 0.0)
     assert bandwidths.of("disk") is None
     assert not bandwidths.fresh("disk")
+
+
+def test_the_busy_share_is_averaged_too() -> None:
+    bandwidths = Bandwidths()
+    bandwidths.note("disk", 1000, 1.0, 0.1)
+    taken = bandwidths.time("disk", 500)
+    assert taken == LoadTime(0.5, 0.05)
+    assert taken.waits
+    bandwidths.note("disk", 1000, 1.0, 0.6)
+    taken = bandwidths.time("disk", 1000)
+    assert taken is not None
+    assert taken.busy == pytest.approx(0.25)
+    assert not taken.waits
+    assert bandwidths.time("redis", 1) is None
 
 
 def test_what_an_earlier_process_measured_is_known_but_not_fresh() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kvlinker.advice import TierFigures, figures_of
+from kvlinker.bench.probing import Delivery, ProbeFailedError, ProbeStoppedError, measure_memory, measure_tier
 from kvlinker.bench.subject import Subject
 from kvlinker.bench.ttft import TENANT, Workload
 from kvlinker.config import Settings
@@ -26,9 +27,9 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import Policy, parse_policy
 from kvlinker.prompt.segments import FreshSegment, Prompt
 from kvlinker.store import ChunkKV, LayerKV, Speeds, load_cipher
+from kvlinker.store.bandwidth import speed_values
 from kvlinker.store.chunk_file import encode_chunk
 from kvlinker.store.codecs import CODECS, RAW, Codec
-from kvlinker.store.probing import Delivery, ProbeFailedError, ProbeStoppedError, measure_memory, measure_tier
 from kvlinker.store.scratch import ScratchPlace, scratch_places
 from kvlinker.store.speeds import FILE_NAME
 
@@ -90,12 +91,14 @@ def measure(
     sampled, failed = _measure_tiers(loaded, context_tokens, settings.host_memory, places, progress)
     for place in places:
         if place.tier in sampled:
-            speeds.note(place.speed_name, [sampled[place.tier].delivery.bytes_per_second])
+            delivery = sampled[place.tier].delivery
+            speeds.note(place.speed_name, speed_values(delivery.nbytes, delivery.time))
     tiers = [
         figures_of(
             tier,
             codec=one.codec.name,
-            bytes_per_second=one.delivery.bytes_per_second,
+            delivered=(one.delivery.nbytes, one.delivery.time),
+            on_host=loaded.device.type == "cpu",
             bytes_per_token=one.bytes_per_token,
             smaller=one.smaller,
             context_tokens=context_tokens,
@@ -190,9 +193,9 @@ def _prefill(engine: Engine, loaded: LoadedModel, length: int) -> float:
 
 def _percent_of(policy: Policy, engine: Engine, loaded: LoadedModel, length: int, progress: Progress) -> float:
     """What the policy recomputes of a context's tokens: its own percentage, or what it does to random chunks."""
-    own: Any = getattr(policy, "percent", None)
-    if own is not None:
-        return float(own)
+    own = getattr(policy, "percent", None)
+    if isinstance(own, float):
+        return own
     progress(f"what {policy.name} recomputes")
     cached = length - _FRESH_TOKENS if length > 2 * _FRESH_TOKENS else length
     chunks = max(2, round(cached / SAMPLE_TOKENS))

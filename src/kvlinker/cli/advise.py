@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvlinker.advice import EXAMPLE_PRICES, TierFigures, parse_prices, recommended, ways_out
-from kvlinker.cli.bench import MODEL_OPTIONS, Json, Shape, command_line, progress_line, require_folders, show
+from kvlinker.cli.bench.common import MODEL_OPTIONS, Json, Shape, command_line, progress_line, require_folders, show
 from kvlinker.cli.failures import BAD_USAGE, FAILURE, fail, failures, warn
 from kvlinker.cli.options import settings_options
 from kvlinker.config import SHARED_TIER_SETTINGS, Settings
@@ -28,6 +28,7 @@ COLUMNS = (
     "tier",
     "codec",
     "mb_per_s",
+    "busy_percent",
     "load_ms",
     "recompute_ms",
     "hidden",
@@ -103,7 +104,9 @@ def _recommendation(
             f"Recommended: {chosen.tier}, the cheapest tier whose loading is hidden by {what}: "
             f"{1e3 * chosen.load_seconds:.0f} ms beside {1e3 * chosen.recompute_seconds:.0f} ms of computation."
         )
-    return "\n".join([f"No tier's loading is hidden by {what}. What would:", *(f"- {way}" for way in ways_out(tiers))])
+    return "\n".join(
+        [f"No tier's loading is hidden by {what}. What there is:", *(f"- {way}" for way in ways_out(tiers))]
+    )
 
 
 def _row(tier: TierFigures, chosen: TierFigures | None) -> Row:
@@ -111,6 +114,7 @@ def _row(tier: TierFigures, chosen: TierFigures | None) -> Row:
         "tier": tier.tier,
         "codec": tier.codec,
         "mb_per_s": tier.bytes_per_second / 1e6,
+        "busy_percent": tier.busy_percent,
         "bytes_per_token": tier.bytes_per_token,
         "load_ms": 1e3 * tier.load_seconds,
         "recompute_ms": 1e3 * tier.recompute_seconds,

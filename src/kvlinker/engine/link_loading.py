@@ -26,6 +26,7 @@ from kvlinker.linking.plan import LinkPlan, make_plan, probe_plan, ranges
 from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore
+from kvlinker.store.bandwidth import LoadTime
 from kvlinker.store.chunk_kv import ChunkKV
 
 logger = logging.getLogger(__name__)
@@ -115,8 +116,11 @@ class LinkLoader:
         return arranged
 
     def _forecast(self, prompt: Prompt, tenant: str, *, at_hand: bool) -> Forecast:
-        load = 0.0 if at_hand else self._store.load_seconds(self._keys(prompt.chunks, tenant))
-        return Forecast(load, self._pace.prefill_seconds(int(prompt.cached.sum())))
+        load = LoadTime() if at_hand else self._store.load_time(self._keys(prompt.chunks, tenant))
+        prefill = self._pace.prefill_seconds(int(prompt.cached.sum()))
+        if load is None:
+            return Forecast(None, prefill)
+        return Forecast(load.seconds, prefill, overlaps=load.waits or not self._pace.on_host)
 
     def _keys(self, chunks: Sequence[Chunk], tenant: str) -> list[str]:
         return [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]

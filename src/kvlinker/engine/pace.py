@@ -41,8 +41,12 @@ class Pace:
     The engine's thread notes, any thread may ask.
     """
 
-    def __init__(self, cost: CostModel, speeds: Speeds | None = None, name: str = "prefill") -> None:
-        """``cost`` says how a and b compare until that is measured. ``speeds`` keeps a and b, under ``name``."""
+    def __init__(
+        self, cost: CostModel, speeds: Speeds | None = None, name: str = "prefill", *, on_host: bool = False
+    ) -> None:
+        """``cost`` says how a and b compare until that is measured. ``speeds`` keeps a and b, under ``name``.
+        ``on_host``: the engine computes where chunks are read."""
+        self.on_host = on_host
         self._shape = np.array([cost.per_token, cost.per_pair])
         self._speeds = speeds or Speeds()
         self._name = name
@@ -72,8 +76,8 @@ class Pace:
         """Of loading ``cached`` tokens' KV for a prompt of which the positions ``computed`` are computed."""
         compute, prefill = self.seconds(computed), self.prefill_seconds(cached)
         if compute is None or prefill is None:
-            return Urgency()
-        return Urgency(compute, prefill, decided)
+            return Urgency(shares_processors=self.on_host)
+        return Urgency(compute, prefill, self.on_host, decided)
 
     def _known(self) -> Vector | None:
         """a and b."""

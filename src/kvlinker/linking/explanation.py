@@ -84,7 +84,12 @@ class Explanation:
             "object": "link.explanation",
             "policy": self.policy,
             "settled_policy": self.settled,
-            "forecast": self.forecast and {"load_s": self.forecast.load, "prefill_s": self.forecast.prefill},
+            "forecast": self.forecast
+            and {
+                "load_s": self.forecast.load,
+                "prefill_s": self.forecast.prefill,
+                "overlaps": self.forecast.overlaps,
+            },
             "tokens": self.tokens,
             "segments": [
                 {

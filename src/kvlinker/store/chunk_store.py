@@ -12,10 +12,11 @@ from dataclasses import replace
 from functools import partial
 
 from kvlinker.events import ChunkLoaded, ChunkLookup, Events
-from kvlinker.store.bandwidth import Bandwidths
+from kvlinker.store.bandwidth import Bandwidths, LoadTime
 from kvlinker.store.base import Tier, TierCheck, TierUsage
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.layer_loader import LayerLoader, Loaded, Opened, Urgency, Wanted
+from kvlinker.store.pacing import Pacing
 from kvlinker.store.speeds import Speeds
 from kvlinker.store.writer import BackgroundWriter
 
@@ -33,7 +34,8 @@ class ChunkStore:
     none holds up another. A chunk that waits for such a thread counts as lying in the first tier, and is found there
     even if that tier has no room for it. When more than ``write_queue_bytes`` wait for a tier, it does not get the
     chunk at all: the caller never waits, and a chunk that is then evicted from the others is computed again. Besides
-    the tiers' budgets, at most ``write_queue_bytes`` plus two chunks of memory are held for each slower tier.
+    the tiers' budgets, at most ``write_queue_bytes`` plus two chunks of memory are held for each slower tier. Whoever
+    computes on the same processors says so to ``pacing``, so that the writes hardly slow it.
 
     All methods may be called from any thread. Listeners of the tiers' events must not call ``delete`` or ``flush``.
     """
@@ -51,7 +53,8 @@ class ChunkStore:
             raise ValueError("A chunk store needs at least one tier.")
         self._tiers = tuple(tiers)
         self._events = events
-        self._writers = {tier.name: BackgroundWriter(tier, write_queue_bytes) for tier in self._tiers[1:]}
+        self.pacing = Pacing()
+        self._writers = {tier.name: BackgroundWriter(tier, write_queue_bytes, self.pacing) for tier in self._tiers[1:]}
         self._lock = threading.RLock()  # makes queueing and the first tier's put one step; guards the two counts
         self._deletes_running = 0
         self._deletes_done = 0
@@ -107,22 +110,19 @@ class ChunkStore:
             self._loader.load(waiting, replace(urgency, prefill=share.prefill * len(waiting)))
         return [one.future for one in found]
 
-    def load_seconds(self, keys: Sequence[str]) -> float | None:
-        """How long reading these chunks is expected to take, each from the fastest tier that has it. What is in memory,
-        or nowhere, takes no time; None where a tier that is needed has not been measured. Counts as no use."""
-        total = 0.0
+    def load_time(self, keys: Sequence[str]) -> LoadTime | None:
+        """What reading these chunks is expected to take, each from the fastest tier that has it. What is in memory, or
+        nowhere, takes no time; None where a tier that is needed has not been measured. Counts as no use."""
+        times = []
         for key in keys:
             if self._tiers[0].contains(key) or self._waiting(key) is not None:
                 continue
             for tier in self._tiers[1:]:
                 nbytes = tier.nbytes(key)
                 if nbytes is not None:
-                    rate = self.bandwidths.of(tier.name)
-                    if rate is None:
-                        return None
-                    total += nbytes / rate
+                    times.append(self.bandwidths.time(tier.name, nbytes))
                     break
-        return total
+        return None if None in times else sum((time for time in times if time), LoadTime())
 
     def load_ahead(self, keys: Sequence[str]) -> None:
         """Have these chunks in memory for the next prompt: nobody waits for them now, so that one prompt's at a time

@@ -9,15 +9,15 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from store_chunks import Recorder, chunk_kv, key_of
-from tests.redis_server import RedisServer
 
+from kvlinker.bench.probing import ROUNDS, ProbeFailedError, ProbeStoppedError, measure_memory, measure_tier
 from kvlinker.config import Settings, load_settings
 from kvlinker.store import ChunkKV, DiskTier, HostTier, LayerKV, StoreError, Tier, load_cipher
 from kvlinker.store.layer_stream import ChunkReader, LayerLostError
-from kvlinker.store.probing import ROUNDS, ProbeFailedError, ProbeStoppedError, measure_memory, measure_tier
 from kvlinker.store.remote import object_tier, redis_tier
 from kvlinker.store.scratch import ScratchPlace, scratch_places
+from tests.redis_server import RedisServer
+from tests.store.store_chunks import Recorder, chunk_kv, key_of
 
 BUDGET = 1 << 24
 SAMPLES = [chunk_kv(number, tokens=50) for number in range(3)]
@@ -52,7 +52,8 @@ def test_samples_are_read_back_and_leave_nothing(settings: Settings, tmp_path: P
     assert rounds == list(range(ROUNDS + 1))
     raw = sum(kv.nbytes for kv in numbers)
     assert delivery.nbytes > raw if codec == "raw" else delivery.nbytes < raw
-    assert delivery.bytes_per_second == pytest.approx(delivery.nbytes / delivery.seconds)
+    assert delivery.time.seconds > 0
+    assert delivery.time.busy >= 0
 
 
 def test_places_are_those_of_the_settings(settings: Settings, tmp_path: Path) -> None:
@@ -155,9 +156,9 @@ class Losing(HostTier):
         return reader
 
 
-@pytest.mark.parametrize(("reading", "message"), [(False, "was gone"), (True, "cut off")])
-def test_lost_samples_are_told(reading: bool, message: str) -> None:
-    with pytest.raises(ProbeFailedError, match=message):
+@pytest.mark.parametrize("reading", [False, True])
+def test_lost_samples_are_told(reading: bool) -> None:
+    with pytest.raises(ProbeFailedError, match="gone, or damaged"):
         measure_tier(Losing(reading=reading), SAMPLES, NEVER)
 
 
@@ -175,7 +176,7 @@ def test_stopping_ends_it_and_leaves_nothing(settings: Settings, tmp_path: Path,
 def test_memory_is_copied() -> None:
     delivery = measure_memory(SAMPLES, torch.device("cpu"))
     assert delivery.nbytes == sum(kv.nbytes for kv in SAMPLES)
-    assert delivery.seconds > 0
+    assert delivery.time.seconds > 0
 
 
 def test_any_tier_can_be_measured() -> None:
