@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.advice import EXAMPLE_PRICES, figures_of, parse_prices, recommended, ways_out
+from kvlinker.advice import EXAMPLE_PRICES, cheaper, figures_of, parse_prices, recommended, ways_out
 from kvlinker.errors import InvalidRequestError
 from kvlinker.store.bandwidth import LoadTime
 
@@ -98,10 +98,27 @@ def test_reading_on_the_models_processors_hides_nothing():
     assert not tier.hidden
     assert tier.hidden_percent == 0
     (way,) = ways_out([tier])
-    assert "1 ms more" in way
+    assert "adds 1 ms" in way
     assert "50%" in way
     assert figures(rate=1e9, busy=0.5, on_host=False).hidden
     assert figures(rate=1e9, busy=0.1).hidden
+
+
+def test_what_a_tier_adds_is_what_is_not_hidden():
+    assert figures(rate=4e6, percent=15).added_seconds == pytest.approx(0.25 - 0.15)
+    assert figures(rate=4e6, percent=30).added_seconds == 0
+    assert figures(rate=4e6, percent=30, busy=0.5).added_seconds == pytest.approx(0.25)
+
+
+def test_cheaper_tiers_are_told_with_what_they_add():
+    host, disk, tape = (
+        figures(tier, rate=rate, busy=busy, price_per_gb=price)
+        for tier, rate, busy, price in (("host", 1e9, 0.0, 3), ("disk", 1e7, 0.5, 0.1), ("tape", 2e6, 0, 0.01))
+    )
+    assert recommended([host, disk, tape]) == host
+    slow, busy = cheaper([host, disk, tape], host)
+    assert slow == "tape is cheaper, and adds 350 ms"
+    assert busy.startswith("disk is cheaper, and adds 100 ms (reading keeps a processor busy for 50%")
 
 
 def test_prices_are_examples_until_given():

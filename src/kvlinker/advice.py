@@ -42,6 +42,11 @@ class TierFigures:
         return self.overlaps and self.load_seconds <= self.recompute_seconds
 
     @property
+    def added_seconds(self) -> float:
+        """What loading adds to the computation."""
+        return max(0.0, self.load_seconds - self.recompute_seconds) if self.overlaps else self.load_seconds
+
+    @property
     def price_per_million_tokens(self) -> float:
         return self.price_per_gb * self.bytes_per_token * 1e6 / _GB
 
@@ -85,15 +90,21 @@ def recommended(tiers: Sequence[TierFigures]) -> TierFigures | None:
     return min(hidden, key=lambda tier: (tier.price_per_million_tokens, tier.load_seconds), default=None)
 
 
+def cheaper(tiers: Sequence[TierFigures], chosen: TierFigures) -> list[str]:
+    """The tiers that would cost less than the chosen one, and what they add."""
+    return [
+        f"{tier.tier} is cheaper, and adds {1e3 * tier.added_seconds:.0f} ms{_reason(tier)}"
+        for tier in sorted(tiers, key=lambda tier: tier.price_per_million_tokens)
+        if tier.price_per_million_tokens < chosen.price_per_million_tokens
+    ]
+
+
 def ways_out(tiers: Sequence[TierFigures]) -> list[str]:
     """What would hide loading where no tier does: fewer bytes, or more computation."""
     found = []
     for tier in sorted(tiers, key=lambda tier: tier.price_per_million_tokens):
         if not tier.overlaps:
-            found.append(
-                f"with the {tier.tier} tier, {1e3 * tier.load_seconds:.0f} ms more: its reading needs a processor for "
-                f"{tier.busy_percent:.0f}% of that time, and so comes before the computation"
-            )
+            found.append(f"the {tier.tier} tier adds {1e3 * tier.added_seconds:.0f} ms{_reason(tier)}")
             continue
         for codec, nbytes in tier.smaller.items():
             seconds = tier.load_seconds * nbytes / tier.bytes_per_token
@@ -107,6 +118,13 @@ def ways_out(tiers: Sequence[TierFigures]) -> list[str]:
             percent = math.ceil(10 * tier.hidden_percent) / 10
             found.append(f"recomputing {percent:g}% or more, such as cacheblend-{percent:g}, with the {tier.tier} tier")
     return found or ["computing everything: no tier delivers as fast as the model computes"]
+
+
+def _reason(tier: TierFigures) -> str:
+    if tier.overlaps:
+        return ""
+    busy = f"{tier.busy_percent:.0f}%"
+    return f" (reading keeps a processor busy for {busy} of that time, and so comes before the computation)"
 
 
 def parse_prices(texts: Sequence[str]) -> dict[str, float]:

@@ -81,18 +81,12 @@ def measure(
             param="context_tokens",
         )
     places = scratch_places(settings, load_cipher(settings.encryption_key))
-    speeds = Speeds(settings.state_dir / FILE_NAME)
     with subject.llm(kv_slots=context_tokens + _SPARE_SLOTS, disk_space=0) as llm:
         prefill = _measure_prefill(llm.engine, loaded, context_tokens, progress)
         percent = _percent_of(parse_policy(policy), llm.engine, loaded, context_tokens, progress)
     per_token, per_pair = fitted(list(prefill.items()))
-    speeds.note(pace_name(loaded), [per_token, per_pair])
     prefill_seconds = per_token * context_tokens + per_pair * context_tokens * (context_tokens + 1) / 2
     sampled, failed = _measure_tiers(loaded, context_tokens, settings.host_memory, places, progress)
-    for place in places:
-        if place.tier in sampled:
-            delivery = sampled[place.tier].delivery
-            speeds.note(place.speed_name, speed_values(delivery.nbytes, delivery.time))
     tiers = [
         figures_of(
             tier,
@@ -108,7 +102,19 @@ def measure(
         )
         for tier, one in sampled.items()
     ]
-    return Measured(prefill, percent, tiers, failed, speeds.save())
+    measured = {pace_name(loaded): (per_token, per_pair)}
+    for place in places:
+        if place.tier in sampled:
+            delivery = sampled[place.tier].delivery
+            measured[place.speed_name] = speed_values(delivery.nbytes, delivery.time)
+    return Measured(prefill, percent, tiers, failed, kept=_keep(settings, measured))
+
+
+def _keep(settings: Settings, measured: Mapping[str, tuple[float, float]]) -> bool:
+    speeds = Speeds(settings.state_dir / FILE_NAME)
+    for name, values in measured.items():
+        speeds.note(name, values)
+    return speeds.save()
 
 
 @dataclass(frozen=True, slots=True)

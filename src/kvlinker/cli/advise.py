@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlinker.advice import EXAMPLE_PRICES, TierFigures, parse_prices, recommended, ways_out
+from kvlinker.advice import EXAMPLE_PRICES, TierFigures, cheaper, parse_prices, recommended, ways_out
 from kvlinker.cli.bench.common import MODEL_OPTIONS, Json, Shape, command_line, progress_line, require_folders, show
 from kvlinker.cli.failures import BAD_USAGE, FAILURE, fail, failures, warn
 from kvlinker.cli.options import settings_options
@@ -32,6 +32,7 @@ COLUMNS = (
     "load_ms",
     "recompute_ms",
     "hidden",
+    "added_ms",
     "hidden_percent",
     "price_gb_month",
     "price_million_tokens_month",
@@ -100,13 +101,12 @@ def _recommendation(
 ) -> str:
     what = f"{policy}, which recomputes {percent:.3g}% of {context_tokens} tokens"
     if chosen is not None:
-        return (
-            f"Recommended: {chosen.tier}, the cheapest tier whose loading is hidden by {what}: "
-            f"{1e3 * chosen.load_seconds:.0f} ms beside {1e3 * chosen.recompute_seconds:.0f} ms of computation."
-        )
-    return "\n".join(
-        [f"No tier's loading is hidden by {what}. What there is:", *(f"- {way}" for way in ways_out(tiers))]
-    )
+        times = f"{1e3 * chosen.load_seconds:.0f} ms beside {1e3 * chosen.recompute_seconds:.0f} ms of computation"
+        first = f"Recommended: {chosen.tier}, the cheapest tier whose loading is hidden by {what}: {times}."
+        others = cheaper(tiers, chosen)
+    else:
+        first, others = f"No tier's loading is hidden by {what}. What there is:", ways_out(tiers)
+    return "\n".join([first, *(f"- {other}" for other in others)])
 
 
 def _row(tier: TierFigures, chosen: TierFigures | None) -> Row:
@@ -119,6 +119,7 @@ def _row(tier: TierFigures, chosen: TierFigures | None) -> Row:
         "load_ms": 1e3 * tier.load_seconds,
         "recompute_ms": 1e3 * tier.recompute_seconds,
         "hidden": tier.hidden,
+        "added_ms": 1e3 * tier.added_seconds,
         "hidden_percent": tier.hidden_percent,
         "price_gb_month": tier.price_per_gb,
         "price_million_tokens_month": tier.price_per_million_tokens,

@@ -98,7 +98,7 @@ class Speeds:
         """Write what was measured, with what others wrote meanwhile; whether the file has it now."""
         with self._file_lock:
             with self._lock:
-                self._saving = None
+                self._cancel()
                 measured = dict(self._measured)
             for name, theirs in self._read().items():
                 if name not in measured or measured[name].at < theirs.at:
@@ -116,11 +116,16 @@ class Speeds:
     def close(self) -> None:
         """Save what has changed. Idempotent."""
         with self._lock:
-            if self._saving is not None:
-                self._saving.cancel()
+            self._cancel()
             changed = bool(self._notes)
         if changed:
             self.save()
+
+    def _cancel(self) -> None:
+        """What was to be written soon is written now, or never; the lock is held."""
+        if self._saving is not None:
+            self._saving.cancel()
+            self._saving = None
 
     def _read(self) -> dict[str, Measurement]:
         if self._path is None:
