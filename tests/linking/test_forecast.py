@@ -62,9 +62,12 @@ def test_what_does_not_overlap_hides_nothing(load, prefill, least):
 def test_auto_settles_on_what_is_hidden(load, prefill, least):
     policy = parse_policy("cacheblend-auto").__class__(least)
     settled = policy.settle(Forecast(load, prefill))
-    assert settled.family == "cacheblend"
-    assert policy.percent <= settled.percent <= 100
-    assert settled.percent == pytest.approx(Forecast(load, prefill).hidden_percent(least), abs=0.051)
+    if load >= prefill and policy.percent < 100:
+        assert settled.name == "full"
+    else:
+        assert settled.family == "cacheblend"
+        assert policy.percent <= settled.percent <= 100
+        assert settled.percent == pytest.approx(Forecast(load, prefill).hidden_percent(least), abs=0.051)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ class ChunkStore:
         self._deletes_running = 0
         self._deletes_done = 0
         self._loader = LayerLoader(Bandwidths(speeds, {tier.name: tier.speed_name for tier in self._tiers}))
+        self._ahead_loader = LayerLoader(self._loader.bandwidths)  # threads of its own: nobody is to wait for those
         self._ahead: list[Future[ChunkKV | None]] = []
         atexit.register(self.close)
 
@@ -103,12 +104,7 @@ class ChunkStore:
 
         ``urgency`` is that of all the chunks together. Tiers but the first are read in threads of the store's own.
         """
-        share = replace(urgency, prefill=urgency.prefill / max(1, len(keys)))
-        found = [self._begun(key, share) for key in keys]
-        waiting = [one for one in found if not one.future.done()]
-        if waiting:
-            self._loader.load(waiting, replace(urgency, prefill=share.prefill * len(waiting)))
-        return [one.future for one in found]
+        return self._load(keys, urgency, self._loader)
 
     def load_time(self, keys: Sequence[str]) -> LoadTime | None:
         """What reading these chunks is expected to take, each from the fastest tier that has it. What is in memory, or
@@ -128,7 +124,7 @@ class ChunkStore:
         """Have these chunks in memory for the next prompt: nobody waits for them now, so that one prompt's at a time
         are loaded, and others left out."""
         if all(future.done() for future in self._ahead):
-            self._ahead = self.load(keys, Urgency())
+            self._ahead = self._load(keys, Urgency(), self._ahead_loader)
 
     @property
     def bandwidths(self) -> Bandwidths:
@@ -216,6 +212,7 @@ class ChunkStore:
         tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
         atexit.unregister(self.close)
         self._loader.close()
+        self._ahead_loader.close()
         deadline = time.monotonic() + SHARED_TIERS_CLOSE_SECONDS
         for tier in self._tiers[1:]:
             self._writers[tier.name].close(deadline if tier.shared else None)
@@ -228,6 +225,14 @@ class ChunkStore:
             if not self._writers[tier.name].add(key, kv):
                 logger.warning("Chunk %s stays out of the slower tier %s: too many writes wait already", key, tier.name)
         tiers[0].put(key, kv)
+
+    def _load(self, keys: Sequence[str], urgency: Urgency, loader: LayerLoader) -> list[Future[ChunkKV | None]]:
+        share = replace(urgency, prefill=urgency.prefill / max(1, len(keys)))
+        found = [self._begun(key, share) for key in keys]
+        waiting = [one for one in found if not one.future.done()]
+        if waiting:
+            loader.load(waiting, replace(urgency, prefill=share.prefill * len(waiting)))
+        return [one.future for one in found]
 
     def _begun(self, key: str, urgency: Urgency) -> Wanted:
         """A chunk that is found or missed already, or waits to be loaded."""

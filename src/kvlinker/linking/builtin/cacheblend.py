@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.linking.builtin.baselines import Full
 from kvlinker.linking.evidence import Evidence, LayerEvidence
 from kvlinker.linking.forecast import Forecast
 from kvlinker.linking.parameters import choice, number, percentage
@@ -74,5 +75,7 @@ class CacheBlendAuto(CacheBlend):  # type: ignore[misc]  # mypy does not know th
     percent: float = percentage("percent at least", default=15)
 
     def settle(self, forecast: Forecast) -> Policy:
-        percent = max(self.percent, round(forecast.hidden_percent(self.percent), 1))
-        return CacheBlend(percent, self.schedule, self.deviation, self.spread)
+        percent = forecast.hidden_percent(self.percent)
+        if percent == 100 > self.percent:
+            return Full()
+        return CacheBlend(max(self.percent, round(percent, 1)), self.schedule, self.deviation, self.spread)
