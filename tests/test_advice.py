@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.advice import EXAMPLE_PRICES, cheaper, figures_of, parse_prices, recommended, ways_out
-from kvlinker.errors import InvalidRequestError
+from kvlinker.advice import cheaper, figures_of, recommended, ways_out
 from kvlinker.store.bandwidth import LoadTime
 
 
@@ -119,26 +118,3 @@ def test_cheaper_tiers_are_told_with_what_they_add():
     slow, busy = cheaper([host, disk, tape], host)
     assert slow == "tape is cheaper, and adds 350 ms"
     assert busy.startswith("disk is cheaper, and adds 100 ms (reading keeps a processor busy for 50%")
-
-
-def test_prices_are_examples_until_given():
-    assert parse_prices([]) == EXAMPLE_PRICES
-    assert parse_prices(["disk=0.5", "host=0"]) == EXAMPLE_PRICES | {"disk": 0.5, "host": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("tape=1", "Unknown tier 'tape'.*host, disk, redis, object"),
-        ("1.5", "Unknown tier '1.5'"),
-        ("disk", "'' is no price.*disk=0.1"),
-        ("disk=cheap", "'cheap' is no price"),
-        ("disk=-1", "'-1' is no price"),
-        ("disk=nan", "'nan' is no price"),
-        ("disk=inf", "'inf' is no price"),
-        ("disk=1=2", "'1=2' is no price"),
-    ],
-)
-def test_bad_prices_are_told(text, message):
-    with pytest.raises(InvalidRequestError, match=message):
-        parse_prices([text])

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlinker.advice import EXAMPLE_PRICES, TierFigures, cheaper, parse_prices, recommended, ways_out
 from kvlinker.cli.bench.common import MODEL_OPTIONS, Json, Shape, command_line, progress_line, require_folders, show
 from kvlinker.cli.failures import BAD_USAGE, FAILURE, fail, failures, warn
 from kvlinker.cli.options import settings_options
 from kvlinker.config import SHARED_TIER_SETTINGS, Settings
+from kvlinker.prices import EXAMPLE_PRICES, parse_prices
 
 if TYPE_CHECKING:
+    from kvlinker.advice import TierFigures
     from kvlinker.bench.report import Row
 
 TIER_OPTIONS = ("state_dir", "host_memory", "disk_space", "disk_codec", *SHARED_TIER_SETTINGS)
@@ -69,6 +70,7 @@ def advise(
     Samples are written to each configured tier, beside what it holds, read layer by layer, and removed. What is
     measured is kept in the state directory, where servers begin with it.
     """
+    from kvlinker.advice import recommended
     from kvlinker.bench.advising import measure
     from kvlinker.bench.subject import make_subject
     from kvlinker.linking import parse_policy
@@ -99,6 +101,8 @@ def advise(
 def _recommendation(
     tiers: Sequence[TierFigures], chosen: TierFigures | None, policy: str, percent: float, context_tokens: int
 ) -> str:
+    from kvlinker.advice import cheaper, ways_out
+
     what = f"{policy}, which recomputes {percent:.3g}% of {context_tokens} tokens"
     if chosen is not None:
         times = f"{1e3 * chosen.load_seconds:.0f} ms beside {1e3 * chosen.recompute_seconds:.0f} ms of computation"
