@@ -96,6 +96,10 @@ class Settings(BaseSettings):
     )
     disk_space: ByteSize = Field(default=ByteSize(20 * 2**30), description="Disk tier budget.")
     disk_codec: CodecName = Field(default="raw", description="How KV is written to disk: raw, int8 or int4.")
+    eviction: Literal["lru", "reuse"] = Field(
+        default="lru",
+        description="What host memory and disk give up first: least recently used chunks, or least reused ones.",
+    )
     redis_url: SecretStr | None = Field(
         default=None, description="Redis through which servers share chunk caches: redis://[user:password@]host:port/0."
     )

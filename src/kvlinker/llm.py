@@ -106,6 +106,7 @@ class LLM:
             pinned=self.catalog.pinned(),
             cipher=cipher,
             disk_codec=find_codec(settings.disk_codec),
+            eviction=settings.eviction,
             shared=shared_tiers(settings, self.events, cipher),
         )
         self.engine: Engine = EmbeddedEngine(

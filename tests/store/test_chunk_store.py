@@ -19,8 +19,10 @@ from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, ChunkLoaded, ChunkLookup
 from kvlinker.store import ChunkStore, DiskTier, HostTier, TierUsage, open_store
+from kvlinker.store.chunk_file import encode_chunk
 
 SIZE = chunk_kv(0).nbytes
+FILE_SIZE = encode_chunk(key_of(0), chunk_kv(0)).nbytes
 PLENTY = 1 << 20
 
 
@@ -273,6 +275,23 @@ def test_promotion_reaches_every_faster_tier(recorder: Recorder, slow: GatedTier
     assert first.contains(key_of(1))
     store.flush()
     assert second.contains(key_of(1))
+
+
+def test_uses_count_in_every_tier_of_its_own(tmp_path: Path, recorder: Recorder) -> None:
+    for eviction, gone in (("lru", 0), ("reuse", 1)):
+        host = HostTier(2 * SIZE, recorder.events, eviction=eviction)
+        disk = DiskTier(tmp_path / eviction, 2 * FILE_SIZE, recorder.events, eviction=eviction)
+        store = ChunkStore([host, disk], recorder.events)
+        for number, recomputed in ((0, 0.1), (1, 0.9)):
+            store.put(key_of(number), chunk_kv(number))
+            store.flush()
+            store.note_use(key_of(number), recomputed)
+        store.note_use(key_of(9), 0.5)
+        store.put(key_of(2), chunk_kv(2))
+        store.flush()
+        for tier in (host, disk):
+            assert {key_of(number) for number in range(3)} - set(tier.keys()) == {key_of(gone)}
+        store.close()
 
 
 def test_one_tier_is_enough(recorder: Recorder) -> None:

@@ -102,7 +102,7 @@ class EmbeddedEngine:
             command=self._command,
         )
         self._pace = Pace()
-        self._links = LinkLoader(loaded.fingerprint, store, self._chunks, variants, self._pace)
+        self._links = LinkLoader(loaded.fingerprint, len(loaded.layers), store, self._chunks, variants, self._pace)
         self._variants = None if variants is None else VariantBuilder(loaded, variants, longest=self.max_model_len)
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
         self._thread = threading.Thread(target=self._loop, name="kvlinker-engine", daemon=True)
@@ -255,9 +255,8 @@ class EmbeddedEngine:
         except KVLinkerError as error:
             self._load_failed(generation, error)
             return
-        again = generation.lost_before
         try:
-            linked = self._links.link(generation.request, counts=not (generation.explains or again), at_hand=again)
+            linked = self._links.link(generation.request, at_hand=generation.lost_before)
             queued = gather([linked], lambda links: self._queue(generation, links[0]))
         except Exception as error:
             self._fetched(generation, error)
@@ -445,6 +444,8 @@ class EmbeddedEngine:
 
     def _advance(self, sequence: Sequence, logits: Tensor) -> None:
         generation = self._generations[sequence]
+        if (plan := generation.linked()) is not None:
+            self._loaders.submit(self._links.note_use, generation.request, plan, sequence.dropped)
         try:
             generation.accept(logits)
         except Exception as error:

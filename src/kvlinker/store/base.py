@@ -31,7 +31,8 @@ class TierCheck:
 
 
 class Tier(Protocol):
-    """Keeps chunk caches under their chunk keys (``kvlinker.chunks.chunk_key``'s hex), least recently used out first.
+    """Keeps chunk caches under their chunk keys (``kvlinker.chunks.chunk_key``'s hex), and evicts the least used first:
+    least recently, or, for the tiers of one server alone, by what uses add up to (``store/eviction.py``).
 
     A key names its content: all KV ever put under one key is interchangeable. A tier is a cache, so any chunk may
     be gone at any time, and no method raises because a medium fails: a failed write was not stored, a damaged or
@@ -72,15 +73,22 @@ class Tier(Protocol):
         ...
 
     def put(self, key: str, kv: ChunkKV) -> bool:
-        """Keep the KV, evicting the least recently used chunks for it; returns whether the tier now holds the key.
+        """Keep the KV, evicting the least used chunks for it; returns whether the tier now holds the key.
 
         False: larger than what pinned chunks leave of the budget (then nothing is evicted), or the medium failed. A
         key that is held already only becomes the most recently used.
         """
         ...
 
+    def note_use(self, key: str, weight: float) -> None:
+        """A request has used the chunk, wherever its KV came from; ``weight`` as of ``eviction.use_weight``.
+
+        Absent keys do not count, and shared tiers need not.
+        """
+        ...
+
     def set_pinned(self, keys: Set[str]) -> None:
-        """From now on, evict none of these keys unless they take more than ``lru.PINNED_SHARE`` of the budget, and
+        """From now on, evict none of these keys unless they take more than ``eviction.PINNED_SHARE`` of the budget, and
         keys that were pinned before as any others. Absent keys count once they are put. ``delete`` heeds no pin, and
         shared tiers need not.
         """
@@ -95,7 +103,7 @@ class Tier(Protocol):
         ...
 
     def keys(self) -> tuple[str, ...]:
-        """The keys held, least recently used first, but pinned ones last."""
+        """The keys held, in the order of eviction, but pinned ones last."""
         ...
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ from kvlinker.events import ChunkLoaded, ChunkLookup, Events
 from kvlinker.store.bandwidth import Bandwidths
 from kvlinker.store.base import Tier, TierCheck, TierUsage
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.eviction import use_weight
 from kvlinker.store.layer_loader import LayerLoader, Loaded, Opened, Urgency, Wanted
 from kvlinker.store.writer import BackgroundWriter
 
@@ -107,6 +108,12 @@ class ChunkStore:
         """Keep the KV; ``get`` sees it from now on. The caller must not modify it any more."""
         with self._lock:
             self._place(key, kv, self._tiers)
+
+    def note_use(self, key: str, recomputed: float) -> None:
+        """A request has used the chunk, computing this share of its tokens again: the smaller, the more the use counts
+        in tiers that evict by reuse. To be told once per request and place in its prompt."""
+        for tier in self._tiers:
+            tier.note_use(key, use_weight(recomputed))
 
     def tier_of(self, key: str) -> str | None:
         """The name of the fastest tier that has the chunk. Does not count as a use."""

@@ -33,8 +33,8 @@ from kvlinker.store.codecs import RAW, Codec
 from kvlinker.store.durability import synchronize
 from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.errors import StoreError
+from kvlinker.store.eviction import Eviction, EvictionIndex
 from kvlinker.store.layer_stream import ChunkReader
-from kvlinker.store.lru import LruIndex
 from kvlinker.store.tier_reader import TierReader
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ class DiskTier:
     """Keeps ``<directory>/<first two characters of the key>/<key>.safetensors``; a chunk's size is its file's.
 
     A file appears whole or not at all (written beside its place, synchronised, renamed), and every read verifies it.
-    A file's modification time is its last use, so that the order of eviction survives a restart.
+    A file's modification time is its last use, so that the order of last uses survives a restart; how much they add up
+    to does not, and what ``note_use`` tells alone does not, either.
 
     Several processes may share the folder: each finds files that another wrote when it is asked for them, and
     counts in ``used_bytes`` those that it has met. What one evicts or deletes vanishes for the others.
@@ -73,6 +74,7 @@ class DiskTier:
         pinned: Set[str] = frozenset(),
         sealing: Sealing = NOT_SEALED,
         codec: Codec = RAW,
+        eviction: Eviction = "lru",
     ) -> None:
         """Open the folder, create it where missing, evict down to the budget.
 
@@ -83,7 +85,7 @@ class DiskTier:
         self._root = str(directory)
         self._events = events
         self._lock = threading.RLock()
-        self._index = LruIndex(budget_bytes, pinned)
+        self._index = EvictionIndex(budget_bytes, pinned, eviction)
         self._sealing = sealing
         self._codec = codec
         self._reserved_bytes = 0
@@ -152,6 +154,10 @@ class DiskTier:
             with self._lock:
                 self._reserved_bytes -= nbytes
         return self._commit(key, temporary, nbytes)
+
+    def note_use(self, key: str, weight: float) -> None:
+        with self._lock:
+            self._index.touch(key, weight)
 
     def contains(self, key: str) -> bool:
         with self._lock:

@@ -8,8 +8,8 @@ from collections.abc import Set
 from kvlinker.events import ChunkEvicted, Events
 from kvlinker.store.base import TierCheck
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.eviction import Eviction, EvictionIndex
 from kvlinker.store.layer_stream import ChunkReader, HeldReader
-from kvlinker.store.lru import LruIndex
 
 
 class HostTier:
@@ -18,12 +18,18 @@ class HostTier:
     shared = False
 
     def __init__(
-        self, budget_bytes: int, events: Events, *, name: str = "host", pinned: Set[str] = frozenset()
+        self,
+        budget_bytes: int,
+        events: Events,
+        *,
+        name: str = "host",
+        pinned: Set[str] = frozenset(),
+        eviction: Eviction = "lru",
     ) -> None:
         self.name = name
         self._events = events
         self._lock = threading.RLock()
-        self._index = LruIndex(budget_bytes, pinned)
+        self._index = EvictionIndex(budget_bytes, pinned, eviction)
         self._kv: dict[str, ChunkKV] = {}
 
     @property
@@ -57,6 +63,10 @@ class HostTier:
             self._kv[key] = kv
             return True
 
+    def note_use(self, key: str, weight: float) -> None:
+        with self._lock:
+            self._index.touch(key, weight)
+
     def contains(self, key: str) -> bool:
         return key in self._kv
 
@@ -84,5 +94,5 @@ class HostTier:
 
     def close(self) -> None:
         with self._lock:
-            self._index = LruIndex(self.budget_bytes)
+            self._index = EvictionIndex(self.budget_bytes)
             self._kv.clear()

@@ -142,6 +142,9 @@ class BlobTier:
             self._availability.succeeded()
         return written.stored
 
+    def note_use(self, key: str, weight: float) -> None:
+        """Does nothing: what is evicted here is for all servers to say, by the uses that the medium sees itself."""
+
     def set_pinned(self, keys: Set[str]) -> None:
         """Does nothing: the other servers evict here, too, and do not know of this one's pins."""
 
