@@ -91,6 +91,11 @@ class Settings(BaseSettings):
     state_dir: Path = Field(
         default=Path("~/.local/share/kvlinker"), description="Where chunk caches and the catalog live."
     )
+    device_memory: ByteSize | None = Field(
+        default=None,
+        description="Device tier budget, where the model's device has memory of its own; by default a tenth of what is "
+        "free on CUDA.",
+    )
     host_memory: ByteSize = Field(
         default_factory=lambda: ByteSize(psutil.virtual_memory().total // 4), description="Host tier budget."
     )
@@ -98,7 +103,7 @@ class Settings(BaseSettings):
     disk_codec: CodecName = Field(default="raw", description="How KV is written to disk: raw, int8 or int4.")
     eviction: Literal["lru", "reuse"] = Field(
         default="lru",
-        description="What host memory and disk give up first: least recently used chunks, or least reused ones.",
+        description="What device, host and disk tier give up first: least recently used chunks, or least reused ones.",
     )
     redis_url: SecretStr | None = Field(
         default=None, description="Redis through which servers share chunk caches: redis://[user:password@]host:port/0."

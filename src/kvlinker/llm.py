@@ -39,7 +39,17 @@ from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import SplitMethod, split_text
-from kvlinker.store import UNCHANGED, Catalog, ChunkStore, ContextCache, Page, Unchanged, load_cipher, open_store
+from kvlinker.store import (
+    UNCHANGED,
+    Catalog,
+    ChunkStore,
+    ContextCache,
+    Page,
+    Unchanged,
+    device_tier,
+    load_cipher,
+    open_store,
+)
 from kvlinker.store.codecs import find_codec
 from kvlinker.store.remote import shared_tiers
 from kvlinker.tenants import DEFAULT_TENANT, Scope, parse_scope
@@ -97,6 +107,7 @@ class LLM:
         self.created_at = time.time()
         self.tokenizer = loaded.tokenizer
         cipher = load_cipher(settings.encryption_key)
+        device = device_tier(settings.device_memory, loaded.device, self.events, eviction=settings.eviction)
         self.catalog = Catalog(settings.state_dir / "catalog.sqlite", cipher)
         self.store: ChunkStore = open_store(
             settings.state_dir / "chunks",
@@ -107,6 +118,7 @@ class LLM:
             cipher=cipher,
             disk_codec=find_codec(settings.disk_codec),
             eviction=settings.eviction,
+            device=device,
             shared=shared_tiers(settings, self.events, cipher),
         )
         self.engine: Engine = EmbeddedEngine(

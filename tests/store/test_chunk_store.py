@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from gated_tier import TIMEOUT, GatedTier
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, ChunkLoaded, ChunkLookup
-from kvlinker.store import ChunkStore, DiskTier, HostTier, TierUsage, open_store
+from kvlinker.store import ChunkStore, DeviceTier, DiskTier, HostTier, TierUsage, open_store
 from kvlinker.store.chunk_file import encode_chunk
 
 SIZE = chunk_kv(0).nbytes
@@ -63,9 +64,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.recorder = Recorder()
         self.host = HostTier(2 * SIZE, self.recorder.events)
         self.slow = GatedTier(4 * SIZE, self.recorder.events)
-        self.store = ChunkStore([self.host, self.slow], self.recorder.events, write_queue_bytes=3 * SIZE)
+        self.store = ChunkStore(
+            [self.host, self.slow], self.recorder.events, device=self.device(), write_queue_bytes=3 * SIZE
+        )
         self.waiting: list[int] = []  # queued or being written, in order
         self.absent = set(range(8))  # never put, or deleted since
+
+    def device(self) -> DeviceTier | None:
+        return None
 
     @rule(number=KEYS)
     def put(self, number: int) -> None:
@@ -106,7 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
         for number in self.absent:
             assert not holds(self.store, number)
         for number in self.waiting:
-            assert self.store.tier_of(key_of(number)) == "host"
+            assert self.store.tier_of(key_of(number)) in ("device", "host")
 
     def teardown(self) -> None:
         self.slow.put_gate.open()
@@ -116,8 +122,17 @@ class StoreMachine(RuleBasedStateMachine):
         assert sum(lookup.hit for lookup in lookups) == len(self.recorder.of(ChunkLoaded))
 
 
+class DeviceMachine(StoreMachine):
+    """The same, with room for one chunk on a device."""
+
+    def device(self) -> DeviceTier:
+        return DeviceTier(SIZE, torch.device("cpu"), self.recorder.events)
+
+
 TestChunkStore = StoreMachine.TestCase
 TestChunkStore.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestWithDevice = DeviceMachine.TestCase
+TestWithDevice.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def test_each_lookup_is_told_once(recorder: Recorder, slow: GatedTier) -> None:
