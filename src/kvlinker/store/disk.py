@@ -20,7 +20,6 @@ from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
 from kvlinker.store.base import TierCheck
 from kvlinker.store.byte_source import FileSource
 from kvlinker.store.chunk_file import (
-    ChunkFileError,
     EncodedKV,
     encode_chunk,
     open_chunk,
@@ -28,8 +27,10 @@ from kvlinker.store.chunk_file import (
     read_chunk_file,
     write_chunk_file,
 )
+from kvlinker.store.chunk_header import ChunkFileError
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.codecs import RAW, Codec
+from kvlinker.store.compression import MissingLibraryError
 from kvlinker.store.durability import synchronize
 from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.errors import StoreError
@@ -127,7 +128,7 @@ class DiskTier:
             try:
                 file = stack.enter_context(open_regular(self._path(key)))
                 chunk = open_chunk(FileSource(file), key, self._sealing)
-            except (ChunkFileError, OSError) as error:
+            except (ChunkFileError, MissingLibraryError, OSError) as error:
                 self._failed(key, error)
                 return None
             self._touch(key)
@@ -250,14 +251,14 @@ class DiskTier:
         """The verified KV; or the damage, after removing and publishing it; or None where it is a miss for now."""
         try:
             return read_chunk_file(self._path(key), key, self._sealing)
-        except (ChunkFileError, OSError) as error:
+        except (ChunkFileError, MissingLibraryError, OSError) as error:
             return self._failed(key, error)
 
     def _failed(self, key: str, error: Exception) -> ChunkDamaged | None:
         """What became of a chunk that was not read: a damaged one is removed and published."""
         if isinstance(error, FileNotFoundError):
             reason = "its file vanished"
-        elif isinstance(error, OSError) and error.errno != errno.EIO:
+        elif isinstance(error, MissingLibraryError) or (isinstance(error, OSError) and error.errno != errno.EIO):
             logger.warning("Chunk %s was not read from %s: %s", key, self._directory, error)
             return None
         else:

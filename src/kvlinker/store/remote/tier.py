@@ -15,9 +15,11 @@ import numpy as np
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events, TierUnavailable
 from kvlinker.store.base import TierCheck
 from kvlinker.store.byte_source import AheadSource, BufferSource, Bytes
-from kvlinker.store.chunk_file import ChunkFileError, decode_chunk, encode_chunk, open_chunk
+from kvlinker.store.chunk_file import decode_chunk, encode_chunk, open_chunk
+from kvlinker.store.chunk_header import ChunkFileError
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.codecs import RAW, Codec
+from kvlinker.store.compression import MissingLibraryError
 from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.layer_stream import ChunkReader, LayerLostError
 from kvlinker.store.remote.availability import Availability
@@ -117,6 +119,9 @@ class BlobTier:
             return TierReader(open_chunk(source, key, self._sealing), failed=failed)
         except LayerLostError:
             return None
+        except MissingLibraryError as error:
+            logger.warning("Chunk %s was not read from tier %s: %s", key, self.name, error)
+            return None
         except Exception as error:
             failed(error)
             return None
@@ -203,6 +208,9 @@ class BlobTier:
             kv = None if data is None else decode_chunk(BufferSource(data), key, self._sealing)
         except (BlobDamaged, ChunkFileError) as damage:
             return self._drop(key, str(damage))
+        except MissingLibraryError as error:
+            logger.warning("Chunk %s was not read from tier %s: %s", key, self.name, error)
+            return None
         if kv is not None:
             self._availability.succeeded()
         return kv
