@@ -309,6 +309,16 @@ def test_uses_count_in_every_tier_of_its_own(tmp_path: Path, recorder: Recorder)
         store.close()
 
 
+def test_usage_tells_which_tier_does_not_answer(recorder: Recorder) -> None:
+    silent = HostTier(PLENTY, recorder.events, name="silent")
+    store = ChunkStore([HostTier(PLENTY, recorder.events), silent], recorder.events)
+    for number in (1, 2):
+        store.put(key_of(number), chunk_kv(number))
+    with mock.patch.object(silent, "sizes", return_value=None):
+        usages = store.usage_of({key_of(1), key_of(3)})
+    assert usages == (TierUsage("host", SIZE, PLENTY, 1), TierUsage("silent", 0, PLENTY, 0, reachable=False))
+
+
 def test_one_tier_is_enough(recorder: Recorder) -> None:
     store = ChunkStore([HostTier(PLENTY, recorder.events)], recorder.events)
     store.put(key_of(1), chunk_kv(1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,12 +13,13 @@ from kvlinker.store.layer_stream import ChunkReader
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """How full a tier is."""
+    """How full a tier is. ``reachable``: False where it does not answer, and nothing was counted."""
 
     name: str
     used_bytes: int
     budget_bytes: int
     chunks: int
+    reachable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,11 @@ class Tier(Protocol):
 
     def nbytes(self, key: str) -> int | None:
         """Bytes that the chunk takes up in this tier, or None where it is absent. Does not count as a use."""
+        ...
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int] | None:
+        """``nbytes`` of those of the keys that the tier knows of, with few questions to its medium, so that what other
+        processes put here lately may be missing; None where the medium does not answer."""
         ...
 
     def check(self) -> TierCheck:

@@ -186,12 +186,14 @@ class ChunkStore:
         return max((tier.budget_bytes for tier in self._tiers if not tier.shared), default=0)
 
     def usage_of(self, keys: Set[str]) -> tuple[TierUsage, ...]:
-        """What these chunks take up in each tier of this store alone, from the fastest to the slowest; takes time for
-        many."""
+        """What these chunks take up in each tier, from the fastest to the slowest; takes time for many."""
         usages = []
-        for tier in (tier for tier in self._all_tiers if not tier.shared):
-            sizes = [tier.nbytes(key) or 0 for key in keys & set(tier.keys())]
-            usages.append(TierUsage(tier.name, sum(sizes), tier.budget_bytes, len(sizes)))
+        for tier in self._all_tiers:
+            sizes = tier.sizes(keys)
+            known = sizes or {}
+            usages.append(
+                TierUsage(tier.name, sum(known.values()), tier.budget_bytes, len(known), reachable=sizes is not None)
+            )
         return tuple(usages)
 
     def usage(self) -> tuple[TierUsage, ...]:

@@ -11,7 +11,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -186,6 +186,10 @@ class DiskTier:
     def nbytes(self, key: str) -> int | None:
         with self._lock:
             return self._index.nbytes(key) if self.contains(key) else None
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        with self._lock:
+            return self._index.sizes(keys)
 
     def check(self) -> TierCheck:
         with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Set
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Set
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -113,6 +113,10 @@ class EvictionIndex:
     def nbytes(self, key: str) -> int | None:
         entry = self._entries.get(key)
         return None if entry is None else entry.nbytes
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        """``nbytes`` of those of the keys that are present."""
+        return {key: entry.nbytes for key in keys if (entry := self._entries.get(key)) is not None}
 
     def set_pinned(self, keys: Set[str]) -> None:
         """Pin these keys and no others, whether they are present or not."""

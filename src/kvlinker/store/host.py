@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from kvlinker.events import ChunkEvicted, Events
 from kvlinker.store.base import TierCheck
@@ -88,6 +88,10 @@ class HostTier:
 
     def nbytes(self, key: str) -> int | None:
         return self._index.nbytes(key)
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        with self._lock:
+            return self._index.sizes(keys)
 
     def check(self) -> TierCheck:
         return TierCheck(self.name, checked=len(self), damaged=())

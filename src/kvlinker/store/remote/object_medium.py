@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
@@ -135,6 +135,12 @@ class ObjectMedium:
         self._list_now_and_then()
         with self._lock:
             return self._index.keys()
+
+    def sizes(self, keys: Sequence[str]) -> dict[str, int]:
+        """As last listed."""
+        self._list_now_and_then()
+        with self._lock:
+            return self._index.sizes(keys)
 
     def usage(self) -> MediumUsage:
         self._list_now_and_then()

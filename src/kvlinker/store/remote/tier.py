@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ from kvlinker.store.layer_stream import ChunkReader, LayerLostError
 from kvlinker.store.remote.availability import Availability
 from kvlinker.store.remote.deadline import Deadline
 from kvlinker.store.remote.medium import (
+    KEYS_AT_ONCE,
     BlobDamaged,
     BlobGone,
     BlobMedium,
@@ -171,6 +173,19 @@ class BlobTier:
 
     def nbytes(self, key: str) -> int | None:
         return None if self._is_doomed(key) else self._size(self._medium.stat, key)
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int] | None:
+        if not self._availability.up:
+            return None
+        sizes: dict[str, int] = {}
+        rest = iter(keys)
+        while batch := tuple(islice(rest, KEYS_AT_ONCE)):
+            found: dict[str, int] | None = self._ask(partial(self._medium.sizes, batch), None)
+            if found is None:
+                return None
+            sizes |= found
+        with self._lock:
+            return {key: size for key, size in sizes.items() if key not in self._doomed}
 
     def check(self) -> TierCheck:
         self._ask(self._medium.audit, None)
