@@ -27,7 +27,7 @@ def test_figures_tell_of_the_device_as_of_other_tiers(tmp_path, monkeypatch):
     def on_the_cpu(budget_bytes, device, events, **options):
         return DeviceTier(budget_bytes, device, events, **options)
 
-    monkeypatch.setattr("kvlinker.llm.device_tier", on_the_cpu)
+    monkeypatch.setattr("kvlinker.state.device_tier", on_the_cpu)
     with LLM.from_model(tiny_model(), tiny_settings(tmp_path, device_memory=1 << 20)) as llm:
         metrics = Metrics(llm)
         llm.events.subscribe(metrics.count)

@@ -50,6 +50,7 @@ from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.codecs import COMPRESSED_RAW, RAW, Codec
 from kvlinker.store.compression import compressed, decompressed, require_zstd
 from kvlinker.store.encryption import NOT_SEALED, SealedDataError, Sealing
+from kvlinker.store.pacing import Rest, no_rest
 
 Pieces = Iterable[memoryview]
 
@@ -72,10 +73,10 @@ class EncodedKV:
             yield raw_bytes(tensor)
 
 
-def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW) -> EncodedKV:
+def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW, rest: Rest = no_rest) -> EncodedKV:
     """The chunk in the codec, or as it is where the codec refuses its numbers.
 
-    Raises ValueError for KV that the format does not have, and MissingLibraryError.
+    ``rest`` is called between tensors. Raises ValueError for KV that the format does not have, and MissingLibraryError.
     """
     dtype = kv.layers[0].key.dtype
     for name, heads in _named_heads(kv):
@@ -84,19 +85,22 @@ def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW) -> EncodedKV:
         if not heads.numel():
             raise ValueError(f"{name} is empty; a chunk has at least one token.")
     try:
-        tensors = _encoded(kv, codec)
+        tensors = _encoded(kv, codec, rest)
     except ValueError:
         codec = COMPRESSED_RAW if codec.compresses else RAW
-        tensors = _encoded(kv, codec)
+        tensors = _encoded(kv, codec, rest)
     contextualization = None if kv.scores is None else kv.scores.contextualization
-    header = compose_header(key, tensors, codec=codec, dtype=dtype, contextualization=contextualization)
+    header = compose_header(key, tensors, codec=codec, dtype=dtype, contextualization=contextualization, rest=rest)
     return EncodedKV(header, tuple(tensor.stored for tensor in tensors))
 
 
-def write_chunk_file(file: BinaryIO, encoded: EncodedKV, seal: Callable[[Pieces], Pieces] = iter) -> None:
-    """Write the encoded chunk, as what ``seal`` makes of it. Raises OSError."""
+def write_chunk_file(
+    file: BinaryIO, encoded: EncodedKV, seal: Callable[[Pieces], Pieces] = iter, rest: Rest = no_rest
+) -> None:
+    """Write the encoded chunk, as what ``seal`` makes of it; ``rest`` is called between pieces. Raises OSError."""
     for piece in seal(encoded.pieces()):
         file.write(piece)
+        rest()
 
 
 def read_chunk_file(path: Path, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
@@ -207,7 +211,7 @@ def _what_is_wrong() -> Iterator[None]:
         raise ChunkFileError("truncated while it was read") from error
 
 
-def _encoded(kv: ChunkKV, codec: Codec) -> list[StoredTensor]:
+def _encoded(kv: ChunkKV, codec: Codec, rest: Rest) -> list[StoredTensor]:
     """All tensors in order. Raises ValueError where the codec refuses."""
     tensors = []
     if kv.scores is not None:
@@ -218,6 +222,7 @@ def _encoded(kv: ChunkKV, codec: Codec) -> list[StoredTensor]:
         for part, tensor in codec.encode(heads).items():
             stored = compressed(tensor) if codec.compresses else None
             tensors.append(StoredTensor(part_name(name, part), tensor, tensor if stored is None else stored))
+            rest()
     return tensors
 
 

@@ -19,6 +19,7 @@ from kvlinker.chunk_scores import Contextualization
 from kvlinker.store.byte_source import ByteSource
 from kvlinker.store.codecs import CODECS, Codec
 from kvlinker.store.compression import MOST_EXPANSION
+from kvlinker.store.pacing import Rest, no_rest
 
 FORMAT = "kvlinker-chunk"
 FORMAT_VERSION = 3
@@ -88,8 +89,9 @@ def compose_header(
     codec: Codec,
     dtype: torch.dtype,
     contextualization: Contextualization | None,
+    rest: Rest = no_rest,
 ) -> bytes:
-    """All bytes before the tensors, which follow one another."""
+    """All bytes before the tensors, which follow one another; ``rest`` is called between these."""
     compressed = any(tensor.compressed for tensor in tensors)
     metadata = {
         "format": FORMAT,
@@ -113,6 +115,7 @@ def compose_header(
             metadata[f"{_PLAIN}.{tensor.name}"] = json.dumps(plain)
         metadata[f"{_CHECKSUM}.{tensor.name}"] = checksum_of(raw_bytes(tensor.stored))
         offset += tensor.stored.nbytes
+        rest()
     metadata[f"{_CHECKSUM}.header"] = checksum_of(_dump(header))
     text = _dump(header)
     text += b" " * (-len(text) % _LENGTH_BYTES)

@@ -12,6 +12,7 @@ from kvlinker.events import Events
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.eviction import Eviction
 from kvlinker.store.host import HostTier
+from kvlinker.store.pacing import Rest, no_rest
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class DeviceTier(HostTier):
         super().__init__(budget_bytes, events, name="device", eviction=eviction)
         self._device = device
 
-    def put(self, key: str, kv: ChunkKV) -> bool:
+    def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
         copied = self.copied(kv)
         return copied is not None and super().put(key, copied)
 
