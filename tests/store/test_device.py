@@ -16,7 +16,7 @@ from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import ChunkEvicted, ChunkLookup
 from kvlinker.store import ChunkKV, ChunkStore, DeviceTier, HostTier, TierUsage, device_tier, open_store
-from kvlinker.store.layer_loader import Urgency
+from kvlinker.store.wanted import Urgency
 
 PLENTY = 1 << 20
 SIZE = chunk_kv(0).nbytes

@@ -17,8 +17,9 @@ from kvlinker.store.base import Tier, TierCheck, TierUsage
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.device import DeviceTier
 from kvlinker.store.eviction import use_weight
-from kvlinker.store.layer_loader import LayerLoader, Loaded, Opened, Urgency, Wanted
+from kvlinker.store.layer_loader import LayerLoader
 from kvlinker.store.pacing import Pacing
+from kvlinker.store.wanted import Loaded, Opened, Urgency, Wanted
 from kvlinker.store.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
@@ -243,7 +244,7 @@ class ChunkStore:
     def _begun(self, key: str, urgency: Urgency) -> Wanted:
         """A chunk that is found or missed already, or waits to be loaded."""
         epoch = self._delete_epoch()
-        wanted = Wanted(partial(self._open, key, urgency), partial(self._loaded, key, epoch))
+        wanted = Wanted(key, partial(self._open, key, urgency), partial(self._loaded, key, epoch))
         kv = self.get_at_hand(key)
         if kv is not None:
             wanted.resolve(kv)
@@ -252,8 +253,11 @@ class ChunkStore:
             self._loaded(key, epoch, None)
         return wanted
 
-    def _open(self, key: str, urgency: Urgency) -> Opened | None:
-        """A copy in the fastest tier that has one and is fast enough."""
+    def _open(self, key: str, urgency: Urgency) -> Opened | Loaded | None:
+        """A copy in the fastest tier that has one and is fast enough, or what has come to the first one meanwhile."""
+        kv = self._tiers[0].get(key)
+        if kv is not None:
+            return Loaded(self._tiers[0].name, kv, 0.0)
         for tier in self._tiers[1:]:
             nbytes = tier.nbytes(key)
             if nbytes is not None and self._loader.worth_loading(tier.name, nbytes, urgency):
@@ -267,7 +271,8 @@ class ChunkStore:
         if loaded is None:
             self._events.publish(ChunkLookup(hit=False, tier="none"))
             return
-        self._promote(key, loaded.kv, [tier for tier in self._tiers if tier.name != loaded.tier], epoch)
+        if loaded.tier != self._tiers[0].name:
+            self._promote(key, loaded.kv, [tier for tier in self._tiers if tier.name != loaded.tier], epoch)
         self._told_loaded(loaded.tier, loaded.kv, loaded.seconds)
 
     def _told_loaded(self, tier: str, kv: ChunkKV, seconds: float) -> None:
