@@ -13,15 +13,21 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
-from crash_work import DISK_BYTES, TENANTS, answer, check, kv_of, open_state, repair, start, work
+from crash_work import ALONE, DISK_BYTES, TENANTS, Shared, answer, check, kv_of, open_state, repair, start, work
 from store_chunks import same_kv
+from tests.redis_server import RedisServer
 from tests.server.serving import tiny_model, tiny_settings
 
 from kvlinker.chunks import chunk_key
+from kvlinker.events import Events
 from kvlinker.llm import LLM
+from kvlinker.store.byte_source import BufferSource
+from kvlinker.store.chunk_file import decode_chunk
 
 POINTS = int(os.environ.get("KVLINKER_CRASH_POINTS", "15"))
 SEED = int(os.environ.get("KVLINKER_CRASH_SEED", "5"))
@@ -69,22 +75,22 @@ def told(folder: Path) -> tuple[set[str], set[str], int]:
 
 
 def leave_temporary_files_alone_for_long(folder: Path) -> None:
-    for path in folder.glob("chunks/??/*.tmp"):
+    for path in [*folder.glob("chunks/??/*.tmp"), *folder.glob("objects/??/*.tmp")]:
         os.utime(path, (time.time() - STALE_SECONDS - 1,) * 2)
 
 
-def is_sound(folder: Path) -> None:
+def is_sound(folder: Path, shared: Shared = ALONE) -> None:
     """The server starts, ``check`` mends, and then nothing is wrong, lost or left over."""
-    with closing(open_state(folder)) as state:
+    with closing(open_state(folder, shared)) as state:
         lying = state.store.keys()
         assert not lying & set(state.catalog.released(float("-inf"), float("inf"))), "a deletion was not finished"
     leave_temporary_files_alone_for_long(folder)
-    first = check(folder, "--repair")
+    first = check(folder, "--repair", shared=shared)
     assert first.exit_code in (0, 1), first.output
     assert first.exception is None or isinstance(first.exception, SystemExit), first.output
-    second = check(folder)
+    second = check(folder, shared=shared)
     assert second.exit_code == 0, f"{first.output}\n{second.output}"
-    with closing(open_state(folder)) as state:
+    with closing(open_state(folder, shared)) as state:
         caches = [cache for tenant in TENANTS for cache in state.caches.list(tenant=tenant, limit=10_000).items]
         for cache in caches:
             assert cache.chunk_key == chunk_key(cache.chunk, fingerprint=cache.fingerprint, tenant=cache.tenant)
@@ -114,6 +120,39 @@ def accounts(folder: Path, query: str) -> list[tuple[object, ...]]:
     with closing(sqlite3.connect(folder / "catalog.sqlite")) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         return sorted(connection.execute(query).fetchall())
+
+
+def shared_tiers_are_sound(folder: Path, redis: RedisServer, shared: Shared) -> None:
+    """What lies there is whole, and Redis' account is that of what lies there, after ``is_sound`` has mended it."""
+    everything_is_whole(folder, redis)
+    is_sound(folder, shared)
+    everything_is_whole(folder, redis)
+    assert not list(folder.glob("objects/??/*.tmp"))
+    client = redis.client
+    lying = {key.decode().rpartition(":")[2]: int(client.hget(key, "size")) for key in client.keys("kvlinker:chunk:*")}
+    sizes = {key.decode(): int(size) for key, size in client.hgetall("kvlinker:sizes").items()}
+    assert sizes == lying
+    assert int(client.hget("kvlinker:totals", "bytes") or 0) == sum(lying.values())
+    assert {key.decode() for key in client.zrange("kvlinker:uses", 0, -1)} == lying.keys()
+    used = sorted(lying, key=lambda key: key[::-1])  # any order
+    for tier in shared.tiers(Events()):
+        with closing(tier):
+            assert [tier.contains(key) for key in tier.keys()] == [True] * len(tier)
+            if tier.name == "redis":
+                assert all(tier.get(key) for key in used)
+    assert [key.decode() for key in client.zrange("kvlinker:uses", 0, -1)] == used
+
+
+def everything_is_whole(folder: Path, redis: RedisServer) -> None:
+    for path in folder.glob("objects/??/*.safetensors"):
+        decode_chunk(BufferSource(np.fromfile(path, dtype=np.uint8)), path.stem)
+    for name in redis.client.keys("kvlinker:chunk:*"):
+        blob = redis.client.hgetall(name)
+        parts = b"".join(blob[str(number).encode()] for number in range(len(blob) - 1))
+        assert len(parts) == int(blob[b"size"])
+        decode_chunk(BufferSource(np.frombuffer(parts, dtype=np.uint8)), name.decode().rpartition(":")[2])
+    for name in redis.client.keys("kvlinker:temporary:*"):
+        assert redis.client.ttl(name) != -1, "it would stay for ever"
 
 
 def damage(folder: Path, randomness: random.Random) -> None:
@@ -149,6 +188,21 @@ def test_kills_at_any_moment(tmp_path: Path) -> None:
             is_sound(tmp_path)
     is_sound(tmp_path)
     print(f"{POINTS} kills, {told(tmp_path)[2]} steps")
+    assert told(tmp_path)[2] > 0
+
+
+def test_kills_with_shared_tiers(tmp_path: Path, redis_server: RedisServer) -> None:
+    randomness = random.Random(SEED + 3)
+    shared = Shared(redis_server.url, f"file://{tmp_path}/objects")
+    worker = partial(work, shared=shared)
+    for point in range(max(8, POINTS // 2)):
+        run_and_kill(worker, tmp_path, SEED * 200_000 + point, randomness.uniform(0, 2 * LONGEST_SECONDS))
+        everything_is_whole(tmp_path, redis_server)
+        if randomness.random() < 0.7:
+            shared_tiers_are_sound(tmp_path, redis_server, shared)
+    shared_tiers_are_sound(tmp_path, redis_server, shared)
+    assert redis_server.client.keys("kvlinker:chunk:*")
+    assert list(tmp_path.glob("objects/??/*.safetensors"))
     assert told(tmp_path)[2] > 0
 
 
