@@ -29,6 +29,7 @@ from kvlinker.events import Events
 from kvlinker.llm import LLM
 from kvlinker.store import Catalog, ChunkKV, ChunkStore, ContextCache, Tier, open_store
 from kvlinker.store.remote import shared_tiers
+from kvlinker.tenants import NO_QUOTAS, Quotas
 
 FINGERPRINT = "sha256:weights"
 CONTENTS = 24
@@ -127,7 +128,7 @@ class State(NamedTuple):
         self.catalog.close()
 
 
-def open_state(folder: Path, shared: Shared = ALONE) -> State:
+def open_state(folder: Path, shared: Shared = ALONE, quotas: Quotas = NO_QUOTAS) -> State:
     """As ``LLM`` opens it."""
     events = Events()
     catalog = Catalog(folder / "catalog.sqlite")
@@ -140,7 +141,14 @@ def open_state(folder: Path, shared: Shared = ALONE) -> State:
         shared=shared.tiers(events),
     )
     engine = NumberEngine(store)
-    caches = ContextCaches(model="numbers", builder=NumberBuilder(), engine=engine, catalog=catalog, store=store)  # type: ignore[arg-type]
+    caches = ContextCaches(
+        model="numbers",
+        builder=NumberBuilder(),  # type: ignore[arg-type]
+        engine=engine,  # type: ignore[arg-type]
+        catalog=catalog,
+        store=store,
+        quotas=quotas,
+    )
     return State(catalog, store, engine, caches)
 
 

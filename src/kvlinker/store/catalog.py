@@ -33,7 +33,7 @@ from kvlinker.store.limits import (
 )
 from kvlinker.store.schema import index_metadata
 from kvlinker.store.token_blobs import TokenBlobs, changed_entry
-from kvlinker.store.variants import VariantIndex, release_variants
+from kvlinker.store.variants import VariantIndex, note_released, release_variants
 from kvlinker.tenants import SHARED_TENANT
 
 _COLUMNS = """SELECT c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned, c.chunk_key,
@@ -220,32 +220,39 @@ class Catalog:
             ).fetchall()
             return len(removed), _release(connection, {key for (key,) in removed}, now)
 
-    def expire(self, now: float) -> tuple[str, ...]:
-        """Remove all expired context caches of all tenants; returns released chunk keys as ``delete`` does."""
+    def expire(self, now: float) -> tuple[int, tuple[str, ...]]:
+        """Remove all expired context caches of all tenants; returns how many, and released chunk keys as ``delete``
+        does."""
         with self._database.transaction() as connection:
             removed = connection.execute(
                 "DELETE FROM context_caches WHERE expires_at <= ? RETURNING chunk_key", (now,)
             ).fetchall()
-            return _release(connection, {key for (key,) in removed}, now)
+            return len(removed), _release(connection, {key for (key,) in removed}, now)
 
-    def released(self, after: float, until: float) -> tuple[str, ...]:
-        """Chunk keys that were released in this time and are held by nothing now."""
+    def released(self, after: float, until: float, *, limit: int = -1) -> dict[str, float]:
+        """Chunk keys that were released in this time and are held by nothing now, and when; any ``limit`` of them."""
         rows = self._database.query(
-            "SELECT key FROM released r WHERE released_at > :after AND released_at <= :until"
+            "SELECT key, released_at FROM released r WHERE released_at > :after AND released_at <= :until"
             " AND NOT EXISTS (SELECT 1 FROM chunks WHERE key = r.key)"
-            " AND NOT EXISTS (SELECT 1 FROM variants WHERE key = r.key)",
-            {"after": after, "until": until},
+            " AND NOT EXISTS (SELECT 1 FROM variants WHERE key = r.key) LIMIT :limit",
+            {"after": after, "until": until, "limit": limit},
         )
-        return tuple(key for (key,) in rows)
+        return dict(rows)
 
-    def forget_released(self, until: float) -> None:
-        """``released`` need not tell of these any more: no tier holds their KV."""
+    def forget_released(self, chunk_keys: Iterable[str], until: float) -> None:
+        """``released`` need not tell of these any more, for no tier holds their KV; nor of what was released until then
+        and is held again."""
         with self._database.transaction() as connection:
-            connection.execute("DELETE FROM released WHERE released_at <= ?", (until,))
+            connection.execute(
+                "DELETE FROM released AS r WHERE released_at <= :until AND (key IN (SELECT value FROM json_each(:gone))"
+                " OR EXISTS (SELECT 1 FROM chunks WHERE key = r.key)"
+                " OR EXISTS (SELECT 1 FROM variants WHERE key = r.key))",
+                {"until": until, "gone": json.dumps(list(chunk_keys))},
+            )
 
     def unheld(self, chunk_keys: Iterable[str]) -> tuple[str, ...]:
-        """Those of the keys that no context cache holds."""
-        query = "SELECT 1 FROM chunks WHERE key = :key"
+        """Those of the keys that no context cache holds, directly or as a variant of its chunk."""
+        query = "SELECT 1 FROM chunks WHERE key = :key UNION SELECT 1 FROM variants WHERE key = :key"
         return tuple(key for key in dict.fromkeys(chunk_keys) if not self._database.query(query, {"key": key}))
 
     def usage(self, tenant: str) -> TenantUsage:
@@ -386,7 +393,7 @@ def _release(connection: sqlite3.Connection, chunk_keys: Iterable[str], now: flo
         for gone, *owner in removed:
             released.append(gone)
             released += release_variants(connection, *owner)
-    connection.executemany("INSERT OR REPLACE INTO released VALUES (?, ?)", [(key, now) for key in released])
+    note_released(connection, released, now)
     return tuple(released)
 
 

@@ -157,13 +157,15 @@ class DiskTier:
         with self._lock:
             return key in self._index or self._adopt(key)
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str) -> bool:
         with self._lock:
             self._index.remove(key)
-            if self._unlink(self._path(key)):
+            gone = self._unlink(self._path(key))
+            if gone:
                 self._doomed.discard(key)
             else:
                 self._doomed.add(key)
+            return gone
 
     def set_pinned(self, keys: Set[str]) -> None:
         with self._lock:
