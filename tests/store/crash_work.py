@@ -33,6 +33,7 @@ from kvlinker.tenants import NO_QUOTAS, Quotas
 
 FINGERPRINT = "sha256:weights"
 CONTENTS = 24
+HOST_BYTES = 20_000
 DISK_BYTES = 60_000  # some seven chunks
 SHARED_BYTES = 80_000
 TENANTS = ("anna", "bert")
@@ -134,7 +135,7 @@ def open_state(folder: Path, shared: Shared = ALONE, quotas: Quotas = NO_QUOTAS)
     catalog = Catalog(folder / "catalog.sqlite")
     store = open_store(
         folder / "chunks",
-        host_bytes=20_000,
+        host_bytes=HOST_BYTES,
         disk_bytes=DISK_BYTES,
         events=events,
         pinned=catalog.pinned(),
