@@ -101,7 +101,7 @@ class EmbeddedEngine:
             with_scores=settings.chunk_scores,
             command=self._command,
         )
-        self._pace = Pace()
+        self._pace = Pace(on_host=loaded.device.type == "cpu")
         self._links = LinkLoader(loaded.fingerprint, store, self._chunks, variants, self._pace)
         self._variants = None if variants is None else VariantBuilder(loaded, variants, longest=self.max_model_len)
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 import xxhash
 
@@ -194,6 +195,7 @@ class EncodedChunk:
         self._header = header
         self._parts = list(header.codec.layout(header.dtype))
         self._entries = header.entries[0 if scores is None else len(_SCORE_NAMES) :]
+        self._room = _Room(2 * self.layers)
         self.scores = scores
 
     @property
@@ -216,7 +218,26 @@ class EncodedChunk:
         entries = self._entries[index * len(self._parts) : (index + 1) * len(self._parts)]
         with _what_is_wrong():
             tensors = [_read_tensor(self._source, self._header.start, entry) for entry in entries]
-        return self._header.codec.decode(dict(zip(self._parts, tensors, strict=True)), self._header.dtype)
+        parts = dict(zip(self._parts, tensors, strict=True))
+        return self._header.codec.decode(parts, self._header.dtype, self._room)
+
+
+class _Room:
+    """``codecs.Room`` for a known number of tensors, out of one piece of memory as long as they are as large as the
+    first."""
+
+    def __init__(self, tensors: int) -> None:
+        self._tensors = tensors
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > len(self._memory):
+            # NumPy asks for huge pages, which makes fresh memory less than half as expensive as torch.empty's.
+            self._memory = torch.from_numpy(np.empty(max(1, self._tensors) * nbytes, dtype=np.uint8))
+        self._tensors -= 1
+        tensor, self._memory = self._memory[:nbytes], self._memory[nbytes:]
+        return tensor.view(dtype).view(shape)
 
 
 @contextmanager

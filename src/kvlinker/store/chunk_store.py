@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence, Set
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from kvlinker.events import ChunkLoaded, ChunkLookup, Events
@@ -91,11 +92,11 @@ class ChunkStore:
 
         ``urgency`` is that of all the chunks together. Tiers but the first are read in threads of the store's own.
         """
-        share = Urgency(urgency.compute, urgency.prefill / max(1, len(keys)))
+        share = replace(urgency, prefill=urgency.prefill / max(1, len(keys)))
         found = [self._begun(key, share) for key in keys]
         waiting = [one for one in found if not one.future.done()]
         if waiting:
-            self._loader.load(waiting, Urgency(urgency.compute, share.prefill * len(waiting)))
+            self._loader.load(waiting, replace(urgency, prefill=share.prefill * len(waiting)))
         return [one.future for one in found]
 
     @property
