@@ -101,7 +101,9 @@ class EmbeddedEngine:
             with_scores=settings.chunk_scores,
             command=self._command,
         )
-        self._pace = Pace(on_host=loaded.device.type == "cpu")
+        on_host = loaded.device.type == "cpu"
+        self._pace = Pace(on_host=on_host)
+        self._computing = store.pacing.computing if on_host else contextlib.nullcontext
         self._links = LinkLoader(loaded.fingerprint, store, self._chunks, variants, self._pace)
         self._variants = None if variants is None else VariantBuilder(loaded, variants, longest=self.max_model_len)
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
@@ -389,7 +391,8 @@ class EmbeddedEngine:
                 self._generations[sequence].mark_started()
         begin = time.perf_counter()
         try:
-            logits = self._runner.step(step.batch)
+            with self._computing():
+                logits = self._runner.step(step.batch)
         except Exception as error:
             logger.exception("A step failed; its requests are given up.")
             for sequence in step.sequences:

@@ -34,6 +34,7 @@ from kvlinker.store.byte_source import ByteSource, FileSource
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.codecs import CODECS, RAW, Codec
 from kvlinker.store.encryption import NOT_SEALED, SealedDataError, Sealing
+from kvlinker.store.pacing import Rest, no_rest
 
 Pieces = Iterable[memoryview]
 
@@ -97,10 +98,10 @@ class EncodedKV:
             yield _raw_bytes(tensor)
 
 
-def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW) -> EncodedKV:
+def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW, rest: Rest = no_rest) -> EncodedKV:
     """The chunk in the codec, or as it is where the codec refuses its numbers.
 
-    Raises ValueError for KV that the format does not have.
+    ``rest`` is called between tensors. Raises ValueError for KV that the format does not have.
     """
     dtype = kv.layers[0].key.dtype
     for name, heads in _named_heads(kv):
@@ -109,10 +110,10 @@ def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW) -> EncodedKV:
         if not heads.numel():
             raise ValueError(f"{name} is empty; a chunk has at least one token.")
     try:
-        tensors = _encoded(kv, codec)
+        tensors = _encoded(kv, codec, rest)
     except ValueError:
         codec = RAW
-        tensors = _encoded(kv, codec)
+        tensors = _encoded(kv, codec, rest)
     metadata = {
         "format": FORMAT,
         "version": str(FORMAT_VERSION),
@@ -132,16 +133,20 @@ def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW) -> EncodedKV:
         }
         metadata[f"{_CHECKSUM}.{name}"] = xxhash.xxh3_128_hexdigest(_raw_bytes(tensor))
         offset += tensor.nbytes
+        rest()
     metadata[f"{_CHECKSUM}.header"] = xxhash.xxh3_128_hexdigest(_dump(header))
     text = _dump(header)
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return EncodedKV(len(text).to_bytes(_LENGTH_BYTES, "little") + text, tuple(tensors.values()))
 
 
-def write_chunk_file(file: BinaryIO, encoded: EncodedKV, seal: Callable[[Pieces], Pieces] = iter) -> None:
-    """Write the encoded chunk, as what ``seal`` makes of it. Raises OSError."""
+def write_chunk_file(
+    file: BinaryIO, encoded: EncodedKV, seal: Callable[[Pieces], Pieces] = iter, rest: Rest = no_rest
+) -> None:
+    """Write the encoded chunk, as what ``seal`` makes of it; ``rest`` is called between pieces. Raises OSError."""
     for piece in seal(encoded.pieces()):
         file.write(piece)
+        rest()
 
 
 def read_chunk_file(path: Path, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
@@ -251,7 +256,7 @@ def _what_is_wrong() -> Iterator[None]:
         raise ChunkFileError("truncated while it was read") from error
 
 
-def _encoded(kv: ChunkKV, codec: Codec) -> dict[str, torch.Tensor]:
+def _encoded(kv: ChunkKV, codec: Codec, rest: Rest) -> dict[str, torch.Tensor]:
     """All tensors in order. Raises ValueError where the codec refuses."""
     tensors: dict[str, torch.Tensor] = {}
     if kv.scores is not None:
@@ -260,6 +265,7 @@ def _encoded(kv: ChunkKV, codec: Codec) -> dict[str, torch.Tensor]:
     for name, heads in _named_heads(kv):
         for part, tensor in codec.encode(heads).items():
             tensors[_part_name(name, part)] = tensor
+        rest()
     return tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 from kvlinker.bench.report import Report
@@ -30,7 +31,7 @@ def run_store(
 ) -> Report:
     """Measure the named cases, each with its competitors in turn. ``entries``: how many chunks are many.
 
-    Raises InvalidRequestError for an unknown case.
+    Raises InvalidRequestError for an unknown case, and where the page cache cannot be emptied.
     """
     measured = {
         "ttft": lambda: first_token_rows(subject, workload, policies, codecs, repeat=repeat, progress=progress),
@@ -38,6 +39,8 @@ def run_store(
         "throughput": lambda: throughput_rows(subject, workload, codecs, repeat=repeat, progress=progress),
         "crowd": lambda: crowd_rows(entries, progress=progress),
     }
+    if not hasattr(os, "posix_fadvise"):
+        raise InvalidRequestError("This system has no posix_fadvise, which cold reads need: run it on Linux.")
     for case in cases:
         if case not in measured:
             raise InvalidRequestError(f"Unknown case {case!r}; known are {', '.join(measured)}.", param="cases")
