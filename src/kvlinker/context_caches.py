@@ -43,9 +43,11 @@ DELETED_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True)
 class CachesUsage:
-    """What a tenant has by the catalog, what it may have, and what its KV takes up in each tier."""
+    """What a tenant has by the catalog, how much of it is pinned, what it may have, and what its KV takes up in each
+    tier."""
 
     kept: TenantUsage
+    pinned_bytes: int
     quota: Quota
     tiers: tuple[TierUsage, ...]
 
@@ -257,6 +259,7 @@ class ContextCaches:
         owner = scope.owner(tenant)
         return CachesUsage(
             self._catalog.usage(owner),
+            self._catalog.pinned_bytes(owner),
             self._limits.quotas.of(owner),
             self._store.usage_of(self._catalog.keys_of(owner)),
         )

@@ -48,7 +48,7 @@ from kvlinker.tenants import SHARED_TENANT, Quota, Quotas, Scope
 
 OWNERS = (*TENANTS, SHARED_TENANT)
 PINNABLE_BYTES = DISK_BYTES // 2
-QUOTAS = (Quota(), Quota(caches=3), Quota(bytes=4 * 80 * 70), Quota(caches=6, bytes=6 * 80 * 70))
+QUOTAS = (Quota(), Quota(caches=3), Quota(bytes=4 * 80 * 70), Quota(caches=6, pinned_bytes=2 * 80 * 70))
 CONTENTS = 10
 """The disk has room for some seven."""
 
@@ -166,10 +166,8 @@ class CachesMachine(RuleBasedStateMachine):
     @rule(instance=INSTANCES, pick=PICKS, pinned=st.booleans())
     def pin(self, instance: int, pick: int, pinned: bool) -> None:
         cache_id, held = self.picked(pick)
-        others = [each for other_id, each in self.held.items() if other_id != cache_id]
         after = replace(held, pinned=pinned)
-        before_bytes, after_bytes = (pinned_bytes([*others, each]) for each in (held, after))
-        too_many = pinned and after_bytes > PINNABLE_BYTES and after_bytes > before_bytes
+        too_many = pinned and self.pins_exceed(list(self.held.values()), [*self.held.values(), after], held.owner)
         with self.refused(PinLimitError if too_many else None):
             self.states[instance].caches.update(cache_id, tenant=held.owner, pinned=pinned, admin=True)
             self.held[cache_id] = after
@@ -270,10 +268,17 @@ class CachesMachine(RuleBasedStateMachine):
             return QuotaExceededError
         if quota.bytes is not None and has[2] > quota.bytes and has[2] > had[2]:
             return QuotaExceededError
-        pinned = pinned_bytes([*before, *new])
-        if new[0].pinned and pinned > PINNABLE_BYTES and pinned > pinned_bytes(before):
+        if new[0].pinned and self.pins_exceed(before, [*before, *new], owner):
             return PinLimitError
         return None
+
+    def pins_exceed(self, before: list[Held], after: list[Held], owner: str) -> bool:
+        own = [[held for held in records if held.owner == owner] for records in (before, after)]
+        limits = ((before, after, PINNABLE_BYTES), (*own, self.quotas[owner].pinned_bytes))
+        return any(
+            limit is not None and pinned_bytes(has) > limit and pinned_bytes(has) > pinned_bytes(had)
+            for had, has, limit in limits
+        )
 
     @contextmanager
     def refused(self, expected: type[Exception] | None):

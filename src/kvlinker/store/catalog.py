@@ -23,6 +23,7 @@ from kvlinker.store.database import Database
 from kvlinker.store.encryption import Cipher
 from kvlinker.store.limits import (
     NO_LIMITS,
+    PINNED_BYTES,
     TENANT_USAGE,
     Limits,
     TenantUsage,
@@ -180,14 +181,14 @@ class Catalog:
             ).fetchone()
             if row is None:
                 raise ContextCacheNotFoundError(cache_id)
-            was_pinned = pinned_bytes(connection) if pinned is True else 0
+            was_pinned = pinned_bytes(connection) if pinned is True else {}
             for column, value in changes.items():
                 connection.execute(f"UPDATE context_caches SET {column} = ? WHERE number = ?", (value, *row))
             if metadata is not UNCHANGED:
                 connection.execute("DELETE FROM metadata WHERE number = ?", row)
                 index_metadata(connection, row[0], metadata)
             if pinned is True:
-                check_pins(connection, limits.pinned_bytes, was_pinned)
+                check_pins(connection, limits, was_pinned)
             changed = connection.execute(f"{_COLUMNS} FROM context_caches c {_CHUNK} WHERE c.number = ?", row)
             return _context_cache(changed.fetchone(), self._blobs)
 
@@ -260,6 +261,11 @@ class Catalog:
         rows = self._database.query(TENANT_USAGE, {"tenant": tenant})
         return TenantUsage(*rows[0]) if rows else TenantUsage()
 
+    def pinned_bytes(self, tenant: str) -> int:
+        """Of the tenant's KV as computed, each chunk once."""
+        pinned: dict[str, int] = dict(self._database.query(PINNED_BYTES, {}))
+        return pinned.get(tenant, 0)
+
     def pinned(self) -> frozenset[str]:
         """The chunk keys of all pinned context caches."""
         rows = self._database.query("SELECT DISTINCT chunk_key FROM context_caches WHERE pinned", {})
@@ -330,7 +336,7 @@ class Catalog:
 def _add(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequence[ContextCache], limits: Limits) -> None:
     before = usages_of(connection, (record.tenant for record in records))
     pins = any(record.pinned for record in records)
-    was_pinned = pinned_bytes(connection) if pins else 0
+    was_pinned = pinned_bytes(connection) if pins else {}
     connection.executemany(
         "INSERT OR IGNORE INTO chunks (key, fingerprint, tenant, tokens, prefix, created_at, content, length, nbytes)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -360,7 +366,7 @@ def _add(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequence[Co
         index_metadata(connection, number, r.metadata)
     check_quotas(connection, limits.quotas, before)
     if pins:
-        check_pins(connection, limits.pinned_bytes, was_pinned)
+        check_pins(connection, limits, was_pinned)
 
 
 def _matching(tenant: str, metadata: Mapping[str, str], now: float) -> tuple[str, str, dict[str, Any]]:
