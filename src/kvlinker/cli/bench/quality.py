@@ -61,6 +61,7 @@ def quality(
     concurrency: Annotated[
         int, typer.Option(min=1, max=64, help="Examples at once; with more than 1, rounding differs between runs.")
     ] = 1,
+    codec: Annotated[str, typer.Option(help="Use chunks as a tier with this codec gives them back.")] = "raw",
     resume: Annotated[
         Path | None, typer.Option(help="Keep finished results in this file, and go on from it.", dir_okay=False)
     ] = None,
@@ -71,6 +72,7 @@ def quality(
     from kvlinker.bench.plots import plot_quality
     from kvlinker.bench.quality import COLUMNS, QualityOptions, main_rows, run_quality
     from kvlinker.bench.subject import make_subject
+    from kvlinker.store.codecs import find_codec
 
     with failures(BAD_USAGE):
         require_folders(json, plot, resume)
@@ -85,6 +87,7 @@ def quality(
             truncate=truncate,
             deviation=deviation,
             concurrency=concurrency,
+            codec=find_codec(codec),
             resume=resume,
         )
         with progress_line():
