@@ -27,7 +27,8 @@ from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import ContextCacheNotFoundError, PinLimitError
 from kvlinker.events import Events
 from kvlinker.llm import LLM
-from kvlinker.store import Catalog, ChunkKV, ChunkStore, ContextCache, Tier, open_store
+from kvlinker.store import Catalog, ChunkKV, ChunkStore, Cipher, ContextCache, Tier, open_store
+from kvlinker.store.rekeying import rekey
 from kvlinker.store.remote import shared_tiers
 from kvlinker.tenants import NO_QUOTAS, Quotas
 
@@ -129,10 +130,10 @@ class State(NamedTuple):
         self.catalog.close()
 
 
-def open_state(folder: Path, shared: Shared = ALONE, quotas: Quotas = NO_QUOTAS) -> State:
+def open_state(folder: Path, shared: Shared = ALONE, quotas: Quotas = NO_QUOTAS, cipher: Cipher | None = None) -> State:
     """As ``LLM`` opens it."""
     events = Events()
-    catalog = Catalog(folder / "catalog.sqlite")
+    catalog = Catalog(folder / "catalog.sqlite", cipher)
     store = open_store(
         folder / "chunks",
         host_bytes=HOST_BYTES,
@@ -140,6 +141,7 @@ def open_state(folder: Path, shared: Shared = ALONE, quotas: Quotas = NO_QUOTAS)
         events=events,
         pinned=catalog.pinned(),
         shared=shared.tiers(events),
+        cipher=cipher,
     )
     engine = NumberEngine(store)
     caches = ContextCaches(
@@ -181,6 +183,14 @@ def repair(folder: Path, seed: int) -> None:
     """Mend again and again."""
     while True:
         check(folder, "--repair")
+
+
+def change_keys(folder: Path, seed: int, first: bytes | None, second: bytes | None) -> None:
+    """From the first key to the second and back, again and again."""
+    ciphers = [None if key is None else Cipher(key) for key in (first, second)]
+    while True:
+        rekey(folder / "catalog.sqlite", folder / "chunks", *ciphers)
+        ciphers.reverse()
 
 
 def answer(folder: Path, seed: int) -> None:

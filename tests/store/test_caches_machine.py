@@ -43,6 +43,7 @@ from tests.redis_server import RedisServer
 from kvlinker.chunks import chunk_key
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import ContextCacheNotFoundError, PermissionDeniedError, PinLimitError, QuotaExceededError
+from kvlinker.store.chunk_file import ChunkFileError, read_chunk_file
 from kvlinker.tenants import SHARED_TENANT, Quota, Quotas, Scope
 
 OWNERS = (*TENANTS, SHARED_TENANT)
@@ -214,7 +215,8 @@ class CachesMachine(RuleBasedStateMachine):
             return
         path = files[pick % len(files)]
         content = bytearray(path.read_bytes())
-        self.kept.discard(path.stem)
+        if place == "chunks":
+            self.kept.discard(path.stem)
         if harm == "delete":
             path.unlink()
         elif harm == "truncate":
@@ -301,9 +303,9 @@ class CachesMachine(RuleBasedStateMachine):
         self.listings_and_accounts_are_right()
         self.nothing_else_is_left()
         pinned = {held.key for held in self.held.values() if held.pinned}
-        lying = {path.stem for path in self.folder.glob("chunks/??/*.safetensors")}
-        assert self.kept & pinned <= lying, "pinned KV was evicted"
-        self.kept = pinned & lying
+        lying = {path.stem: path for path in self.folder.glob("chunks/??/*.safetensors")}
+        assert self.kept & pinned <= lying.keys(), "pinned KV was evicted"
+        self.kept = {key for key in pinned & lying.keys() if is_whole(lying[key])}
 
     def listings_and_accounts_are_right(self) -> None:
         for state in self.states:
@@ -353,6 +355,14 @@ class CachesMachine(RuleBasedStateMachine):
             for patch in self.patches:
                 patch.stop()
             shutil.rmtree(self.folder)
+
+
+def is_whole(path: Path) -> bool:
+    try:
+        read_chunk_file(path, path.stem)
+    except ChunkFileError:
+        return False
+    return True
 
 
 def account(owner: str, records: list[Held]) -> tuple[int, int, int]:

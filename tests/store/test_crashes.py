@@ -18,7 +18,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crash_work import ALONE, DISK_BYTES, TENANTS, Shared, answer, check, kv_of, open_state, repair, start, work
+from crash_work import (
+    ALONE,
+    DISK_BYTES,
+    TENANTS,
+    Shared,
+    answer,
+    change_keys,
+    check,
+    kv_of,
+    open_state,
+    repair,
+    start,
+    work,
+)
 from store_chunks import same_kv
 from tests.redis_server import RedisServer
 from tests.server.serving import tiny_model, tiny_settings
@@ -26,8 +39,10 @@ from tests.server.serving import tiny_model, tiny_settings
 from kvlinker.chunks import chunk_key
 from kvlinker.events import Events
 from kvlinker.llm import LLM
+from kvlinker.store import Catalog, Cipher, StoreError
 from kvlinker.store.byte_source import BufferSource
 from kvlinker.store.chunk_file import decode_chunk
+from kvlinker.store.rekeying import rekey
 
 POINTS = int(os.environ.get("KVLINKER_CRASH_POINTS", "15"))
 SEED = int(os.environ.get("KVLINKER_CRASH_SEED", "5"))
@@ -216,6 +231,39 @@ def test_kills_of_repairs(tmp_path: Path) -> None:
             damage(tmp_path, randomness)
         run_and_kill(repair, tmp_path, 0, randomness.uniform(0, LONGEST_SECONDS / 2))
         is_sound(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(bytes(32), bytes(range(32))), (None, bytes(32))], ids=["key to key", "none to key"]
+)
+def test_kills_of_changes_of_the_key(tmp_path: Path, first: bytes | None, second: bytes | None) -> None:
+    """Nothing is lost: another change to the second key finishes what was broken off."""
+    pytest.importorskip("cryptography")
+    randomness = random.Random(SEED + 4)
+    ciphers = [None if key is None else Cipher(key) for key in (first, second)]
+    folder = tmp_path / "state"
+    with closing(open_state(folder, cipher=ciphers[0])) as state:
+        texts = [str(number) for number in range(6)]
+        created = [cache.id for cache in state.caches.create(texts, tenant="anna").result()]
+    half_way = 0
+    for _ in range(max(5, POINTS // 4)):
+        files = {path: path.stat().st_mtime_ns for path in folder.glob("chunks/??/*")}
+        assert len(files) == 6
+        child = partial(change_keys, first=first, second=second)
+        run_and_kill(child, folder, 0, randomness.uniform(0, LONGEST_SECONDS))
+        done = rekey(folder / "catalog.sqlite", folder / "chunks", *ciphers)
+        half_way += done.written > 0 < done.finished_before
+        assert done.removed == 0
+        assert {path: path.stat().st_mtime_ns for path in folder.glob("chunks/??/*")} == files
+        with pytest.raises(StoreError, match="encrypted"):
+            Catalog(folder / "catalog.sqlite", ciphers[0] or Cipher(b"x" * 32))
+        with closing(open_state(folder, cipher=ciphers[1])) as state:
+            assert all(tier.damaged == () for tier in state.store.check())
+            assert [cache.id for cache in state.caches.list(tenant="anna", order="asc").items] == created
+            for cache_id in created:
+                chunk = state.caches.chunk(cache_id, tenant="anna")
+                assert same_kv(state.store.get(state.caches.key(chunk, "anna")), kv_of(chunk))
+    print(f"{half_way} were broken off between files")
 
 
 def test_kills_of_a_model(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from kvlinker.errors import ContextCacheNotFoundError
 from kvlinker.store.catalog_check import check_catalog
-from kvlinker.store.catalog_encryption import encrypt_catalog
+from kvlinker.store.catalog_encryption import open_encrypted
 from kvlinker.store.context_cache import ContextCache
 from kvlinker.store.context_cache_rows import (
     BY_OWNER,
@@ -32,6 +33,7 @@ from kvlinker.store.encryption import Cipher
 from kvlinker.store.limits import NO_LIMITS, PINNED_BYTES, TENANT_USAGE, Limits, TenantUsage, enforced
 from kvlinker.store.releases import forget_released, release, released
 from kvlinker.store.schema import index_metadata
+from kvlinker.store.state_lock import StateLock
 from kvlinker.store.token_blobs import TokenBlobs
 from kvlinker.store.variants import VariantIndex
 from kvlinker.tenants import SHARED_TENANT
@@ -70,11 +72,12 @@ class Catalog:
         """
         self._database = Database(path)
         self._blobs = TokenBlobs(cipher)
-        try:
-            encrypt_catalog(self._database, cipher, path)
-        except BaseException:
-            self._database.close()
-            raise
+        with ExitStack() as stack:
+            stack.callback(self._database.close)
+            lock = StateLock(path.parent)
+            stack.callback(lock.close)
+            open_encrypted(self._database, lock, cipher, path)
+            self._close = stack.pop_all().close
         self.variants = VariantIndex(self._database, self._blobs)
 
     def add(self, records: Sequence[ContextCache], limits: Limits = NO_LIMITS) -> None:
@@ -288,7 +291,7 @@ class Catalog:
 
     def close(self) -> None:
         """Idempotent; no other method may be called afterwards."""
-        self._database.close()
+        self._close()
 
 
 def _add(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequence[ContextCache], limits: Limits) -> None:
