@@ -1,8 +1,7 @@
-"""The key of a state directory changes, is taken off and put on; nothing of the old one remains, and nothing is lost."""
+"""The key of a state directory changes, is taken off and put on: nothing of the old one remains, nothing is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,9 @@ def state(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KVLINKER_ENCRYPTION_KEY", "KVLINKER_NEW_ENCRYPTION_KEY"):
         monkeypatch.delenv(name, raising=False)
-    yield
 
 
 def started(state: Path, key: str | None, **options: Any) -> LLM:

@@ -54,9 +54,12 @@ def test_a_first_key_waits_for_those_who_have_none(tmp_path: Path) -> None:
     path = tmp_path / "catalog.sqlite"
     with closing(Catalog(path)), pytest.raises(StoreError, match="in use"):
         Catalog(path, Cipher(KEY))
-    with closing(Catalog(path, Cipher(KEY))), closing(Catalog(path, Cipher(KEY))):
-        with pytest.raises(StoreError, match="is encrypted"):
-            Catalog(path)
+    with (
+        closing(Catalog(path, Cipher(KEY))),
+        closing(Catalog(path, Cipher(KEY))),
+        pytest.raises(StoreError, match="is encrypted"),
+    ):
+        Catalog(path)
 
 
 def test_many_start_at_once_on_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
