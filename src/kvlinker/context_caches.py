@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +29,7 @@ from kvlinker.store import (
     ContextCache,
     Limits,
     Page,
+    StoreError,
     TenantUsage,
     TierUsage,
     Unchanged,
@@ -296,10 +298,9 @@ class ContextCaches:
             if records[0].pinned:
                 self._pin()
             entered.set_result(records)
-        except (QuotaExceededError, PinLimitError) as error:
-            self._deletions.drop(self._catalog.unheld(record.chunk_key for record in records))
-            entered.set_exception(error)
         except BaseException as error:
+            with suppress(StoreError):
+                self._deletions.drop(self._catalog.unheld(record.chunk_key for record in records))
             entered.set_exception(error)
 
     def _with_room(self, enter: Callable[[], None]) -> None:

@@ -18,6 +18,10 @@ from kvlinker.store.durability import synchronize
 
 logger = logging.getLogger(__name__)
 
+SPARE_BYTES = 64 << 20
+SPARE_SHARE = 0.05
+"""Of a file system's size, where that is less: what chunk files leave free for others."""
+
 _KEY = re.compile(r"[0-9a-f]{64}")
 _SUFFIX = ".safetensors"
 _TEMPORARY_SUFFIX = ".tmp"
@@ -37,6 +41,12 @@ class ChunkFolder:
         self.directory = directory
         self._root = str(directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def shortage(self, nbytes: int) -> int:
+        """Bytes that the file system lacks to take so many and leave some to others, the catalog first of all."""
+        disk = os.statvfs(self.directory)
+        spare = min(SPARE_BYTES, int(disk.f_blocks * disk.f_frsize * SPARE_SHARE))
+        return max(0, nbytes + spare - disk.f_bavail * disk.f_frsize)
 
     def path(self, key: str) -> Path:
         """A chunk's place. Raises ValueError for what is no chunk key."""

@@ -74,6 +74,7 @@ class DiskTier:
         self._sealing = sealing
         self._codec = codec
         self._reserved_bytes = 0
+        self._refusing = False
         self._doomed: set[str] = set()  # deleted, but the disk would not let the file go
         try:
             self._folder = ChunkFolder(directory)
@@ -129,12 +130,17 @@ class DiskTier:
             if not self._index.fits(nbytes + self._reserved_bytes):
                 return False
             self._evict_for(nbytes)
+            if not self._leave_room(nbytes):
+                self._refused(key, "the disk is almost full, and the rest is for the catalog")
+                return False
             self._reserved_bytes += nbytes
         try:
             seal = partial(self._sealing.pieces, key, encoded.nbytes)
             temporary = self._folder.write(key, lambda file: write_chunk_file(file, encoded, seal, rest))
         except OSError as error:
-            logger.warning("Chunk %s was not written to %s: %s", key, self._folder.directory, error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._give_up(nbytes)
+            self._refused(key, str(error))
             return False
         finally:
             with self._lock:
@@ -257,9 +263,46 @@ class DiskTier:
 
     def _evict_for(self, nbytes: int) -> None:
         """Evict until ``nbytes`` fit beside what is being written; the lock is held."""
-        for key, size in self._index.make_room(nbytes + self._reserved_bytes):
+        self._evict(nbytes + self._reserved_bytes)
+
+    def _evict(self, nbytes: int) -> None:
+        for key, size in self._index.make_room(nbytes):
             self._remove(key)
             self._events.publish(ChunkEvicted(self.name, size))
+
+    def _leave_room(self, nbytes: int) -> bool:
+        """Whether the disk itself has room for so many bytes, after evicting for them; the lock is held.
+
+        Where it cannot have it, only as much is evicted as others have to find free.
+        """
+        try:
+            lacking = self._folder.shortage(nbytes + self._reserved_bytes)
+            possible = self._index.fits(self._unused_bytes + lacking)
+            if not possible:
+                lacking = self._folder.shortage(0)
+        except OSError:
+            return True  # writing will tell
+        if lacking:
+            self._give_up(lacking)
+        return possible
+
+    def _give_up(self, nbytes: int) -> None:
+        """Evict so many bytes, or what can be evicted."""
+        with self._lock:
+            self._evict(self._unused_bytes + nbytes)
+
+    @property
+    def _unused_bytes(self) -> int:
+        """Of the budget."""
+        return self._index.budget_bytes - self._index.used_bytes
+
+    def _refused(self, key: str, reason: str) -> None:
+        """Logged once, until a chunk is written again."""
+        if not self._refusing:
+            self._refusing = True
+            logger.warning(
+                "Chunk %s was not written to %s, and others may not be for now: %s", key, self._folder.directory, reason
+            )
 
     def _commit(self, key: str, temporary: Path, nbytes: int) -> bool:
         """Put a written file in its place, and count it."""
@@ -271,8 +314,9 @@ class DiskTier:
                 self._doomed.discard(key)
                 self._index.add(key, nbytes)
         except OSError as error:
-            logger.warning("Chunk %s was not moved into %s: %s", key, self._folder.directory, error)
+            self._refused(key, str(error))
             self._folder.remove(temporary)
             return False
+        self._refusing = False
         self._folder.settle(key)
         return True
