@@ -12,6 +12,7 @@ from kvlinker.cli.calibrate import calibrate
 from kvlinker.cli.check import check
 from kvlinker.cli.ingest import ingest
 from kvlinker.cli.policies import policies
+from kvlinker.cli.rekey import rekey_caches
 from kvlinker.cli.serve import serve
 
 app = typer.Typer(
@@ -43,5 +44,6 @@ app.command()(ingest)
 app.command()(check)
 app.command()(policies)
 app.command()(calibrate)
+caches.app.command("rekey")(rekey_caches)
 app.add_typer(caches.app, name="caches")
 app.add_typer(bench.app, name="bench")

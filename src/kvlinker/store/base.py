@@ -100,8 +100,10 @@ class Tier(Protocol):
         """Whether ``get`` would look at a copy. Does not count as a use."""
         ...
 
-    def delete(self, key: str) -> None:
-        """Forget the key; an absent key is no error."""
+    def delete(self, key: str) -> bool:
+        """Forget the key; an absent key is no error. False: the medium has not let go of its bytes yet, though they are
+        not found any more; the tier tries that again, and so may the caller.
+        """
         ...
 
     def keys(self) -> tuple[str, ...]:

@@ -159,21 +159,21 @@ class ChunkStore:
         """The keys of all chunks that lie in tiers of this store alone, or wait to be written."""
         return self._keys([tier for tier in self._tiers if not tier.shared])
 
-    def delete(self, key: str) -> None:
-        """Remove the chunk from all tiers. It comes back only by a ``put`` that has not returned before this call.
+    def delete(self, key: str) -> bool:
+        """Remove the chunk from all tiers; whether its bytes are gone from all of them (see ``Tier.delete``). It comes
+        back only by a ``put`` that has not returned before this call.
 
         Waits for the background threads that are just writing this chunk.
         """
         with self._lock:
             self._deletes_running += 1
         try:
-            if self._device is not None:
-                self._device.delete(key)
-            self._tiers[0].delete(key)
+            gone = [] if self._device is None else [self._device.delete(key)]
+            gone.append(self._tiers[0].delete(key))
             for writer in self._writers.values():
                 writer.cancel(key)
-            for tier in self._tiers[1:]:
-                tier.delete(key)
+            gone += [tier.delete(key) for tier in self._tiers[1:]]
+            return all(gone)
         finally:
             with self._lock:
                 self._deletes_running -= 1

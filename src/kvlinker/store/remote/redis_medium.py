@@ -147,7 +147,7 @@ class RedisMedium:
 
     def _write_parts(self, temporary: str, fields: dict[str, Any]) -> None:
         with _translated():
-            pipeline = self._redis.pipeline(transaction=False)
+            pipeline = self._redis.pipeline()  # a transaction: no part is ever without its end
             pipeline.hset(temporary, mapping=fields)
             pipeline.expire(temporary, _TEMPORARY_SECONDS)
             pipeline.execute()

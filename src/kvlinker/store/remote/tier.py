@@ -159,11 +159,11 @@ class BlobTier:
     def contains(self, key: str) -> bool:
         return self.nbytes(key) is not None
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str) -> bool:
         """Where the medium does not answer now, the chunk is not found any more, and removed later."""
         with self._lock:
             self._doomed.add(_checked(key))
-        self._ask(partial(self._carry_out, key), None)
+        return self._ask(partial(self._carry_out, key), False)
 
     def keys(self) -> tuple[str, ...]:
         nothing: tuple[str, ...] = ()
@@ -304,11 +304,12 @@ class BlobTier:
             return False
         return True
 
-    def _carry_out(self, key: str) -> None:
-        """Delete a doomed chunk from the medium."""
+    def _carry_out(self, key: str) -> bool:
+        """Delete a doomed chunk from the medium: True."""
         self._medium.delete(key)
         with self._lock:
             self._doomed.discard(key)
+        return True
 
 
 def _checked(key: str) -> str:
