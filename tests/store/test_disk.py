@@ -76,9 +76,7 @@ def test_a_damaged_file_is_a_miss_is_removed_and_told(tmp_path: Path, recorder: 
     assert same_kv(kv, chunk_kv(1))
 
 
-def test_what_cannot_be_read_counts_as_damage_but_a_lack_of_handles_does_not(
-    recorder: Recorder, tier: DiskTier
-) -> None:
+def test_what_cannot_be_read_is_damage_but_a_lack_of_handles_is_not(recorder: Recorder, tier: DiskTier) -> None:
     for code in (errno.EMFILE, errno.EIO, errno.EACCES):
         recorder.seen.clear()
         tier.put(key_of(1), chunk_kv(1))
