@@ -60,7 +60,9 @@ class LLM:
         self.model_name = settings.served_name
         self.created_at = time.time()
         self.tokenizer = loaded.tokenizer
-        self.catalog, self.store = open_state(settings, self.events, host_bytes=settings.host_memory)
+        self.catalog, self.store = open_state(
+            settings, self.events, host_bytes=settings.host_memory, device=loaded.device
+        )
         self.engine: Engine = EmbeddedEngine(
             loaded,
             store=self.store,

@@ -85,7 +85,7 @@ def test_usage(tenants: Served) -> None:
         "bytes": 0,
         "pinned_bytes": 0,
         "quota": {"caches": 1000, "bytes": None, "pinned_bytes": None},
-        "tiers": [{"name": name, "bytes": 0, "chunks": 0} for name in ("host", "disk")],
+        "tiers": [{"name": name, "bytes": 0, "chunks": 0, "reachable": True} for name in ("host", "disk")],
     }
     one, two, _ = create(tenants, "anna", "The cat sat.", "A dog", "A dog")
     create(tenants, "bert", "The cat sat.", "not anna's")

@@ -71,6 +71,8 @@ def every_call(tier: BlobTier) -> None:
     assert not tier.contains(key_of(1))
     assert tier.nbytes(key_of(1)) is None
     assert tier.keys() == ()
+    assert tier.sizes([key_of(1)]) is None
+    assert tier.sizes([]) is None
     assert tier.check().checked == 0
     assert tier.used_bytes >= 0
     assert len(tier) >= 0

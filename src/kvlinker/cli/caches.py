@@ -106,7 +106,7 @@ def pin_caches(
 
 
 @app.command("usage")
-@settings_options("state_dir", "disk_space")
+@settings_options(*_SETTINGS)
 def show_usage(settings: Settings) -> None:
     """What each tenant has: context caches, their chunks and tokens, bytes of KV as computed, and bytes by tier."""
     with _opened(settings) as (catalog, store):
@@ -117,7 +117,8 @@ def show_usage(settings: Settings) -> None:
             table.add_column(title, justify="right")
         for tenant in catalog.tenants():
             kept = catalog.usage(tenant)
-            lying = [tier.used_bytes for tier in store.usage_of(catalog.keys_of(tenant)) if tier.name in tiers]
+            usages = [tier for tier in store.usage_of(catalog.keys_of(tenant)) if tier.name in tiers]
+            lying = [tier.used_bytes if tier.reachable else "unreachable" for tier in usages]
             pinned = catalog.pinned_bytes(tenant)
             table.add_row(tenant, *map(str, (kept.caches, kept.chunks, kept.tokens, kept.bytes, pinned, *lying)))
         _print(table)

@@ -87,8 +87,9 @@ class EmbeddedEngine:
             command=commands.put,
         )
         builder = None if variants is None else VariantBuilder(loaded, variants, longest=longest)
+        links = LinkLoader(loaded.fingerprint, len(loaded.layers), store, self._chunks, variants, pace)
         self._admission = Admission(
-            LinkLoader(loaded.fingerprint, store, self._chunks, variants, pace),
+            links,
             self._scheduler,
             commands,
             self._loaders,
@@ -102,6 +103,7 @@ class EmbeddedEngine:
             Captures(self._chunks, builder, self._scheduler, commands, self._loaders),
             pace,
             layers=len(loaded.layers),
+            linked=lambda *linked: self._loaders.submit(links.note_use, *linked),
             computing=store.pacing.computing if on_host else nullcontext,
         )
         self._loop.start()

@@ -23,6 +23,7 @@ from kvlinker.futures import gather
 from kvlinker.linking.library import NoVariants
 from kvlinker.linking.plan import LinkPlan, make_plan, probe_plan
 from kvlinker.linking.policy import Policy
+from kvlinker.linking.uses import chunk_uses
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
@@ -69,24 +70,32 @@ class LinkLoader:
     """Arranges, fetches and plans. Methods may be called from any thread."""
 
     def __init__(
-        self, fingerprint: str, store: ChunkStore, builder: ChunkBuilder, variants: VariantLibrary | None, pace: Pace
+        self,
+        fingerprint: str,
+        layers: int,
+        store: ChunkStore,
+        builder: ChunkBuilder,
+        variants: VariantLibrary | None,
+        pace: Pace,
     ) -> None:
-        """``builder`` computes what the store lost, at about this ``pace``."""
+        """``fingerprint`` and ``layers``: of the model. ``builder`` computes what the store lost, at about this
+        ``pace``."""
         self._fingerprint = fingerprint
+        self._layers = layers
         self._store = store
         self._builder = builder
         self._variants = variants
         self._pace = pace
 
-    def link(self, request: GenerationRequest, *, counts: bool = True, at_hand: bool = False) -> Future[Link]:
+    def link(self, request: GenerationRequest, *, at_hand: bool = False) -> Future[Link]:
         """Fetch what the request's policy needs; layers of it may still be on their way (see ``ChunkStore.load``).
 
-        ``counts``: variants that are picked count as used. ``at_hand``: what is not in memory is computed, whatever
-        slower tiers have. Raises KVLinkerError when the policy fails; later errors are the future's.
+        ``at_hand``: what is not in memory is computed, whatever slower tiers have. Raises KVLinkerError when the policy
+        fails; later errors are the future's.
         """
         policy, tenant = request.policy, request.tenant
         with _asking(policy):
-            prompt = self._arranged(request, counts=counts)
+            prompt = self._arranged(request)
         if policy.uses_scores or policy.probes:
             fetched = self._fetch(prompt.chunks, tenant, computed=int((~prompt.cached).sum()), at_hand=at_hand)
             return gather(fetched, partial(_plan_with_scores, prompt, policy))
@@ -98,14 +107,20 @@ class LinkLoader:
         fetched = self._fetch(chunks, tenant, computed=computed, at_hand=at_hand)
         return gather(fetched, lambda kvs: Link(plan, kvs, evidence))
 
-    def _arranged(self, request: GenerationRequest, *, counts: bool) -> Prompt:
+    def note_use(
+        self, request: GenerationRequest, plan: LinkPlan, dropped: Sequence[tuple[int, NDArray[np.int64]]]
+    ) -> None:
+        """The request's prompt has been computed by this plan; ``dropped`` as of ``chunk_uses``. To be told once."""
+        for use in chunk_uses(plan, self._layers, dropped):
+            key = chunk_key(use.chunk, fingerprint=self._fingerprint, tenant=request.tenant)
+            self._store.note_use(key, use.recomputed)
+            if self._variants is not None and use.chunk not in request.prompt.chunks:
+                self._variants.note_use(key, use.recomputed)
+
+    def _arranged(self, request: GenerationRequest) -> Prompt:
         if self._variants is None or not request.policy.uses_variants:
             return request.policy.arrange(request.prompt, NoVariants())
-        library = self._variants.of(request.tenant)
-        arranged = request.policy.arrange(request.prompt, library)
-        if counts:
-            library.note_use(arranged)
-        return arranged
+        return request.policy.arrange(request.prompt, self._variants.of(request.tenant))
 
     def _fetch(self, chunks: Sequence[Chunk], tenant: str, *, computed: int, at_hand: bool) -> list[Future[ChunkKV]]:
         """``computed``: tokens that the prompt computes once these chunks are placed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlinker.store.layer_loader import Urgency
+from kvlinker.store.wanted import Urgency
 
 _WEIGHT = 0.2
 """Of a new measurement, beside all earlier ones."""

@@ -6,7 +6,7 @@ import errno
 import logging
 import stat
 import threading
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
 from kvlinker.store.base import TierCheck
 from kvlinker.store.byte_source import FileSource
 from kvlinker.store.chunk_file import (
-    ChunkFileError,
     encode_chunk,
     open_chunk,
     open_regular,
@@ -23,12 +22,14 @@ from kvlinker.store.chunk_file import (
     write_chunk_file,
 )
 from kvlinker.store.chunk_folder import ChunkFolder, set_last_use
+from kvlinker.store.chunk_header import ChunkFileError
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.codecs import RAW, Codec
+from kvlinker.store.compression import MissingLibraryError
 from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.errors import StoreError
+from kvlinker.store.eviction import Eviction, EvictionIndex
 from kvlinker.store.layer_stream import ChunkReader
-from kvlinker.store.lru import LruIndex
 from kvlinker.store.pacing import Rest, no_rest
 from kvlinker.store.tier_reader import TierReader
 
@@ -42,7 +43,8 @@ _UNREADABLE = {errno.EIO, errno.EACCES, errno.EPERM}
 class DiskTier:
     """Keeps the files of a ``ChunkFolder``; a chunk's size is its file's, and every read verifies it.
 
-    A file's modification time is its last use, so that the order of eviction survives a restart.
+    A file's modification time is its last use, so that the order of last uses survives a restart; how much they add up
+    to does not, and what ``note_use`` tells alone does not, either.
 
     Several processes may share the folder: each finds files that another wrote when it is asked for them, and
     counts in ``used_bytes`` those that it has met. What one evicts or deletes vanishes for the others.
@@ -64,6 +66,7 @@ class DiskTier:
         pinned: Set[str] = frozenset(),
         sealing: Sealing = NOT_SEALED,
         codec: Codec = RAW,
+        eviction: Eviction = "lru",
     ) -> None:
         """Open the folder, create it where missing, evict down to the budget.
 
@@ -72,7 +75,7 @@ class DiskTier:
         self.name = name
         self._events = events
         self._lock = threading.RLock()
-        self._index = LruIndex(budget_bytes, pinned)
+        self._index = EvictionIndex(budget_bytes, pinned, eviction)
         self._sealing = sealing
         self._codec = codec
         self._reserved_bytes = 0
@@ -115,7 +118,7 @@ class DiskTier:
             try:
                 file = stack.enter_context(open_regular(self._folder.path(key)))
                 chunk = open_chunk(FileSource(file), key, self._sealing)
-            except (ChunkFileError, OSError) as error:
+            except (ChunkFileError, MissingLibraryError, OSError) as error:
                 self._failed(key, error)
                 return None
             self._touch(key)
@@ -149,6 +152,10 @@ class DiskTier:
                 self._reserved_bytes -= nbytes
         return self._commit(key, temporary, nbytes)
 
+    def note_use(self, key: str, weight: float) -> None:
+        with self._lock:
+            self._index.touch(key, weight)
+
     def contains(self, key: str) -> bool:
         with self._lock:
             return key in self._index or self._adopt(key)
@@ -177,6 +184,10 @@ class DiskTier:
     def nbytes(self, key: str) -> int | None:
         with self._lock:
             return self._index.nbytes(key) if self.contains(key) else None
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        with self._lock:
+            return self._index.sizes(keys)
 
     def check(self) -> TierCheck:
         with self._lock:
@@ -214,14 +225,14 @@ class DiskTier:
         """The verified KV; or the damage, after removing and publishing it; or None where it is a miss for now."""
         try:
             return read_chunk_file(self._folder.path(key), key, self._sealing)
-        except (ChunkFileError, OSError) as error:
+        except (ChunkFileError, MissingLibraryError, OSError) as error:
             return self._failed(key, error)
 
     def _failed(self, key: str, error: Exception) -> ChunkDamaged | None:
         """What became of a chunk that was not read: a damaged one is removed and published."""
         if isinstance(error, FileNotFoundError):
             reason = "its file vanished"
-        elif isinstance(error, OSError) and error.errno not in _UNREADABLE:
+        elif isinstance(error, MissingLibraryError) or (isinstance(error, OSError) and error.errno not in _UNREADABLE):
             logger.warning("Chunk %s was not read from %s: %s", key, self._folder.directory, error)
             return None
         else:

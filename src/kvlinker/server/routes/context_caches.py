@@ -14,7 +14,7 @@ from kvlinker.errors import ContextCacheNotFoundError, InvalidRequestError
 from kvlinker.server.bodies.context_cache import CreateBody, Split, UpdateBody
 from kvlinker.server.metadata_query import METADATA_PARAMETER, MetadataParam
 from kvlinker.server.service import CallerParam, Service, ServiceParam, TenantParam
-from kvlinker.store import ContextCache
+from kvlinker.store import ContextCache, TierUsage
 from kvlinker.tenants import Scope
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
@@ -117,7 +117,7 @@ async def read_usage(service: ServiceParam, tenant: TenantParam, scope: ScopeQue
         "bytes": usage.kept.bytes,
         "pinned_bytes": usage.pinned_bytes,
         "quota": asdict(usage.quota),
-        "tiers": [{"name": tier.name, "bytes": tier.used_bytes, "chunks": tier.chunks} for tier in usage.tiers],
+        "tiers": [_tier_body(tier) for tier in usage.tiers],
     }
 
 
@@ -149,6 +149,16 @@ def _texts(service: Service, body: CreateBody) -> list[str]:
         return body.chunks or []
     split = body.split or Split()
     return list(service.llm.split(body.input, method=split.method, max_tokens=split.max_tokens))
+
+
+def _tier_body(tier: TierUsage) -> dict[str, Any]:
+    """Null, not 0, where nobody knows."""
+    return {
+        "name": tier.name,
+        "bytes": tier.used_bytes if tier.reachable else None,
+        "chunks": tier.chunks if tier.reachable else None,
+        "reachable": tier.reachable,
+    }
 
 
 def _bodies(service: Service, caches: Sequence[ContextCache]) -> list[dict[str, Any]]:

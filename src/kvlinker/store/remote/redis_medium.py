@@ -125,6 +125,10 @@ class RedisMedium:
             names = self._redis.zrange(self._accounting[0], 0, -1)
         return tuple(name.decode() for name in names if _KEY.fullmatch(name))
 
+    def sizes(self, keys: Sequence[str]) -> dict[str, int]:
+        found = self._run(redis_scripts.SIZES, "", *keys)
+        return {key: int(size) for key, size in zip(keys, found, strict=True) if size is not None and size.isdigit()}
+
     def usage(self) -> MediumUsage:
         return MediumUsage(*self._run(redis_scripts.USAGE, ""))
 
