@@ -43,7 +43,8 @@ from tests.redis_server import RedisServer
 from kvlinker.chunks import chunk_key
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import ContextCacheNotFoundError, PermissionDeniedError, PinLimitError, QuotaExceededError
-from kvlinker.store.chunk_file import ChunkFileError, read_chunk_file
+from kvlinker.store.chunk_file import read_chunk_file
+from kvlinker.store.chunk_header import ChunkFileError
 from kvlinker.tenants import SHARED_TENANT, Quota, Quotas, Scope
 
 OWNERS = (*TENANTS, SHARED_TENANT)

@@ -168,8 +168,9 @@ class ChunkStore:
         with self._lock:
             self._deletes_running += 1
         try:
-            gone = [] if self._device is None else [self._device.delete(key)]
-            gone.append(self._tiers[0].delete(key))
+            if self._device is not None:
+                self._device.delete(key)
+            gone = [self._tiers[0].delete(key)]
             for writer in self._writers.values():
                 writer.cancel(key)
             gone += [tier.delete(key) for tier in self._tiers[1:]]

@@ -36,6 +36,8 @@ from kvlinker.store.tier_reader import TierReader
 logger = logging.getLogger(__name__)
 
 _STALE_SECONDS = 600.0
+_UNREADABLE = {errno.EIO, errno.EACCES, errno.EPERM}
+"""Errors that stay, such as those of files that another user wrote: the chunk may as well be written anew."""
 
 
 class DiskTier:
@@ -230,7 +232,7 @@ class DiskTier:
         """What became of a chunk that was not read: a damaged one is removed and published."""
         if isinstance(error, FileNotFoundError):
             reason = "its file vanished"
-        elif isinstance(error, MissingLibraryError) or (isinstance(error, OSError) and error.errno != errno.EIO):
+        elif isinstance(error, MissingLibraryError) or (isinstance(error, OSError) and error.errno not in _UNREADABLE):
             logger.warning("Chunk %s was not read from %s: %s", key, self._folder.directory, error)
             return None
         else:

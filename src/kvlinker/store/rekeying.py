@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +13,7 @@ from kvlinker.store.catalog_encryption import change_key
 from kvlinker.store.chunk_file import open_chunk, open_regular
 from kvlinker.store.chunk_folder import ChunkFolder
 from kvlinker.store.chunk_header import ChunkFileError
+from kvlinker.store.compression import MissingLibraryError
 from kvlinker.store.database import Database
 from kvlinker.store.encryption import Cipher, SealedDataError, Sealing
 from kvlinker.store.errors import StoreError
@@ -80,7 +81,8 @@ def _opened(path: Path, key: str, sealing: Sealing) -> Bytes | None:
     with open_regular(path) as file:
         source = FileSource(file)
         try:
-            open_chunk(source, key, sealing)
+            with suppress(MissingLibraryError):  # its header was read by then, and the rest need not be decoded
+                open_chunk(source, key, sealing)
             plain = sealing.source(key, source)
             return plain.read(0, plain.size)
         except (ChunkFileError, SealedDataError, EOFError):
