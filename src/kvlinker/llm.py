@@ -65,7 +65,11 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self.speeds = Speeds(settings.state_dir / FILE_NAME)
         self.catalog, self.store = open_state(
-            settings, self.events, host_bytes=settings.host_memory, speeds=self.speeds
+            settings,
+            self.events,
+            host_bytes=settings.host_memory,
+            device=loaded.device,
+            speeds=self.speeds,
         )
         self.engine: Engine = EmbeddedEngine(
             loaded,

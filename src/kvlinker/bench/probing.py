@@ -19,7 +19,8 @@ from kvlinker.store.bandwidth import LoadTime
 from kvlinker.store.base import Tier
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.disk import DiskTier
-from kvlinker.store.layer_loader import LayerLoader, Loaded, Opened, Urgency, Wanted
+from kvlinker.store.layer_loader import LayerLoader
+from kvlinker.store.wanted import Loaded, Opened, Urgency, Wanted
 
 ROUNDS = 3
 
@@ -92,7 +93,7 @@ def _load(tier: Tier, keys: Sequence[str], nbytes: int, stop: threading.Event) -
 
     loader = LayerLoader()
     try:
-        loader.load([Wanted(partial(opened, key), ended.put) for key in keys], Urgency())
+        loader.load([Wanted(key, partial(opened, key), ended.put) for key in keys], Urgency())
         for _ in keys:
             _await(ended, stop)
     finally:

@@ -13,6 +13,7 @@ from kvlinker.cli.calibrate import calibrate
 from kvlinker.cli.check import check
 from kvlinker.cli.ingest import ingest
 from kvlinker.cli.policies import policies
+from kvlinker.cli.rekey import rekey_caches
 from kvlinker.cli.serve import serve
 
 app = typer.Typer(
@@ -45,5 +46,6 @@ app.command()(check)
 app.command()(policies)
 app.command()(calibrate)
 app.command()(advise)
+caches.app.command("rekey")(rekey_caches)
 app.add_typer(caches.app, name="caches")
 app.add_typer(bench.app, name="bench")

@@ -24,6 +24,7 @@ from kvlinker.linking.forecast import Forecast
 from kvlinker.linking.library import NoVariants
 from kvlinker.linking.plan import LinkPlan, make_plan, probe_plan, ranges
 from kvlinker.linking.policy import Policy
+from kvlinker.linking.uses import chunk_uses
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore
 from kvlinker.store.bandwidth import LoadTime
@@ -72,24 +73,32 @@ class LinkLoader:
     """Arranges, fetches and plans. Methods may be called from any thread."""
 
     def __init__(
-        self, fingerprint: str, store: ChunkStore, builder: ChunkBuilder, variants: VariantLibrary | None, pace: Pace
+        self,
+        fingerprint: str,
+        layers: int,
+        store: ChunkStore,
+        builder: ChunkBuilder,
+        variants: VariantLibrary | None,
+        pace: Pace,
     ) -> None:
-        """``builder`` computes what the store lost, at about this ``pace``."""
+        """``fingerprint`` and ``layers``: of the model. ``builder`` computes what the store lost, at about this
+        ``pace``."""
         self._fingerprint = fingerprint
+        self._layers = layers
         self._store = store
         self._builder = builder
         self._variants = variants
         self._pace = pace
 
-    def link(self, request: GenerationRequest, *, counts: bool = True, at_hand: bool = False) -> Future[Link]:
+    def link(self, request: GenerationRequest, *, at_hand: bool = False) -> Future[Link]:
         """Fetch what the request's policy needs; layers of it may still be on their way (see ``ChunkStore.load``).
 
-        ``counts``: variants that are picked count as used. ``at_hand``: what is not in memory is computed, whatever
-        slower tiers have. Raises KVLinkerError when the policy fails; later errors are the future's.
+        ``at_hand``: what is not in memory is computed, whatever slower tiers have. Raises KVLinkerError when the policy
+        fails; later errors are the future's.
         """
         policy, tenant, forecast = request.policy, request.tenant, None
         with _asking(policy):
-            prompt = self._arranged(request, counts=counts)
+            prompt = self._arranged(request)
             if policy.forecasts:
                 forecast = self._forecast(prompt, tenant, at_hand=at_hand)
                 policy = policy.settle(forecast)
@@ -106,14 +115,20 @@ class LinkLoader:
         fetched = fetch(chunks, computed=plan.runs)
         return gather(fetched, lambda kvs: Link(plan, kvs, evidence, forecast))
 
-    def _arranged(self, request: GenerationRequest, *, counts: bool) -> Prompt:
+    def note_use(
+        self, request: GenerationRequest, plan: LinkPlan, dropped: Sequence[tuple[int, NDArray[np.int64]]]
+    ) -> None:
+        """The request's prompt has been computed by this plan; ``dropped`` as of ``chunk_uses``. To be told once."""
+        for use in chunk_uses(plan, self._layers, dropped):
+            key = chunk_key(use.chunk, fingerprint=self._fingerprint, tenant=request.tenant)
+            self._store.note_use(key, use.recomputed)
+            if self._variants is not None and use.chunk not in request.prompt.chunks:
+                self._variants.note_use(key, use.recomputed)
+
+    def _arranged(self, request: GenerationRequest) -> Prompt:
         if self._variants is None or not request.policy.uses_variants:
             return request.policy.arrange(request.prompt, NoVariants())
-        library = self._variants.of(request.tenant)
-        arranged = request.policy.arrange(request.prompt, library)
-        if counts:
-            library.note_use(arranged)
-        return arranged
+        return request.policy.arrange(request.prompt, self._variants.of(request.tenant))
 
     def _forecast(self, prompt: Prompt, tenant: str, *, at_hand: bool) -> Forecast:
         load = LoadTime() if at_hand else self._store.load_time(self._keys(prompt.chunks, tenant))

@@ -13,9 +13,9 @@ from kvlinker.engine.batch import Batch
 from kvlinker.engine.cost import CostModel
 from kvlinker.engine.loading import LoadedModel
 from kvlinker.machine import processor
-from kvlinker.store.layer_loader import Urgency
 from kvlinker.store.layer_stream import LayerStream
 from kvlinker.store.speeds import Speeds
+from kvlinker.store.wanted import Urgency
 
 _WEIGHT = 0.1
 """Of a new measurement, beside all earlier ones, if it is of ``_USUAL_TOKENS`` or more; of fewer, in proportion."""

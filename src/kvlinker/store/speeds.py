@@ -16,7 +16,8 @@ from typing import Any
 
 import xxhash
 
-from kvlinker.store.chunk_file import ChunkFileError, open_regular
+from kvlinker.store.chunk_file import open_regular
+from kvlinker.store.chunk_header import ChunkFileError
 
 logger = logging.getLogger(__name__)
 

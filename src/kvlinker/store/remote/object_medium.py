@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import fsspec
 
 from kvlinker.store.errors import StoreError
-from kvlinker.store.lru import LruIndex
+from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.remote.medium import BlobDamaged, BlobGone, MediumRefused, MediumUnavailable, MediumUsage, Written
 from kvlinker.store.remote.redaction import place_of, redacted
 
@@ -60,7 +60,7 @@ class ObjectMedium:
         self._is_local = bool(_LOCAL & set([protocols] if isinstance(protocols, str) else protocols))
         self._made = self._missing_folders() if folder else []
         self._lock = threading.RLock()
-        self._index = LruIndex(budget_bytes)
+        self._index = EvictionIndex(budget_bytes)
         self._used_at: dict[str, float] = {}  # Unix seconds
         self._changed_at: dict[str, float] = {}  # by this server since the last listing; a listing may not know yet
         self._listed_at = float("-inf")
@@ -137,6 +137,12 @@ class ObjectMedium:
         with self._lock:
             return self._index.keys()
 
+    def sizes(self, keys: Sequence[str]) -> dict[str, int]:
+        """As last listed."""
+        self._list_now_and_then()
+        with self._lock:
+            return self._index.sizes(keys)
+
     def usage(self) -> MediumUsage:
         self._list_now_and_then()
         with self._lock:
@@ -153,7 +159,7 @@ class ObjectMedium:
             with suppress(OSError):
                 self._files.rmdir(made)
         with self._lock:
-            self._index = LruIndex(self.budget_bytes)
+            self._index = EvictionIndex(self.budget_bytes)
 
     def close(self) -> None:
         """Nothing is open between calls."""
@@ -246,7 +252,7 @@ class ObjectMedium:
                     if (nbytes := self._index.nbytes(key)) is not None:
                         found[key] = nbytes, self._used_at[key]
             used_at = {key: max(modified, self._used_at.get(key, 0.0)) for key, (_, modified) in found.items()}
-            self._index = LruIndex(self.budget_bytes)
+            self._index = EvictionIndex(self.budget_bytes)
             for key in sorted(found, key=lambda key: (used_at[key], key)):
                 self._index.add(key, found[key][0])
             self._used_at = used_at

@@ -126,6 +126,10 @@ class RedisMedium:
             names = self._redis.zrange(self._accounting[0], 0, -1)
         return tuple(name.decode() for name in names if _KEY.fullmatch(name))
 
+    def sizes(self, keys: Sequence[str]) -> dict[str, int]:
+        found = self._run(redis_scripts.SIZES, "", *keys)
+        return {key: int(size) for key, size in zip(keys, found, strict=True) if size is not None and size.isdigit()}
+
     def usage(self) -> MediumUsage:
         return MediumUsage(*self._run(redis_scripts.USAGE, ""))
 
@@ -150,7 +154,7 @@ class RedisMedium:
 
     def _write_parts(self, temporary: str, fields: dict[str, Any]) -> None:
         with _translated():
-            pipeline = self._redis.pipeline(transaction=False)
+            pipeline = self._redis.pipeline()  # a transaction: no part is ever without its end
             pipeline.hset(temporary, mapping=fields)
             pipeline.expire(temporary, _TEMPORARY_SECONDS)
             pipeline.execute()
