@@ -46,6 +46,7 @@ class TenantQuota(BaseModel):
 
     bytes: ByteSize | None = None
     caches: int | None = Field(default=None, ge=0)
+    pinned_bytes: ByteSize | None = None
 
 
 class Settings(BaseSettings):
@@ -128,6 +129,9 @@ class Settings(BaseSettings):
     tenant_quota_caches: int | None = Field(
         default=None, ge=0, description="Context caches that each tenant may keep; no limit by default."
     )
+    tenant_quota_pinned_bytes: ByteSize | None = Field(
+        default=None, description="KV that each tenant may pin, as computed, each chunk once; no limit by default."
+    )
 
     encryption_key: SecretStr | None = Field(
         default=None, description="Encrypts what is stored: 32 random bytes in base64 or hex. Best given as a variable."
@@ -152,15 +156,12 @@ class Settings(BaseSettings):
 
     @property
     def quotas(self) -> Quotas:
-        quotas = Quotas(Quota(self.tenant_quota_bytes, self.tenant_quota_caches))
+        default = Quota(self.tenant_quota_bytes, self.tenant_quota_caches, self.tenant_quota_pinned_bytes)
+        quotas = Quotas(default)
         own = {}
         for name, quota in self.tenant_quotas.items():
             tenant = name if name == SHARED_TENANT else tenant_of_key(name)
-            usual = quotas.of(tenant)
-            own[tenant] = Quota(
-                usual.bytes if quota.bytes is None else quota.bytes,
-                usual.caches if quota.caches is None else quota.caches,
-            )
+            own[tenant] = replace(quotas.of(tenant), **quota.model_dump(exclude_none=True))
         return replace(quotas, own=own)
 
     @property

@@ -49,6 +49,11 @@ class Tier(Protocol):
         ...
 
     @property
+    def speed_name(self) -> str:
+        """What its bandwidth is remembered under: all that it depends on (see ``bandwidth.speed_name``)."""
+        ...
+
+    @property
     def shared(self) -> bool:
         """Whether other servers keep chunks here, which this one's catalog does not know."""
         ...
@@ -100,8 +105,10 @@ class Tier(Protocol):
         """Whether ``get`` would look at a copy. Does not count as a use."""
         ...
 
-    def delete(self, key: str) -> None:
-        """Forget the key; an absent key is no error."""
+    def delete(self, key: str) -> bool:
+        """Forget the key; an absent key is no error. False: the medium has not let go of its bytes yet, though they are
+        not found any more; the tier tries that again, and so may the caller.
+        """
         ...
 
     def keys(self) -> tuple[str, ...]:

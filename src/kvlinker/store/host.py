@@ -27,7 +27,7 @@ class HostTier:
         pinned: Set[str] = frozenset(),
         eviction: Eviction = "lru",
     ) -> None:
-        self.name = name
+        self.name = self.speed_name = name
         self._events = events
         self._lock = threading.RLock()
         self._index = EvictionIndex(budget_bytes, pinned, eviction)
@@ -71,10 +71,11 @@ class HostTier:
     def contains(self, key: str) -> bool:
         return key in self._kv
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str) -> bool:
         with self._lock:
             if self._index.remove(key):
                 del self._kv[key]
+        return True
 
     def set_pinned(self, keys: Set[str]) -> None:
         with self._lock:

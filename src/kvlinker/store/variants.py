@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from kvlinker.chunk_scores import Contextualization
@@ -57,7 +58,8 @@ class VariantIndex:
         )
 
     def add(self, variants: Sequence[tuple[VariantOwner, StoredVariant]], *, limit: int) -> tuple[str, ...]:
-        """Record variants whose chunks a context cache holds; returns the keys that had to go, or may not stay.
+        """Record variants whose chunks a context cache holds; returns the keys that had to go, or may not stay, as
+        ``Catalog.delete`` does.
 
         Of more than ``limit`` variants in all, those with the lowest f_r make room for the new ones, which begin one
         above them: f_r ages as tiers' priorities do (``LeastReused``).
@@ -75,6 +77,7 @@ class VariantIndex:
                 if not _insert(connection, self._blobs, owner, variant, reuse):
                     gone.append(variant.key)
             gone += _evict(connection, keep=limit)
+            note_released(connection, gone, time.time())
         return tuple(gone)
 
     def note_use(self, key: str, recomputed: float) -> None:
@@ -87,6 +90,11 @@ class VariantIndex:
         """The variant's KV is gone."""
         with self._database.transaction() as connection:
             connection.execute("DELETE FROM variants WHERE key = ?", (key,))
+
+
+def note_released(connection: sqlite3.Connection, keys: Iterable[str], now: float) -> None:
+    """Have ``Catalog.released`` tell of these keys until no tier holds their KV."""
+    connection.executemany("INSERT OR REPLACE INTO released VALUES (?, ?)", [(key, now) for key in keys])
 
 
 def release_variants(connection: sqlite3.Connection, fingerprint: str, content: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -114,7 +115,8 @@ async def read_usage(service: ServiceParam, tenant: TenantParam, scope: ScopeQue
         "chunks": usage.kept.chunks,
         "tokens": usage.kept.tokens,
         "bytes": usage.kept.bytes,
-        "quota": {"caches": usage.quota.caches, "bytes": usage.quota.bytes},
+        "pinned_bytes": usage.pinned_bytes,
+        "quota": asdict(usage.quota),
         "tiers": [_tier_body(tier) for tier in usage.tiers],
     }
 
