@@ -90,7 +90,7 @@ class EmbeddedEngine:
             command=commands.put,
         )
         builder = None if variants is None else VariantBuilder(loaded, variants, longest=longest)
-        links = LinkLoader(loaded.fingerprint, len(loaded.layers), store, self._chunks, variants, pace)
+        links = LinkLoader(loaded.fingerprint, len(loaded.layers), store, self._chunks, variants, self._pace)
         self._admission = Admission(
             links,
             self._scheduler,
