@@ -16,6 +16,7 @@ from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import ChunkEvicted, ChunkLookup
 from kvlinker.store import ChunkKV, ChunkStore, DeviceTier, HostTier, TierUsage, device_tier, open_store
+from kvlinker.store.bandwidth import LoadTime
 from kvlinker.store.wanted import Urgency
 
 PLENTY = 1 << 20
@@ -50,6 +51,16 @@ def test_chunks_move_up_on_use(recorder: Recorder) -> None:
     assert [lookup.tier for lookup in recorder.of(ChunkLookup)] == ["host", "device", "device"]
     assert store.usage() == (TierUsage("device", SIZE, PLENTY, 1), TierUsage("host", SIZE, PLENTY, 1))
     assert store.usage_of({key_of(1)}) == store.usage()
+
+
+def test_what_lies_on_the_device_takes_no_time_to_load(recorder: Recorder) -> None:
+    copies = DeviceTier(PLENTY, CPU, recorder.events)
+    slow = HostTier(PLENTY, recorder.events, name="slow")
+    store = ChunkStore([HostTier(0, recorder.events), slow], recorder.events, device=copies)
+    slow.put(key_of(1), chunk_kv(1))
+    assert store.load_time([key_of(1)]) is None
+    copies.put(key_of(1), chunk_kv(1))
+    assert store.load_time([key_of(1), key_of(1)]) == LoadTime()
 
 
 def test_pressure_takes_chunks_down_and_loses_none(recorder: Recorder) -> None:
