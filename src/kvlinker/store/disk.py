@@ -47,6 +47,11 @@ _ASIDE_SUFFIX = ".aside"
 _STALE_SECONDS = 600.0
 
 
+def chunk_place(directory: str, key: str) -> str:
+    """Where the file of a chunk lies in a disk tier's ``directory``."""
+    return f"{directory}/{key[:_FOLDER_CHARACTERS]}/{key}{_SUFFIX}"
+
+
 class DiskTier:
     """Keeps ``<directory>/<first two characters of the key>/<key>.safetensors``; a chunk's size is its file's.
 
@@ -199,7 +204,7 @@ class DiskTier:
         return Path(self._place(key))
 
     def _place(self, key: str) -> str:
-        return f"{self._root}/{key[:_FOLDER_CHARACTERS]}/{key}{_SUFFIX}"
+        return chunk_place(self._root, key)
 
     def _scan(self) -> Iterator[tuple[str, os.stat_result]]:
         """The keys of all files in the folder, whoever wrote them, with their stat."""
