@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from kvlinker.chunks import Chunk, GenerationContext, parse_context
+from kvlinker.answer import Answer, ChoiceSink, submit_choices, wait_for_answer
+from kvlinker.chunks import GenerationContext, parse_context
 from kvlinker.config import Settings, load_settings
+from kvlinker.content import CompletionContent, ContentPart, ContentReader, Message
 from kvlinker.context_caches import CachesUsage, ContextCaches
-from kvlinker.engine.base import (
-    Delta,
-    Engine,
-    EngineLoad,
-    Failed,
-    Finished,
-    GenerationEvent,
-    GenerationRequest,
-    PromptLogprobs,
-    RequestHandle,
-    SamplingParams,
-    Timing,
-    TokenLogprob,
-    Usage,
-)
+from kvlinker.engine.base import Engine, EngineLoad, GenerationRequest, PromptLogprobs, RequestHandle, SamplingParams
 from kvlinker.engine.embedded import EmbeddedEngine
 from kvlinker.engine.loading import LoadedModel, load_model
 from kvlinker.engine.variant_library import VariantLibrary
@@ -36,34 +21,13 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
 from kvlinker.linking import Explanation, Policy, as_policy
 from kvlinker.prompt.builder import PromptBuilder
-from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import SplitMethod, split_text
-from kvlinker.store import UNCHANGED, Catalog, ChunkStore, ContextCache, Page, Unchanged, load_cipher, open_store
-from kvlinker.store.codecs import find_codec
-from kvlinker.store.remote import shared_tiers
+from kvlinker.state import open_state
+from kvlinker.store import UNCHANGED, ContextCache, Page, Unchanged
 from kvlinker.tenants import DEFAULT_TENANT, Scope, parse_scope
 
-ContentPart = str | ContextCache | Mapping[str, Any]
-"""Text, a context cache, or one of the HTTP API's parts."""
-
-Message = Mapping[str, Any]
-"""``role`` and ``content``, which is text or a list of ContentPart."""
-
-ChoiceSink = Callable[[int, GenerationEvent], None]
-"""Takes the index of a choice (0 to n-1) and its next event."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a request came to."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    usage: Usage
-    timing: Timing
-    logprobs: tuple[TokenLogprob, ...] = ()
+__all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Message"]
 
 
 class LLM:
@@ -96,18 +60,7 @@ class LLM:
         self.model_name = settings.served_name
         self.created_at = time.time()
         self.tokenizer = loaded.tokenizer
-        cipher = load_cipher(settings.encryption_key)
-        self.catalog = Catalog(settings.state_dir / "catalog.sqlite", cipher)
-        self.store: ChunkStore = open_store(
-            settings.state_dir / "chunks",
-            host_bytes=settings.host_memory,
-            disk_bytes=settings.disk_space,
-            events=self.events,
-            pinned=self.catalog.pinned(),
-            cipher=cipher,
-            disk_codec=find_codec(settings.disk_codec),
-            shared=shared_tiers(settings, self.events, cipher),
-        )
+        self.catalog, self.store = open_state(settings, self.events, host_bytes=settings.host_memory)
         self.engine: Engine = EmbeddedEngine(
             loaded,
             store=self.store,
@@ -131,6 +84,7 @@ class LLM:
             store=self.store,
             quotas=settings.quotas,
         )
+        self._content = ContentReader(self.builder, self.caches)
 
     @property
     def max_model_len(self) -> int:
@@ -189,11 +143,11 @@ class LLM:
         such as ``max_tokens`` and ``temperature``.
         """
         prompt = self.chat_prompt(messages, tenant=tenant)
-        return self._answer(prompt, policy=policy, tenant=tenant, sampling=SamplingParams(**sampling))
+        return wait_for_answer(self.engine, self._request(prompt, policy, tenant, SamplingParams(**sampling)))
 
     def completion(
         self,
-        prompt: str | Sequence[int] | Sequence[ContentPart],
+        prompt: CompletionContent,
         *,
         policy: str | Policy | None = None,
         tenant: str = DEFAULT_TENANT,
@@ -201,11 +155,11 @@ class LLM:
     ) -> Answer:
         """Continue a text, token ids, or a list of texts and context caches; no chat template."""
         built = self.completion_prompt(prompt, tenant=tenant)
-        return self._answer(built, policy=policy, tenant=tenant, sampling=SamplingParams(**sampling))
+        return wait_for_answer(self.engine, self._request(built, policy, tenant, SamplingParams(**sampling)))
 
     def score(
         self,
-        prompt: str | Sequence[int] | Sequence[ContentPart],
+        prompt: CompletionContent,
         *,
         policy: str | Policy | None = None,
         tenant: str = DEFAULT_TENANT,
@@ -217,15 +171,14 @@ class LLM:
         tell beside each. Raises what ``completion`` does, and InvalidRequestError where there is nothing to score.
         """
         built = self.completion_prompt(prompt, tenant=tenant)
-        chosen = as_policy(self.settings.policy if policy is None else policy)
-        sampling = SamplingParams(logprobs=logprobs)
-        return self.engine.score(GenerationRequest(built, chosen, sampling, tenant)).result()
+        request = self._request(built, policy, tenant, SamplingParams(logprobs=logprobs))
+        return self.engine.score(request).result()
 
     def explain(
         self,
         messages: Sequence[Message] | None = None,
         *,
-        prompt: str | Sequence[int] | Sequence[ContentPart] | None = None,
+        prompt: CompletionContent | None = None,
         policy: str | Policy | None = None,
         tenant: str = DEFAULT_TENANT,
     ) -> Explanation:
@@ -238,15 +191,12 @@ class LLM:
             raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
         if messages is not None:
             built = self.chat_prompt(messages, tenant=tenant)
-            parts: list[Any] = [part for message in messages for part in _parts(message.get("content"))]
         else:
+            messages = [{"content": prompt}]
             built = self.completion_prompt(prompt or "", tenant=tenant)
-            parts = list(_parts(prompt))
-        chosen = as_policy(self.settings.policy if policy is None else policy)
-        explained = self.engine.explain(GenerationRequest(built, chosen, tenant=tenant))
-        ids = [cache_id for part in parts if (cache_id := _cache_id(part))]
-        contents = {self.caches.chunk(cache_id, tenant=tenant).content: cache_id for cache_id in ids}
-        return explained.result().with_context_caches(contents)
+        explained = self.engine.explain(self._request(built, policy, tenant, SamplingParams()))
+        ids = self._content.cache_ids(messages, tenant=tenant)
+        return explained.result().with_context_caches(ids)
 
     def expire_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> None:
         """Delete a context cache; its KV goes when no other holds it."""
@@ -270,14 +220,10 @@ class LLM:
     ) -> ContextCache:
         """Change what is given. ``ttl`` counts seconds from now; None: it lives until it is deleted. ``pinned``: its KV
         is not evicted. Raises ContextCacheNotFoundError and PinLimitError."""
-        if isinstance(ttl, int | float):
-            expires_at: float | Unchanged | None = _expiry(ttl)
-        else:
-            expires_at = ttl
         return self.caches.update(
             cache if isinstance(cache, str) else cache.id,
             tenant=tenant,
-            expires_at=expires_at,
+            expires_at=_expiry(ttl) if isinstance(ttl, int | float) else ttl,
             name=name,
             metadata=metadata,
             pinned=pinned,
@@ -314,26 +260,11 @@ class LLM:
         """
         if isinstance(messages, Prompt):
             return messages
-        built = []
-        for message in messages:
-            content = message.get("content")
-            parts: Sequence[ContentPart] = (content,) if isinstance(content, str) else content or ()
-            content_parts = tuple(self._part(part, tenant) for part in parts)
-            built.append(ChatMessage(message["role"], content_parts, message.get("name")))
-        return self.builder.chat(built)
+        return self._content.chat(messages, tenant=tenant)
 
-    def completion_prompt(
-        self, prompt: str | Sequence[int] | Sequence[ContentPart], *, tenant: str = DEFAULT_TENANT
-    ) -> Prompt:
+    def completion_prompt(self, prompt: CompletionContent, *, tenant: str = DEFAULT_TENANT) -> Prompt:
         """The prompt of a completion. Raises InvalidRequestError and ContextCacheNotFoundError."""
-        if isinstance(prompt, str):
-            return self.builder.completion(prompt)
-        if all(isinstance(part, int) for part in prompt):
-            return self.builder.completion([part for part in prompt if isinstance(part, int)])
-        parts = [self._part(part, tenant) for part in prompt if not isinstance(part, int)]
-        if len(parts) != len(prompt):
-            raise InvalidRequestError("'prompt' mixes token ids with texts or context caches.", param="prompt")
-        return self.builder.completion(parts)
+        return self._content.completion(prompt, tenant=tenant)
 
     def submit(
         self,
@@ -349,18 +280,7 @@ class LLM:
 
         With a seed, choice i uses seed + i. When one choice cannot be queued, none is.
         """
-        chosen = as_policy(self.settings.policy if policy is None else policy)
-        handles: list[RequestHandle] = []
-        try:
-            for index in range(n):
-                seed = None if sampling.seed is None else sampling.seed + index
-                request = GenerationRequest(prompt, chosen, replace(sampling, seed=seed), tenant)
-                handles.append(self.engine.generate(request, partial(sink, index)))
-        except BaseException:
-            for handle in handles:
-                handle.cancel()
-            raise
-        return tuple(handles)
+        return submit_choices(self.engine, self._request(prompt, policy, tenant, sampling), n, sink)
 
     def close(self) -> None:
         """Stop the engine and write what is still to be written. Idempotent."""
@@ -377,33 +297,11 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _part(self, part: ContentPart, tenant: str) -> str | Chunk:
-        if isinstance(part, str):
-            return part
-        if isinstance(part, ContextCache):
-            return self.caches.chunk(part.id, tenant=tenant)
-        if part.get("type") == "text":
-            return str(part["text"])
-        if part.get("type") == "context_cache":
-            return self.caches.chunk(part["id"], tenant=tenant)
-        raise InvalidRequestError(
-            f"Content part of type {part.get('type')!r}: only 'text' and 'context_cache' are supported.",
-            param="messages",
-        )
-
-    def _answer(self, prompt: Prompt, *, policy: str | Policy | None, tenant: str, sampling: SamplingParams) -> Answer:
-        events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
-        (handle,) = self.submit(prompt, sampling, lambda _, event: events.put(event), policy=policy, tenant=tenant)
-        deltas: list[Delta] = []
-        try:
-            while isinstance(event := events.get(), Delta):
-                deltas.append(event)
-        except BaseException:
-            handle.cancel()
-            raise
-        if isinstance(event, Failed):
-            raise event.error
-        return _collect(deltas, event)
+    def _request(
+        self, prompt: Prompt, policy: str | Policy | None, tenant: str, sampling: SamplingParams
+    ) -> GenerationRequest:
+        chosen = as_policy(self.settings.policy if policy is None else policy)
+        return GenerationRequest(prompt, chosen, sampling, tenant)
 
 
 def _expiry(ttl: float) -> float:
@@ -411,25 +309,3 @@ def _expiry(ttl: float) -> float:
     if not ttl > 0:
         raise InvalidRequestError(f"ttl is {ttl}, but must be a positive number of seconds.", param="ttl")
     return time.time() + ttl
-
-
-def _collect(deltas: Sequence[Delta], finished: Finished) -> Answer:
-    return Answer(
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        finish_reason=finished.reason,
-        usage=finished.usage,
-        timing=finished.timing,
-        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
-    )
-
-
-def _parts(content: Any) -> Sequence[Any]:
-    """The parts of a message's content or of a prompt that may name context caches."""
-    return () if content is None or isinstance(content, str) else content
-
-
-def _cache_id(part: Any) -> str | None:
-    if isinstance(part, ContextCache):
-        return part.id
-    return part["id"] if isinstance(part, Mapping) and part.get("type") == "context_cache" else None

@@ -14,6 +14,7 @@ from kvlinker.cli import app
 from kvlinker.config import load_settings
 from kvlinker.errors import InvalidRequestError
 from kvlinker.evaluation.contexts import ContextSplit
+from kvlinker.store.codecs import find_codec
 from tests.toy_models import loaded_model
 
 FIELDS = {
@@ -121,6 +122,18 @@ def test_splits_and_contexts_change_what_is_asked(subject, data):
 
     kls = [full_and_naive(split, context)[1] for split in ContextSplit for context in ("prefix", "alone")]
     assert len(set(kls)) == 4
+
+
+def test_codecs_change_what_is_linked_and_not_what_is_computed(subject, settings, data):
+    kls = {}
+    for name in ("raw", "int8", "int4"):
+        options = QualityOptions((data,), ("full", "naive"), max_tokens=2, codec=find_codec(name))
+        report = run_quality(subject, settings, options).report
+        assert report.settings["codec"] == name
+        kls[name] = {row["policy"]: row["kl"] for row in report.rows if (row["task"], row["metric"]) == ("all", "f1")}
+    assert {found["full"] for found in kls.values()} == {0.0}
+    assert len({found["naive"] for found in kls.values()}) == 3
+    assert abs(kls["int8"]["naive"] - kls["raw"]["naive"]) < abs(kls["int4"]["naive"] - kls["raw"]["naive"])
 
 
 def test_deviations_add_rows_with_their_layers(subject, settings, data):

@@ -20,6 +20,12 @@ mark_lost = LinkedRequest.mark_lost
 PROMPT = linked_prompt(40, 33, 21, middle=3)
 
 
+@pytest.fixture(autouse=True)
+def _reading_only_waits(monkeypatch):
+    """Here, reading is never taken for work that computing could not hide."""
+    monkeypatch.setattr(layer_loader, "BUSY_SHARE", 1e9)
+
+
 class GatedReader:
     """Waits before every layer until it may be read."""
 

@@ -143,7 +143,8 @@ class _Said:
         return chunks
 
     def chat_completion(self, messages, **options):
-        from kvlinker.llm import Answer, Timing, Usage
+        from kvlinker.engine.base import Timing, Usage
+        from kvlinker.llm import Answer
 
         best = TokenLogprob(1, "x", -0.1)
         return Answer(self._text, (1,), "stop", Usage(1, 0, 1), Timing(), (dataclasses.replace(best, top=(best,)),))

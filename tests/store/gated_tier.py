@@ -6,6 +6,7 @@ import threading
 
 from kvlinker.events import Events
 from kvlinker.store import ChunkKV, HostTier
+from kvlinker.store.pacing import Rest, no_rest
 
 TIMEOUT = 10.0
 
@@ -50,7 +51,7 @@ class GatedTier(HostTier):
         self.get_gate.open()
         self.finished_puts = threading.Semaphore(0)
 
-    def put(self, key: str, kv: ChunkKV) -> bool:
+    def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
         self.put_gate.enter()
         stored = super().put(key, kv)
         self.finished_puts.release()

@@ -73,19 +73,40 @@ def complete(futures: list[Future[ChunkKV | None]]) -> list[ChunkKV | None]:
     return [kv and ChunkKV(tuple(kv.layers), kv.scores) for kv in found]
 
 
-def test_the_chunks_of_a_prompt_advance_together(loader: LayerLoader) -> None:
+def test_the_chunks_that_a_thread_reads_advance_together(loader: LayerLoader) -> None:
     log: list[tuple[int, int]] = []
     ended: list[Loaded | None] = []
-    readers = [ScriptedReader(number, log, layers=layers) for number, layers in ((1, 3), (2, 4))]
+    threads = layer_loader.THREADS
+    readers = [ScriptedReader(number, log, layers=3 if number < threads else 4) for number in range(2 * threads)]
     wanted = [wanted_of(reader, ended) for reader in readers]
     loader.load(wanted, ENDLESS)
-    wait_for(ended, 2)
-    assert log == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]
-    for one, reader, kv in zip(ended, readers, complete([one.future for one in wanted]), strict=True):
-        assert one is not None
+    wait_for(ended, len(wanted))
+    for first in range(threads):
+        second = first + threads
+        read = [entry for entry in log if entry[1] in (first, second)]
+        assert read == [(layer, number) for layer in range(3) for number in (first, second)] + [(3, second)]
+    assert all(one is not None for one in ended)
+    for reader, kv in zip(readers, complete([one.future for one in wanted]), strict=True):
         assert kv is not None
-        assert same_kv(one.kv, reader.kv)
         assert same_kv(kv, reader.kv)
+
+
+@pytest.mark.parametrize(("share", "shares", "begins"), [(0.0, True, 4), (0.0, False, 1), (1e9, True, 1)])
+def test_reading_that_takes_the_computations_processors_comes_first(
+    loader: LayerLoader, monkeypatch: pytest.MonkeyPatch, share: float, shares: bool, begins: int
+) -> None:
+    monkeypatch.setattr(layer_loader, "BUSY_SHARE", share)
+    ended: list[Loaded | None] = []
+    reader = ScriptedReader(1, [])
+    reader.permits = threading.Semaphore(begins - 1)
+    wanted = wanted_of(reader, ended)
+    loader.load([wanted], Urgency(ENDLESS.compute, ENDLESS.prefill, shares_processors=shares))
+    with pytest.raises(TimeoutError):
+        wanted.future.result(timeout=0.1)
+    reader.permits.release()
+    assert wanted.future.result(timeout=TIMEOUT) is not None
+    reader.permits.release(4)
+    wait_for(ended, 1)
 
 
 def test_taking_a_layer_waits_for_it(loader: LayerLoader) -> None:
@@ -136,10 +157,10 @@ def test_a_lost_layer_loses_its_chunk_and_no_other(loader: LayerLoader) -> None:
 def test_who_waits_in_vain_waits_once(loader: LayerLoader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_loader, "PATIENCE_SECONDS", 0.2)
     ended: list[Loaded | None] = []
-    permits = threading.Semaphore(2)
     readers = [ScriptedReader(1, []), ScriptedReader(2, [])]
-    for reader in readers:
-        reader.permits = permits
+    permits = [threading.Semaphore(1), threading.Semaphore(1)]
+    for reader, permit in zip(readers, permits, strict=True):
+        reader.permits = permit
     wanted = [wanted_of(reader, ended) for reader in readers]
     loader.load(wanted, ENDLESS)
     found = [one.future.result(timeout=TIMEOUT) for one in wanted]
@@ -149,7 +170,8 @@ def test_who_waits_in_vain_waits_once(loader: LayerLoader, monkeypatch: pytest.M
         with pytest.raises(LayerLostError):
             kv.layers[3]
     assert 0.15 < time.monotonic() - begin < 0.4
-    permits.release(8)
+    for permit in permits:
+        permit.release(4)
     wait_for(ended, 2)
     assert ended == [None, None]
 

@@ -41,6 +41,25 @@ def _label(policy: str, engine: str) -> str:
     return policy if engine == "embedded" else f"{policy} ({engine})"
 
 
+def plot_store(rows: Sequence[Row], path: Path) -> None:
+    """Time to first token by tier, codec and policy, beside the host tier's. Raises InvalidRequestError as
+    ``plot_ttft`` does."""
+    shown = [row for row in rows if row["ratio_to_host"] is not None and row["policy"]]
+    policies = list(dict.fromkeys(row["policy"] for row in shown))
+    figure = empty_figure(8, 1 + 0.28 * len(shown))
+    panels = figure.subplots(len(policies), 1, squeeze=False).flatten()
+    for axes, policy in zip(panels, policies, strict=True):
+        bars_of = [row for row in shown if row["policy"] == policy]
+        labels = [" ".join(filter(None, (row["tier"], row["codec"], row["case"]))) for row in bars_of]
+        bars = axes.barh(labels, [row["ms"] for row in bars_of])
+        axes.bar_label(bars, [f"{row['ratio_to_host']:.2f}×" for row in bars_of], padding=3)
+        axes.margins(x=0.12)
+        axes.invert_yaxis()
+        axes.set(title=policy)
+    panels[-1].set(xlabel="ms")
+    save_figure(figure, path)
+
+
 def plot_quality(rows: Sequence[Row], path: Path) -> None:
     """Score over recomputed share, a panel per data set and task and a point per policy, with confidence intervals.
 

@@ -23,6 +23,7 @@ from kvlinker.evaluation.metrics import rouge_scorer
 from kvlinker.evaluation.results import Result
 from kvlinker.evaluation.runner import evaluate
 from kvlinker.evaluation.scores import Score, scores
+from kvlinker.store.codecs import RAW, Codec
 
 COLUMNS = (
     "dataset",
@@ -40,6 +41,17 @@ COLUMNS = (
     "kl",
 )
 
+CHANGE_RESULTS = (
+    "max_tokens",
+    "truncate",
+    "deviation",
+    "codec",
+    "generation_context",
+    "system_prompt",
+    "chat_template",
+)
+"""What results that were kept depend on, besides the example and the policy."""
+
 Progress = Callable[[int, int], None]
 """Takes how many examples are done, and how many there are."""
 
@@ -47,7 +59,7 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True, slots=True)
 class QualityOptions:
     """What is asked and how. ``tasks``: only these, if there are any. ``concurrency`` above 1 is faster, but rounding
-    then differs from run to run."""
+    then differs from run to run. ``codec``: chunks are what a tier with this codec gives back."""
 
     datasets: tuple[str, ...] = ("reader",)
     policies: tuple[str, ...] = (REFERENCE, "naive", "legolink-16", "random-15")
@@ -59,6 +71,7 @@ class QualityOptions:
     truncate: bool = False
     deviation: bool = False
     concurrency: int = 1
+    codec: Codec = RAW
     resume: Path | None = None
 
 
@@ -105,6 +118,7 @@ def run_quality(
             truncate=options.truncate,
             inspector=EngineInspector(llm, subject.loaded) if options.deviation else None,
             one_by_one=options.concurrency == 1,
+            codec=options.codec,
         )
         answered, skipped = _answers(examiner, datasets, settings, options, progress)
     if not answered:
@@ -143,9 +157,8 @@ def _answers(
     journal = None
     if options.resume is not None:
         made_by = {"kvlinker": version("kvlinker"), "model": examiner.llm.engine.fingerprint}
-        wanted = ("max_tokens", "truncate", "deviation", "generation_context", "system_prompt", "chat_template")
         described = _described(settings, options)
-        journal = Journal(options.resume, made_by | {name: described[name] for name in wanted})
+        journal = Journal(options.resume, made_by | {name: described[name] for name in CHANGE_RESULTS})
     outcomes = evaluate(examiner, examples, policies, concurrency=options.concurrency, journal=journal)
     for done, (example, outcome) in enumerate(outcomes):
         progress(done + 1, len(examples))
@@ -169,6 +182,7 @@ def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
         "truncate": options.truncate,
         "deviation": options.deviation,
         "concurrency": options.concurrency,
+        "codec": options.codec.name,
         "generation_context": str(settings.generation_context),
         "system_prompt": settings.system_prompt,
         "chat_template": settings.chat_template,

@@ -95,13 +95,13 @@ def run_ttft(
             llm.store.flush()
             with_full = full_limit is None or len(prompt) <= full_limit
             competitors = {
-                ("embedded", name): _policy_measurement(engine, loaded, prompt, name)
+                ("embedded", name): policy_measurement(engine, loaded, prompt, name)
                 for name in policies
                 if with_full or name != "full"
             }
             if with_transformers and ("embedded", "full") in competitors:
                 competitors["transformers", "full"] = _transformers_measurement(loaded, prompt)
-            taken: dict[tuple[str, str], list[_Measurement]] = {key: [] for key in competitors}
+            taken: dict[tuple[str, str], list[Measurement]] = {key: [] for key in competitors}
             for turn in range(repeat + 1):
                 for key, measure in competitors.items():
                     progress(f"{len(prompt)} tokens, turn {turn} of {repeat}: {key[1]} ({key[0]})")
@@ -137,7 +137,7 @@ def _rows(
     engine: EmbeddedEngine,
     workload: Workload,
     prompt: Prompt,
-    taken: Mapping[tuple[str, str], Sequence[_Measurement]],
+    taken: Mapping[tuple[str, str], Sequence[Measurement]],
     *,
     tier: str,
     kv_bytes_per_token: int,
@@ -170,19 +170,20 @@ def _rows(
 
 
 @dataclass(frozen=True, slots=True)
-class _Measurement:
+class Measurement:
     """Seconds: to the first token, and of the parts that make it up."""
 
     ttft: float
     parts: dict[str, float]
 
 
-def _policy_measurement(
+def policy_measurement(
     engine: EmbeddedEngine, loaded: LoadedModel, prompt: Prompt, policy: str
-) -> Callable[[], _Measurement]:
+) -> Callable[[], Measurement]:
+    """What takes one measurement of the prompt's time to first token; the engine must be idle otherwise."""
     request = GenerationRequest(prompt, parse_policy(policy), SamplingParams(temperature=0, max_tokens=1), TENANT)
 
-    def measure() -> _Measurement:
+    def measure() -> Measurement:
         events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
         profile = Profile()
         engine.runner.profile = profile
@@ -200,22 +201,22 @@ def _policy_measurement(
         assert isinstance(finished, Finished), finished
         parts = dict(profile.seconds) | {"load": finished.timing.load}
         parts["rest"] = ttft - sum(parts.values())
-        return _Measurement(ttft, parts)
+        return Measurement(ttft, parts)
 
     return measure
 
 
-def _transformers_measurement(loaded: LoadedModel, prompt: Prompt) -> Callable[[], _Measurement]:
+def _transformers_measurement(loaded: LoadedModel, prompt: Prompt) -> Callable[[], Measurement]:
     """transformers' own forward pass of the whole prompt, with its SDPA attention and a KV cache kept."""
     ids = torch.from_numpy(prompt.tokens)[None].to(loaded.device)
 
     @torch.inference_mode()
-    def measure() -> _Measurement:
+    def measure() -> Measurement:
         with attention_of(loaded.model, "sdpa"):
             begin = time.perf_counter()
             output = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)
             output.logits.argmax().item()
-            return _Measurement(time.perf_counter() - begin, {})
+            return Measurement(time.perf_counter() - begin, {})
 
     return measure
 

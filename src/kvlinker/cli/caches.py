@@ -164,31 +164,14 @@ def check_caches(
 def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
     """Catalog and store of a state directory that exists."""
     from kvlinker.events import Events
-    from kvlinker.store import Catalog, load_cipher, open_store
-    from kvlinker.store.remote import shared_tiers
+    from kvlinker.state import open_state
 
-    events = Events()
-    path = settings.state_dir / "catalog.sqlite"
-    if not path.is_file():
+    if not (settings.state_dir / "catalog.sqlite").is_file():
         raise fail(f"nothing is stored in {settings.state_dir}", FAILURE)
     with failures():
-        cipher = load_cipher(settings.encryption_key)
-    with (
-        failures(),
-        closing(Catalog(path, cipher)) as catalog,
-        closing(
-            open_store(
-                settings.state_dir / "chunks",
-                host_bytes=0,
-                disk_bytes=settings.disk_space,
-                events=events,
-                pinned=catalog.pinned(),
-                cipher=cipher,
-                shared=shared_tiers(settings, events, cipher),
-            )
-        ) as store,
-    ):
-        yield catalog, store
+        catalog, store = open_state(settings, Events(), host_bytes=0)
+        with closing(catalog), closing(store):
+            yield catalog, store
 
 
 def _pairs(options: list[str] | None) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvlinker.cli.bench import MODEL_OPTIONS, progress_bar
+from kvlinker.cli.bench.common import MODEL_OPTIONS, progress_bar
 from kvlinker.cli.failures import BAD_USAGE, FAILURE, failures
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
@@ -12,6 +14,7 @@ from kvlinker.engine.base import GenerationRequest, Usage
 from kvlinker.engine.link_loading import Link
 from kvlinker.engine.logprobs import LogprobCollector
 from kvlinker.engine.observation import QuestionProbe
+from kvlinker.engine.refinement import Refinement
 from kvlinker.engine.sequence import Sequence
 from kvlinker.errors import KVLinkerError
 from kvlinker.linking.plan import LinkPlan
@@ -19,7 +22,7 @@ from kvlinker.prompt.segments import Prompt
 
 
 class LinkedRequest(ABC):
-    """A request from its arrival to its end. The engine's thread calls all but init."""
+    """A request from its arrival to its end. The engine's thread calls all but init and ``make_sequence``."""
 
     explains: ClassVar[bool] = False
     """What policies look at is kept."""
@@ -69,12 +72,30 @@ class LinkedRequest(ABC):
         cached = plan.cached_tokens + plan.recomputed_tokens - recomputed
         return Usage(cached, recomputed, plan.fresh_tokens, output_tokens)
 
-    def plan_after(self, probe: QuestionProbe) -> LinkPlan:
-        """The first pass is done: what to compute in the second."""
+    def make_sequence(self, link: Link, *, layers: int) -> Sequence:
+        """What the engine has to compute for this request, with ``link``, in a model of so many ``layers``."""
+        plan = link.plan
+        probe = QuestionProbe(layers, plan.length) if plan.policy.probes else None
+        return Sequence(
+            plan.prompt.tokens,
+            plan.runs,
+            placements=tuple(zip(plan.placements, link.kvs, strict=True)),
+            most_tokens=plan.length + self.max_tokens,
+            probe=probe,
+            refine=None if probe else self._refinement_of(plan, layers),
+            logprobs=self.collector(plan.prompt),
+        )
+
+    def relink(self, probe: QuestionProbe, *, layers: int) -> None:
+        """The first pass is done: plan the second, and have the sequence compute it. Raises what the policy does."""
         assert self._link is not None
+        assert self.sequence is not None
         self._link = self._link.with_attention(probe.attention)
         self.plan = self._link.plan
-        return self.plan
+        self.sequence.relink(self.plan.runs, self._refinement_of(self.plan, layers))
+
+    def _refinement_of(self, plan: LinkPlan, layers: int) -> Callable[[], Refinement] | None:
+        return partial(Refinement, plan, layers, explains=self.explains) if plan.policy.refines else None
 
     @abstractmethod
     def accept(self, logits: Tensor) -> None:

@@ -14,7 +14,9 @@ _LEAST_TOKENS = 8
 class Pace:
     """Prompt tokens per second: a moving average over steps. The engine's thread notes, any thread may ask."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_host: bool = False) -> None:
+        """``on_host``: the engine computes where chunks are read."""
+        self._on_host = on_host
         self._rate: float | None = None
 
     def note(self, tokens: int, seconds: float) -> None:
@@ -26,5 +28,5 @@ class Pace:
     def urgency(self, *, computed: int, cached: int) -> Urgency:
         """Of loading ``cached`` tokens' KV for a prompt of which ``computed`` tokens are computed."""
         if self._rate is None:
-            return Urgency()
-        return Urgency(compute=computed / self._rate, prefill=cached / self._rate)
+            return Urgency(shares_processors=self._on_host)
+        return Urgency(compute=computed / self._rate, prefill=cached / self._rate, shares_processors=self._on_host)

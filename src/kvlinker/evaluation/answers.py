@@ -12,6 +12,7 @@ from kvlinker.evaluation.deviation import Deviation, deviation
 from kvlinker.evaluation.examples import Continuation, Example, Question, Skipped
 from kvlinker.evaluation.inspection import Inspector, LayerView
 from kvlinker.evaluation.next_token import agree, kl_divergence
+from kvlinker.evaluation.recoding import recode
 from kvlinker.evaluation.results import Result
 from kvlinker.evaluation.trials import ContinuationTrial, QuestionTrial, Trial
 from kvlinker.linking import Policy
@@ -19,6 +20,7 @@ from kvlinker.llm import LLM, Message
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ContextCache
+from kvlinker.store.codecs import RAW, Codec
 
 REFERENCE = "full"
 """The policy that all are compared with."""
@@ -42,6 +44,8 @@ class Examiner:
     """Exchanges the chunks of a question's prompt before it is asked, such as for variants."""
     unregistered: Mapping[str, Policy] = field(default_factory=dict)
     """Policies by names that mean nothing elsewhere."""
+    codec: Codec = RAW
+    """Chunks are what this codec makes of them."""
 
     def examine(self, example: Example, policies: Sequence[str]) -> tuple[Result, ...] | Skipped:
         """The policies' results, in their order, or why there are none. Whatever fails is left out for all of them.
@@ -87,7 +91,7 @@ class Examiner:
 
         limit = example.max_tokens if self.max_tokens is None else self.max_tokens
         passages = self._fitting(example, limit, build)
-        messages: Sequence[Message] | Prompt = ask(self.llm, passages, example.question, one_by_one=self.one_by_one)
+        messages: Sequence[Message] | Prompt = _question(self._cached(passages), example.question)
         if self.prepare is not None:
             messages = self.prepare(example, self.llm.chat_prompt(messages))
         return QuestionTrial(self.llm, messages, limit, example.first_line)
@@ -97,8 +101,14 @@ class Examiner:
             parts: list[str | Chunk] = [*self._bos(example), *chunks, example.continuation]
             return self.llm.builder.completion(parts)
 
-        caches = _cached(self.llm, self._fitting(example, 0, build), one_by_one=self.one_by_one)
+        caches = self._cached(self._fitting(example, 0, build))
         return ContinuationTrial(self.llm, (*self._bos(example), *caches, example.continuation))
+
+    def _cached(self, passages: Sequence[str]) -> list[ContextCache]:
+        caches = _cached(self.llm, passages, one_by_one=self.one_by_one)
+        if self.codec is not RAW:
+            recode(self.llm, caches, self.codec)
+        return caches
 
     def _bos(self, example: Continuation) -> tuple[str, ...]:
         """The token that begins texts, unless the tokenizer puts it there by itself or the first chunk has it."""
@@ -142,7 +152,11 @@ def ask(llm: LLM, passages: Sequence[str], question: str, *, one_by_one: bool = 
 
     ``one_by_one``: cache them one after the other, so that every run computes the same batches.
     """
-    return [{"role": "user", "content": [*_cached(llm, passages, one_by_one=one_by_one), question]}]
+    return _question(_cached(llm, passages, one_by_one=one_by_one), question)
+
+
+def _question(caches: Sequence[ContextCache], question: str) -> list[Message]:
+    return [{"role": "user", "content": [*caches, question]}]
 
 
 def _cached(llm: LLM, passages: Sequence[str], *, one_by_one: bool) -> list[ContextCache]:

@@ -9,6 +9,7 @@ from typing import Protocol
 from kvlinker.events import ChunkDamaged
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.layer_stream import ChunkReader
+from kvlinker.store.pacing import Rest, no_rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +72,11 @@ class Tier(Protocol):
         """
         ...
 
-    def put(self, key: str, kv: ChunkKV) -> bool:
+    def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
         """Keep the KV, evicting the least recently used chunks for it; returns whether the tier now holds the key.
 
         False: larger than what pinned chunks leave of the budget (then nothing is evicted), or the medium failed. A
-        key that is held already only becomes the most recently used.
+        key that is held already only becomes the most recently used. ``rest`` is called between pieces of work.
         """
         ...
 

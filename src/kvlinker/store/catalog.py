@@ -5,43 +5,37 @@ The token ids stay for as long as a context cache holds the chunk, so KV that th
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from kvlinker.chunks import Chunk
 from kvlinker.errors import ContextCacheNotFoundError
-from kvlinker.store.catalog_check import count_again, is_genuine, unheld_chunks, wrong_accounts
-from kvlinker.store.catalog_encryption import encrypt_catalog, prefix_of, tokens_of
+from kvlinker.store.catalog_check import check_catalog
+from kvlinker.store.catalog_encryption import encrypt_catalog
 from kvlinker.store.context_cache import ContextCache
+from kvlinker.store.context_cache_rows import (
+    BY_OWNER,
+    CHUNK,
+    COLUMNS,
+    LIVE,
+    insert_rows,
+    matching,
+    pack_metadata,
+    read_row,
+)
 from kvlinker.store.database import Database
 from kvlinker.store.encryption import Cipher
-from kvlinker.store.limits import (
-    NO_LIMITS,
-    TENANT_USAGE,
-    Limits,
-    TenantUsage,
-    check_pins,
-    check_quotas,
-    pinned_bytes,
-    usages_of,
-)
+from kvlinker.store.limits import NO_LIMITS, TENANT_USAGE, Limits, TenantUsage, enforced
+from kvlinker.store.releases import forget_released, release, released
 from kvlinker.store.schema import index_metadata
-from kvlinker.store.token_blobs import TokenBlobs, changed_entry
-from kvlinker.store.variants import VariantIndex, release_variants
+from kvlinker.store.token_blobs import TokenBlobs
+from kvlinker.store.variants import VariantIndex
 from kvlinker.tenants import SHARED_TENANT
 
-_COLUMNS = """SELECT c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned, c.chunk_key,
-    k.fingerprint, k.tokens, k.prefix, k.nbytes"""
-_CHUNK = "JOIN chunks k ON k.key = c.chunk_key"
-# Looked up by owner and id in one index, another tenant's id takes exactly the way of an unknown one.
-_BY_OWNER = "context_caches AS c INDEXED BY context_caches_by_owner"
-_LIVE = "(c.expires_at IS NULL OR c.expires_at > :now)"
 _IDS_PER_QUERY = 500
 
 
@@ -111,11 +105,11 @@ class Catalog:
             ids = {f"id{index}": cache_id for index, cache_id in enumerate(batch)}
             places = ", ".join(f":{name}" for name in ids)
             rows = self._database.query(
-                f"{_COLUMNS} FROM {_BY_OWNER} {_CHUNK}"
-                f" WHERE c.tenant IN (:tenant, :shared) AND c.id IN ({places}) AND {_LIVE}",
+                f"SELECT {COLUMNS} FROM {BY_OWNER} {CHUNK}"
+                f" WHERE c.tenant IN (:tenant, :shared) AND c.id IN ({places}) AND {LIVE}",
                 {**ids, "tenant": tenant, "shared": SHARED_TENANT, "now": now},
             )
-            found.update({row[0]: _context_cache(row, self._blobs) for row in rows})
+            found.update({row[0]: read_row(row, self._blobs) for row in rows})
         return found
 
     def list(
@@ -135,11 +129,11 @@ class Catalog:
         Raises ContextCacheNotFoundError where ``after`` does not exist.
         """
         follows, direction = (">", "ASC") if order == "asc" else ("<", "DESC")
-        source, condition, values = _matching(tenant, metadata, now)
-        position = "m.created_at, m.number" if metadata else "c.created_at, c.number"
+        found = matching(tenant, metadata, now)
+        condition, values, position = found.condition, dict(found.values), found.position
         if after is not None:
             cursor = self._database.query(
-                f"SELECT c.created_at, c.number FROM {_BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {_LIVE}",
+                f"SELECT c.created_at, c.number FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {LIVE}",
                 {"id": after, "tenant": tenant, "now": now},
             )
             if not cursor:
@@ -148,10 +142,11 @@ class Catalog:
             condition += f" AND ({position}) {follows} (:created_at, :number)"
         order_by = position.replace(",", f" {direction},")
         rows = self._database.query(
-            f"{_COLUMNS} FROM {source} {_CHUNK} WHERE {condition} ORDER BY {order_by} {direction} LIMIT :limit",
+            f"SELECT {COLUMNS} FROM {found.tables} {CHUNK} WHERE {condition}"
+            f" ORDER BY {order_by} {direction} LIMIT :limit",
             {**values, "limit": limit + 1},
         )
-        return Page(tuple(_context_cache(row, self._blobs) for row in rows[:limit]), has_more=len(rows) > limit)
+        return Page(tuple(read_row(row, self._blobs) for row in rows[:limit]), has_more=len(rows) > limit)
 
     def update(
         self,
@@ -169,27 +164,25 @@ class Catalog:
         changes = {
             "expires_at": expires_at,
             "name": name,
-            "metadata": metadata if metadata is UNCHANGED else _json(metadata),
+            "metadata": metadata if metadata is UNCHANGED else pack_metadata(metadata),
             "pinned": pinned,
         }
         changes = {column: value for column, value in changes.items() if value is not UNCHANGED}
         with self._database.transaction() as connection:
             row = connection.execute(
-                f"SELECT c.number FROM {_BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {_LIVE}",
+                f"SELECT c.number FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {LIVE}",
                 {"id": cache_id, "tenant": tenant, "now": now},
             ).fetchone()
             if row is None:
                 raise ContextCacheNotFoundError(cache_id)
-            was_pinned = pinned_bytes(connection) if pinned is True else 0
-            for column, value in changes.items():
-                connection.execute(f"UPDATE context_caches SET {column} = ? WHERE number = ?", (value, *row))
-            if metadata is not UNCHANGED:
-                connection.execute("DELETE FROM metadata WHERE number = ?", row)
-                index_metadata(connection, row[0], metadata)
-            if pinned is True:
-                check_pins(connection, limits.pinned_bytes, was_pinned)
-            changed = connection.execute(f"{_COLUMNS} FROM context_caches c {_CHUNK} WHERE c.number = ?", row)
-            return _context_cache(changed.fetchone(), self._blobs)
+            with enforced(connection, limits, pins=pinned is True):
+                for column, value in changes.items():
+                    connection.execute(f"UPDATE context_caches SET {column} = ? WHERE number = ?", (value, *row))
+                if metadata is not UNCHANGED:
+                    connection.execute("DELETE FROM metadata WHERE number = ?", row)
+                    index_metadata(connection, row[0], metadata)
+            changed = connection.execute(f"SELECT {COLUMNS} FROM context_caches c {CHUNK} WHERE c.number = ?", row)
+            return read_row(changed.fetchone(), self._blobs)
 
     def delete(self, cache_id: str, tenant: str, now: float) -> tuple[str, ...]:
         """Remove one context cache; returns the chunk keys that no context cache holds any more.
@@ -199,26 +192,26 @@ class Catalog:
         """
         with self._database.transaction() as connection:
             removed = connection.execute(
-                f"DELETE FROM {_BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {_LIVE} RETURNING chunk_key",
+                f"DELETE FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {LIVE} RETURNING chunk_key",
                 {"id": cache_id, "tenant": tenant, "now": now},
             ).fetchall()
             if not removed:
                 raise ContextCacheNotFoundError(cache_id)
-            return _release(connection, {key for (key,) in removed}, now)
+            return release(connection, {key for (key,) in removed}, now)
 
     def delete_matching(
         self, tenant: str, now: float, metadata: Mapping[str, str], *, limit: int
     ) -> tuple[int, tuple[str, ...]]:
         """Remove up to ``limit`` of the tenant's context caches that have all the pairs; returns how many it removed,
         and the released chunk keys as ``delete`` does."""
-        source, condition, values = _matching(tenant, metadata, now)
+        found = matching(tenant, metadata, now)
         with self._database.transaction() as connection:
             removed = connection.execute(
                 "DELETE FROM context_caches WHERE number IN"
-                f" (SELECT c.number FROM {source} WHERE {condition} LIMIT :limit) RETURNING chunk_key",
-                {**values, "limit": limit},
+                f" (SELECT c.number FROM {found.tables} WHERE {found.condition} LIMIT :limit) RETURNING chunk_key",
+                {**found.values, "limit": limit},
             ).fetchall()
-            return len(removed), _release(connection, {key for (key,) in removed}, now)
+            return len(removed), release(connection, {key for (key,) in removed}, now)
 
     def expire(self, now: float) -> tuple[str, ...]:
         """Remove all expired context caches of all tenants; returns released chunk keys as ``delete`` does."""
@@ -226,22 +219,15 @@ class Catalog:
             removed = connection.execute(
                 "DELETE FROM context_caches WHERE expires_at <= ? RETURNING chunk_key", (now,)
             ).fetchall()
-            return _release(connection, {key for (key,) in removed}, now)
+            return release(connection, {key for (key,) in removed}, now)
 
     def released(self, after: float, until: float) -> tuple[str, ...]:
         """Chunk keys that were released in this time and are held by nothing now."""
-        rows = self._database.query(
-            "SELECT key FROM released r WHERE released_at > :after AND released_at <= :until"
-            " AND NOT EXISTS (SELECT 1 FROM chunks WHERE key = r.key)"
-            " AND NOT EXISTS (SELECT 1 FROM variants WHERE key = r.key)",
-            {"after": after, "until": until},
-        )
-        return tuple(key for (key,) in rows)
+        return released(self._database, after, until)
 
     def forget_released(self, until: float) -> None:
         """``released`` need not tell of these any more: no tier holds their KV."""
-        with self._database.transaction() as connection:
-            connection.execute("DELETE FROM released WHERE released_at <= ?", (until,))
+        forget_released(self._database, until)
 
     def unheld(self, chunk_keys: Iterable[str]) -> tuple[str, ...]:
         """Those of the keys that no context cache holds."""
@@ -286,30 +272,8 @@ class Catalog:
         )
 
     def check(self, *, repair: bool = False) -> tuple[str, ...]:
-        """Where the catalog contradicts itself, a line for each fault; takes time for large catalogs.
-
-        ``repair`` mends: context caches whose token ids are not what they were cannot be answered, and are removed;
-        accounts are counted again. Each step is one transaction.
-        """
-        faults = list(self._database.check())
-        if faults and repair:
-            with self._database.transaction() as connection:
-                connection.execute("REINDEX")
-                connection.execute("DELETE FROM context_caches WHERE chunk_key NOT IN (SELECT key FROM chunks)")
-                connection.execute("DELETE FROM metadata WHERE number NOT IN (SELECT number FROM context_caches)")
-        rows = self._database.query("SELECT key, fingerprint, tenant, tokens, prefix FROM chunks", {})
-        changed = [row[0] for row in rows if not is_genuine(self._blobs, *row)]
-        faults += [f"the token ids of chunk {key} are not what they were" for key in changed]
-        with self._database.transaction() as connection:
-            unheld = unheld_chunks(connection)
-            faults += [f"chunk {key} is held by no context cache" for key in unheld]
-            if repair:
-                connection.executemany("DELETE FROM context_caches WHERE chunk_key = ?", [(key,) for key in changed])
-                _release(connection, (*changed, *unheld), time.time())
-            faults += [f"the account of tenant {tenant} is wrong" for tenant in wrong_accounts(connection)]
-            if repair:
-                count_again(connection)
-        return tuple(faults)
+        """Where the catalog contradicts itself, a line for each fault; ``repair`` mends. See ``check_catalog``."""
+        return check_catalog(self._database, self._blobs, time.time(), repair=repair)
 
     def persist(self) -> None:
         """Wait until a power cut could not undo what was changed so far."""
@@ -321,100 +285,6 @@ class Catalog:
 
 
 def _add(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequence[ContextCache], limits: Limits) -> None:
-    before = usages_of(connection, (record.tenant for record in records))
-    pins = any(record.pinned for record in records)
-    was_pinned = pinned_bytes(connection) if pins else 0
-    connection.executemany(
-        "INSERT OR IGNORE INTO chunks (key, fingerprint, tenant, tokens, prefix, created_at, content, length, nbytes)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        [
-            (
-                r.chunk_key,
-                r.fingerprint,
-                r.tenant,
-                blobs.pack(r.chunk.tokens, tokens_of(r.chunk_key)),
-                blobs.pack(r.chunk.prefix, prefix_of(r.chunk_key)),
-                r.created_at,
-                r.chunk.content,
-                r.tokens,
-                r.kv_bytes,
-            )
-            for r in records
-        ],
-    )
-    for r in records:
-        number = connection.execute(
-            "INSERT INTO context_caches"
-            " (id, tenant, model, name, metadata, created_at, expires_at, pinned, chunk_key)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (r.id, r.tenant, r.model, r.name, _json(r.metadata), r.created_at, r.expires_at, r.pinned, r.chunk_key),
-        ).lastrowid
-        assert number is not None
-        index_metadata(connection, number, r.metadata)
-    check_quotas(connection, limits.quotas, before)
-    if pins:
-        check_pins(connection, limits.pinned_bytes, was_pinned)
-
-
-def _matching(tenant: str, metadata: Mapping[str, str], now: float) -> tuple[str, str, dict[str, Any]]:
-    """A tenant's live context caches with these pairs: tables, condition, and its values."""
-    values: dict[str, Any] = {"tenant": tenant, "now": now}
-    if not metadata:
-        return "context_caches c", f"c.tenant = :tenant AND {_LIVE}", values
-    conditions = ["m.tenant = :tenant AND m.key = :key0 AND m.value = :value0", _LIVE]
-    for index, (key, value) in enumerate(metadata.items()):
-        values |= {f"key{index}": key, f"value{index}": value}
-        if index:
-            conditions.append(
-                f"EXISTS (SELECT 1 FROM metadata WHERE number = c.number AND key = :key{index}"
-                f" AND value = :value{index})"
-            )
-    return "metadata m CROSS JOIN context_caches c ON c.number = m.number", " AND ".join(conditions), values
-
-
-def _release(connection: sqlite3.Connection, chunk_keys: Iterable[str], now: float) -> tuple[str, ...]:
-    """Remove those of the chunks that no context cache holds, with the variants of what is left of no chunk; returns
-    the keys of both, and notes them as released."""
-    released = []
-    for key in chunk_keys:
-        removed = connection.execute(
-            "DELETE FROM chunks WHERE key = :key"
-            " AND NOT EXISTS (SELECT 1 FROM context_caches WHERE chunk_key = :key)"
-            " RETURNING key, fingerprint, content",
-            {"key": key},
-        ).fetchall()
-        for gone, *owner in removed:
-            released.append(gone)
-            released += release_variants(connection, *owner)
-    connection.executemany("INSERT OR REPLACE INTO released VALUES (?, ?)", [(key, now) for key in released])
-    return tuple(released)
-
-
-def _context_cache(row: Any, blobs: TokenBlobs) -> ContextCache:
-    """A row of ``_COLUMNS``."""
-    cache_id, tenant, model, name, metadata, created_at, expires_at, pinned, *chunk = row
-    chunk_key, fingerprint, tokens, prefix, nbytes = chunk
-    if not is_genuine(blobs, chunk_key, fingerprint, tenant, tokens, prefix):
-        raise changed_entry(tokens_of(chunk_key), "its token ids are not those that it is named by")
-    return ContextCache(
-        id=cache_id,
-        tenant=tenant,
-        model=model,
-        fingerprint=fingerprint,
-        chunk=Chunk(
-            blobs.unpack(tokens, tokens_of(chunk_key)),
-            blobs.unpack(prefix, prefix_of(chunk_key)),
-            shared=tenant == SHARED_TENANT,
-        ),
-        chunk_key=chunk_key,
-        created_at=created_at,
-        expires_at=expires_at,
-        name=name,
-        metadata=json.loads(metadata),
-        pinned=bool(pinned),
-        kv_bytes=nbytes,
-    )
-
-
-def _json(metadata: Mapping[str, str]) -> str:
-    return json.dumps(dict(metadata))
+    tenants = (record.tenant for record in records)
+    with enforced(connection, limits, tenants=tenants, pins=any(record.pinned for record in records)):
+        insert_rows(connection, blobs, records)

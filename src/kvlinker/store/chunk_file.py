@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 import xxhash
 
@@ -33,6 +34,7 @@ from kvlinker.store.byte_source import ByteSource, FileSource
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.codecs import CODECS, RAW, Codec
 from kvlinker.store.encryption import NOT_SEALED, SealedDataError, Sealing
+from kvlinker.store.pacing import Rest, no_rest
 
 Pieces = Iterable[memoryview]
 
@@ -96,10 +98,10 @@ class EncodedKV:
             yield _raw_bytes(tensor)
 
 
-def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW) -> EncodedKV:
+def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW, rest: Rest = no_rest) -> EncodedKV:
     """The chunk in the codec, or as it is where the codec refuses its numbers.
 
-    Raises ValueError for KV that the format does not have.
+    ``rest`` is called between tensors. Raises ValueError for KV that the format does not have.
     """
     dtype = kv.layers[0].key.dtype
     for name, heads in _named_heads(kv):
@@ -108,10 +110,10 @@ def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW) -> EncodedKV:
         if not heads.numel():
             raise ValueError(f"{name} is empty; a chunk has at least one token.")
     try:
-        tensors = _encoded(kv, codec)
+        tensors = _encoded(kv, codec, rest)
     except ValueError:
         codec = RAW
-        tensors = _encoded(kv, codec)
+        tensors = _encoded(kv, codec, rest)
     metadata = {
         "format": FORMAT,
         "version": str(FORMAT_VERSION),
@@ -131,16 +133,20 @@ def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW) -> EncodedKV:
         }
         metadata[f"{_CHECKSUM}.{name}"] = xxhash.xxh3_128_hexdigest(_raw_bytes(tensor))
         offset += tensor.nbytes
+        rest()
     metadata[f"{_CHECKSUM}.header"] = xxhash.xxh3_128_hexdigest(_dump(header))
     text = _dump(header)
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return EncodedKV(len(text).to_bytes(_LENGTH_BYTES, "little") + text, tuple(tensors.values()))
 
 
-def write_chunk_file(file: BinaryIO, encoded: EncodedKV, seal: Callable[[Pieces], Pieces] = iter) -> None:
-    """Write the encoded chunk, as what ``seal`` makes of it. Raises OSError."""
+def write_chunk_file(
+    file: BinaryIO, encoded: EncodedKV, seal: Callable[[Pieces], Pieces] = iter, rest: Rest = no_rest
+) -> None:
+    """Write the encoded chunk, as what ``seal`` makes of it; ``rest`` is called between pieces. Raises OSError."""
     for piece in seal(encoded.pieces()):
         file.write(piece)
+        rest()
 
 
 def read_chunk_file(path: Path, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
@@ -194,6 +200,7 @@ class EncodedChunk:
         self._header = header
         self._parts = list(header.codec.layout(header.dtype))
         self._entries = header.entries[0 if scores is None else len(_SCORE_NAMES) :]
+        self._room = _Room(2 * self.layers)
         self.scores = scores
 
     @property
@@ -216,7 +223,26 @@ class EncodedChunk:
         entries = self._entries[index * len(self._parts) : (index + 1) * len(self._parts)]
         with _what_is_wrong():
             tensors = [_read_tensor(self._source, self._header.start, entry) for entry in entries]
-        return self._header.codec.decode(dict(zip(self._parts, tensors, strict=True)), self._header.dtype)
+        parts = dict(zip(self._parts, tensors, strict=True))
+        return self._header.codec.decode(parts, self._header.dtype, self._room)
+
+
+class _Room:
+    """``codecs.Room`` for a known number of tensors, out of one piece of memory as long as they are as large as the
+    first."""
+
+    def __init__(self, tensors: int) -> None:
+        self._tensors = tensors
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > len(self._memory):
+            # NumPy asks for huge pages, which makes fresh memory less than half as expensive as torch.empty's.
+            self._memory = torch.from_numpy(np.empty(max(1, self._tensors) * nbytes, dtype=np.uint8))
+        self._tensors -= 1
+        tensor, self._memory = self._memory[:nbytes], self._memory[nbytes:]
+        return tensor.view(dtype).view(shape)
 
 
 @contextmanager
@@ -230,7 +256,7 @@ def _what_is_wrong() -> Iterator[None]:
         raise ChunkFileError("truncated while it was read") from error
 
 
-def _encoded(kv: ChunkKV, codec: Codec) -> dict[str, torch.Tensor]:
+def _encoded(kv: ChunkKV, codec: Codec, rest: Rest) -> dict[str, torch.Tensor]:
     """All tensors in order. Raises ValueError where the codec refuses."""
     tensors: dict[str, torch.Tensor] = {}
     if kv.scores is not None:
@@ -239,6 +265,7 @@ def _encoded(kv: ChunkKV, codec: Codec) -> dict[str, torch.Tensor]:
     for name, heads in _named_heads(kv):
         for part, tensor in codec.encode(heads).items():
             tensors[_part_name(name, part)] = tensor
+        rest()
     return tensors
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence, Set
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from kvlinker.events import ChunkLoaded, ChunkLookup, Events
@@ -15,6 +16,7 @@ from kvlinker.store.bandwidth import Bandwidths
 from kvlinker.store.base import Tier, TierCheck, TierUsage
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.layer_loader import LayerLoader, Loaded, Opened, Urgency, Wanted
+from kvlinker.store.pacing import Pacing
 from kvlinker.store.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,8 @@ class ChunkStore:
     none holds up another. A chunk that waits for such a thread counts as lying in the first tier, and is found there
     even if that tier has no room for it. When more than ``write_queue_bytes`` wait for a tier, it does not get the
     chunk at all: the caller never waits, and a chunk that is then evicted from the others is computed again. Besides
-    the tiers' budgets, at most ``write_queue_bytes`` plus two chunks of memory are held for each slower tier.
+    the tiers' budgets, at most ``write_queue_bytes`` plus two chunks of memory are held for each slower tier. Whoever
+    computes on the same processors says so to ``pacing``, so that the writes hardly slow it.
 
     All methods may be called from any thread. Listeners of the tiers' events must not call ``delete`` or ``flush``.
     """
@@ -43,7 +46,8 @@ class ChunkStore:
             raise ValueError("A chunk store needs at least one tier.")
         self._tiers = tuple(tiers)
         self._events = events
-        self._writers = {tier.name: BackgroundWriter(tier, write_queue_bytes) for tier in self._tiers[1:]}
+        self.pacing = Pacing()
+        self._writers = {tier.name: BackgroundWriter(tier, write_queue_bytes, self.pacing) for tier in self._tiers[1:]}
         self._lock = threading.RLock()  # makes queueing and the first tier's put one step; guards the two counts
         self._deletes_running = 0
         self._deletes_done = 0
@@ -91,11 +95,11 @@ class ChunkStore:
 
         ``urgency`` is that of all the chunks together. Tiers but the first are read in threads of the store's own.
         """
-        share = Urgency(urgency.compute, urgency.prefill / max(1, len(keys)))
+        share = replace(urgency, prefill=urgency.prefill / max(1, len(keys)))
         found = [self._begun(key, share) for key in keys]
         waiting = [one for one in found if not one.future.done()]
         if waiting:
-            self._loader.load(waiting, Urgency(urgency.compute, share.prefill * len(waiting)))
+            self._loader.load(waiting, replace(urgency, prefill=share.prefill * len(waiting)))
         return [one.future for one in found]
 
     @property

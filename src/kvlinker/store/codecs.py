@@ -6,7 +6,7 @@ token and head: each has a scale of its own. Numbers that are not finite make th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Protocol
 
@@ -20,6 +20,9 @@ Parts = Mapping[str, Tensor]
 
 Layout = Mapping[str, tuple[torch.dtype, int]]
 """Dtype and number of dimensions of each part."""
+
+Room = Callable[..., Tensor]
+"""Memory for a tensor, as ``torch.empty`` gives it: called with its shape and ``dtype=``."""
 
 _LARGEST_BLOCK = 128
 
@@ -40,8 +43,8 @@ class Codec(Protocol):
         """Contiguous CPU tensors. Raises ValueError for numbers that no scale fits, where the codec needs one."""
         ...
 
-    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """[heads, tokens, dim]. ``parts`` are those of one ``encode``."""
+    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
+        """[heads, tokens, dim], in ``room`` unless it is one of the parts. ``parts`` are those of one ``encode``."""
         ...
 
 
@@ -56,8 +59,8 @@ class Raw:
     def encode(self, heads: Tensor) -> Parts:
         return {"": heads.contiguous()}
 
-    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        return parts[""].to(dtype)
+    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
+        return parts[""]
 
 
 class Int8:
@@ -69,12 +72,14 @@ class Int8:
         return {"": (torch.int8, 3), "scale": (torch.float16, 2)}
 
     def encode(self, heads: Tensor) -> Parts:
-        wide = _finite(heads)
-        scale = _half(wide.abs().amax(-1, keepdim=True) / 127)
-        return {"": (wide / _divisor(scale)).round().clamp(-127, 127).to(torch.int8), "scale": scale.squeeze(-1)}
+        wide = heads.float()
+        scale = _half(torch.maximum(*_range(wide)) / 127)
+        steps = wide.div_(_divisor(scale)) if wide is not heads else wide / _divisor(scale)
+        return {"": steps.round_().clamp_(-127, 127).to(torch.int8), "scale": scale.squeeze(-1)}
 
-    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
-        return parts[""].to(dtype) * parts["scale"].to(dtype)[..., None]
+    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
+        steps = parts[""]
+        return torch.mul(steps, parts["scale"].to(dtype)[..., None], out=room(steps.shape, dtype=dtype))
 
 
 class Int4:
@@ -91,17 +96,20 @@ class Int4:
         return {"": (torch.uint8, 3), "scale": (torch.float16, 2)}
 
     def encode(self, heads: Tensor) -> Parts:
-        rotated = _rotated(_finite(heads))
-        largest = rotated.gather(-1, rotated.abs().argmax(-1, keepdim=True))
-        scale = _half(largest / -8)
+        if heads.shape[-1] % 2:
+            raise ValueError(f"heads of {heads.shape[-1]} numbers cannot be packed in pairs")
+        rotated = _rotated(heads.float())
+        high, low = _range(rotated)
+        scale = _half(torch.where(high > low, -high, low) / 8)
         steps = (rotated / _divisor(scale)).round().clamp(-8, 7).to(torch.int8) + 8
         packed = steps[..., ::2].to(torch.uint8) | (steps[..., 1::2].to(torch.uint8) << 4)
         return {"": packed.contiguous(), "scale": scale.squeeze(-1)}
 
-    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
         packed = parts[""]
-        steps = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
-        return _rotated(steps.to(dtype) * parts["scale"].to(dtype)[..., None])
+        steps = _pairs(dtype).index_select(0, packed.flatten().int()).view(*packed.shape[:-1], -1)
+        scaled = steps.mul_(parts["scale"].to(dtype)[..., None])
+        return _rotated(scaled, room)
 
 
 RAW: Codec = Raw()
@@ -120,17 +128,14 @@ def find_codec(name: str) -> Codec:
 def _half(scale: Tensor) -> Tensor:
     half = scale.half()
     if not torch.isfinite(half).all():
-        raise ValueError("numbers that are too large have no half-precision scale")
+        raise ValueError("numbers that are too large, or not finite, have no half-precision scale")
     return half
 
 
-def _finite(heads: Tensor) -> Tensor:
-    wide = heads.float()
-    if heads.shape[-1] % 2:
-        raise ValueError(f"heads of {heads.shape[-1]} numbers cannot be packed in pairs")
-    if not torch.isfinite(wide).all():
-        raise ValueError("numbers that are not finite have no scale")
-    return wide
+def _range(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """Per token and head, how far its numbers go above zero and below it: [heads, tokens, 1] each, not finite where one
+    of the numbers is not."""
+    return heads.amax(-1, keepdim=True), heads.amin(-1, keepdim=True).neg_()
 
 
 def _divisor(scale: Tensor) -> Tensor:
@@ -139,12 +144,20 @@ def _divisor(scale: Tensor) -> Tensor:
     return wide.masked_fill(wide == 0, 1)
 
 
-def _rotated(heads: Tensor) -> Tensor:
+def _rotated(heads: Tensor, room: Room = torch.empty) -> Tensor:
     """Each block of the last dimension times a Hadamard matrix, which is its own inverse."""
     dim = heads.shape[-1]
     block = min(dim & -dim, _LARGEST_BLOCK)
-    blocks = heads.reshape(*heads.shape[:-1], dim // block, block)
-    return (blocks @ _hadamard(block).to(heads.dtype)).reshape(heads.shape)
+    rotated = room(heads.shape, dtype=heads.dtype)
+    torch.mm(heads.reshape(-1, block), _hadamard(block).to(heads.dtype), out=rotated.view(-1, block))
+    return rotated
+
+
+@cache
+def _pairs(dtype: torch.dtype) -> Tensor:
+    """The two numbers, before they are scaled, that each byte stands for: [256, 2]."""
+    bytes_ = torch.arange(256)
+    return torch.stack(((bytes_ & 15) - 8, (bytes_ >> 4) - 8), dim=-1).to(dtype)
 
 
 @cache

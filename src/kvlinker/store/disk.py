@@ -35,6 +35,7 @@ from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.errors import StoreError
 from kvlinker.store.layer_stream import ChunkReader
 from kvlinker.store.lru import LruIndex
+from kvlinker.store.pacing import Rest, no_rest
 from kvlinker.store.tier_reader import TierReader
 
 logger = logging.getLogger(__name__)
@@ -137,11 +138,11 @@ class DiskTier:
             close = stack.pop_all().close
         return TierReader(chunk, failed=partial(self._failed, key), close=close)
 
-    def put(self, key: str, kv: ChunkKV) -> bool:
+    def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
         """As ``Tier.put``. Raises ValueError for KV that the file format does not hold: a caller's mistake."""
         if self._touch(key):
             return True
-        encoded = encode_chunk(key, kv, self._codec)
+        encoded = encode_chunk(key, kv, self._codec, rest)
         nbytes = self._sealing.nbytes(encoded.nbytes)
         with self._lock:
             if not self._index.fits(nbytes + self._reserved_bytes):
@@ -149,7 +150,7 @@ class DiskTier:
             self._evict_for(nbytes)
             self._reserved_bytes += nbytes
         try:
-            temporary = self._write_temporary(key, encoded)
+            temporary = self._write_temporary(key, encoded, rest)
         except OSError as error:
             logger.warning("Chunk %s was not written to %s: %s", key, self._directory, error)
             return False
@@ -304,14 +305,14 @@ class DiskTier:
             self._unlink(self._path(key))
             self._events.publish(ChunkEvicted(self.name, size))
 
-    def _write_temporary(self, key: str, encoded: EncodedKV) -> Path:
+    def _write_temporary(self, key: str, encoded: EncodedKV, rest: Rest) -> Path:
         """Write beside the chunk's place and wait for the disk; on an error nothing stays behind."""
         folder = self._path(key).parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=key, suffix=_TEMPORARY_SUFFIX, dir=folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                write_chunk_file(file, encoded, partial(self._sealing.pieces, key, encoded.nbytes))
+                write_chunk_file(file, encoded, partial(self._sealing.pieces, key, encoded.nbytes), rest)
                 file.flush()
                 _set_last_use(file.fileno())  # kernels before 6.13 stamp too coarsely to sort by
                 os.fsync(file.fileno())

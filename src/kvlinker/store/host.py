@@ -10,6 +10,7 @@ from kvlinker.store.base import TierCheck
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.layer_stream import ChunkReader, HeldReader
 from kvlinker.store.lru import LruIndex
+from kvlinker.store.pacing import Rest, no_rest
 
 
 class HostTier:
@@ -43,7 +44,7 @@ class HostTier:
         kv = self.get(key)
         return None if kv is None else HeldReader(kv)
 
-    def put(self, key: str, kv: ChunkKV) -> bool:
+    def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
         nbytes = kv.nbytes
         with self._lock:
             if self._index.touch(key):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvlinker.store.bandwidth import Bandwidths
 from kvlinker.store.chunk_kv import ChunkKV
@@ -19,6 +20,9 @@ from kvlinker.store.preloading import preload_depth
 logger = logging.getLogger(__name__)
 
 THREADS = 2
+BUSY_SHARE = 0.5
+"""Of the time that reading takes: beyond it, reading keeps a processor busy rather than waits."""
+
 PATIENCE_SECONDS = 2.0
 """How long a computation waits for one layer that was expected to be there."""
 
@@ -30,10 +34,12 @@ MOST_DEADLINE_SECONDS = 10.0
 @dataclass(frozen=True, slots=True)
 class Urgency:
     """What loading competes with, in seconds: ``compute``, the computation that hides it; ``prefill``, computing the
-    chunks instead of loading them. As it stands: nothing hides it, and nothing is known to be quicker."""
+    chunks instead of loading them. ``shares_processors``: the computation runs where reading does, and hides only what
+    reading waits. As it stands: nothing hides it, and nothing is known to be quicker."""
 
     compute: float = 0.0
     prefill: float = math.inf
+    shares_processors: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,8 @@ class Wanted:
 
 
 class LayerLoader:
-    """A few threads that read. All chunks of a prompt advance together: layer i of each before layer i + 1 of any."""
+    """A few threads that read. The chunks of a prompt are dealt out among them, and advance together: each thread reads
+    layer i of all its chunks before layer i + 1 of any."""
 
     def __init__(self) -> None:
         self.bandwidths = Bandwidths()
@@ -87,23 +94,23 @@ class LayerLoader:
     def load(self, wanted: Sequence[Wanted], urgency: Urgency) -> None:
         """Begin to read the chunks of one prompt. Those that cannot be placed by the time in which they could have
         been computed are given up."""
-        job = _Job(tuple(wanted), urgency, self.bandwidths, self._closing)
+        job = _Job(wanted, urgency, self.bandwidths, self._closing)
         seconds = min(max(urgency.prefill, LEAST_DEADLINE_SECONDS), MOST_DEADLINE_SECONDS)
         watch = threading.Timer(seconds, job.give_up)
         watch.daemon = True
-
-        def ended(_: Future[None]) -> None:
-            watch.cancel()
-            job.end()
-
         watch.start()
-        try:
-            running = self._pool.submit(job.run)
-        except RuntimeError:  # closed
-            watch.cancel()
-            job.end()
-        else:
-            running.add_done_callback(ended)
+
+        def ended(part: _Part, _: Future[None] | None = None) -> None:
+            if job.ended(part):
+                watch.cancel()
+
+        for part in job.parts:
+            try:
+                running = self._pool.submit(part.run)
+            except RuntimeError:  # closed
+                ended(part)
+            else:
+                running.add_done_callback(partial(ended, part))
 
     def close(self) -> None:
         """Read no further; what is not there by now is lost. Idempotent."""
@@ -146,82 +153,60 @@ class _Reading:
         return self.reader.nbytes * self.stream.delivered // len(self.stream)
 
 
-class _Job:
-    """One prompt's chunks, read by one thread."""
+class _Part:
+    """Those of a prompt's chunks that one thread reads."""
 
-    def __init__(
-        self, wanted: tuple[Wanted, ...], urgency: Urgency, bandwidths: Bandwidths, closing: threading.Event
-    ) -> None:
-        self._wanted = wanted
-        self._urgency = urgency
-        self._bandwidths = bandwidths
-        self._closing = closing
-        self._readings: list[_Reading] = []
-        self._lock = threading.Lock()
-        self._given_up = False
+    def __init__(self, wanted: Sequence[Wanted], job: _Job) -> None:
+        self.wanted = wanted
+        self.readings: list[_Reading] = []
+        self._job = job
         self._left = set(wanted)  # whose end nobody was told
+        self._busy_seconds = 0.0
 
     def run(self) -> None:
-        for wanted in self._wanted:
+        began = time.thread_time()
+        for wanted in self.wanted:
             self._open(wanted)
-        left = list(self._readings)
-        depth = self._depth()
-        while left and not self._closing.is_set():
+        left = list(self.readings)
+        while left:
             for reading in list(left):
                 if not reading.advance():
                     left.remove(reading)
-                    self._lose(reading)
-                    continue
-                if reading.complete:
+                    reading.stream.lose()
+                    reading.wanted.resolve(None)
+                elif reading.complete:
                     left.remove(reading)
                     kv = ChunkKV(tuple(reading.stream), reading.reader.scores)
                     self._end(reading.wanted, Loaded(reading.tier, kv, reading.seconds))
+            if self._job.closing.is_set():
+                return
+            self._busy_seconds = time.thread_time() - began
+            depth = self._depth()
+            for reading in self.readings:
                 if reading.stream.delivered >= min(depth, len(reading.stream)):
                     reading.wanted.resolve(ChunkKV(reading.stream, reading.reader.scores))
 
-    def give_up(self) -> None:
-        """Too late for those that cannot begin yet."""
-        with self._lock:
-            self._given_up = True
-            readings = tuple(self._readings)
-        for wanted in self._wanted:
-            wanted.resolve(None)
-        for reading in readings:
-            if reading.wanted.future.result() is None:
-                reading.stream.lose()
-
     def end(self) -> None:
         """After ``run``, or in its place: whatever is missing will not come."""
-        for reading in self._readings:
+        for reading in self.readings:
             reading.reader.close()
-            self._bandwidths.note(reading.tier, reading.nbytes, reading.seconds)
             reading.stream.lose()
-        for wanted in self._wanted:
+        for wanted in self.wanted:
             wanted.resolve(None)
             if wanted in self._left:
                 self._end(wanted, None)
 
     def _open(self, wanted: Wanted) -> None:
-        if self._given_up or self._closing.is_set():
+        if self._job.given_up or self._job.closing.is_set():
             return
         begin = time.perf_counter()
         opened = wanted.open()
         if opened is None:
             wanted.resolve(None)
             return
-        reading = _Reading(wanted, opened, self._late)
+        reading = _Reading(wanted, opened, self._job.late)
         reading.seconds = time.perf_counter() - begin
-        with self._lock:
-            self._readings.append(reading)
-
-    def _late(self) -> None:
-        """Somebody waited in vain: for the other chunks nobody shall wait again."""
-        for reading in self._readings:
-            reading.stream.lose()
-
-    def _lose(self, reading: _Reading) -> None:
-        reading.stream.lose()
-        reading.wanted.resolve(None)
+        self._job.add(self, reading)
 
     def _end(self, wanted: Wanted, loaded: Loaded | None) -> None:
         self._left.discard(wanted)
@@ -231,10 +216,71 @@ class _Job:
             logger.exception("What follows the loading of a chunk failed.")
 
     def _depth(self) -> int:
-        """Layers that have to be there before any chunk is placed; all of them where a tier was never measured."""
-        layers = max((reading.reader.layers for reading in self._readings), default=0)
-        rates = [(reading.reader.nbytes, self._bandwidths.of(reading.tier)) for reading in self._readings]
+        """Layers that have to be there before a chunk is placed: all of them where a tier was never measured, or where
+        reading takes the computation's processors rather than waits, so that the computation would hide nothing."""
+        layers = max((reading.reader.layers for reading in self.readings), default=0)
+        seconds = sum(reading.seconds for reading in self.readings)
+        if self._job.urgency.shares_processors and self._busy_seconds > BUSY_SHARE * seconds:
+            return layers
+        rates = [(reading.reader.nbytes, self._job.bandwidths.of(reading.tier)) for reading in self.readings]
         if any(rate is None for _, rate in rates):
             return layers
-        seconds = sum(nbytes / rate for nbytes, rate in rates if rate)
-        return preload_depth(layers, compute_seconds=self._urgency.compute, load_seconds=seconds)
+        expected = sum(nbytes / rate for nbytes, rate in rates if rate)
+        return preload_depth(layers, compute_seconds=self._job.urgency.compute, load_seconds=expected)
+
+
+class _Job:
+    """One prompt's chunks, dealt out to several threads."""
+
+    def __init__(
+        self, wanted: Sequence[Wanted], urgency: Urgency, bandwidths: Bandwidths, closing: threading.Event
+    ) -> None:
+        self.urgency = urgency
+        self.bandwidths = bandwidths
+        self.parts = tuple(_Part(wanted[first::THREADS], self) for first in range(min(THREADS, len(wanted))))
+        self.closing = closing
+        self.given_up = False
+        self._lock = threading.Lock()
+        self._running = set(self.parts)
+
+    def add(self, part: _Part, reading: _Reading) -> None:
+        with self._lock:
+            part.readings.append(reading)
+
+    def late(self) -> None:
+        """Somebody waited in vain: for the other chunks nobody shall wait again."""
+        for reading in self._readings():
+            reading.stream.lose()
+
+    def give_up(self) -> None:
+        """Too late for those that cannot begin yet."""
+        with self._lock:
+            self.given_up = True
+        for part in self.parts:
+            for wanted in part.wanted:
+                wanted.resolve(None)
+        for reading in self._readings():
+            if reading.wanted.future.result() is None:
+                reading.stream.lose()
+
+    def ended(self, part: _Part) -> bool:
+        """Whether that was the last part."""
+        part.end()
+        with self._lock:
+            self._running.discard(part)
+            if self._running:
+                return False
+        self._note_bandwidths()
+        return True
+
+    def _readings(self) -> list[_Reading]:
+        with self._lock:
+            return [reading for part in self.parts for reading in part.readings]
+
+    def _note_bandwidths(self) -> None:
+        """Of each tier, by the thread that took longest."""
+        for tier in {reading.tier for reading in self._readings()}:
+            of_tier = [[reading for reading in part.readings if reading.tier == tier] for part in self.parts]
+            nbytes = sum(reading.nbytes for readings in of_tier for reading in readings)
+            seconds = max(sum(reading.seconds for reading in readings) for readings in of_tier)
+            self.bandwidths.note(tier, nbytes, seconds)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvlinker.errors import PinLimitError, QuotaExceededError
@@ -35,19 +36,33 @@ class Limits:
 NO_LIMITS = Limits()
 
 
-def usages_of(connection: sqlite3.Connection, tenants: Iterable[str]) -> dict[str, TenantUsage]:
+@contextmanager
+def enforced(
+    connection: sqlite3.Connection, limits: Limits, *, tenants: Iterable[str] = (), pins: bool = False
+) -> Iterator[None]:
+    """Raises QuotaExceededError or PinLimitError after a block that brings one of the ``tenants`` over its quota, or,
+    with ``pins``, pins more than may be."""
+    before = _usages_of(connection, tenants)
+    was_pinned = _pinned_bytes(connection) if pins else 0
+    yield
+    _check_quotas(connection, limits.quotas, before)
+    if pins:
+        _check_pins(connection, limits.pinned_bytes, was_pinned)
+
+
+def _usages_of(connection: sqlite3.Connection, tenants: Iterable[str]) -> dict[str, TenantUsage]:
     rows = {tenant: connection.execute(TENANT_USAGE, {"tenant": tenant}).fetchone() for tenant in sorted(set(tenants))}
     return {tenant: TenantUsage(*(row or ())) for tenant, row in rows.items()}
 
 
-def pinned_bytes(connection: sqlite3.Connection) -> int:
+def _pinned_bytes(connection: sqlite3.Connection) -> int:
     """Bytes of pinned KV of all tenants, each chunk once."""
     return int(connection.execute(_PINNED).fetchone()[0])
 
 
-def check_quotas(connection: sqlite3.Connection, quotas: Quotas, before: dict[str, TenantUsage]) -> None:
+def _check_quotas(connection: sqlite3.Connection, quotas: Quotas, before: dict[str, TenantUsage]) -> None:
     """Raises QuotaExceededError where a tenant has more than it may; ``before``: what it had."""
-    for tenant, has in usages_of(connection, before).items():
+    for tenant, has in _usages_of(connection, before).items():
         quota, had = quotas.of(tenant), before[tenant]
         for what, limit, old, new, setting in (
             ("context caches", quota.caches, had.caches, has.caches, "tenant_quota_caches"),
@@ -61,9 +76,9 @@ def check_quotas(connection: sqlite3.Connection, quotas: Quotas, before: dict[st
                 )
 
 
-def check_pins(connection: sqlite3.Connection, limit: int | None, before: int) -> None:
+def _check_pins(connection: sqlite3.Connection, limit: int | None, before: int) -> None:
     """Raises PinLimitError where more than ``limit`` bytes are pinned; ``before``: how many were."""
-    after = pinned_bytes(connection)
+    after = _pinned_bytes(connection)
     if limit is not None and after > limit and after > before:
         raise PinLimitError(
             f"At most {limit:,} bytes of KV can be pinned, half of the larger of host memory and disk: {before:,} are, "

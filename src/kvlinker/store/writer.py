@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvlinker.store.base import Tier
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.pacing import Pacing
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +22,15 @@ class _Write:
 
 
 class BackgroundWriter:
-    """Writes chunks to a tier in the order in which they were added, one at a time.
+    """Writes chunks to a tier in the order in which they were added, one at a time, giving way to computations.
 
     What is queued or being written can be read with ``get``, so that a chunk never disappears in between. At most
     ``max_bytes`` are queued, except that one chunk of any size is taken while nothing else is queued.
     """
 
-    def __init__(self, tier: Tier, max_bytes: int) -> None:
+    def __init__(self, tier: Tier, max_bytes: int, pacing: Pacing) -> None:
         self._tier = tier
+        self._pacing = pacing
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._queued: dict[str, _Write] = {}
@@ -104,7 +106,7 @@ class BackgroundWriter:
             write = next(iter(self._queued.values()))
             self._writing = write
         try:
-            self._tier.put(write.key, write.kv)
+            self._tier.put(write.key, write.kv, self._pacing.rests())
         except Exception:
             logger.exception("Chunk %s was not written to tier %s", write.key, self._tier.name)
         with self._changed:

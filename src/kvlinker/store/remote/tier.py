@@ -20,6 +20,7 @@ from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.codecs import RAW, Codec
 from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.layer_stream import ChunkReader, LayerLostError
+from kvlinker.store.pacing import Rest, no_rest
 from kvlinker.store.remote.availability import Availability
 from kvlinker.store.remote.deadline import Deadline
 from kvlinker.store.remote.medium import (
@@ -121,13 +122,13 @@ class BlobTier:
             failed(error)
             return None
 
-    def put(self, key: str, kv: ChunkKV) -> bool:
+    def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
         """As ``Tier.put``. Raises ValueError for KV that chunk files do not hold: a caller's mistake."""
         if not self._is_doomed(key) and self._size(self._medium.touch, key) is not None:
             return True
         if not self._availability.up:
             return False
-        encoded = encode_chunk(_checked(key), kv, self._codec)
+        encoded = encode_chunk(_checked(key), kv, self._codec, rest)
         nbytes = self._sealing.nbytes(encoded.nbytes)
         if nbytes > self.budget_bytes:
             return False

@@ -1,0 +1,53 @@
+"""The figures of the papers."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvlinker.cli.bench.common import (
+    MODEL_OPTIONS,
+    QUALITY_OPTIONS,
+    described_progress,
+    require_folders,
+)
+from kvlinker.cli.failures import BAD_USAGE, failures
+from kvlinker.cli.options import settings_options
+from kvlinker.config import Settings
+
+
+@settings_options(*MODEL_OPTIONS, *QUALITY_OPTIONS)
+def figure(
+    settings: Settings,
+    name: Annotated[str, typer.Argument(help="Name of the figure, or all; list shows their names.")],
+    page: Annotated[Path, typer.Option(help="Write the figure into this page.", dir_okay=False)] = Path(
+        "reproduction.md"
+    ),
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples of each measurement.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Random weights to time (tiny, 285m, 8b).")] = None,
+    redraw: Annotated[bool, typer.Option("--redraw", help="Measure nothing: show stored results again.")] = False,
+) -> None:
+    """A figure of the papers, measured anew: a plot, a table, and the paper's claim beside them."""
+    from kvlinker.figures.lab import Lab
+    from kvlinker.figures.page import show_figure, write_figure
+    from kvlinker.figures.registry import FIGURES, find_figure
+
+    if name == "list":
+        for one in FIGURES.values():
+            typer.echo(f"{one.name:24} {one.source}: {one.title}")
+        return
+    with failures(BAD_USAGE):
+        require_folders(page)
+        for one in FIGURES.values() if name == "all" else [find_figure(name)]:
+            if redraw:
+                show_figure(page, one, list(FIGURES))
+                continue
+            command = shlex.join(["kvlinker", *(one.name if word == "all" else word for word in sys.argv[1:])])
+            with described_progress() as advance:
+                rows = one.measure(lab := Lab(settings, command, limit, shape, advance))
+            write_figure(page, one, lab.report(rows, one.shape), list(FIGURES))
+            typer.echo(f"{one.name}: {one.finding(rows)}")

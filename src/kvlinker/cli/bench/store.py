@@ -1,0 +1,86 @@
+"""Benchmarks of the store."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvlinker.cli.bench.common import (
+    MODEL_OPTIONS,
+    ChunkTokens,
+    FreshTokens,
+    Json,
+    Plot,
+    Policies,
+    Repeat,
+    Shape,
+    command_line,
+    policy_names,
+    progress_line,
+    require_folders,
+    show,
+)
+from kvlinker.cli.failures import BAD_USAGE, failures
+from kvlinker.cli.options import settings_options
+from kvlinker.config import Settings
+
+
+@settings_options(*MODEL_OPTIONS)
+def store(
+    settings: Settings,
+    shape: Shape = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks per prompt.")] = 8,
+    chunk_tokens: ChunkTokens = 512,
+    fresh_tokens: FreshTokens = 32,
+    policies: Policies = "naive,legolink-16,query-5",
+    codecs: Annotated[str, typer.Option(help="How chunks are written to disk, with commas between.")] = "raw,int8",
+    entries: Annotated[int, typer.Option(min=10, help="Chunks that a large catalog and folder have.")] = 100_000,
+    cases: Annotated[str, typer.Option(help="What to measure, with commas between.")] = (
+        "ttft,writing,throughput,crowd"
+    ),
+    repeat: Repeat = 5,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """What the store's tiers cost a request, what writes cost it, and what it costs to keep many chunks."""
+    from kvlinker.bench.plots import plot_store
+    from kvlinker.bench.store import COLUMNS, run_store
+    from kvlinker.bench.subject import make_subject
+    from kvlinker.bench.ttft import Workload
+    from kvlinker.store.codecs import find_codec
+
+    with failures(BAD_USAGE), progress_line() as progress:
+        require_folders(json, plot)
+        subject = make_subject(settings, shape=shape, command=command_line(), repeat=repeat)
+        report = run_store(
+            subject,
+            Workload(chunks, chunk_tokens, fresh_tokens),
+            policies=policy_names(policies),
+            codecs=[find_codec(name.strip()).name for name in codecs.split(",")],
+            entries=entries,
+            cases=[name.strip() for name in cases.split(",")],
+            repeat=repeat,
+            progress=progress,
+        )
+    show(report, COLUMNS, json)
+    if plot is not None:
+        with failures(BAD_USAGE):
+            plot_store(report.rows, plot)
+
+
+@settings_options(*MODEL_OPTIONS)
+def isolation(
+    settings: Settings,
+    shape: Shape = None,
+    lookups: Annotated[int, typer.Option(min=10, help="Lookups of each kind.")] = 1000,
+    json: Json = None,
+) -> None:
+    """Whether a tenant can tell by time what other tenants have: lookups of theirs beside lookups of nothing."""
+    from kvlinker.bench.isolation import COLUMNS, run_isolation
+    from kvlinker.bench.subject import make_subject
+
+    with failures(BAD_USAGE), progress_line() as progress:
+        subject = make_subject(settings, shape=shape, command=command_line(), lookups=lookups)
+        report = run_isolation(subject, lookups=lookups, progress=progress)
+    show(report, COLUMNS, json)

@@ -1,0 +1,52 @@
+"""Background work gives way to computations that need the same processors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Rest = Callable[[], None]
+"""Called between small pieces of background work; returns when it may go on."""
+
+SHARE = 0.05
+"""Of its time in which background work may go on while a computation is under way."""
+
+
+def no_rest() -> None:
+    """Work on at once."""
+
+
+class Pacing:
+    """Knows whether a computation is under way, and makes background work rest as long as one is."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._computations = 0
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around a computation on this machine's processors; any thread, also several at once."""
+        with self._changed:
+            self._computations += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._computations -= 1
+                self._changed.notify_all()
+
+    def rests(self) -> Rest:
+        """For one thread's work, which begins now. Each rest is long enough that work takes ``SHARE`` of the time, and
+        ends when no computation is under way any more."""
+        began = time.perf_counter()
+
+        def rest() -> None:
+            nonlocal began
+            worked = time.perf_counter() - began
+            with self._changed:
+                self._changed.wait_for(lambda: not self._computations, worked * (1 / SHARE - 1))
+            began = time.perf_counter()
+
+        return rest

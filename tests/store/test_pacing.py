@@ -1,0 +1,57 @@
+"""Background work rests while others compute, and only then."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from kvlinker.store import pacing
+from kvlinker.store.pacing import Pacing
+
+WORK = 0.01
+TIMEOUT = 10.0
+
+
+def rested(rest: pacing.Rest) -> float:
+    """Seconds of a rest behind a piece of work."""
+    time.sleep(WORK)
+    begin = time.monotonic()
+    rest()
+    return time.monotonic() - begin
+
+
+def test_work_goes_on_at_once_while_nobody_computes() -> None:
+    assert rested(Pacing().rests()) < WORK
+
+
+def test_work_takes_its_share_of_the_time_while_others_compute() -> None:
+    background = Pacing()
+    rest = background.rests()
+    with background.computing(), background.computing():
+        assert rested(rest) >= WORK * (1 / pacing.SHARE - 1)
+    assert rested(rest) < WORK
+
+
+def test_a_rest_ends_with_the_last_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "SHARE", 1e-6)
+    background = Pacing()
+    first, second = background.computing(), background.computing()
+    first.__enter__()
+    second.__enter__()
+    ended = threading.Event()
+
+    def work() -> None:
+        rest = background.rests()
+        time.sleep(WORK)
+        rest()
+        ended.set()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    first.__exit__(None, None, None)
+    assert not ended.wait(10 * WORK)
+    second.__exit__(None, None, None)
+    assert ended.wait(TIMEOUT)
+    worker.join()
