@@ -85,13 +85,13 @@ class LinkLoader:
         slower tiers have. Raises KVLinkerError when the policy fails; later errors are the future's.
         """
         policy, tenant = request.policy, request.tenant
-        with _asking(policy):
+        with asking(policy):
             prompt = self._arranged(request, counts=counts)
         if policy.uses_scores or policy.probes:
             fetched = self._fetch(prompt.chunks, tenant, computed=int((~prompt.cached).sum()), at_hand=at_hand)
             return gather(fetched, partial(_plan_with_scores, prompt, policy))
         evidence = PromptEvidence()
-        with _asking(policy):
+        with asking(policy):
             plan = make_plan(prompt, policy, evidence)
         chunks = [placement.chunk for placement in plan.placements]
         computed = plan.recomputed_tokens + plan.fresh_tokens
@@ -153,7 +153,7 @@ def _or_else(found: Future[ChunkKV | None], build: Callable[[], Future[ChunkKV]]
 
 
 @contextmanager
-def _asking(policy: Policy) -> Iterator[None]:
+def asking(policy: Policy) -> Iterator[None]:
     """What a policy raises becomes a KVLinkerError that names it."""
     try:
         yield
@@ -167,7 +167,7 @@ def _asking(policy: Policy) -> Iterator[None]:
 def _plan_with_scores(prompt: Prompt, policy: Policy, kvs: tuple[ChunkKV, ...]) -> Link:
     """Plan once the KV of all chunks is at hand, and their scores with it."""
     evidence = PromptEvidence(tuple(kv.scores for kv in kvs))
-    with _asking(policy):
+    with asking(policy):
         plan = probe_plan(prompt, policy) if policy.probes else make_plan(prompt, policy, evidence)
     at = {span.start: kv for span, kv in zip(prompt.spans, kvs, strict=True)}
     return Link(plan, tuple(at[placement.start] for placement in plan.placements), evidence)
