@@ -24,9 +24,7 @@ from kvlinker.linking import make_plan, parse_policy
 from kvlinker.vllm.order import order_of_capture, order_of_plan
 from tests.engine.reference import Reference, reference_model
 from tests.toy_models import tiny_model
-
-HEAD_DIM = 32
-"""The smallest that vLLM's attention on CPUs takes."""
+from tests.vllm.conftest import HEAD_DIM
 
 
 @cache

@@ -84,7 +84,9 @@ class ChunkProvider:
         tokens = (*chunk.prefix, *chunk.tokens)
         if len(tokens) > self._longest:
             raise ContextLengthError(
-                f"A chunk has {len(tokens)} tokens with what stands before it, but the model takes {self._longest}."
+                f"A chunk has {len(tokens)} tokens with what stands before it, but vLLM computes at most "
+                f"{self._longest}. Split it: send it as 'input' with 'split'.",
+                param="chunks",
             )
         order = order_of_capture(key, begin=len(chunk.prefix), end=len(tokens))
         name = f"kvlinker-chunk-{secrets.token_hex(8)}"

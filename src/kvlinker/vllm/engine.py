@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 STORE_THREADS = 4
 SPARE_TOKENS = 2
-"""Of vLLM's window: a chunk is computed as a prompt with a token behind it, and an answer of one more."""
+"""Of vLLM's window beyond a chunk: it is computed as a prompt with a token behind it, and an answer of one more."""
 CLOSE_SECONDS = 30.0
 
 
@@ -56,7 +56,7 @@ class VLLMEngine:
         self.fingerprint = facts.fingerprint
         self.kv_bytes_per_token = facts.kv_bytes_per_token
         pool = client.pool
-        self.max_model_len = pool.max_model_len - SPARE_TOKENS
+        self.max_model_len = pool.max_model_len
         self._slots = pool.slots
         self._client = client
         self._facts = facts
@@ -66,7 +66,7 @@ class VLLMEngine:
         self._limits = RequestLimits(facts.vocabulary, self.max_model_len)
         self._executor = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="kvlinker-store")
         self._chunks = ChunkProvider(
-            client, store, self._executor, fingerprint=facts.fingerprint, longest=self.max_model_len
+            client, store, self._executor, fingerprint=facts.fingerprint, longest=self.max_model_len - SPARE_TOKENS
         )
         self._planner = Planner(self._chunks, self._executor)
         self._closing = False
