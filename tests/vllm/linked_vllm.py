@@ -22,6 +22,7 @@ from kvlinker.chunks import chunk_key
 from kvlinker.engine.link_loading import PromptEvidence
 from kvlinker.linking import make_plan, parse_policy
 from kvlinker.vllm.order import order_of_capture, order_of_plan
+from kvlinker.vllm.order_seal import OrderSeal
 from tests.engine.reference import Reference, reference_model
 from tests.toy_models import tiny_model
 from tests.vllm.conftest import HEAD_DIM
@@ -93,11 +94,14 @@ class LinkedVLLM:
             max_tokens=max_tokens,
             logprobs=20,
             ignore_eos=True,
-            extra_args=None if order is None else {"kv_transfer_params": order.to_params()},
+            extra_args=None if order is None else {"kv_transfer_params": self.params(order, tokens)},
         )
         prompt = {"prompt_token_ids": list(tokens)} | ({"cache_salt": salt} if salt else {})
         self._engine.add_request(name, prompt, params)
         return name
+
+    def params(self, order, tokens):
+        return OrderSeal.of(self.state).params(order, tokens)
 
     def submit(self, prompt, policy, *, salt="salt", **options):
         """Queue a linked request, salted as the engine does it: by all that its KV depends on but the tokens."""

@@ -1,5 +1,6 @@
 """Whatever happens to a request or its chunks, vLLM lives on, and other answers are not touched by it."""
 
+import itertools
 import secrets
 
 import pytest
@@ -8,11 +9,14 @@ pytest.importorskip("vllm")
 
 from kvlinker.prompt.segments import FreshSegment, Prompt
 from kvlinker.vllm.order import PARAM
+from kvlinker.vllm.order_seal import SEAL
 from tests.engine.conftest import linked_prompt, random_tokens
 from tests.vllm.linked_vllm import LinkedVLLM, difference, order_for
 
-TOLERANCE = 1e-5
+TOLERANCE = 2e-5
+"""Answers are longer than those of the tests of exactness, and so are their rounding errors."""
 LONG = 40
+SEEDS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,7 @@ def linked(tmp_path_factory):
 
 @pytest.fixture
 def prompt(linked):
-    prompt = linked_prompt(97, 156, 61, header=5, seed=secrets.randbits(30))
+    prompt = linked_prompt(97, 156, 61, header=5, seed=next(SEEDS))
     linked.cache(prompt)
     return prompt
 
@@ -65,20 +69,31 @@ def test_unsalted_requests_are_not_linked(linked, prompt):
         {"more": 1},
     ],
 )
-def test_unsound_orders_are_not_followed(linked, prompt, change):
-    order = order_for(prompt, "legolink-4").to_params()[PARAM] | change
-    name = linked.add(prompt.tokens.tolist(), _Raw(order), "salt")
+def test_unsound_orders_are_not_followed(linked, prompt, change, monkeypatch):
+    params = sealed(linked, prompt)
+    assert_computed_in_full(linked, prompt, params | {PARAM: params[PARAM] | change}, monkeypatch)
+
+
+@pytest.mark.parametrize("seal", [None, "", "0" * 64, 7])
+def test_orders_without_kvlinkers_seal_are_not_followed(linked, prompt, seal, monkeypatch):
+    assert_computed_in_full(linked, prompt, sealed(linked, prompt) | {SEAL: seal}, monkeypatch)
+
+
+def test_orders_for_another_prompt_are_not_followed(linked, prompt, monkeypatch):
+    other = Prompt((*prompt.segments[:-1], FreshSegment(random_tokens(11, 55))))
+    assert_computed_in_full(linked, prompt, sealed(linked, other), monkeypatch)
+
+
+def sealed(linked, prompt):
+    return linked.params(order_for(prompt, "legolink-4"), prompt.tokens.tolist())
+
+
+def assert_computed_in_full(linked, prompt, params, monkeypatch):
+    monkeypatch.setattr(linked, "params", lambda *_: params)
+    name = linked.add(prompt.tokens.tolist(), params, "salt")
     output = linked.run()[name]
     assert difference(output, prompt, "full", "llama") < TOLERANCE
     assert output.kv_transfer_params is None
-
-
-class _Raw:
-    def __init__(self, params):
-        self._params = params
-
-    def to_params(self):
-        return {PARAM: self._params}
 
 
 def test_a_chunk_that_is_gone_is_computed(linked, prompt):
@@ -177,7 +192,7 @@ def test_preempted_requests_are_linked_again(linked, prompt):
 
 
 def test_a_capture_that_the_disk_refuses_leaves_no_file(linked, monkeypatch):
-    prompt = linked_prompt(50, seed=secrets.randbits(30))
+    prompt = linked_prompt(50, seed=next(SEEDS))
     monkeypatch.setattr(worker_of(linked)._chunks._disk, "put", lambda *_: False)
     with pytest.raises(AssertionError):
         linked.cache(prompt)

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from kvlinker.engine.link_loading import PromptEvidence
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import make_plan, parse_policy
-from kvlinker.vllm.order import LinkOrder, PlacedChunk, order_of_capture, order_of_params, order_of_plan
+from kvlinker.vllm.order import PARAM, LinkOrder, PlacedChunk, order_of_capture, order_of_params, order_of_plan
+from kvlinker.vllm.order_seal import SEAL, OrderSeal
 from kvlinker.vllm.slices import Budget, Progress
 from tests.engine.conftest import linked_prompt
 
@@ -26,6 +27,10 @@ def order_for(prompt, policy):
     return plan, order_of_plan(plan, (KEY,) * len(plan.placements))
 
 
+def params_of(order):
+    return OrderSeal(b"key").params(order, ())
+
+
 def positions_of(prompt_length, ranges):
     held = [0] * prompt_length
     for begin, end in ranges:
@@ -41,7 +46,7 @@ def test_an_order_and_the_last_run_are_the_plan(prompt, policy):
         assert plan.runs == ((0, len(prompt)),)
         return
     assert (*order.runs, (order.linked, len(prompt))) == plan.runs
-    assert order_of_params(order.to_params(), prompt_tokens=len(prompt)) == order
+    assert order_of_params(params_of(order), prompt_tokens=len(prompt)) == order
 
 
 @given(prompts, st.sampled_from(POLICIES), st.integers(0, 60), st.integers(1, 30), st.integers(1, 3))
@@ -89,13 +94,32 @@ def test_unsound_orders_are_refused_with_the_reason(change, word):
     placed = PlacedChunk(key=KEY, start=2, first=0, last=6, rotary_start=2)
     order = LinkOrder(linked=8, placements=(placed,), runs=((0, 2),))
     with pytest.raises(InvalidRequestError, match=word):
-        order_of_params({"kvlinker": order.to_params()["kvlinker"] | change}, prompt_tokens=20)
+        order_of_params({PARAM: params_of(order)[PARAM] | change}, prompt_tokens=20)
 
 
 def test_an_order_leaves_the_last_token_to_vllm():
     order = order_of_capture(KEY, begin=2, end=8)
-    assert order_of_params(order.to_params(), prompt_tokens=9) == order
+    assert order_of_params(params_of(order), prompt_tokens=9) == order
     with pytest.raises(InvalidRequestError, match="8 tokens of a prompt of 8"):
-        order_of_params(order.to_params(), prompt_tokens=8)
+        order_of_params(params_of(order), prompt_tokens=8)
     assert order_of_params(None, prompt_tokens=8) is None
     assert order_of_params({"other": 1}, prompt_tokens=8) is None
+
+
+def test_a_seal_is_for_one_order_and_one_prompt(tmp_path):
+    seal, again = OrderSeal.of(tmp_path / "state"), OrderSeal.of(tmp_path / "state")
+    order, other = (order_of_capture(KEY, begin=begin, end=3) for begin in (0, 1))
+    params = seal.params(order, [1, 2, 3, 4])
+    assert again.order(params, [1, 2, 3, 4]) == order
+    assert seal.order({}, [1]) is None
+    for forged, tokens in (
+        (params, [1, 2, 3, 5]),
+        (params | {PARAM: seal.params(other, [1, 2, 3, 4])[PARAM]}, [1, 2, 3, 4]),
+        ({PARAM: params[PARAM]}, [1, 2, 3, 4]),
+        (OrderSeal.of(tmp_path / "other").params(order, [1, 2, 3, 4]), [1, 2, 3, 4]),
+    ):
+        with pytest.raises(InvalidRequestError, match="seal"):
+            seal.order(forged, tokens)
+    assert (tmp_path / "state" / "orders.key").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["orders.key"]
+    assert SEAL in params

@@ -15,6 +15,7 @@ from kvlinker.config import Settings
 from kvlinker.engine.base import SamplingParams
 from kvlinker.errors import InvalidRequestError, ModelLoadError
 from kvlinker.vllm.order import PARAM, LinkOrder
+from kvlinker.vllm.order_seal import OrderSeal
 from kvlinker.vllm.plugin import NAME
 
 T = TypeVar("T")
@@ -48,9 +49,11 @@ class Pool:
 class VLLMClient:
     """One of vLLM's engine clients, and the event loop that it lives in. Methods may be called from any thread."""
 
-    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, seal: OrderSeal) -> None:
+        """``seal``: of the state directory that vLLM's connector was given."""
         self._client = client
         self.loop = loop
+        self._seal = seal
 
     @property
     def healthy(self) -> bool:
@@ -77,7 +80,8 @@ class VLLMClient:
     ) -> AsyncGenerator[NewTokens, None]:
         """What the request ``name`` generates, as it comes; closing the iterator aborts it."""
         prompt = {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
-        params = _vllm_sampling(sampling, max_tokens, order)
+        orders = None if order is None else self._seal.params(order, tokens)
+        params = _vllm_sampling(sampling, max_tokens, orders)
         outputs = self._client.generate(prompt, params, name)
         try:
             async for output in outputs:
@@ -86,8 +90,7 @@ class VLLMClient:
             await outputs.aclose()  # which aborts what is under way
 
     def close(self) -> None:
-        """Stop vLLM."""
-        self._client.shutdown()
+        """Nothing is stopped: whoever made vLLM's client does that."""
 
 
 class OwnClient(VLLMClient):
@@ -103,7 +106,7 @@ class OwnClient(VLLMClient):
         except BaseException:
             self._stop(loop)
             raise
-        super().__init__(client, loop)
+        super().__init__(client, loop, OrderSeal.of(settings.state_dir))
         self.run(self._warm_up()).result()
 
     async def _warm_up(self) -> None:
@@ -115,7 +118,7 @@ class OwnClient(VLLMClient):
     def close(self) -> None:
         if self._thread.is_alive():
             self.run(_end_all_tasks()).result()  # vLLM's own would take its end for a failure
-            super().close()
+            self._client.shutdown()
             self._stop(self.loop)
 
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -136,9 +139,10 @@ async def _start(settings: Settings, dtype: str) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from kvlinker.vllm.adapter import require_tested_version
+    from kvlinker.vllm.connector import CONNECTOR_OPTIONS
 
     options = dict(settings.vllm_options)
-    connector = {name: options.pop(name) for name in ("slice_tokens", "allow_untested") if name in options}
+    connector = {name: options.pop(name) for name in CONNECTOR_OPTIONS if name in options}
     require_tested_version(allow_untested=bool(connector.get("allow_untested")))
     for name in RESERVED_OPTIONS:
         if name in options:
@@ -189,7 +193,7 @@ def _new_tokens(output: Any) -> NewTokens:
     )
 
 
-def _vllm_sampling(sampling: SamplingParams, max_tokens: int, order: LinkOrder | None) -> Any:
+def _vllm_sampling(sampling: SamplingParams, max_tokens: int, orders: Mapping[str, Any] | None) -> Any:
     """Stop strings are left out: kvlinker looks for them itself."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -208,5 +212,5 @@ def _vllm_sampling(sampling: SamplingParams, max_tokens: int, order: LinkOrder |
         max_tokens=max_tokens,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args=None if order is None else {"kv_transfer_params": order.to_params()},
+        extra_args=None if orders is None else {"kv_transfer_params": orders},
     )

@@ -22,10 +22,13 @@ from kvlinker.vllm.chunk_folder import ChunkFolder
 from kvlinker.vllm.linking_scheduler import LinkingScheduler, StepLimits
 from kvlinker.vllm.linking_worker import LinkingWorker, Results
 from kvlinker.vllm.metadata import StepOrders, StepReport
+from kvlinker.vllm.order_seal import OrderSeal
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_SLICE_TOKENS = 256
+CONNECTOR_OPTIONS = ("allow_untested", "slice_tokens")
+"""What ``kv_connector_extra_config`` may hold besides kvlinker's settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,9 @@ class KVLinkerConnector(KVConnectorBase_V1):
         )
         is_worker = role == KVConnectorRole.WORKER
         self._chunks = _open_folder(settings, memory_bytes=settings.host_memory if is_worker else 0)
-        self._scheduler = LinkingScheduler(limits=self._limits, is_stored=self._chunks.contains)
+        self._scheduler = LinkingScheduler(
+            limits=self._limits, seal=OrderSeal.of(settings.state_dir), is_stored=self._chunks.contains
+        )
         self._worker: LinkingWorker | None = None
         self._report: StepReport | None = None
         self._results = Results()
@@ -75,7 +80,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
         self._scheduler.admit(
             request.request_id,
             request.kv_transfer_params,
-            prompt_tokens=request.num_prompt_tokens,
+            request.prompt_token_ids or (),
             salt=request.cache_salt,
         )
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.vllm.metadata import Begun, StepOrders, StepReport
-from kvlinker.vllm.order import PARAM, LinkOrder, order_of_params
+from kvlinker.vllm.order import PARAM, LinkOrder
+from kvlinker.vllm.order_seal import OrderSeal
 from kvlinker.vllm.slices import Budget, Progress, Slice
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,9 @@ class StepLimits:
 class LinkingScheduler:
     """One thread, vLLM's engine core, calls everything."""
 
-    def __init__(self, *, limits: StepLimits, is_stored: Callable[[str], bool]) -> None:
+    def __init__(self, *, limits: StepLimits, seal: OrderSeal, is_stored: Callable[[str], bool]) -> None:
         """``is_stored`` tells whether a chunk's KV is in the store's folder."""
+        self._seal = seal
         self._limits = limits
         self._is_stored = is_stored
         self._orders: dict[str, LinkOrder] = {}
@@ -45,11 +47,13 @@ class LinkingScheduler:
         self._at_hand: set[str] = set()  # chunks that all workers had in memory, as far as is known
         self._busy = False
 
-    def admit(self, request_id: str, params: Mapping[str, Any] | None, *, prompt_tokens: int, salt: str | None) -> None:
-        """A request has come. What it asks for is refused, and the request computed by vLLM alone, if it is not sound
-        or not salted: its KV is no plain prefix of anything, and would be taken for one."""
+    def admit(
+        self, request_id: str, params: Mapping[str, Any] | None, tokens: Sequence[int], *, salt: str | None
+    ) -> None:
+        """A request for a prompt of these tokens has come. What it asks for is refused, and the request computed by
+        vLLM alone, if it is not sound, or not salted: its KV would be taken for that of the plain tokens."""
         try:
-            order = order_of_params(params, prompt_tokens=prompt_tokens)
+            order = self._seal.order(params, tokens)
         except InvalidRequestError as error:
             logger.warning("Request %s is not linked: %s", request_id, error)
             return

@@ -84,10 +84,6 @@ class LinkOrder(_Value):
         """Of the chunks to place, each once."""
         return tuple(dict.fromkeys(placed.key for placed in self.placements))
 
-    def to_params(self) -> dict[str, Any]:
-        """``kv_transfer_params`` that carry the order."""
-        return {PARAM: self.model_dump(mode="json")}
-
 
 def order_of_params(params: Mapping[str, Any] | None, *, prompt_tokens: int) -> LinkOrder | None:
     """The order that a request with a prompt of so many tokens carries; None where it carries none.
