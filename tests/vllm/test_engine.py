@@ -7,9 +7,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import numpy as np
 import psutil
 
-from kvlinker.chunks import Chunk
+from kvlinker.chunks import Chunk, GenerationContext
 from kvlinker.engine.base import Delta, Failed, Finished, GenerationRequest, SamplingParams
 from kvlinker.errors import (
     ContextLengthError,
@@ -27,7 +28,7 @@ from tests.vllm.conftest import vllm_settings_for
 
 TOLERANCE = 1e-4
 TEXTS = ["The cat sat on the mat, and it was fine. " * 4, "A dog and a small text. " * 3, "Yes, yes. " * 9]
-POLICIES = ["full", "naive", "naive-unpositioned", "legolink-4", "attnlink-5", "random-30", "prefix", "h2o-20"]
+POLICIES = ["full", "naive", "naive-unpositioned", "legolink-4", "attnlink-5", "random-30", "prefix"]
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logprobs": 3}
 
 
@@ -38,8 +39,8 @@ def llm(served):
 
 @pytest.fixture(scope="module")
 def embedded(vllm_settings):
-    """The embedded engine on the same model and the same state directory."""
-    settings = vllm_settings.model_copy(update={"engine": "embedded", "vllm_options": {}, "chunk_scores": False})
+    """The embedded engine on the same model and the same state directory; without variants, which vLLM has none of."""
+    settings = vllm_settings.model_copy(update={"engine": "embedded", "vllm_options": {}, "max_variants": 0})
     with LLM.from_settings(settings) as made:
         yield made
 
@@ -80,6 +81,29 @@ def test_either_engine_answers_alike_over_the_others_chunks(llm, embedded, cache
             embedded.chat_completion(question(ids), policy=policy, **GREEDY),
         )
     assert "none" not in {*looked[0], *looked[1]}
+
+
+def test_scores_of_chunks_are_alike(llm, embedded):
+    """And so is what the policies make of them. A chunk's key knows its generation context."""
+    texts = ["numbers 1 2 3 and more words: alpha. " * 5, "user assistant system question. " * 7, TEXTS[2]]
+    chunks = [llm.builder.encode_chunk(text, GenerationContext.PREFIX) for text in texts]
+    keys = [llm.caches.key(chunk, "default") for chunk in chunks]
+    for key, chunk in zip(keys, chunks, strict=True):
+        llm.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
+        ours = llm.store.get(key).scores
+        llm.store.delete(key)
+        embedded.store.delete(key)
+        embedded.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
+        theirs = embedded.store.get(key).scores
+        assert ours.contextualization.tokens == theirs.contextualization.tokens
+        assert ours.contextualization.intra == pytest.approx(theirs.contextualization.intra, abs=1e-4)
+        np.testing.assert_allclose(ours.inter, theirs.inter, atol=1e-4)
+        np.testing.assert_allclose(ours.received, theirs.received, atol=1e-4)
+    ids = llm.generate_context_cache(texts)
+    for policy in ("h2o-20", "cachecraft-0.7", "cachecraft-1+legolink-2"):
+        answers = [each.chat_completion(question(ids), policy=policy, **GREEDY) for each in (llm, embedded)]
+        assert_same(*answers)
+        assert answers[0].usage.recomputed_tokens
 
 
 def test_explanations_are_alike(llm, embedded):

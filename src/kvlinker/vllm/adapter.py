@@ -14,7 +14,11 @@ from typing import Any
 import torch
 import vllm
 from torch import Tensor, nn
-from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -28,6 +32,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvlinker.engine.attention import AttentionOptions
 from kvlinker.errors import KVLinkerError, UnsupportedModelError
 
 __all__ = [
@@ -83,6 +88,21 @@ class AttentionLayer:
     head_dim: int
     first_head: int
     total_heads: int
+
+    @property
+    def query_heads(self) -> int:
+        return int(self.module.num_heads)
+
+    @property
+    def options(self) -> AttentionOptions:
+        """Its variant of attention."""
+        implementation = self.module.impl
+        return AttentionOptions(
+            scale=float(implementation.scale),
+            window=self.module.sliding_window,
+            softcap=implementation.logits_soft_cap or None,
+            sinks=implementation.sinks,
+        )
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write ``key`` and ``value`` [tokens, heads, head_dim] into the KV cache."""
@@ -167,6 +187,15 @@ class BoundModel:
         copies = len(gathered) // self.layers[0].total_heads
         return gathered[::copies]
 
+    def mean_over_workers(self, values: Tensor) -> Tensor:
+        """[any] of all workers, averaged."""
+        parallel = self._config.parallel_config.tensor_parallel_size
+        if parallel == 1:
+            return values
+        total: Tensor = tensor_model_parallel_all_reduce(values.clone())
+        mean: Tensor = total / parallel
+        return mean
+
     @property
     def is_first_rank(self) -> bool:
         return self._rank == 0
@@ -219,15 +248,16 @@ def bind_caller() -> BoundModel:
 @contextmanager
 def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]:
     """While it lasts, passes by the modules tell ``rotated(module, positions, key)`` of keys [tokens, heads * head_dim]
-    before they get their rotary embedding, and ``attended(layer_name, key, value)`` of what attention takes then."""
+    before they get their rotary embedding, and ``attended(layer_name, query, key, value)`` of what attention takes.
+    """
 
     def before_rotary(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions, _, key = (*args, *(kwargs[name] for name in ("positions", "query", "key") if name in kwargs))[:3]
         rotated(module, positions, key)
 
     def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
-        attended(module.layer_name, key, value)
+        query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
+        attended(module.layer_name, query, key, value)
 
     rotaries = [module for module in bound.model.modules() if isinstance(module, RotaryEmbeddingBase)]
     handles = [module.register_forward_pre_hook(before_rotary, with_kwargs=True) for module in rotaries]

@@ -43,7 +43,7 @@ def trace_layers(bound: BoundModel) -> tuple[LinkedLayer, ...]:
             raise UnsupportedModelError("The model's rotary embedding is not one of positions in a text.")
         pending.append(module)
 
-    def attended(name: str, key: Tensor, value: Tensor) -> None:
+    def attended(name: str, *_: Tensor) -> None:
         if name not in by_name or len(pending) > 1:
             raise UnsupportedModelError(f"The model's attention layer {name} is not one that kvlinker can place KV in.")
         layers.append(LinkedLayer(by_name[name], pending.pop() if pending else None))

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kvlinker.chunk_scores import ChunkScores
+from kvlinker.chunks import content_of
+from kvlinker.engine.attention import AttentionOptions
+from kvlinker.engine.observation import ScoreCollector
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.vllm.adapter import BoundModel, watched
 from kvlinker.vllm.anatomy import LinkedLayer
@@ -16,16 +22,31 @@ from kvlinker.vllm.order import CapturedChunk
 
 
 class Capture:
-    """One chunk at positions [begin, end) of a request, this worker's heads of it."""
+    """One chunk at positions [begin, end) of a request, this worker's heads of it, with its scores if wanted."""
 
-    def __init__(self, chunk: CapturedChunk, layers: Sequence[LinkedLayer], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        chunk: CapturedChunk,
+        tokens: NDArray[np.int64],
+        layers: Sequence[LinkedLayer],
+        dtype: torch.dtype,
+        *,
+        with_scores: bool,
+    ) -> None:
+        """``tokens`` are the request's."""
         self.chunk = chunk
-        tokens = chunk.end - chunk.begin
-        shapes = [(layer.attention.heads, tokens, layer.attention.head_dim) for layer in layers]
+        length = chunk.end - chunk.begin
+        shapes = [(layer.attention.heads, length, layer.attention.head_dim) for layer in layers]
         self._kv = [(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)) for shape in shapes]
+        self._scores: ScoreCollector | None = None
+        if with_scores:
+            content = content_of(tokens[chunk.begin : chunk.end].astype("<u4").tobytes())
+            self._scores = ScoreCollector(len(layers), [(chunk.begin, chunk.end)], [content])
+            self._rotated: list[list[Tensor]] = [[] for _ in layers]  # keys [heads, tokens, head_dim], slice by slice
 
     def note(self, layer: int, begin: int, key: Tensor, value: Tensor) -> None:
-        """Keys and values [tokens, heads, head_dim] of the positions from ``begin`` on."""
+        """Keys, before their rotary embedding, and values [tokens, heads, head_dim] of the positions from ``begin``
+        on."""
         first = max(begin, self.chunk.begin)
         last = min(begin + len(key), self.chunk.end)
         if first < last:
@@ -33,11 +54,29 @@ class Capture:
                 own = new[first - begin : last - begin].transpose(0, 1)
                 kept[:, first - self.chunk.begin : last - self.chunk.begin].copy_(own)
 
+    def observe(self, layer: int, begin: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
+        """Queries and keys [tokens, heads, head_dim] with their rotary embedding; a request's slices come in order."""
+        if self._scores is not None:
+            earlier = self._rotated[layer]
+            earlier.append(key.transpose(0, 1).clone())
+            self._scores.observe(layer, begin, query.transpose(0, 1), torch.cat(earlier, dim=1), options)
+
     def finish(self, bound: BoundModel) -> ChunkKV:
         """The chunk with all workers' heads, which all of them have to ask for."""
-        return ChunkKV(
-            tuple(LayerKV(*(bound.gather_heads(part.to(bound.device)).cpu() for part in layer)) for layer in self._kv)
+        layers = tuple(
+            LayerKV(*(bound.gather_heads(part.to(bound.device)).cpu() for part in layer)) for layer in self._kv
         )
+        return ChunkKV(layers, None if self._scores is None else _averaged(bound, *self._scores.finish()))
+
+
+def _averaged(bound: BoundModel, scores: ChunkScores) -> ChunkScores:
+    """Every worker has the mean over its own heads."""
+    known = scores.contextualization
+    values = np.stack([scores.inter, scores.received]).astype(np.float32)
+    intra = torch.tensor([known.intra], dtype=torch.float32, device=bound.device)
+    inter, received = bound.mean_over_workers(torch.from_numpy(values).to(bound.device)).cpu().numpy()
+    own = replace(known, intra=float(bound.mean_over_workers(intra)))
+    return ChunkScores(own, inter=inter, received=received)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +98,18 @@ def capturing(bound: BoundModel, layers: Sequence[LinkedLayer], rows: Sequence[C
     def rotated(_: object, __: Tensor, key: Tensor) -> None:
         unrotated.append(key.clone())  # the embedding may be written in place
 
-    def attended(name: str, key: Tensor, value: Tensor) -> None:
+    def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         index = index_of[name]
         attention = layers[index].attention
         shape = (-1, attention.heads, attention.head_dim)
-        keys, values = (unrotated.pop() if unrotated else key).reshape(shape), value.reshape(shape)
+        plain = (unrotated.pop() if unrotated else key).reshape(shape)
+        queries = query.reshape(-1, attention.query_heads, attention.head_dim)
+        keys, values = key.reshape(shape), value.reshape(shape)
         for part in rows:
             own = slice(part.first, part.first + part.count)
             for capture in part.captures:
-                capture.note(index, part.begin, keys[own], values[own])
+                capture.note(index, part.begin, plain[own], values[own])
+                capture.observe(index, part.begin, queries[own], keys[own], attention.options)
 
     with watched(bound, rotated=rotated, attended=attended):
         yield

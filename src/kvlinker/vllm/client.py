@@ -167,7 +167,11 @@ async def _start(settings: Settings, dtype: str) -> Any:
                 "kv_connector_module_path": "kvlinker.vllm.connector",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": connector
-                | {"state_dir": str(settings.state_dir), "host_memory": settings.host_memory},
+                | {
+                    "state_dir": str(settings.state_dir),
+                    "host_memory": settings.host_memory,
+                    "chunk_scores": settings.chunk_scores,
+                },
             },
             **(defaults | options),
         )

@@ -57,7 +57,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         require_tested_version(allow_untested=bool(options.pop("allow_untested", False)))
         slice_tokens = int(options.pop("slice_tokens", DEFAULT_SLICE_TOKENS))
-        settings = load_settings(**options)
+        self._settings = settings = load_settings(**options)
         scheduler_config = vllm_config.scheduler_config
         self._limits = StepLimits(
             slice_tokens=min(slice_tokens, scheduler_config.max_num_batched_tokens),
@@ -108,7 +108,11 @@ class KVLinkerConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._worker = LinkingWorker(
-            bind_caller(), self._chunks, pass_tokens=self._limits.step_tokens, pass_runs=self._limits.runs
+            bind_caller(),
+            self._chunks,
+            pass_tokens=self._limits.step_tokens,
+            pass_runs=self._limits.runs,
+            with_scores=self._settings.chunk_scores,
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

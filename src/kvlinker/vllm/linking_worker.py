@@ -58,8 +58,11 @@ class Results:
 class LinkingWorker:
     """One thread, vLLM's worker, calls everything. Nothing raises: what goes wrong with a request is reported."""
 
-    def __init__(self, bound: BoundModel, chunks: ChunkFolder, *, pass_tokens: int, pass_runs: int) -> None:
-        """``pass_tokens`` and ``pass_runs``: the most that one pass of the model takes.
+    def __init__(
+        self, bound: BoundModel, chunks: ChunkFolder, *, pass_tokens: int, pass_runs: int, with_scores: bool
+    ) -> None:
+        """``pass_tokens`` and ``pass_runs``: the most that one pass of the model takes. ``with_scores``: collect
+        captured chunks' attention scores.
 
         Raises UnsupportedModelError for a model that cannot be linked.
         """
@@ -68,6 +71,7 @@ class LinkingWorker:
         self._chunks = chunks
         self._pass_tokens = pass_tokens
         self._pass_runs = pass_runs
+        self._with_scores = with_scores
         self._tasks: dict[str, _Task] = {}
         self._writing: dict[str, Future[bool]] = {}
         self._results = Results()
@@ -108,7 +112,10 @@ class LinkingWorker:
         self._writer.shutdown()
 
     def _begin(self, begun: Begun) -> _Task:
-        captures = tuple(Capture(chunk, self._layers, self._bound.dtype) for chunk in begun.order.captures)
+        captures = tuple(
+            Capture(chunk, begun.tokens, self._layers, self._bound.dtype, with_scores=self._with_scores)
+            for chunk in begun.order.captures
+        )
         at_hand = {key: kv for key in begun.order.keys if (kv := self._chunks.at_hand(key)) is not None}
         if len(at_hand) == len(begun.order.keys) and all(map(self._fits, at_hand, at_hand.values())):
             loaded: Future[dict[str, ChunkKV] | None] = Future()
