@@ -233,6 +233,15 @@ class BoundModel:
         return table.to(self.device)
 
 
+def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
+    """``key`` [tokens, heads, head_dim] with the model's rotary embedding of ``positions`` [tokens], by its kernel:
+    where the model is compiled, calling the module would run plain PyTorch, which takes many times as long. May change
+    ``key``."""
+    kernel = getattr(rotary, f"forward_{key.device.type}", rotary)
+    rotated: Tensor = kernel(positions, key.flatten(1), None)[0]
+    return rotated.view_as(key)
+
+
 def bind_caller() -> BoundModel:
     """The model of the runner that is just handing its KV cache to the connector: vLLM gives connectors no other way to
     it. Raises KVLinkerError where none of the callers is a runner, and UnsupportedModelError."""

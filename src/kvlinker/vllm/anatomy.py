@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvlinker.errors import UnsupportedModelError
-from kvlinker.vllm.adapter import AttentionLayer, BoundModel, watched
+from kvlinker.vllm.adapter import AttentionLayer, BoundModel, rotate, watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,7 @@ class LinkedLayer:
         """Rotate ``key`` [tokens, heads, head_dim] to ``positions`` [tokens] by the model's own arithmetic, and write
         it into the KV cache with ``value``. May change ``key``."""
         if self.rotary is not None:
-            rotated, _ = self.rotary(positions, key.flatten(1), None)
-            key = rotated.view_as(key)
+            key = rotate(self.rotary, positions, key)
         self.attention.write(key, value, slots)
 
 

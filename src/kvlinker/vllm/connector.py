@@ -97,8 +97,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
-        if metadata is not None:
-            self._scheduler.note_report(metadata.report)
+        self._scheduler.note_report(None if metadata is None else metadata.report)
         self._scheduler.note_received(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

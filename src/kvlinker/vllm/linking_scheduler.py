@@ -13,6 +13,7 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.vllm.metadata import Begun, StepOrders, StepReport
 from kvlinker.vllm.order import PARAM, LinkOrder
 from kvlinker.vllm.order_seal import OrderSeal
+from kvlinker.vllm.pace import StepPace
 from kvlinker.vllm.slices import Budget, Progress, Slice
 
 logger = logging.getLogger(__name__)
@@ -20,8 +21,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """``slice_tokens``: tokens that a step computes of orders while other requests are being computed; ``step_tokens``
-    at most, if there are none. ``runs``: sequences that attention takes at once. ``workers``: how many report."""
+    """``slice_tokens``: the most that a step computes of orders while other requests are being computed (see
+    ``StepPace``); ``step_tokens``: if there are none. ``runs``: sequences that attention takes at once. ``workers``:
+    how many report."""
 
     slice_tokens: int
     step_tokens: int
@@ -46,6 +48,7 @@ class LinkingScheduler:
         self._dropped: list[str] = []
         self._at_hand: set[str] = set()  # chunks that all workers had in memory, as far as is known
         self._busy = False
+        self._pace = StepPace(limits.slice_tokens)
 
     def admit(
         self, request_id: str, params: Mapping[str, Any] | None, tokens: Sequence[int], *, salt: str | None
@@ -108,17 +111,20 @@ class LinkingScheduler:
             if not each.waits
         ]
         self._busy = scheduled_tokens > 0
-        budget = Budget(
-            tokens=self._limits.slice_tokens if self._busy else self._limits.step_tokens, runs=self._limits.runs
-        )
+        tokens = self._pace.next_budget() if self._busy else self._limits.step_tokens
+        budget = Budget(tokens=tokens, runs=self._limits.runs)
         slices += self._next_slices(budget)
+        self._pace.planned(cost=tokens - budget.tokens, busy=self._busy)
         dropped = tuple(self._dropped)
         self._begun.clear()
         self._dropped.clear()
         return StepOrders(begun, tuple(slices), dropped, idle=not self._busy)
 
-    def note_report(self, report: StepReport) -> None:
-        """What the workers told after a step."""
+    def note_report(self, report: StepReport | None) -> None:
+        """A step is done; what the workers told of it, if anything."""
+        self._pace.ended()
+        if report is None:
+            return
         for request_id, workers in report.loaded.items():
             if request_id in self._waiting:
                 self._loaded[request_id] = self._loaded.get(request_id, 0) + workers
@@ -149,7 +155,7 @@ class LinkingScheduler:
         if order.captures or not self._at_hand.issuperset(order.keys):
             return True
         progress = Progress(request_id, order, begin=local)
-        most = self._limits.slice_tokens if self._busy else self._limits.step_tokens
+        most = self._pace.budget if self._busy else self._limits.step_tokens
         return progress.cost > most or progress.runs > self._limits.runs
 
     def _next_slices(self, budget: Budget) -> list[Slice]:
