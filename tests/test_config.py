@@ -17,12 +17,14 @@ def test_quotas_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     file.write_text(
         'api_keys = ["a", "b"]\nadmin_keys = ["root", "a"]\ntenant_quota_bytes = "10MB"\ntenant_quota_caches = 5\n'
         '[tenant_quotas.b]\nbytes = "20MB"\n[tenant_quotas.shared]\ncaches = 7\n'
+        '[tenant_quotas.a]\npinned_bytes = "1MB"\n'
     )
     monkeypatch.setenv("KVLINKER_CONFIG", str(file))
     settings = load_settings()
     assert settings.accepted_keys == ("a", "b", "root")
     quotas = settings.quotas
-    assert quotas.of(tenant_of_key("a")) == quotas.of("default") == Quota(10_000_000, 5)
+    assert quotas.of("default") == Quota(10_000_000, 5)
+    assert quotas.of(tenant_of_key("a")) == Quota(10_000_000, 5, 1_000_000)
     assert quotas.of(tenant_of_key("b")) == Quota(20_000_000, 5)
     assert quotas.of(SHARED_TENANT) == Quota(None, 7)
 
@@ -47,6 +49,7 @@ def test_without_quotas() -> None:
         {"tenant_quotas": "[]"},
         {"tenant_quota_bytes": "many"},
         {"tenant_quota_caches": -1},
+        {"tenant_quota_pinned_bytes": -1},
     ],
 )
 def test_bad_quotas(options: dict[str, Any]) -> None:

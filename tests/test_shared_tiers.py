@@ -148,11 +148,35 @@ def test_figures_name_the_tier_and_never_the_password(make_llm, shared: dict[str
         assert "not-to-be-seen" not in said
 
 
+def test_usage_by_tenant_covers_the_shared_tier(make_llm, shared: dict[str, str], tmp_path: Path) -> None:
+    ((name, url),) = ((name.removesuffix("_url"), url) for name, url in shared.items())
+    llm = make_llm()
+    llm.generate_context_cache(TEXTS, tenant="one")
+    llm.generate_context_cache(TEXTS[:1], tenant="two")
+    llm.store.flush()
+    by_tenant = {tenant: llm.caches_usage(tenant=tenant).tiers[-1] for tenant in ("one", "two")}
+    assert [(by_tenant[tenant].name, by_tenant[tenant].chunks) for tenant in ("one", "two")] == [(name, 2), (name, 1)]
+    assert sum(tier.used_bytes for tier in by_tenant.values()) == llm.store.usage()[-1].used_bytes
+    llm.close()
+    options = ["--state-dir", str(tmp_path / "state0"), f"--{name}-url", url]
+    result = CliRunner().invoke(app, ["caches", "usage", *options])
+    header, *rows = (line.split() for line in result.output.splitlines())
+    assert header[-1] == name
+    assert {row[0]: int(row[-1]) for row in rows} == {tenant: tier.used_bytes for tenant, tier in by_tenant.items()}
+
+
 def test_a_server_starts_and_answers_without_its_redis(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path, redis_url="redis://127.0.0.1:1/0")
     with LLM.from_model(tiny_model(), settings) as llm:
         caches = llm.generate_context_cache(TEXTS)
         assert ask(llm, caches).usage.output_tokens == 6
+        with serving(llm, llm.settings) as served:
+            tiers = served.get("/v1/context_caches/usage").json()["tiers"]
+    assert [tier["reachable"] for tier in tiers] == [True, True, False]
+    assert tiers[-1] == {"name": "redis", "bytes": None, "chunks": None, "reachable": False}
+    arguments = ["caches", "usage", "--state-dir", str(tmp_path), "--redis-url", "redis://127.0.0.1:1/0"]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.output.split()[-1]) == (0, "unreachable")
 
 
 @pytest.mark.parametrize(

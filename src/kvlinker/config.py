@@ -37,7 +37,7 @@ BUNDLED_MODEL = Path(__file__).parent / "models" / "reader"
 CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
 SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
-CodecName = Literal["raw", "int8", "int4"]
+CodecName = Literal["raw", "int8", "int4", "raw+zstd", "int8+zstd", "int4+zstd"]
 """Of ``kvlinker.store.codecs``."""
 
 
@@ -56,6 +56,7 @@ class TenantQuota(BaseModel):
 
     bytes: ByteSize | None = None
     caches: int | None = Field(default=None, ge=0)
+    pinned_bytes: ByteSize | None = None
 
 
 class Settings(BaseSettings):
@@ -106,16 +107,27 @@ class Settings(BaseSettings):
     state_dir: Path = Field(
         default=Path("~/.local/share/kvlinker"), description="Where chunk caches and the catalog live."
     )
+    device_memory: ByteSize | None = Field(
+        default=None,
+        description="Device tier budget, where the model's device has memory of its own; by default a tenth of what is "
+        "free on CUDA.",
+    )
     host_memory: ByteSize = Field(
         default_factory=lambda: ByteSize(psutil.virtual_memory().total // 4), description="Host tier budget."
     )
     disk_space: ByteSize = Field(default=ByteSize(20 * 2**30), description="Disk tier budget.")
-    disk_codec: CodecName = Field(default="raw", description="How KV is written to disk: raw, int8 or int4.")
+    disk_codec: CodecName = Field(
+        default="raw", description="How KV is written to disk: raw, int8, int4, or compressed as raw+zstd …"
+    )
+    eviction: Literal["lru", "reuse"] = Field(
+        default="lru",
+        description="What device, host and disk tier give up first: least recently used chunks, or least reused ones.",
+    )
     redis_url: SecretStr | None = Field(
         default=None, description="Redis through which servers share chunk caches: redis://[user:password@]host:port/0."
     )
     redis_space: ByteSize = Field(default=ByteSize(4 * 2**30), description="Redis tier budget, for all servers.")
-    redis_codec: CodecName = Field(default="raw", description="How KV is written to Redis: raw, int8 or int4.")
+    redis_codec: CodecName = Field(default="raw", description="How KV is written to Redis, as disk_codec.")
     redis_prefix: str = Field(
         default="kvlinker", min_length=1, description="What all of kvlinker's keys in Redis begin with."
     )
@@ -124,15 +136,16 @@ class Settings(BaseSettings):
         description="Object store through which servers share chunk caches: s3://bucket/folder.",
     )
     object_space: ByteSize = Field(default=ByteSize(100 * 2**30), description="Object tier budget, for all servers.")
-    object_codec: CodecName = Field(
-        default="raw", description="How KV is written to the object store: raw, int8 or int4."
-    )
+    object_codec: CodecName = Field(default="raw", description="How KV is written to the object store, as disk_codec.")
 
     tenant_quota_bytes: ByteSize | None = Field(
         default=None, description="KV that each tenant may keep, as computed, each chunk once; no limit by default."
     )
     tenant_quota_caches: int | None = Field(
         default=None, ge=0, description="Context caches that each tenant may keep; no limit by default."
+    )
+    tenant_quota_pinned_bytes: ByteSize | None = Field(
+        default=None, description="KV that each tenant may pin, as computed, each chunk once; no limit by default."
     )
 
     encryption_key: SecretStr | None = Field(
@@ -158,15 +171,12 @@ class Settings(BaseSettings):
 
     @property
     def quotas(self) -> Quotas:
-        quotas = Quotas(Quota(self.tenant_quota_bytes, self.tenant_quota_caches))
+        default = Quota(self.tenant_quota_bytes, self.tenant_quota_caches, self.tenant_quota_pinned_bytes)
+        quotas = Quotas(default)
         own = {}
         for name, quota in self.tenant_quotas.items():
             tenant = name if name == SHARED_TENANT else tenant_of_key(name)
-            usual = quotas.of(tenant)
-            own[tenant] = Quota(
-                usual.bytes if quota.bytes is None else quota.bytes,
-                usual.caches if quota.caches is None else quota.caches,
-            )
+            own[tenant] = replace(quotas.of(tenant), **quota.model_dump(exclude_none=True))
         return replace(quotas, own=own)
 
     @property

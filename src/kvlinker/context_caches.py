@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,25 +29,27 @@ from kvlinker.store import (
     ContextCache,
     Limits,
     Page,
+    StoreError,
     TenantUsage,
     TierUsage,
     Unchanged,
     new_context_cache_id,
 )
+from kvlinker.store.deletions import Deletions
 from kvlinker.tenants import NO_QUOTAS, SHARED_TENANT, UNLIMITED, Quota, Quotas, Scope
 
 MAX_CHUNKS = 10_000
 DELETED_AT_ONCE = 1000
 """In one transaction of a deletion by metadata."""
-LONGEST_REQUEST_SECONDS = 600.0
-"""For as long after a chunk's deletion, a request that was under way may compute its KV again and store it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachesUsage:
-    """What a tenant has by the catalog, what it may have, and what its KV takes up in each tier."""
+    """What a tenant has by the catalog, how much of it is pinned, what it may have, and what its KV takes up in each
+    tier."""
 
     kept: TenantUsage
+    pinned_bytes: int
     quota: Quota
     tiers: tuple[TierUsage, ...]
 
@@ -77,8 +79,8 @@ class ContextCaches:
         self._limits = Limits(quotas, pinned_bytes=store.largest_budget_bytes // 2)
         self._pinning = threading.Lock()  # what the catalog says reaches the store before the catalog is asked again
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-catalog")
+        self._deletions = Deletions(catalog, store)
         catalog.set_sizes(engine.fingerprint, engine.kv_bytes_per_token)
-        self._swept_at = -math.inf
         self.sweep()
 
     def create(
@@ -216,7 +218,7 @@ class ContextCaches:
         owner = self._writable(cache_id, tenant, admin)
         released = self._catalog.delete(cache_id, owner, time.time())
         self._catalog.persist()
-        self._drop(released)
+        self._deletions.drop(released)
 
     def delete_matching(
         self, metadata: Mapping[str, str], *, tenant: str, scope: Scope = Scope.PRIVATE, admin: bool = False
@@ -236,33 +238,30 @@ class ContextCaches:
                 scope.owner(tenant), time.time(), metadata, limit=DELETED_AT_ONCE
             )
             self._catalog.persist()
-            self._drop(released)
+            self._deletions.drop(released)
             deleted += count
             if count < DELETED_AT_ONCE:
                 return deleted
 
     def sweep(self) -> int:
-        """Delete what has expired; returns the number of chunks whose KV went.
+        """Delete what has expired; returns the number of context caches.
 
         Also takes over what other processes on this catalog deleted and pinned, and deletes again what a request that
-        ran during a deletion computed and stored after it.
+        ran during a deletion computed and stored after it, and what a tier could not delete before.
         """
         now = time.time()
-        released = self._catalog.expire(now)
-        settled = now - LONGEST_REQUEST_SECONDS
-        self._drop(released)
-        self._drop(self._catalog.released(self._swept_at, now))
-        self._drop(self._catalog.released(-math.inf, settled))
-        self._catalog.forget_released(settled)
-        self._swept_at = now
+        expired, released = self._catalog.expire(now)
+        self._deletions.drop(released)
+        self._deletions.follow(now)
         self._pin()
-        return len(released)
+        return expired
 
     def usage(self, *, tenant: str, scope: Scope = Scope.PRIVATE) -> CachesUsage:
         """What the tenant, or the shared corpus, has, and how much it may have."""
         owner = scope.owner(tenant)
         return CachesUsage(
             self._catalog.usage(owner),
+            self._catalog.pinned_bytes(owner),
             self._limits.quotas.of(owner),
             self._store.usage_of(self._catalog.keys_of(owner)),
         )
@@ -299,10 +298,9 @@ class ContextCaches:
             if records[0].pinned:
                 self._pin()
             entered.set_result(records)
-        except (QuotaExceededError, PinLimitError) as error:
-            self._drop(self._catalog.unheld(record.chunk_key for record in records))
-            entered.set_exception(error)
         except BaseException as error:
+            with suppress(StoreError):
+                self._deletions.drop(self._catalog.unheld(record.chunk_key for record in records))
             entered.set_exception(error)
 
     def _with_room(self, enter: Callable[[], None]) -> None:
@@ -323,10 +321,6 @@ class ContextCaches:
     def _pin(self) -> None:
         with self._pinning:
             self._store.set_pinned(self._catalog.pinned())
-
-    def _drop(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._store.delete(key)
 
     def _check_length(self, index: int, chunk: Chunk) -> None:
         length = len(chunk.prefix) + len(chunk)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
+
 from kvlinker.config import Settings
 from kvlinker.engine.base import Engine
 from kvlinker.engine.embedded import EmbeddedEngine
 from kvlinker.engine.loading import LoadedModel, load_model
 from kvlinker.engine.variant_library import VariantLibrary
 from kvlinker.events import Events
-from kvlinker.store import Catalog, ChunkStore
+from kvlinker.store import Catalog, ChunkStore, Speeds
 
 
 class EngineSource(Protocol):
@@ -22,7 +24,12 @@ class EngineSource(Protocol):
     @property
     def tokenizer(self) -> Any: ...
 
-    def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings) -> Engine:
+    @property
+    def device(self) -> torch.device | None:
+        """Where the engine takes chunks from the store's copies on the device; None where it takes none."""
+        ...
+
+    def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:
         """The engine, which belongs to the caller."""
         ...
 
@@ -35,12 +42,15 @@ class EmbeddedSource:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self.tokenizer = loaded.tokenizer
+        self.device: torch.device | None = loaded.device
 
-    def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings) -> Engine:
+    def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:
         variants = VariantLibrary(
             catalog.variants, store, fingerprint=self._loaded.fingerprint, limit=settings.max_variants
         )
-        return EmbeddedEngine(self._loaded, store=store, events=events, settings=settings, variants=variants)
+        return EmbeddedEngine(
+            self._loaded, store=store, events=events, settings=settings, variants=variants, speeds=speeds
+        )
 
 
 def engine_source(settings: Settings) -> EngineSource:

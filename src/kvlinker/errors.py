@@ -6,12 +6,14 @@ from __future__ import annotations
 class KVLinkerError(Exception):
     """Base of all errors that kvlinker raises on purpose.
 
-    ``code`` and ``param`` go into OpenAI-shaped error bodies; ``status`` is the HTTP status.
+    ``code`` and ``param`` go into OpenAI-shaped error bodies; ``status`` is the HTTP status. Where that is 500, the
+    message may name what is the operator's business only, such as paths: HTTP callers get ``summary`` instead.
     """
 
     status = 500
     type = "server_error"
     code = "internal_error"
+    summary = "The server failed while answering."
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -23,10 +23,13 @@ from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import SplitMethod, split_text
 from kvlinker.state import open_state
-from kvlinker.store import UNCHANGED, ContextCache, Page, Unchanged
+from kvlinker.store import UNCHANGED, ContextCache, Page, Speeds, Unchanged
+from kvlinker.store.speeds import FILE_NAME
 from kvlinker.tenants import DEFAULT_TENANT, Scope, parse_scope
 
 __all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Message"]
+
+PREFILL_TOKENS = 1024
 
 
 class LLM:
@@ -64,9 +67,15 @@ class LLM:
         self.model_name = settings.served_name
         self.created_at = time.time()
         self.tokenizer = source.tokenizer
-        host_bytes = settings.host_memory if source.uses_host_memory else 0
-        self.catalog, self.store = open_state(settings, self.events, host_bytes=host_bytes)
-        self.engine: Engine = source.make(self.catalog, self.store, self.events, settings)
+        self.speeds = Speeds(settings.state_dir / FILE_NAME)
+        self.catalog, self.store = open_state(
+            settings,
+            self.events,
+            host_bytes=settings.host_memory if source.uses_host_memory else 0,
+            device=source.device,
+            speeds=self.speeds,
+        )
+        self.engine: Engine = source.make(self.catalog, self.store, self.events, settings, self.speeds)
         self.builder = PromptBuilder(
             self.tokenizer,
             context=settings.generation_context,
@@ -90,6 +99,11 @@ class LLM:
     def load(self) -> EngineLoad:
         """How busy the engine is."""
         return self.engine.load()
+
+    def prefill_rate(self) -> float | None:
+        """Tokens per second of a prompt of ``PREFILL_TOKENS``, going by what was computed; None where nothing was."""
+        seconds = self.engine.prefill_seconds(PREFILL_TOKENS)
+        return PREFILL_TOKENS / seconds if seconds else None
 
     def generate_context_cache(
         self,
@@ -284,6 +298,7 @@ class LLM:
         self.engine.close()
         self.caches.close()
         self.store.close()
+        self.speeds.close()
         self.catalog.close()
 
     def __enter__(self) -> Self:

@@ -34,10 +34,12 @@ def tenant_of_key(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one tenant may keep; None is no limit. ``bytes`` counts KV as computed, each chunk once."""
+    """What one tenant may keep; None is no limit. ``bytes`` counts KV as computed, each chunk once, and so does
+    ``pinned_bytes`` of it that may be pinned."""
 
     bytes: int | None = None
     caches: int | None = None
+    pinned_bytes: int | None = None
 
 
 UNLIMITED = Quota()

@@ -18,9 +18,10 @@ def subject():
     return Subject("llama", "kvlinker bench …", loaded_model("llama"), {"repeat": 1})
 
 
-def measured(subject, *cases, policies=("naive",)):
+def measured(subject, *cases, policies=("naive",), tiers=("disk",), **options):
+    workload = Workload(3, 30, 5)
     return run_store(
-        subject, Workload(3, 30, 5), policies=policies, codecs=CODECS, entries=300, cases=cases, repeat=1
+        subject, workload, policies=policies, tiers=tiers, codecs=CODECS, entries=300, cases=cases, repeat=1, **options
     ).rows
 
 
@@ -41,6 +42,15 @@ def test_every_tier_and_codec_is_set_beside_the_host(subject, tmp_path):
     assert min(sizes["int8"]) < min(sizes["raw"])
     plot_store(rows, tmp_path / "store.svg")
     assert "load, then compute, cold" in (tmp_path / "store.svg").read_text()
+
+
+def test_shared_tiers_take_part_and_are_left_as_they_were(subject, redis_server):
+    rows = measured(subject, "ttft", tiers=["redis", "object"], redis_url=redis_server.url)
+    assert [(r["tier"], r["codec"]) for r in rows if r["case"].startswith("time")] == [
+        ("host", ""),
+        *((tier, codec) for tier in ("redis", "object") for codec in CODECS),
+    ]
+    assert not list(redis_server.client.scan_iter("*:chunk:*"))
 
 
 def test_requests_beside_writes_are_compared_with_requests_alone(subject):
@@ -68,6 +78,8 @@ def test_many_chunks_cost_what_is_measured(subject):
     [
         (["--cases", "ttft,speed"], "Unknown case 'speed'"),
         (["--codecs", "zip"], "Unknown codec"),
+        (["--cases", "ttft", "--tiers", "tape"], "Unknown tier 'tape'"),
+        (["--cases", "ttft", "--tiers", "redis"], "--redis-url"),
         (["--plot", "/nowhere/plot.png"], "no folder"),
     ],
 )

@@ -201,9 +201,9 @@ def test_pin(state: Path, stored: tuple[ContextCache, ...]) -> None:
 
 def test_usage(state: Path, stored: tuple[ContextCache, ...]) -> None:
     header, *rows = caches(state, "usage").stdout.splitlines()
-    assert header.split() == ["tenant", "caches", "chunks", "tokens", "bytes", "disk"]
+    assert header.split() == ["tenant", "caches", "chunks", "tokens", "bytes", "pinned", "disk"]
     fields = {row.split()[0]: list(map(int, row.split()[1:])) for row in rows}
     assert fields.keys() == {"default", "other"}
     other = stored[2]
-    assert fields["other"][:4] == [1, 1, other.tokens, other.kv_bytes]
-    assert fields["other"][4] > other.kv_bytes
+    assert fields["other"][:5] == [1, 1, other.tokens, other.kv_bytes, 0]
+    assert fields["other"][5] > other.kv_bytes

@@ -34,6 +34,7 @@ EVERY_POLICY = [
     "h2o-30",
     "cacheblend-20",
     "cacheblend-20-onestep-v",
+    "cacheblend-auto",
     "cachecraft-0.7",
     "cachecraft-1-focus-w1",
     "query-10",
@@ -87,13 +88,14 @@ class Outcome:
 class Bench:
     """One engine over a tiny model with a store of its own."""
 
-    def __init__(self, family="llama", changes=None, slower=None, **options):
-        """``changes``: to the model's configuration. ``slower``: makes tiers behind the host's, given the events.
-        ``options``: settings."""
+    def __init__(self, family="llama", changes=None, slower=None, device=None, **options):
+        """``changes``: to the model's configuration. ``slower``: makes tiers behind the host's, given the events;
+        ``device``: one before it. ``options``: settings."""
         self.loaded = loaded_model(family, **(changes or {}))
         self.events = Events()
         slower = slower(self.events) if slower else []
-        self.store = ChunkStore([HostTier(1 << 28, self.events), *slower], self.events)
+        device = device(self.events) if device else None
+        self.store = ChunkStore([HostTier(1 << 28, self.events), *slower], self.events, device=device)
         settings = load_settings(**({"kv_slots": 4096, "max_step_tokens": 64} | options))
         self.engine = EmbeddedEngine(self.loaded, store=self.store, events=self.events, settings=settings)
 
@@ -145,8 +147,8 @@ def bench():
     """Makes engines, and checks at the end of the test that each has freed everything."""
     with ExitStack() as stack:
 
-        def make(family="llama", changes=None, slower=None, **options):
-            made = Bench(family, changes, slower, **options)
+        def make(family="llama", changes=None, **options):
+            made = Bench(family, changes, **options)
             stack.callback(made.close)
             return made
 

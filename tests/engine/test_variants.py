@@ -187,6 +187,7 @@ def test_the_least_reused_variants_make_room(variant_bench):
     assert made.library.missing(prompt_of(THIRD, FOURTH), "default") == [0, 1]
     made.wait_for(lambda: made.store.keys() == made.catalog.chunk_keys().keys())
     assert len(made.store.keys()) == 4 + 4
+    assert made.catalog.released(0, time.time()), "what went is told to tiers that did not hear of it"
 
 
 def test_no_variants_are_made_where_none_may_be_kept_or_wanted(variant_bench):

@@ -120,7 +120,7 @@ def test_a_running_server_follows_what_another_process_deletes_and_pins(llm: LLM
     assert llm.store.keys() == {first.chunk_key, second.chunk_key}
     llm.caches.sweep()
     assert llm.store.keys() == {second.chunk_key}
-    assert all(tier._index._pinned.keys() == {second.chunk_key} for tier in llm.store._tiers)  # type: ignore[attr-defined]
+    assert all(tier._index._pinned_keys == {second.chunk_key} for tier in llm.store._tiers)  # type: ignore[attr-defined]
 
 
 def test_pins_last_through_a_restart(state: Path) -> None:

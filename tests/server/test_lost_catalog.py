@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kvlinker.llm import LLM
 from tests.server.serving import serving, tiny_model, tiny_settings
 
 
-def test_a_deleted_catalog(tmp_path: Path) -> None:
+def test_a_deleted_catalog(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = tiny_settings(tmp_path)
     with serving(LLM.from_model(tiny_model(), settings), settings) as served:
         (kept,) = served.cache("The cat sat on the mat.")
@@ -16,7 +18,8 @@ def test_a_deleted_catalog(tmp_path: Path) -> None:
             file.unlink()
         refused = served.post("/v1/context_caches", {"chunks": ["new"]})
         assert refused.status_code == 500
-        assert "removed or replaced" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["code"] == "store_unusable"
+        assert "removed or replaced" in caplog.text
         content = [{"type": "context_cache", "id": kept}, {"type": "text", "text": "Why?"}]
         body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 2}
         assert served.post("/v1/chat/completions", body).status_code == 200

@@ -58,9 +58,8 @@ def test_failure_half_way_is_an_event(faked: Served, engine: FakeEngine) -> None
     engine.fails_at = 2
     *_, last, error, done = events(faked, CHAT, messages=MESSAGES, max_tokens=5)
     assert last["choices"][0]["delta"] == {"content": "w1 "}
-    assert error == {
-        "error": {"message": "the model broke", "type": "server_error", "param": None, "code": "internal_error"}
-    }
+    assert "Its log says why" in error["error"].pop("message")
+    assert error == {"error": {"type": "server_error", "param": None, "code": "internal_error"}}
     assert done == "[DONE]"
 
 
@@ -68,7 +67,7 @@ def test_failure_of_one_choice_frees_the_others(faked: Served, engine: FakeEngin
     engine.fails_at = 0
     answer = faked.post(CHAT, {"messages": MESSAGES, "n": 2})
     assert answer.status_code == 500
-    assert answer.json()["error"]["message"] == "the model broke"
+    assert answer.json()["error"]["code"] == "internal_error"
     assert engine.wait_until_idle()
 
 

@@ -35,7 +35,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         host_memory="512KiB",
         disk_space="1MiB",
         tenant_quota_caches=1000,
-        tenant_quotas={"bert": {"caches": 3}, "carl": {"bytes": "100kB"}},
+        tenant_quotas={"bert": {"caches": 3}, "carl": {"bytes": "100kB", "pinned_bytes": "50kB"}},
     )
     with serving(LLM.from_model(tiny_model(), settings), settings) as running:
         yield running
@@ -83,8 +83,9 @@ def test_usage(tenants: Served) -> None:
         "chunks": 0,
         "tokens": 0,
         "bytes": 0,
-        "quota": {"caches": 1000, "bytes": None},
-        "tiers": [{"name": name, "bytes": 0, "chunks": 0} for name in ("host", "disk")],
+        "pinned_bytes": 0,
+        "quota": {"caches": 1000, "bytes": None, "pinned_bytes": None},
+        "tiers": [{"name": name, "bytes": 0, "chunks": 0, "reachable": True} for name in ("host", "disk")],
     }
     one, two, _ = create(tenants, "anna", "The cat sat.", "A dog", "A dog")
     create(tenants, "bert", "The cat sat.", "not anna's")
@@ -95,8 +96,8 @@ def test_usage(tenants: Served) -> None:
     assert (used["caches"], used["chunks"], used["tokens"], used["bytes"]) == (3, 2, tokens, tokens * per_token)
     assert [(tier["name"], tier["chunks"]) for tier in used["tiers"]] == [("host", 2), ("disk", 2)]
     assert all(tier["bytes"] >= used["bytes"] for tier in used["tiers"])
-    assert usage(tenants, "bert")["quota"] == {"caches": 3, "bytes": None}
-    assert usage(tenants, "carl")["quota"] == {"caches": 1000, "bytes": 100_000}
+    assert usage(tenants, "bert")["quota"] == {"caches": 3, "bytes": None, "pinned_bytes": None}
+    assert usage(tenants, "carl")["quota"] == {"caches": 1000, "bytes": 100_000, "pinned_bytes": 50_000}
     for entry in (one, two):
         call(tenants, "anna", "DELETE", f"{CACHES}/{entry['id']}")
     assert usage(tenants, "anna")["chunks"] == 1
@@ -213,6 +214,25 @@ def test_pins_have_a_limit(tenants: Served) -> None:
     assert usage(tenants, "bert")["caches"] == 1
 
 
+def test_pins_of_one_tenant_have_a_limit_of_their_own(tenants: Served) -> None:
+    tokens = 50_000 // tenants.llm.engine.kv_bytes_per_token
+    (pinned,) = create(tenants, "carl", "a" * (tokens // 2), pinned=True)
+    (other,) = create(tenants, "carl", "b" * (tokens // 2 + 10))
+    used = usage(tenants, "carl")["pinned_bytes"]
+    assert 0 < used < 50_000
+    for answer in (
+        call(tenants, "carl", "PATCH", f"{CACHES}/{other['id']}", json={"pinned": True}),
+        call(tenants, "carl", "POST", CACHES, json={"chunks": ["b" * (tokens // 2 + 10)], "pinned": True}),
+    ):
+        assert refusal(answer) == (403, "pin_limit_exceeded", "pinned")
+        assert answer.json()["error"]["type"] == "insufficient_quota"
+        assert all(f"{number:,}" in answer.json()["error"]["message"] for number in (50_000, used))
+    assert usage(tenants, "carl")["pinned_bytes"] == used
+    create(tenants, "carl", "a" * (tokens // 2), pinned=True)  # the same chunk
+    create(tenants, "anna", "c" * tokens, pinned=True)
+    assert call(tenants, "carl", "PATCH", f"{CACHES}/{pinned['id']}", json={"name": "p"}).status_code == 200
+
+
 def test_shared_caches_are_used_by_all_and_written_by_admins(tenants: Served) -> None:
     refused = call(tenants, "anna", "POST", CACHES, json={"chunks": ["mine for all"], "scope": "shared"})
     assert refusal(refused) == (403, "permission_denied", "scope")
@@ -235,7 +255,7 @@ def test_shared_caches_are_used_by_all_and_written_by_admins(tenants: Served) ->
     assert tenants.llm.store.keys() == keys, "all used the same KV"
     assert usage(tenants, "anna")["bytes"] == usage(tenants, "root")["bytes"] == 0
     assert usage(tenants, "anna", scope="shared")["caches"] == 1
-    assert usage(tenants, "anna", scope="shared")["quota"] == {"caches": None, "bytes": None}
+    assert usage(tenants, "anna", scope="shared")["quota"] == {"caches": None, "bytes": None, "pinned_bytes": None}
     for answer in (
         call(tenants, "anna", "PATCH", url, json={"name": "mine"}),
         call(tenants, "anna", "DELETE", url),

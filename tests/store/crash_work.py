@@ -22,20 +22,48 @@ from typer.testing import CliRunner, Result
 
 from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.cli import app
+from kvlinker.config import load_settings
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import ContextCacheNotFoundError, PinLimitError
 from kvlinker.events import Events
 from kvlinker.llm import LLM
-from kvlinker.store import Catalog, ChunkKV, ChunkStore, ContextCache, open_store
+from kvlinker.store import Catalog, ChunkKV, ChunkStore, Cipher, ContextCache, Tier, open_store
+from kvlinker.store.rekeying import rekey
+from kvlinker.store.remote import shared_tiers
+from kvlinker.tenants import NO_QUOTAS, Quotas
 
 FINGERPRINT = "sha256:weights"
 CONTENTS = 24
+HOST_BYTES = 20_000
 DISK_BYTES = 60_000  # some seven chunks
+SHARED_BYTES = 80_000
 TENANTS = ("anna", "bert")
-
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["crash_work"])
+
+
+class Shared(NamedTuple):
+    """The tiers that a state directory shares with others."""
+
+    redis_url: str | None = None
+    object_url: str | None = None
+
+    @property
+    def settings(self) -> dict[str, str]:
+        urls = {name: url for name, url in self._asdict().items() if url is not None}
+        return urls | {name.replace("url", "space"): str(SHARED_BYTES) for name in urls}
+
+    def tiers(self, events: Events) -> list[Tier]:
+        return list(shared_tiers(load_settings(**self.settings), events))
+
+    @property
+    def options(self) -> list[str]:
+        """Of commands."""
+        return [part for name, value in self.settings.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+ALONE = Shared()
 
 
 def start(target: Callable[[Path, int], None], folder: Path, seed: int) -> ForkServerProcess:
@@ -102,34 +130,48 @@ class State(NamedTuple):
         self.catalog.close()
 
 
-def open_state(folder: Path) -> State:
+def open_state(folder: Path, shared: Shared = ALONE, quotas: Quotas = NO_QUOTAS, cipher: Cipher | None = None) -> State:
     """As ``LLM`` opens it."""
-    catalog = Catalog(folder / "catalog.sqlite")
+    events = Events()
+    catalog = Catalog(folder / "catalog.sqlite", cipher)
     store = open_store(
-        folder / "chunks", host_bytes=20_000, disk_bytes=DISK_BYTES, events=Events(), pinned=catalog.pinned()
+        folder / "chunks",
+        host_bytes=HOST_BYTES,
+        disk_bytes=DISK_BYTES,
+        events=events,
+        pinned=catalog.pinned(),
+        shared=shared.tiers(events),
+        cipher=cipher,
     )
     engine = NumberEngine(store)
-    caches = ContextCaches(model="numbers", builder=NumberBuilder(), engine=engine, catalog=catalog, store=store)  # type: ignore[arg-type]
+    caches = ContextCaches(
+        model="numbers",
+        builder=NumberBuilder(),  # type: ignore[arg-type]
+        engine=engine,  # type: ignore[arg-type]
+        catalog=catalog,
+        store=store,
+        quotas=quotas,
+    )
     return State(catalog, store, engine, caches)
 
 
-def check(folder: Path, *options: str) -> Result:
+def check(folder: Path, *options: str, shared: Shared = ALONE) -> Result:
     """Run ``kvlinker caches check``."""
     arguments = ["caches", "check", "--state-dir", str(folder), "--disk-space", str(DISK_BYTES), *options]
-    return CliRunner().invoke(app, arguments)
+    return CliRunner().invoke(app, [*arguments, *shared.options])
 
 
-def work(folder: Path, seed: int) -> None:
+def work(folder: Path, seed: int, shared: Shared = ALONE) -> None:
     """Create, use, change, delete and repair until the process is killed."""
     journal = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     randomness = random.Random(seed)
-    state = open_state(folder)
+    state = open_state(folder, shared)
     tell = partial(_tell, journal)
     steps: Sequence[Callable[[State, random.Random, Callable[..., None]], None]]
     steps = [_create] * 6 + [_use] * 5 + [_update] * 3 + [_delete] * 3 + [_delete_matching, _sweep]
     while True:
         if randomness.random() < 0.03:
-            check(folder, "--repair")  # beside the open store, as beside a running server
+            check(folder, "--repair", shared=shared)  # beside the open store, as beside a running server
             tell("step", "check")
         step = randomness.choice(steps)
         with suppress(PinLimitError, ContextCacheNotFoundError):  # the latter: another process deleted it
@@ -141,6 +183,14 @@ def repair(folder: Path, seed: int) -> None:
     """Mend again and again."""
     while True:
         check(folder, "--repair")
+
+
+def change_keys(folder: Path, seed: int, first: bytes | None, second: bytes | None) -> None:
+    """From the first key to the second and back, again and again."""
+    ciphers = [None if key is None else Cipher(key) for key in (first, second)]
+    while True:
+        rekey(folder / "catalog.sqlite", folder / "chunks", *ciphers)
+        ciphers.reverse()
 
 
 def answer(folder: Path, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""A TCP proxy that cuts connections once they have carried so many bytes from the server."""
+"""A TCP proxy that cuts connections: after so many bytes from the server, or where the client sends some text."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from contextlib import suppress
 
 
 class CuttingProxy:
-    """Listens on ``port``. ``limit``: bytes from the server per connection, None for all."""
+    """Listens on ``port``. ``limit``: bytes from the server per connection, None for all. ``before``: what the
+    client sends up to these bytes is the last that the server sees of it, as if it had been killed."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
         self.limit: int | None = None
+        self.before: bytes | None = None
         self.cuts = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # else ``accept`` takes one more connection
         self._listener.close()
 
     def _accept(self) -> None:
@@ -37,6 +41,11 @@ class CuttingProxy:
                 if limited and self.limit is not None and carried > self.limit:
                     self.cuts += 1
                     sink.sendall(data[: len(data) // 2])
+                    break
+                if not limited and self.before is not None and self.before in data:
+                    self.cuts += 1
+                    self.close()
+                    sink.sendall(data[: data.index(self.before)])
                     break
                 sink.sendall(data)
         for end in (source, sink):

@@ -108,7 +108,7 @@ def test_at_its_expiry_a_context_cache_is_as_if_absent(catalog: Catalog) -> None
     just_before = NOW - 0.001
     assert catalog.get(expiring.id, "anna", just_before) == expiring
     assert count(catalog, "anna", just_before) == 2
-    assert catalog.expire(just_before) == ()
+    assert catalog.expire(just_before) == (0, ())
     assert catalog.get(expiring.id, "anna", NOW) is None
     assert catalog.get_many([expiring.id], "anna", NOW) == {}
     assert expiring not in catalog.list("anna", NOW, limit=10).items
@@ -119,8 +119,8 @@ def test_at_its_expiry_a_context_cache_is_as_if_absent(catalog: Catalog) -> None
         catalog.update(expiring.id, "anna", NOW, expires_at=None)
     with pytest.raises(ContextCacheNotFoundError):
         catalog.delete(expiring.id, "anna", NOW)
-    assert catalog.expire(NOW) == (expiring.chunk_key,)
-    assert catalog.expire(NOW) == ()
+    assert catalog.expire(NOW) == (1, (expiring.chunk_key,))
+    assert catalog.expire(NOW) == (0, ())
 
 
 def test_a_chunk_is_released_with_its_last_holder(catalog: Catalog) -> None:
@@ -131,7 +131,7 @@ def test_a_chunk_is_released_with_its_last_holder(catalog: Catalog) -> None:
     assert catalog.chunk_keys() == {each.chunk_key: "sha256:weights" for each in (first, other)}
     assert catalog.delete(first.id, "anna", NOW) == ()
     assert catalog.get(second.id, "anna", NOW) == second
-    assert catalog.expire(NOW + 5) == (first.chunk_key,)
+    assert catalog.expire(NOW + 5) == (1, (first.chunk_key,))
     assert catalog.chunk_keys() == {other.chunk_key: "sha256:weights"}
     assert catalog.delete(other.id, "anna", NOW) == (other.chunk_key,)
     with pytest.raises(ContextCacheNotFoundError, match=other.id):
@@ -324,6 +324,6 @@ def test_a_path_that_cannot_be_a_catalog_is_an_error_that_names_it(tmp_path: Pat
 
 def test_the_file_is_for_its_owner_only(path: Path, catalog: Catalog) -> None:
     catalog.add([record()])
-    assert {each.name: each.stat().st_mode & 0o077 for each in path.parent.iterdir()} == {
-        f"catalog.sqlite3{suffix}": 0 for suffix in ("", "-wal", "-shm")
-    }
+    files = list(path.parent.iterdir())
+    assert {each.name for each in files} == {"catalog.sqlite3", "catalog.sqlite3-wal", "catalog.sqlite3-shm", "lock"}
+    assert all(each.stat().st_mode & 0o077 == 0 for each in files)

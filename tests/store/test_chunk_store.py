@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from gated_tier import TIMEOUT, GatedTier
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,9 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, ChunkLoaded, ChunkLookup
-from kvlinker.store import ChunkStore, DiskTier, HostTier, TierUsage, open_store
+from kvlinker.store import ChunkStore, DeviceTier, DiskTier, HostTier, TierUsage, open_store
+from kvlinker.store.chunk_file import encode_chunk
 
 SIZE = chunk_kv(0).nbytes
+FILE_SIZE = encode_chunk(key_of(0), chunk_kv(0)).nbytes
 PLENTY = 1 << 20
 
 
@@ -61,9 +64,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.recorder = Recorder()
         self.host = HostTier(2 * SIZE, self.recorder.events)
         self.slow = GatedTier(4 * SIZE, self.recorder.events)
-        self.store = ChunkStore([self.host, self.slow], self.recorder.events, write_queue_bytes=3 * SIZE)
+        self.store = ChunkStore(
+            [self.host, self.slow], self.recorder.events, device=self.device(), write_queue_bytes=3 * SIZE
+        )
         self.waiting: list[int] = []  # queued or being written, in order
         self.absent = set(range(8))  # never put, or deleted since
+
+    def device(self) -> DeviceTier | None:
+        return None
 
     @rule(number=KEYS)
     def put(self, number: int) -> None:
@@ -104,7 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
         for number in self.absent:
             assert not holds(self.store, number)
         for number in self.waiting:
-            assert self.store.tier_of(key_of(number)) == "host"
+            assert self.store.tier_of(key_of(number)) in ("device", "host")
 
     def teardown(self) -> None:
         self.slow.put_gate.open()
@@ -114,8 +122,17 @@ class StoreMachine(RuleBasedStateMachine):
         assert sum(lookup.hit for lookup in lookups) == len(self.recorder.of(ChunkLoaded))
 
 
+class DeviceMachine(StoreMachine):
+    """The same, with room for one chunk on a device."""
+
+    def device(self) -> DeviceTier:
+        return DeviceTier(SIZE, torch.device("cpu"), self.recorder.events)
+
+
 TestChunkStore = StoreMachine.TestCase
 TestChunkStore.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestWithDevice = DeviceMachine.TestCase
+TestWithDevice.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def test_each_lookup_is_told_once(recorder: Recorder, slow: GatedTier) -> None:
@@ -273,6 +290,33 @@ def test_promotion_reaches_every_faster_tier(recorder: Recorder, slow: GatedTier
     assert first.contains(key_of(1))
     store.flush()
     assert second.contains(key_of(1))
+
+
+def test_uses_count_in_every_tier_of_its_own(tmp_path: Path, recorder: Recorder) -> None:
+    for eviction, gone in (("lru", 0), ("reuse", 1)):
+        host = HostTier(2 * SIZE, recorder.events, eviction=eviction)
+        disk = DiskTier(tmp_path / eviction, 2 * FILE_SIZE, recorder.events, eviction=eviction)
+        store = ChunkStore([host, disk], recorder.events)
+        for number, recomputed in ((0, 0.1), (1, 0.9)):
+            store.put(key_of(number), chunk_kv(number))
+            store.flush()
+            store.note_use(key_of(number), recomputed)
+        store.note_use(key_of(9), 0.5)
+        store.put(key_of(2), chunk_kv(2))
+        store.flush()
+        for tier in (host, disk):
+            assert {key_of(number) for number in range(3)} - set(tier.keys()) == {key_of(gone)}
+        store.close()
+
+
+def test_usage_tells_which_tier_does_not_answer(recorder: Recorder) -> None:
+    silent = HostTier(PLENTY, recorder.events, name="silent")
+    store = ChunkStore([HostTier(PLENTY, recorder.events), silent], recorder.events)
+    for number in (1, 2):
+        store.put(key_of(number), chunk_kv(number))
+    with mock.patch.object(silent, "sizes", return_value=None):
+        usages = store.usage_of({key_of(1), key_of(3)})
+    assert usages == (TierUsage("host", SIZE, PLENTY, 1), TierUsage("silent", 0, PLENTY, 0, reachable=False))
 
 
 def test_one_tier_is_enough(recorder: Recorder) -> None:

@@ -13,15 +13,36 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
-from crash_work import DISK_BYTES, TENANTS, answer, check, kv_of, open_state, repair, start, work
+from crash_work import (
+    ALONE,
+    DISK_BYTES,
+    TENANTS,
+    Shared,
+    answer,
+    change_keys,
+    check,
+    kv_of,
+    open_state,
+    repair,
+    start,
+    work,
+)
 from store_chunks import same_kv
+from tests.redis_server import RedisServer
 from tests.server.serving import tiny_model, tiny_settings
 
 from kvlinker.chunks import chunk_key
+from kvlinker.events import Events
 from kvlinker.llm import LLM
+from kvlinker.store import Catalog, Cipher, StoreError
+from kvlinker.store.byte_source import BufferSource
+from kvlinker.store.chunk_file import decode_chunk
+from kvlinker.store.rekeying import rekey
 
 POINTS = int(os.environ.get("KVLINKER_CRASH_POINTS", "15"))
 SEED = int(os.environ.get("KVLINKER_CRASH_SEED", "5"))
@@ -69,22 +90,22 @@ def told(folder: Path) -> tuple[set[str], set[str], int]:
 
 
 def leave_temporary_files_alone_for_long(folder: Path) -> None:
-    for path in folder.glob("chunks/??/*.tmp"):
+    for path in [*folder.glob("chunks/??/*.tmp"), *folder.glob("objects/??/*.tmp")]:
         os.utime(path, (time.time() - STALE_SECONDS - 1,) * 2)
 
 
-def is_sound(folder: Path) -> None:
+def is_sound(folder: Path, shared: Shared = ALONE) -> None:
     """The server starts, ``check`` mends, and then nothing is wrong, lost or left over."""
-    with closing(open_state(folder)) as state:
+    with closing(open_state(folder, shared)) as state:
         lying = state.store.keys()
         assert not lying & set(state.catalog.released(float("-inf"), float("inf"))), "a deletion was not finished"
     leave_temporary_files_alone_for_long(folder)
-    first = check(folder, "--repair")
+    first = check(folder, "--repair", shared=shared)
     assert first.exit_code in (0, 1), first.output
     assert first.exception is None or isinstance(first.exception, SystemExit), first.output
-    second = check(folder)
+    second = check(folder, shared=shared)
     assert second.exit_code == 0, f"{first.output}\n{second.output}"
-    with closing(open_state(folder)) as state:
+    with closing(open_state(folder, shared)) as state:
         caches = [cache for tenant in TENANTS for cache in state.caches.list(tenant=tenant, limit=10_000).items]
         for cache in caches:
             assert cache.chunk_key == chunk_key(cache.chunk, fingerprint=cache.fingerprint, tenant=cache.tenant)
@@ -114,6 +135,40 @@ def accounts(folder: Path, query: str) -> list[tuple[object, ...]]:
     with closing(sqlite3.connect(folder / "catalog.sqlite")) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         return sorted(connection.execute(query).fetchall())
+
+
+def shared_tiers_are_sound(folder: Path, redis: RedisServer, shared: Shared) -> None:
+    """What lies there is whole, and Redis' account is that of what lies there, after ``is_sound`` has mended it."""
+    everything_is_whole(folder, redis)
+    is_sound(folder, shared)
+    everything_is_whole(folder, redis)
+    assert not list(folder.glob("objects/??/*.tmp"))
+    client = redis.client
+    lying = {key.decode().rpartition(":")[2]: int(client.hget(key, "size")) for key in client.keys("kvlinker:chunk:*")}
+    sizes = {key.decode(): int(size) for key, size in client.hgetall("kvlinker:sizes").items()}
+    assert sizes == lying
+    assert int(client.hget("kvlinker:totals", "bytes") or 0) == sum(lying.values())
+    assert {key.decode() for key in client.zrange("kvlinker:uses", 0, -1)} == lying.keys()
+    used = sorted(lying, key=lambda key: key[::-1])  # any order
+    for tier in shared.tiers(Events()):
+        with closing(tier):
+            keys = tier.keys()
+            assert [key for key in keys if tier.contains(key)] == list(keys)
+            if tier.name == "redis":
+                assert all(tier.get(key) for key in used)
+    assert [key.decode() for key in client.zrange("kvlinker:uses", 0, -1)] == used
+
+
+def everything_is_whole(folder: Path, redis: RedisServer) -> None:
+    for path in folder.glob("objects/??/*.safetensors"):
+        decode_chunk(BufferSource(np.fromfile(path, dtype=np.uint8)), path.stem)
+    for name in redis.client.keys("kvlinker:chunk:*"):
+        blob = redis.client.hgetall(name)
+        parts = b"".join(blob[str(number).encode()] for number in range(len(blob) - 1))
+        assert len(parts) == int(blob[b"size"])
+        decode_chunk(BufferSource(np.frombuffer(parts, dtype=np.uint8)), name.decode().rpartition(":")[2])
+    for name in redis.client.keys("kvlinker:temporary:*"):
+        assert redis.client.ttl(name) != -1, "it would stay for ever"
 
 
 def damage(folder: Path, randomness: random.Random) -> None:
@@ -152,6 +207,24 @@ def test_kills_at_any_moment(tmp_path: Path) -> None:
     assert told(tmp_path)[2] > 0
 
 
+def test_kills_with_shared_tiers(tmp_path: Path, redis_server: RedisServer) -> None:
+    randomness = random.Random(SEED + 3)
+    shared = Shared(redis_server.url, f"file://{tmp_path}/objects")
+    worker = partial(work, shared=shared)
+    points = max(8, POINTS // 2)
+    for point in range(10 * points):
+        run_and_kill(worker, tmp_path, SEED * 200_000 + point, randomness.uniform(0, 2 * LONGEST_SECONDS))
+        everything_is_whole(tmp_path, redis_server)
+        if randomness.random() < 0.7:
+            shared_tiers_are_sound(tmp_path, redis_server, shared)
+        if point >= points - 1 and redis_server.client.keys("kvlinker:chunk:*"):  # a busy machine is slow to get there
+            break
+    shared_tiers_are_sound(tmp_path, redis_server, shared)
+    assert redis_server.client.keys("kvlinker:chunk:*")
+    assert list(tmp_path.glob("objects/??/*.safetensors"))
+    assert told(tmp_path)[2] > 0
+
+
 def test_kills_of_repairs(tmp_path: Path) -> None:
     randomness = random.Random(SEED + 1)
     run_and_kill(work, tmp_path, SEED, 1.0)
@@ -161,6 +234,39 @@ def test_kills_of_repairs(tmp_path: Path) -> None:
             damage(tmp_path, randomness)
         run_and_kill(repair, tmp_path, 0, randomness.uniform(0, LONGEST_SECONDS / 2))
         is_sound(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(bytes(32), bytes(range(32))), (None, bytes(32))], ids=["key to key", "none to key"]
+)
+def test_kills_of_changes_of_the_key(tmp_path: Path, first: bytes | None, second: bytes | None) -> None:
+    """Nothing is lost: another change to the second key finishes what was broken off."""
+    pytest.importorskip("cryptography")
+    randomness = random.Random(SEED + 4)
+    ciphers = [None if key is None else Cipher(key) for key in (first, second)]
+    folder = tmp_path / "state"
+    with closing(open_state(folder, cipher=ciphers[0])) as state:
+        texts = [str(number) for number in range(6)]
+        created = [cache.id for cache in state.caches.create(texts, tenant="anna").result()]
+    half_way = 0
+    for _ in range(max(5, POINTS // 4)):
+        files = {path: path.stat().st_mtime_ns for path in folder.glob("chunks/??/*")}
+        assert len(files) == 6
+        child = partial(change_keys, first=first, second=second)
+        run_and_kill(child, folder, 0, randomness.uniform(0, LONGEST_SECONDS))
+        done = rekey(folder / "catalog.sqlite", folder / "chunks", *ciphers)
+        half_way += done.written > 0 < done.finished_before
+        assert done.removed == 0
+        assert {path: path.stat().st_mtime_ns for path in folder.glob("chunks/??/*")} == files
+        with pytest.raises(StoreError, match="encrypted"):
+            Catalog(folder / "catalog.sqlite", ciphers[0] or Cipher(b"x" * 32))
+        with closing(open_state(folder, cipher=ciphers[1])) as state:
+            assert all(tier.damaged == () for tier in state.store.check())
+            assert [cache.id for cache in state.caches.list(tenant="anna", order="asc").items] == created
+            for cache_id in created:
+                chunk = state.caches.chunk(cache_id, tenant="anna")
+                assert same_kv(state.store.get(state.caches.key(chunk, "anna")), kv_of(chunk))
+    print(f"{half_way} were broken off between files")
 
 
 def test_kills_of_a_model(tmp_path: Path) -> None:

@@ -76,12 +76,13 @@ def test_a_damaged_file_is_a_miss_is_removed_and_told(tmp_path: Path, recorder: 
     assert same_kv(kv, chunk_kv(1))
 
 
-def test_a_failing_disk_counts_as_damage_but_a_lack_of_handles_does_not(recorder: Recorder, tier: DiskTier) -> None:
-    tier.put(key_of(1), chunk_kv(1))
-    for code in (errno.EMFILE, errno.EIO):
+def test_what_cannot_be_read_is_damage_but_a_lack_of_handles_is_not(recorder: Recorder, tier: DiskTier) -> None:
+    for code in (errno.EMFILE, errno.EIO, errno.EACCES):
+        recorder.seen.clear()
+        tier.put(key_of(1), chunk_kv(1))
         with mock.patch("kvlinker.store.disk.read_chunk_file", side_effect=OSError(code, os.strerror(code))):
             assert tier.get(key_of(1)) is None
-        assert bool(recorder.of(ChunkDamaged)) == (not tier.contains(key_of(1))) == (code == errno.EIO)
+        assert bool(recorder.of(ChunkDamaged)) == (not tier.contains(key_of(1))) == (code != errno.EMFILE)
 
 
 def test_check_removes_and_reports_what_is_damaged(tmp_path: Path, recorder: Recorder, tier: DiskTier) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from crash_work import CONTENTS, State, check, chunk_of, kv_of, open_state, start, work
-from store_chunks import chunk_kv, key_of, same_kv
+from store_chunks import Recorder, chunk_kv, key_of, same_kv
 
-from kvlinker.events import Events
-from kvlinker.store import DiskTier, StoreError
+from kvlinker.events import ChunkEvicted, Events
+from kvlinker.store import Catalog, DiskTier, StoreError
+from kvlinker.store.chunk_folder import SPARE_SHARE
 
 
 @pytest.fixture
@@ -76,6 +80,68 @@ def test_a_full_disk(small_disk: Path) -> None:
         later = create_many(state)
         assert len(later) == 100
     lasts(small_disk, ids + later)
+
+
+def test_chunk_files_leave_room_for_the_catalog(small_disk: Path) -> None:
+    """However large their budget; what others need more, they give up."""
+    spare = int(SPARE_SHARE * (12 << 20))
+    catalog = Catalog(small_disk / "catalog.sqlite")
+    recorder = Recorder()
+    tier = DiskTier(small_disk / "chunks", 1 << 40, recorder.events)
+
+    def free() -> int:
+        disk = os.statvfs(small_disk)
+        return disk.f_bavail * disk.f_frsize
+
+    def used() -> int:
+        return sum(path.stat().st_blocks * 512 for path in small_disk.rglob("*.safetensors"))
+
+    for number in range(40):
+        assert tier.put(key_of(number), chunk_kv(number, tokens=6000))  # half a megabyte
+        assert free() >= spare - (1 << 16)
+    assert tier.keys()[-1] == key_of(39)
+    assert 10 < len(tier) < 25
+    assert recorder.of(ChunkEvicted)
+    assert not tier.put(key_of(99), chunk_kv(99, tokens=200_000)), "larger than the disk"
+    assert len(tier) > 10, "nothing is given up for it"
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space"):
+        filler.write_bytes(bytes(16 << 20))
+    assert free() == 0
+    with suppress(StoreError):
+        catalog.set_sizes("sha256:weights", 80)
+    tier.put(key_of(50), chunk_kv(50, tokens=6000))
+    assert free() >= spare - (1 << 16)
+    assert len(tier) > 5, "no more than needed is given up"
+    catalog.set_sizes("sha256:weights", 80)
+    filler.unlink()
+    assert tier.put(key_of(51), chunk_kv(51, tokens=6000))
+    assert all(not result.damaged for result in (tier.check(),))
+    catalog.close()
+
+
+def test_a_disk_quota_that_the_file_system_does_not_tell(tmp_path: Path) -> None:
+    recorder = Recorder()
+    tier = DiskTier(tmp_path, 1 << 30, recorder.events)
+    for number in range(4):
+        assert tier.put(key_of(number), chunk_kv(number, tokens=100))
+    with mock.patch("os.fsync", side_effect=OSError(errno.EDQUOT, "quota")):
+        assert not tier.put(key_of(5), chunk_kv(5, tokens=100))
+    assert tier.keys() == tuple(key_of(number) for number in (1, 2, 3))
+    assert tier.put(key_of(5), chunk_kv(5, tokens=100))
+
+
+def test_a_creation_that_the_catalog_refuses_leaves_nothing(tmp_path: Path) -> None:
+    with closing(open_state(tmp_path)) as state:
+        refusal = StoreError("The catalog is full.")
+        with mock.patch.object(state.catalog, "add", side_effect=refusal), pytest.raises(StoreError):
+            state.caches.create(["1"], tenant="anna").result()
+        state.store.flush()
+        assert not state.store.keys()
+        state.caches.create(["1"], tenant="anna").result()
+        with mock.patch.object(state.catalog, "add", side_effect=refusal), pytest.raises(StoreError):
+            state.caches.create(["1"], tenant="anna").result()
+        assert state.store.keys(), "another holds it"
 
 
 def test_a_disk_that_becomes_read_only(tmp_path: Path, small_disk: Path) -> None:

@@ -200,10 +200,15 @@ def test_released_keys_are_told_until_they_are_held_again_or_forgotten(catalog: 
     catalog.delete(first.id, "anna", NOW)
     catalog.delete_matching("anna", NOW + 1, {}, limit=9)
     assert set(catalog.released(0, NOW + 1)) == {first.chunk_key, second.chunk_key}
-    assert catalog.released(NOW, NOW + 1) == (second.chunk_key,)
-    assert catalog.released(0, NOW) == (first.chunk_key,)
+    assert catalog.released(NOW, NOW + 1) == {second.chunk_key: NOW + 1}
+    assert catalog.released(0, NOW) == {first.chunk_key: NOW}
     catalog.add([record(0)])
-    assert catalog.released(0, NOW) == ()
+    assert catalog.released(0, NOW) == {}
     assert catalog.unheld([first.chunk_key, second.chunk_key]) == (second.chunk_key,)
-    catalog.forget_released(NOW + 1)
-    assert catalog.released(0, NOW + 1) == ()
+    catalog.forget_released([], NOW + 1)
+    assert catalog.released(0, NOW + 1).keys() == {second.chunk_key}
+    catalog.forget_released([second.chunk_key], NOW + 1)
+    assert catalog.released(0, NOW + 1) == {}
+    (again,) = catalog.list("anna", NOW, limit=9).items
+    catalog.delete(again.id, "anna", NOW + 2)
+    assert catalog.released(0, NOW + 2) == {first.chunk_key: NOW + 2}

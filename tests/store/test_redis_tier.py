@@ -19,6 +19,7 @@ from kvlinker.events import ChunkDamaged, ChunkEvicted, TierUnavailable
 from kvlinker.store import StoreError
 from kvlinker.store.chunk_file import encode_chunk
 from kvlinker.store.remote import BlobTier, redis_tier
+from kvlinker.store.remote.medium import KEYS_AT_ONCE
 from kvlinker.store.remote.redis_medium import PART_BYTES
 from kvlinker.store.remote.redis_scripts import BEGIN
 
@@ -90,6 +91,25 @@ def test_blobs_of_any_number_of_parts_come_back_bit_for_bit(tier: BlobTier, toke
     found = tier.get(key_of(1))
     assert found is not None
     assert same_kv(found, kv)
+
+
+def test_sizes_take_one_question_for_many_keys(redis_server: RedisServer, tier: BlobTier) -> None:
+    for number in (1, 2):
+        tier.put(key_of(number), KV[number])
+    tier._medium.sizes([key_of(1)])  # loads the script
+    before = redis_server.client.info("stats")["total_commands_processed"]
+    found = tier.sizes(map(key_of, range(3 * KEYS_AT_ONCE)))
+    asked = redis_server.client.info("stats")["total_commands_processed"] - before
+    assert found == {key_of(number): blob_size(number) for number in (1, 2)}
+    assert asked <= 2 * 3 + 1, "a script and what it calls, for each batch, and the question of how many"
+
+
+def test_sizes_that_are_none_are_left_out(redis_server: RedisServer, tier: BlobTier) -> None:
+    tier.put(key_of(1), KV[1])
+    redis_server.client.hset("kvlinker:sizes", key_of(2), "many")
+    assert tier.sizes([key_of(1), key_of(2)]) == {key_of(1): blob_size(1)}
+    redis_server.client.set("kvlinker:sizes", "garbage")
+    assert tier.sizes([key_of(1)]) == {key_of(1): blob_size(1)}, "mended on the way"
 
 
 def test_ranges_are_the_blobs_bytes(redis_server: RedisServer, tier: BlobTier) -> None:

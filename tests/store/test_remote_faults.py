@@ -71,6 +71,8 @@ def every_call(tier: BlobTier) -> None:
     assert not tier.contains(key_of(1))
     assert tier.nbytes(key_of(1)) is None
     assert tier.keys() == ()
+    assert tier.sizes([key_of(1)]) is None
+    assert tier.sizes([]) is None
     assert tier.check().checked == 0
     assert tier.used_bytes >= 0
     assert len(tier) >= 0
@@ -218,6 +220,18 @@ def test_a_connection_that_is_cut_inside_a_value(
     assert comes_true(lambda: tier.get(key_of(1)) is not None)
     assert recorder.of(ChunkDamaged) == []
     proxy.close()
+
+
+def test_what_a_server_wrote_until_it_was_killed_does_not_stay(redis_server: RedisServer, make_tier) -> None:
+    proxy = CuttingProxy(redis_server.port)
+    tier = make_tier(proxy.port)
+    assert tier.put(key_of(1), KV[1])
+    proxy.before = b"EXPIRE"
+    assert not tier.put(key_of(2), KV[2])
+    assert proxy.cuts == 1
+    client = redis_server.client
+    assert comes_true(lambda: client.info("clients")["connected_clients"] == 1)
+    assert all(client.ttl(name) > 0 for name in client.keys("kvlinker:temporary:*"))
 
 
 def test_something_that_is_no_redis(make_tier, recorder: Recorder) -> None:

@@ -77,6 +77,9 @@ class TierMachine(RuleBasedStateMachine):
             return
         assert self.tier.keys() == tuple(key_of(number) for number in self.model)
         assert len(self.tier) == len(self.model)
+        assert self.tier.sizes(map(key_of, range(-1, 6))) == {
+            key_of(number): size for number, size in self.model.items()
+        }
         assert self.tier.used_bytes == sum(self.model.values()) <= self.tier.budget_bytes
         assert [event.nbytes for event in self.recorder.of(ChunkEvicted)] == self.evicted
 

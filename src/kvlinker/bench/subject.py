@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,8 @@ from kvlinker.engine.loading import LoadedModel, choose_device, choose_dtype, lo
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM
 
-HOST_MEMORY = 8 << 30
-TIERS = ("host", "disk")
+MEMORY = 8 << 30
+TIERS = ("host", "disk", "redis", "object")
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,26 @@ class Subject:
 
     @contextmanager
     def llm(self, *, kv_slots: int | None = None, tier: str = "host", **options: Any) -> Iterator[LLM]:
-        """A fresh engine and store. With tier ``disk``, nothing is kept in host memory."""
+        """A fresh engine and store. With another tier than ``host``, nothing is kept in host memory; ``redis`` needs a
+        ``redis_url``, and ``object`` is a folder."""
         if tier not in TIERS:
             raise InvalidRequestError(f"Unknown tier {tier!r}; known are {', '.join(TIERS)}.", param="tier")
         with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
-            settings = load_settings(
-                state_dir=Path(folder),
-                kv_slots=kv_slots,
-                host_memory=HOST_MEMORY if tier == "host" else 0,
-                max_variants=0,  # what was asked before must not change what is measured now
-                redis_space=0,  # and neither must others
-                object_space=0,
-                **options,
-            )
+            # What was asked before must not change what is measured now, and neither must other servers.
+            fixed: dict[str, Any] = {"max_variants": 0, "redis_space": 0, "object_space": 0}
+            if tier == "host":
+                fixed["host_memory"] = MEMORY
+            else:
+                fixed |= {"host_memory": 0, f"{tier}_space": MEMORY}
+            if tier == "redis":
+                fixed["redis_prefix"] = f"kvlinker-bench-{secrets.token_hex(4)}"
+            if tier == "object":
+                fixed["object_url"] = f"file://{folder}/objects"
+            if tier in ("redis", "object"):
+                fixed["disk_space"] = 0
+            settings = load_settings(state_dir=Path(folder), kv_slots=kv_slots, **fixed | options)
+            if tier == "redis" and settings.redis_url is None:
+                raise InvalidRequestError("The tier redis needs the URL of a server: give --redis-url.", param="tier")
             with LLM.from_model(self.loaded, settings) as llm:
                 yield llm
 

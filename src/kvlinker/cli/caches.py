@@ -95,7 +95,7 @@ def pin_caches(
     from kvlinker.store import Limits
 
     with _opened(settings) as (catalog, _):
-        limits = Limits(pinned_bytes=max(settings.disk_space, settings.host_memory) // 2)
+        limits = Limits(settings.quotas, pinned_bytes=max(settings.disk_space, settings.host_memory) // 2)
         tenants = {cache.id: cache.tenant for cache in _all(catalog) if cache.id in ids}
         for cache_id in dict.fromkeys(ids):
             if cache_id in tenants:
@@ -106,19 +106,21 @@ def pin_caches(
 
 
 @app.command("usage")
-@settings_options("state_dir", "disk_space")
+@settings_options(*_SETTINGS)
 def show_usage(settings: Settings) -> None:
     """What each tenant has: context caches, their chunks and tokens, bytes of KV as computed, and bytes by tier."""
     with _opened(settings) as (catalog, store):
         table = Table(box=None, pad_edge=False)
         table.add_column("tenant")
         tiers = [tier.name for tier in store.usage_of(frozenset()) if tier.budget_bytes]
-        for title in ("caches", "chunks", "tokens", "bytes", *tiers):
+        for title in ("caches", "chunks", "tokens", "bytes", "pinned", *tiers):
             table.add_column(title, justify="right")
         for tenant in catalog.tenants():
             kept = catalog.usage(tenant)
-            lying = [tier.used_bytes for tier in store.usage_of(catalog.keys_of(tenant)) if tier.name in tiers]
-            table.add_row(tenant, *map(str, (kept.caches, kept.chunks, kept.tokens, kept.bytes, *lying)))
+            usages = [tier for tier in store.usage_of(catalog.keys_of(tenant)) if tier.name in tiers]
+            lying = [tier.used_bytes if tier.reachable else "unreachable" for tier in usages]
+            pinned = catalog.pinned_bytes(tenant)
+            table.add_row(tenant, *map(str, (kept.caches, kept.chunks, kept.tokens, kept.bytes, pinned, *lying)))
         _print(table)
 
 

@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 from kvlinker.cli import bench, caches
+from kvlinker.cli.advise import advise
 from kvlinker.cli.calibrate import calibrate
 from kvlinker.cli.check import check
 from kvlinker.cli.ingest import ingest
 from kvlinker.cli.policies import policies
+from kvlinker.cli.rekey import rekey_caches
 from kvlinker.cli.serve import serve
 
 app = typer.Typer(
@@ -43,5 +45,7 @@ app.command()(ingest)
 app.command()(check)
 app.command()(policies)
 app.command()(calibrate)
+app.command()(advise)
+caches.app.command("rekey")(rekey_caches)
 app.add_typer(caches.app, name="caches")
 app.add_typer(bench.app, name="bench")

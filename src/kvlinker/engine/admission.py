@@ -105,9 +105,8 @@ class Admission:
         except KVLinkerError as error:
             self._fail(request, error)
             return
-        again = request.lost_before
         try:
-            linked = self._links.link(request.request, counts=not (request.explains or again), at_hand=again)
+            linked = self._links.link(request.request, at_hand=request.lost_before)
             handed_over = gather([linked], lambda links: ready(request, links[0]))
         except Exception as error:
             self._fetched(request, error)

@@ -34,6 +34,7 @@ class LinkedRequest(ABC):
         self.plan: LinkPlan | None = None
         self.cancelled = False
         self.ended = False
+        self._answering = False
         self.lost_before = False
         self._link: Link | None = None
         self._submitted = time.perf_counter()
@@ -56,6 +57,13 @@ class LinkedRequest(ABC):
         """A step with its tokens begins."""
         if self._started is None:
             self._started = time.perf_counter()
+
+    def linked(self) -> LinkPlan | None:
+        """By what plan its prompt was computed; None when this was asked before, and for requests that explain."""
+        if self._answering or self.explains:
+            return None
+        self._answering = True
+        return self.plan
 
     def collector(self, prompt: Prompt) -> LogprobCollector | None:
         """What collects the log probabilities of ``prompt``, the request's as it was arranged, if they are wanted."""

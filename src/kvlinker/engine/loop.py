@@ -7,12 +7,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.engine.admission import Admission
+from kvlinker.engine.base import GenerationRequest
 from kvlinker.engine.captures import Captures
 from kvlinker.engine.commands import CommandQueue
 from kvlinker.engine.link_loading import Link
@@ -23,8 +27,13 @@ from kvlinker.engine.runner import Runner
 from kvlinker.engine.scheduler import Scheduler, Step
 from kvlinker.engine.sequence import Sequence
 from kvlinker.errors import EngineClosedError, KVLinkerError
+from kvlinker.linking.plan import LinkPlan
 
 logger = logging.getLogger(__name__)
+
+Linked = Callable[[GenerationRequest, LinkPlan, Items[tuple[int, NDArray[np.int64]]]], object]
+"""Takes a request whose prompt has been computed, by what plan, and what was dropped (``Sequence.dropped``). It runs in
+the engine's thread."""
 
 
 class EngineLoop:
@@ -45,9 +54,11 @@ class EngineLoop:
         pace: Pace,
         *,
         layers: int,
+        linked: Linked,
         computing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """``layers``: of the model. ``pace``: is told how fast steps are. ``computing``: is entered for each."""
+        """``layers``: of the model. ``pace``: is told how fast steps are. ``linked``: is told of every request once.
+        ``computing``: is entered for each step."""
         self._scheduler = scheduler
         self._runner = runner
         self._commands = commands
@@ -55,6 +66,7 @@ class EngineLoop:
         self._captures = captures
         self._pace = pace
         self._layers = layers
+        self._linked = linked
         self._computing = computing
         self._requests: dict[Sequence, LinkedRequest] = {}  # the engine thread's
         self._thread = threading.Thread(target=self._loop, name="kvlinker-engine", daemon=True)
@@ -137,7 +149,7 @@ class EngineLoop:
             for sequence in step.sequences:
                 self._give_up(sequence, KVLinkerError(f"The model failed on this request: {type(error).__name__}."))
             return
-        self._pace.note(len(step.batch.tokens), time.perf_counter() - begin)
+        self._pace.note(step.batch, time.perf_counter() - begin)
         computed = [sequence for sequence in step.sequences if sequence.computed]
         rows = iter(logits)
         lost = [sequence for sequence in step.sequences if sequence.lost]
@@ -170,6 +182,8 @@ class EngineLoop:
 
     def _advance(self, sequence: Sequence, logits: Tensor) -> None:
         request = self._requests[sequence]
+        if (plan := request.linked()) is not None:
+            self._linked(request.request, plan, sequence.dropped)
         try:
             request.accept(logits)
         except Exception as error:

@@ -88,6 +88,11 @@ class Sequence:
         return any(isinstance(kv.layers, LayerStream) and kv.layers.lost for _, kv in self._placements)
 
     @property
+    def dropped(self) -> Items[tuple[int, NDArray[np.int64]]]:
+        """What the policy dropped between the layers: (first layer without them, positions)."""
+        return () if self.refinement is None else tuple(self.refinement.dropped)
+
+    @property
     def decoding(self) -> bool:
         """Only the token that was generated last is left to compute."""
         return self._pending == [(self.length - 1, self.length)] and self.length > self.prompt_length

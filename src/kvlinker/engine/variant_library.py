@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.linking.library import Variant
-from kvlinker.linking.reuse import fix_overhead
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
@@ -37,6 +36,10 @@ class VariantLibrary:
                     missing.append(index)
         return missing if self._limit else []
 
+    def note_use(self, key: str, recomputed: float) -> None:
+        """A request took the variant, computing this share of its tokens again."""
+        self._index.note_use(key, recomputed)
+
     def put(self, computed: Sequence[tuple[Chunk, ChunkKV]], tenant: str) -> None:
         """Keep variants with their scores, unless no context cache holds their chunks any more; the least reusable
         ones make room."""
@@ -59,7 +62,6 @@ class TenantVariants:
         self._store = store
         self._fingerprint = fingerprint
         self._tenant = tenant
-        self._found: dict[Chunk, StoredVariant] = {}
 
     def variants(self, chunk: Chunk) -> tuple[Variant, ...]:
         found = []
@@ -67,16 +69,5 @@ class TenantVariants:
             if self._store.tier_of(stored.key) is None:
                 self._index.forget(stored.key)
                 continue
-            variant = Chunk(chunk.tokens, stored.prefix)
-            self._found[variant] = stored
-            found.append(Variant(variant, stored.contextualization))
+            found.append(Variant(Chunk(chunk.tokens, stored.prefix), stored.contextualization))
         return tuple(found)
-
-    def note_use(self, prompt: Prompt) -> None:
-        """Count the variants that stand in ``prompt`` as used."""
-        for index, chunk in enumerate(prompt.chunks):
-            stored = self._found.get(chunk)
-            if stored is not None:
-                exact = prompt.spans[index].exact
-                overhead = 0.0 if exact else fix_overhead(stored.contextualization, prompt.contents[:index])
-                self._index.note_use(stored.key, max(overhead, 1 / len(chunk)))

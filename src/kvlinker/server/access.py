@@ -56,7 +56,7 @@ class KeyCheck:
         if scope["type"] == "http":
             caller = self._caller(Headers(scope=scope))
             if caller is None and scope["path"] not in OPEN_PATHS:
-                return await error_response(_UNKNOWN_KEY)(scope, receive, send)
+                return await error_response(_UNKNOWN_KEY, scope)(scope, receive, send)
             scope.setdefault("state", {})["caller"] = caller
         return await self._app(scope, receive, send)
 

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlinker.errors import AuthenticationError, KVLinkerError, OverloadedError
+from kvlinker.server.request_ids import RequestIds, request_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +24,24 @@ def error_body(message: str, *, kind: str, param: str | None, code: str) -> dict
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def body_of(error: KVLinkerError) -> dict[str, Any]:
-    """The body of an error answer, which is also the last event of a stream that fails."""
+def body_of(error: KVLinkerError, scope: Scope) -> dict[str, Any]:
+    """The body of an error answer, which is also the last event of a stream that fails.
+
+    What is not the caller's fault is logged, and its body says no more than where to find that.
+    """
+    if error.status == KVLinkerError.status:
+        logger.error("Request %s failed: %s", request_id_of(scope), error.message)
+        return _inner_body(error, scope)
     return error_body(error.message, kind=error.type, param=error.param, code=error.code)
 
 
-def error_response(error: KVLinkerError) -> JSONResponse:
+def error_response(error: KVLinkerError, scope: Scope) -> JSONResponse:
     headers = {}
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(body_of(error), status_code=error.status, headers=headers)
+    return JSONResponse(body_of(error, scope), status_code=error.status, headers=headers)
 
 
 def install_error_handling(app: FastAPI) -> None:
@@ -42,13 +49,12 @@ def install_error_handling(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_middleware(UnexpectedErrors)
+    app.add_middleware(RequestIds)
 
 
-async def _on_kvlinker_error(_: Request, error: Exception) -> JSONResponse:
+async def _on_kvlinker_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, KVLinkerError)
-    if error.status == KVLinkerError.status:
-        logger.error("A request failed: %s", error.message)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
@@ -93,9 +99,15 @@ class UnexpectedErrors:
         except Exception:
             if scope["type"] != "http" or started:
                 raise
-            logger.exception("%s %s failed", scope["method"], scope["path"])
-            error = KVLinkerError("The server failed while answering; its log says why.")
-            await error_response(error)(scope, receive, send)
+            logger.exception("Request %s (%s %s) failed", request_id_of(scope), scope["method"], scope["path"])
+            body = _inner_body(KVLinkerError(""), scope)
+            await JSONResponse(body, status_code=KVLinkerError.status)(scope, receive, send)
+
+
+def _inner_body(error: KVLinkerError, scope: Scope) -> dict[str, Any]:
+    """Of a failure that is none of the caller's business."""
+    message = f"{error.summary} Its log says why, under {request_id_of(scope)}."
+    return error_body(message, kind=error.type, param=error.param, code=error.code)
 
 
 def _invalid_request(

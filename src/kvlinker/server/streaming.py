@@ -38,11 +38,11 @@ class EventStream(Response):
         with generation.cancelled_on_error():
             await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": self.raw_headers})
             async with generation.cancelled_on_disconnect(receive):
-                async for chunk in self._chunks():
+                async for chunk in self._chunks(scope):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 
-    async def _chunks(self) -> AsyncIterator[bytes]:
+    async def _chunks(self, scope: Scope) -> AsyncIterator[bytes]:
         finished: dict[int, Usage] = {}
         try:
             for index in range(self._generation.choices):
@@ -58,7 +58,7 @@ class EventStream(Response):
                 usages = [finished[index] for index in sorted(finished)]
                 yield _encode(self._answer.envelope([]) | {"usage": usage_body(usages, self._generation.n)})
         except KVLinkerError as error:
-            yield _encode(body_of(error))
+            yield _encode(body_of(error, scope))
         yield _DONE
 
     def _event(self, choice: Mapping[str, Any]) -> bytes:

@@ -12,11 +12,14 @@ from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.chunk_store import ChunkStore
 from kvlinker.store.codecs import RAW, Codec
 from kvlinker.store.context_cache import ContextCache, new_context_cache_id
+from kvlinker.store.device import DeviceTier, device_tier
 from kvlinker.store.disk import DiskTier
 from kvlinker.store.encryption import Cipher, Sealing, load_cipher
 from kvlinker.store.errors import StoreError
+from kvlinker.store.eviction import Eviction
 from kvlinker.store.host import HostTier
 from kvlinker.store.limits import Limits, TenantUsage
+from kvlinker.store.speeds import Speeds
 
 __all__ = [
     "UNCHANGED",
@@ -25,17 +28,21 @@ __all__ = [
     "ChunkStore",
     "Cipher",
     "ContextCache",
+    "DeviceTier",
     "DiskTier",
+    "Eviction",
     "HostTier",
     "LayerKV",
     "Limits",
     "Page",
+    "Speeds",
     "StoreError",
     "TenantUsage",
     "Tier",
     "TierCheck",
     "TierUsage",
     "Unchanged",
+    "device_tier",
     "load_cipher",
     "new_context_cache_id",
     "open_store",
@@ -52,15 +59,29 @@ def open_store(
     shared: Sequence[Tier] = (),
     cipher: Cipher | None = None,
     disk_codec: Codec = RAW,
+    eviction: Eviction = "lru",
+    device: DeviceTier | None = None,
+    speeds: Speeds | None = None,
 ) -> ChunkStore:
     """A store of host memory over chunk files in ``directory``, each with its budget, over ``shared`` tiers; without
     disk where its budget is 0.
 
     ``pinned``: keys that are not to be evicted (``Catalog.pinned``). With a ``cipher``, what leaves memory is
-    encrypted; ``disk_codec`` is what files are written in. Raises StoreError where the directory cannot be used.
+    encrypted; ``disk_codec`` is what files are written in. ``eviction``: the order of host memory and disk.
+    ``device``: a tier before them. ``speeds`` keeps what is measured. Raises StoreError where the directory cannot be
+    used.
     """
-    tiers: list[Tier] = [HostTier(host_bytes, events, pinned=pinned)]
+    tiers: list[Tier] = [HostTier(host_bytes, events, pinned=pinned, eviction=eviction)]
     if disk_bytes:
-        disk = DiskTier(directory, disk_bytes, events, pinned=pinned, sealing=Sealing(cipher), codec=disk_codec)
-        tiers.append(disk)
-    return ChunkStore([*tiers, *shared], events)
+        tiers.append(
+            DiskTier(
+                directory,
+                disk_bytes,
+                events,
+                pinned=pinned,
+                sealing=Sealing(cipher),
+                codec=disk_codec,
+                eviction=eviction,
+            )
+        )
+    return ChunkStore([*tiers, *shared], events, device=device, speeds=speeds)

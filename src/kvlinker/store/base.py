@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,12 +14,13 @@ from kvlinker.store.pacing import Rest, no_rest
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """How full a tier is."""
+    """How full a tier is. ``reachable``: False where it does not answer, and nothing was counted."""
 
     name: str
     used_bytes: int
     budget_bytes: int
     chunks: int
+    reachable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class TierCheck:
 
 
 class Tier(Protocol):
-    """Keeps chunk caches under their chunk keys (``kvlinker.chunks.chunk_key``'s hex), least recently used out first.
+    """Keeps chunk caches under their chunk keys (``kvlinker.chunks.chunk_key``'s hex), and evicts the least used first:
+    least recently, or, for the tiers of one server alone, by what uses add up to (``store/eviction.py``).
 
     A key names its content: all KV ever put under one key is interchangeable. A tier is a cache, so any chunk may
     be gone at any time, and no method raises because a medium fails: a failed write was not stored, a damaged or
@@ -44,6 +46,11 @@ class Tier(Protocol):
     @property
     def name(self) -> str:
         """What events and usage call it, such as "host" or "disk"."""
+        ...
+
+    @property
+    def speed_name(self) -> str:
+        """What its bandwidth is remembered under: all that it depends on (see ``bandwidth.speed_name``)."""
         ...
 
     @property
@@ -73,15 +80,22 @@ class Tier(Protocol):
         ...
 
     def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
-        """Keep the KV, evicting the least recently used chunks for it; returns whether the tier now holds the key.
+        """Keep the KV, evicting the least used chunks for it; returns whether the tier now holds the key.
 
         False: larger than what pinned chunks leave of the budget (then nothing is evicted), or the medium failed. A
         key that is held already only becomes the most recently used. ``rest`` is called between pieces of work.
         """
         ...
 
+    def note_use(self, key: str, weight: float) -> None:
+        """A request has used the chunk, wherever its KV came from; ``weight`` as of ``eviction.use_weight``.
+
+        Absent keys do not count, and shared tiers need not.
+        """
+        ...
+
     def set_pinned(self, keys: Set[str]) -> None:
-        """From now on, evict none of these keys unless they take more than ``lru.PINNED_SHARE`` of the budget, and
+        """From now on, evict none of these keys unless they take more than ``eviction.PINNED_SHARE`` of the budget, and
         keys that were pinned before as any others. Absent keys count once they are put. ``delete`` heeds no pin, and
         shared tiers need not.
         """
@@ -91,12 +105,14 @@ class Tier(Protocol):
         """Whether ``get`` would look at a copy. Does not count as a use."""
         ...
 
-    def delete(self, key: str) -> None:
-        """Forget the key; an absent key is no error."""
+    def delete(self, key: str) -> bool:
+        """Forget the key; an absent key is no error. False: the medium has not let go of its bytes yet, though they are
+        not found any more; the tier tries that again, and so may the caller.
+        """
         ...
 
     def keys(self) -> tuple[str, ...]:
-        """The keys held, least recently used first, but pinned ones last."""
+        """The keys held, in the order of eviction, but pinned ones last."""
         ...
 
     def __len__(self) -> int:
@@ -105,6 +121,11 @@ class Tier(Protocol):
 
     def nbytes(self, key: str) -> int | None:
         """Bytes that the chunk takes up in this tier, or None where it is absent. Does not count as a use."""
+        ...
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int] | None:
+        """``nbytes`` of those of the keys that the tier knows of, with few questions to its medium, so that what other
+        processes put here lately may be missing; None where the medium does not answer."""
         ...
 
     def check(self) -> TierCheck:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from kvlinker.errors import ContextCacheNotFoundError
 from kvlinker.store.catalog_check import check_catalog
-from kvlinker.store.catalog_encryption import encrypt_catalog
+from kvlinker.store.catalog_encryption import open_encrypted
 from kvlinker.store.context_cache import ContextCache
 from kvlinker.store.context_cache_rows import (
     BY_OWNER,
@@ -29,9 +30,10 @@ from kvlinker.store.context_cache_rows import (
 )
 from kvlinker.store.database import Database
 from kvlinker.store.encryption import Cipher
-from kvlinker.store.limits import NO_LIMITS, TENANT_USAGE, Limits, TenantUsage, enforced
+from kvlinker.store.limits import NO_LIMITS, PINNED_BYTES, TENANT_USAGE, Limits, TenantUsage, enforced
 from kvlinker.store.releases import forget_released, release, released
 from kvlinker.store.schema import index_metadata
+from kvlinker.store.state_lock import StateLock
 from kvlinker.store.token_blobs import TokenBlobs
 from kvlinker.store.variants import VariantIndex
 from kvlinker.tenants import SHARED_TENANT
@@ -70,11 +72,12 @@ class Catalog:
         """
         self._database = Database(path)
         self._blobs = TokenBlobs(cipher)
-        try:
-            encrypt_catalog(self._database, cipher, path)
-        except BaseException:
-            self._database.close()
-            raise
+        with ExitStack() as stack:
+            stack.callback(self._database.close)
+            lock = StateLock(path.parent)
+            stack.callback(lock.close)
+            open_encrypted(self._database, lock, cipher, path)
+            self._close = stack.pop_all().close
         self.variants = VariantIndex(self._database, self._blobs)
 
     def add(self, records: Sequence[ContextCache], limits: Limits = NO_LIMITS) -> None:
@@ -213,31 +216,38 @@ class Catalog:
             ).fetchall()
             return len(removed), release(connection, {key for (key,) in removed}, now)
 
-    def expire(self, now: float) -> tuple[str, ...]:
-        """Remove all expired context caches of all tenants; returns released chunk keys as ``delete`` does."""
+    def expire(self, now: float) -> tuple[int, tuple[str, ...]]:
+        """Remove all expired context caches of all tenants; returns how many, and released chunk keys as ``delete``
+        does."""
         with self._database.transaction() as connection:
             removed = connection.execute(
                 "DELETE FROM context_caches WHERE expires_at <= ? RETURNING chunk_key", (now,)
             ).fetchall()
-            return release(connection, {key for (key,) in removed}, now)
+            return len(removed), release(connection, {key for (key,) in removed}, now)
 
-    def released(self, after: float, until: float) -> tuple[str, ...]:
-        """Chunk keys that were released in this time and are held by nothing now."""
-        return released(self._database, after, until)
+    def released(self, after: float, until: float, *, limit: int = -1) -> dict[str, float]:
+        """Chunk keys that were released in this time and are held by nothing now, and when; any ``limit`` of them."""
+        return released(self._database, after, until, limit=limit)
 
-    def forget_released(self, until: float) -> None:
-        """``released`` need not tell of these any more: no tier holds their KV."""
-        forget_released(self._database, until)
+    def forget_released(self, chunk_keys: Iterable[str], until: float) -> None:
+        """``released`` need not tell of these any more, for no tier holds their KV; nor of what was released until then
+        and is held again."""
+        forget_released(self._database, chunk_keys, until)
 
     def unheld(self, chunk_keys: Iterable[str]) -> tuple[str, ...]:
-        """Those of the keys that no context cache holds."""
-        query = "SELECT 1 FROM chunks WHERE key = :key"
+        """Those of the keys that no context cache holds, directly or as a variant of its chunk."""
+        query = "SELECT 1 FROM chunks WHERE key = :key UNION SELECT 1 FROM variants WHERE key = :key"
         return tuple(key for key in dict.fromkeys(chunk_keys) if not self._database.query(query, {"key": key}))
 
     def usage(self, tenant: str) -> TenantUsage:
         """What the tenant has, expired context caches that remain included."""
         rows = self._database.query(TENANT_USAGE, {"tenant": tenant})
         return TenantUsage(*rows[0]) if rows else TenantUsage()
+
+    def pinned_bytes(self, tenant: str) -> int:
+        """Of the tenant's KV as computed, each chunk once."""
+        pinned: dict[str, int] = dict(self._database.query(PINNED_BYTES, {}))
+        return pinned.get(tenant, 0)
 
     def pinned(self) -> frozenset[str]:
         """The chunk keys of all pinned context caches."""
@@ -281,7 +291,7 @@ class Catalog:
 
     def close(self) -> None:
         """Idempotent; no other method may be called afterwards."""
-        self._database.close()
+        self._close()
 
 
 def _add(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequence[ContextCache], limits: Limits) -> None:

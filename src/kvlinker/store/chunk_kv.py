@@ -20,7 +20,8 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """All layers' KV of one chunk, on the CPU, contiguous, never modified after creation.
+    """All layers' KV of one chunk, contiguous, never modified after creation. On the CPU, but for what the device tier
+    gives.
 
     ``scores``: what attention showed while it was computed, if that was collected.
     """

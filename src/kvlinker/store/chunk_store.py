@@ -12,11 +12,15 @@ from dataclasses import replace
 from functools import partial
 
 from kvlinker.events import ChunkLoaded, ChunkLookup, Events
-from kvlinker.store.bandwidth import Bandwidths
+from kvlinker.store.bandwidth import Bandwidths, LoadTime
 from kvlinker.store.base import Tier, TierCheck, TierUsage
 from kvlinker.store.chunk_kv import ChunkKV
-from kvlinker.store.layer_loader import LayerLoader, Loaded, Opened, Urgency, Wanted
+from kvlinker.store.device import DeviceTier
+from kvlinker.store.eviction import use_weight
+from kvlinker.store.layer_loader import LayerLoader
 from kvlinker.store.pacing import Pacing
+from kvlinker.store.speeds import Speeds
+from kvlinker.store.wanted import Loaded, Opened, Urgency, Wanted
 from kvlinker.store.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
@@ -36,27 +40,41 @@ class ChunkStore:
     the tiers' budgets, at most ``write_queue_bytes`` plus two chunks of memory are held for each slower tier. Whoever
     computes on the same processors says so to ``pacing``, so that the writes hardly slow it.
 
+    Before them may stand a ``device`` tier. What is found in the first tier is copied up to it, and taken from there as
+    long as it stays; nothing is ever written down from it.
+
     All methods may be called from any thread. Listeners of the tiers' events must not call ``delete`` or ``flush``.
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], events: Events, *, write_queue_bytes: int = DEFAULT_WRITE_QUEUE_BYTES
+        self,
+        tiers: Sequence[Tier],
+        events: Events,
+        *,
+        device: DeviceTier | None = None,
+        write_queue_bytes: int = DEFAULT_WRITE_QUEUE_BYTES,
+        speeds: Speeds | None = None,
     ) -> None:
+        """``speeds`` keeps what is measured of the tiers."""
         if not tiers:
             raise ValueError("A chunk store needs at least one tier.")
+        self._device = device
         self._tiers = tuple(tiers)
+        self._all_tiers: tuple[Tier, ...] = (*([] if device is None else [device]), *tiers)
         self._events = events
         self.pacing = Pacing()
         self._writers = {tier.name: BackgroundWriter(tier, write_queue_bytes, self.pacing) for tier in self._tiers[1:]}
         self._lock = threading.RLock()  # makes queueing and the first tier's put one step; guards the two counts
         self._deletes_running = 0
         self._deletes_done = 0
-        self._loader = LayerLoader()
+        self._loader = LayerLoader(Bandwidths(speeds, {tier.name: tier.speed_name for tier in self._tiers}))
+        self._ahead_loader = LayerLoader(self._loader.bandwidths)  # threads of its own: nobody is to wait for those
+        self._ahead: list[Future[ChunkKV | None]] = []
         atexit.register(self.close)
 
     def get(self, key: str) -> ChunkKV | None:
         """The chunk's KV from the fastest tier that has it, now in the first one too, and soon in the others; None
-        where no tier has it.
+        where no tier has it. It lies on the host or on the device.
 
         The caller must not modify it. Publishes one ChunkLookup, and on a hit one ChunkLoaded.
         """
@@ -74,18 +92,23 @@ class ChunkStore:
         return None
 
     def get_at_hand(self, key: str) -> ChunkKV | None:
-        """As ``get``, but only from the first tier, or what waits to be written, without any delay.
+        """As ``get``, but only from the device, the first tier, or what waits to be written, without any delay.
 
         Publishes only hits.
         """
         epoch = self._delete_epoch()
         started = time.perf_counter()
+        if self._device is not None and (kv := self._device.get(key)) is not None:
+            self._told_loaded(self._device.name, kv, time.perf_counter() - started)
+            return kv
         kv = self._tiers[0].get(key)
         if kv is None:
             kv = self._waiting(key)
             if kv is None:
                 return None
             self._promote(key, kv, self._tiers[:1], epoch)
+        if self._device is not None:
+            kv = self._copied_up(self._device, key, kv, epoch)
         self._told_loaded(self._tiers[0].name, kv, time.perf_counter() - started)
         return kv
 
@@ -95,12 +118,27 @@ class ChunkStore:
 
         ``urgency`` is that of all the chunks together. Tiers but the first are read in threads of the store's own.
         """
-        share = replace(urgency, prefill=urgency.prefill / max(1, len(keys)))
-        found = [self._begun(key, share) for key in keys]
-        waiting = [one for one in found if not one.future.done()]
-        if waiting:
-            self._loader.load(waiting, replace(urgency, prefill=share.prefill * len(waiting)))
-        return [one.future for one in found]
+        return self._load(keys, urgency, self._loader)
+
+    def load_time(self, keys: Sequence[str]) -> LoadTime | None:
+        """What reading these chunks is expected to take, each from the fastest tier that has it. What is in memory, or
+        nowhere, takes no time; None where a tier that is needed has not been measured. Counts as no use."""
+        times = []
+        for key in keys:
+            if self._tiers[0].contains(key) or self._waiting(key) is not None:
+                continue
+            for tier in self._tiers[1:]:
+                nbytes = tier.nbytes(key)
+                if nbytes is not None:
+                    times.append(self.bandwidths.time(tier.name, nbytes))
+                    break
+        return None if None in times else sum((time for time in times if time), LoadTime())
+
+    def load_ahead(self, keys: Sequence[str]) -> None:
+        """Have these chunks in memory for the next prompt: nobody waits for them now, so that one prompt's at a time
+        are loaded, and others left out."""
+        if all(future.done() for future in self._ahead):
+            self._ahead = self._load(keys, Urgency(), self._ahead_loader)
 
     def open(self, key: str) -> Opened | None:
         """A copy in the fastest tier that has one, to be read layer by layer and closed; counts as a use.
@@ -125,8 +163,16 @@ class ChunkStore:
         with self._lock:
             self._place(key, kv, self._tiers)
 
+    def note_use(self, key: str, recomputed: float) -> None:
+        """A request has used the chunk, computing this share of its tokens again: the smaller, the more the use counts
+        in tiers that evict by reuse. To be told once per request and place in its prompt."""
+        for tier in self._all_tiers:
+            tier.note_use(key, use_weight(recomputed))
+
     def tier_of(self, key: str) -> str | None:
         """The name of the fastest tier that has the chunk. Does not count as a use."""
+        if self._device is not None and self._device.contains(key):
+            return self._device.name
         if self._tiers[0].contains(key) or self._waiting(key) is not None:
             return self._tiers[0].name
         return next((tier.name for tier in self._tiers[1:] if tier.contains(key)), None)
@@ -136,29 +182,32 @@ class ChunkStore:
         waiting = self._waiting(key)
         if waiting is not None:
             return waiting.nbytes
-        return next((size for tier in self._tiers if (size := tier.nbytes(key)) is not None), None)
+        return next((size for tier in self._all_tiers if (size := tier.nbytes(key)) is not None), None)
 
     def keys(self) -> frozenset[str]:
         """The keys of all chunks that the store has."""
-        return self._keys(self._tiers)
+        return self._keys(self._all_tiers)
 
     def own_keys(self) -> frozenset[str]:
         """The keys of all chunks that lie in tiers of this store alone, or wait to be written."""
         return self._keys([tier for tier in self._tiers if not tier.shared])
 
-    def delete(self, key: str) -> None:
-        """Remove the chunk from all tiers. It comes back only by a ``put`` that has not returned before this call.
+    def delete(self, key: str) -> bool:
+        """Remove the chunk from all tiers; whether its bytes are gone from all of them (see ``Tier.delete``). It comes
+        back only by a ``put`` that has not returned before this call.
 
         Waits for the background threads that are just writing this chunk.
         """
         with self._lock:
             self._deletes_running += 1
         try:
-            self._tiers[0].delete(key)
+            if self._device is not None:
+                self._device.delete(key)
+            gone = [self._tiers[0].delete(key)]
             for writer in self._writers.values():
                 writer.cancel(key)
-            for tier in self._tiers[1:]:
-                tier.delete(key)
+            gone += [tier.delete(key) for tier in self._tiers[1:]]
+            return all(gone)
         finally:
             with self._lock:
                 self._deletes_running -= 1
@@ -166,7 +215,7 @@ class ChunkStore:
 
     def set_pinned(self, keys: Set[str]) -> None:
         """Have the tiers evict none of these keys, and all others as usual; see ``Tier.set_pinned``."""
-        for tier in self._tiers:
+        for tier in self._all_tiers:
             tier.set_pinned(keys)
 
     @property
@@ -175,21 +224,23 @@ class ChunkStore:
         return max((tier.budget_bytes for tier in self._tiers if not tier.shared), default=0)
 
     def usage_of(self, keys: Set[str]) -> tuple[TierUsage, ...]:
-        """What these chunks take up in each tier of this store alone, from the fastest to the slowest; takes time for
-        many."""
+        """What these chunks take up in each tier, from the fastest to the slowest; takes time for many."""
         usages = []
-        for tier in (tier for tier in self._tiers if not tier.shared):
-            sizes = [tier.nbytes(key) or 0 for key in keys & set(tier.keys())]
-            usages.append(TierUsage(tier.name, sum(sizes), tier.budget_bytes, len(sizes)))
+        for tier in self._all_tiers:
+            sizes = tier.sizes(keys)
+            known = sizes or {}
+            usages.append(
+                TierUsage(tier.name, sum(known.values()), tier.budget_bytes, len(known), reachable=sizes is not None)
+            )
         return tuple(usages)
 
     def usage(self) -> tuple[TierUsage, ...]:
         """How full each tier is, from the fastest to the slowest."""
-        return tuple(TierUsage(tier.name, tier.used_bytes, tier.budget_bytes, len(tier)) for tier in self._tiers)
+        return tuple(TierUsage(tier.name, tier.used_bytes, tier.budget_bytes, len(tier)) for tier in self._all_tiers)
 
     def check(self) -> tuple[TierCheck, ...]:
         """Read and verify every stored copy, dropping the damaged ones; one result per tier."""
-        return tuple(tier.check() for tier in self._tiers)
+        return tuple(tier.check() for tier in self._all_tiers)
 
     def flush(self) -> None:
         """Wait until every put so far has reached, or been refused by, the slower tiers."""
@@ -201,10 +252,11 @@ class ChunkStore:
         tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
         atexit.unregister(self.close)
         self._loader.close()
+        self._ahead_loader.close()
         deadline = time.monotonic() + SHARED_TIERS_CLOSE_SECONDS
         for tier in self._tiers[1:]:
             self._writers[tier.name].close(deadline if tier.shared else None)
-        for tier in self._tiers:
+        for tier in self._all_tiers:
             tier.close()
 
     def _place(self, key: str, kv: ChunkKV, tiers: Sequence[Tier]) -> None:
@@ -214,10 +266,28 @@ class ChunkStore:
                 logger.warning("Chunk %s stays out of the slower tier %s: too many writes wait already", key, tier.name)
         tiers[0].put(key, kv)
 
+    def _copied_up(self, device: DeviceTier, key: str, kv: ChunkKV, epoch: int | None) -> ChunkKV:
+        """The KV on the device, kept there unless a delete came in between; as it is where there is no room for it."""
+        copied = device.copied(kv)
+        if copied is None:
+            return kv
+        with self._lock:
+            if epoch is not None and epoch == self._delete_epoch():
+                device.put(key, copied)
+        return copied
+
+    def _load(self, keys: Sequence[str], urgency: Urgency, loader: LayerLoader) -> list[Future[ChunkKV | None]]:
+        share = replace(urgency, prefill=urgency.prefill / max(1, len(keys)))
+        found = [self._begun(key, share) for key in keys]
+        waiting = [one for one in found if not one.future.done()]
+        if waiting:
+            loader.load(waiting, replace(urgency, prefill=share.prefill * len(waiting)))
+        return [one.future for one in found]
+
     def _begun(self, key: str, urgency: Urgency) -> Wanted:
         """A chunk that is found or missed already, or waits to be loaded."""
         epoch = self._delete_epoch()
-        wanted = Wanted(partial(self._open, key, urgency), partial(self._loaded, key, epoch))
+        wanted = Wanted(key, partial(self._open, key, urgency), partial(self._loaded, key, epoch))
         kv = self.get_at_hand(key)
         if kv is not None:
             wanted.resolve(kv)
@@ -226,8 +296,11 @@ class ChunkStore:
             self._loaded(key, epoch, None)
         return wanted
 
-    def _open(self, key: str, urgency: Urgency) -> Opened | None:
-        """A copy in the fastest tier that has one and is fast enough."""
+    def _open(self, key: str, urgency: Urgency) -> Opened | Loaded | None:
+        """A copy in the fastest tier that has one and is fast enough, or what has come to the first one meanwhile."""
+        kv = self._tiers[0].get(key)
+        if kv is not None:
+            return Loaded(self._tiers[0].name, kv, 0.0)
         for tier in self._tiers[1:]:
             nbytes = tier.nbytes(key)
             if nbytes is not None and self._loader.worth_loading(tier.name, nbytes, urgency):
@@ -241,7 +314,8 @@ class ChunkStore:
         if loaded is None:
             self._events.publish(ChunkLookup(hit=False, tier="none"))
             return
-        self._promote(key, loaded.kv, [tier for tier in self._tiers if tier.name != loaded.tier], epoch)
+        if loaded.tier != self._tiers[0].name:
+            self._promote(key, loaded.kv, [tier for tier in self._tiers if tier.name != loaded.tier], epoch)
         self._told_loaded(loaded.tier, loaded.kv, loaded.seconds)
 
     def _told_loaded(self, tier: str, kv: ChunkKV, seconds: float) -> None:

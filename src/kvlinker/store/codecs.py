@@ -1,4 +1,4 @@
-"""How a tier writes keys and values: as they are, or in fewer bits.
+"""How a tier writes keys and values: as they are, or in fewer bits, and these compressed or not.
 
 A codec turns one layer's keys or values [heads, tokens, dim] into named parts and back. What is lost is bounded per
 token and head: each has a scale of its own. Numbers that are not finite make the codec refuse: no scale fits them.
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from kvlinker.errors import InvalidRequestError
+from kvlinker.store.compression import MissingLibraryError, require_zstd
+from kvlinker.store.errors import StoreError
 
 Parts = Mapping[str, Tensor]
 """Tensors by name, in order; "" is the main one, whose first two dimensions are [heads, tokens]."""
@@ -35,6 +37,11 @@ class Codec(Protocol):
         """As in settings and stored files."""
         ...
 
+    @property
+    def compresses(self) -> bool:
+        """Whether the parts are stored compressed (``kvlinker.store.compression``)."""
+        ...
+
     def layout(self, dtype: torch.dtype) -> Layout:
         """The parts of heads of this dtype."""
         ...
@@ -52,6 +59,7 @@ class Raw:
     """The numbers themselves."""
 
     name = "raw"
+    compresses = False
 
     def layout(self, dtype: torch.dtype) -> Layout:
         return {"": (dtype, 3)}
@@ -67,6 +75,7 @@ class Int8:
     """Eight bits per number, and a half-precision scale per token and head: the largest number becomes ±127."""
 
     name = "int8"
+    compresses = False
 
     def layout(self, dtype: torch.dtype) -> Layout:
         return {"": (torch.int8, 3), "scale": (torch.float16, 2)}
@@ -91,6 +100,7 @@ class Int4:
     """
 
     name = "int4"
+    compresses = False
 
     def layout(self, dtype: torch.dtype) -> Layout:
         return {"": (torch.uint8, 3), "scale": (torch.float16, 2)}
@@ -112,17 +122,39 @@ class Int4:
         return _rotated(scaled, room)
 
 
-RAW: Codec = Raw()
+class Compressed:
+    """Another codec's parts, compressed."""
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (RAW, Int8(), Int4())}
+    compresses = True
+
+    def __init__(self, codec: Codec) -> None:
+        self.name = f"{codec.name}+zstd"
+        self.layout = codec.layout
+        self.encode = codec.encode
+        self.decode = codec.decode
+
+
+RAW: Codec = Raw()
+COMPRESSED_RAW: Codec = Compressed(RAW)
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (RAW, Int8(), Int4(), COMPRESSED_RAW, Compressed(Int8()), Compressed(Int4()))
+}
 """All codecs by name."""
 
 
 def find_codec(name: str) -> Codec:
-    """Raises InvalidRequestError, which lists the names, for an unknown one."""
+    """Raises InvalidRequestError, which lists the names, for an unknown one, and StoreError where its library is
+    missing."""
     if name not in CODECS:
         raise InvalidRequestError(f"Unknown codec {name!r}; known are {', '.join(CODECS)}.", param="codec")
-    return CODECS[name]
+    codec = CODECS[name]
+    if codec.compresses:
+        try:
+            require_zstd()
+        except MissingLibraryError as error:
+            raise StoreError(f"The codec {name} cannot be used: {error}") from error
+    return codec
 
 
 def _half(scale: Tensor) -> Tensor:

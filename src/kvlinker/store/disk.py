@@ -4,60 +4,48 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import re
-import secrets
 import stat
-import tempfile
 import threading
-import time
-from collections.abc import Iterator, Set
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Set
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
+from kvlinker.store.bandwidth import speed_name
 from kvlinker.store.base import TierCheck
 from kvlinker.store.byte_source import FileSource
 from kvlinker.store.chunk_file import (
-    ChunkFileError,
-    EncodedKV,
     encode_chunk,
     open_chunk,
     open_regular,
     read_chunk_file,
     write_chunk_file,
 )
+from kvlinker.store.chunk_folder import ChunkFolder, set_last_use
+from kvlinker.store.chunk_header import ChunkFileError
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.codecs import RAW, Codec
-from kvlinker.store.durability import synchronize
+from kvlinker.store.compression import MissingLibraryError
 from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.errors import StoreError
+from kvlinker.store.eviction import Eviction, EvictionIndex
 from kvlinker.store.layer_stream import ChunkReader
-from kvlinker.store.lru import LruIndex
 from kvlinker.store.pacing import Rest, no_rest
 from kvlinker.store.tier_reader import TierReader
 
 logger = logging.getLogger(__name__)
 
-_KEY = re.compile(r"[0-9a-f]{64}")
-_SUFFIX = ".safetensors"
-_TEMPORARY_SUFFIX = ".tmp"
-_FOLDER_CHARACTERS = 2
-_ASIDE_SUFFIX = ".aside"
 _STALE_SECONDS = 600.0
-
-
-def chunk_place(directory: str, key: str) -> str:
-    """Where the file of a chunk lies in a disk tier's ``directory``."""
-    return f"{directory}/{key[:_FOLDER_CHARACTERS]}/{key}{_SUFFIX}"
+_UNREADABLE = {errno.EIO, errno.EACCES, errno.EPERM}
+"""Errors that stay, such as those of files that another user wrote: the chunk may as well be written anew."""
 
 
 class DiskTier:
-    """Keeps ``<directory>/<first two characters of the key>/<key>.safetensors``; a chunk's size is its file's.
+    """Keeps the files of a ``ChunkFolder``; a chunk's size is its file's, and every read verifies it.
 
-    A file appears whole or not at all (written beside its place, synchronised, renamed), and every read verifies it.
-    A file's modification time is its last use, so that the order of eviction survives a restart.
+    A file's modification time is its last use, so that the order of last uses survives a restart; how much they add up
+    to does not, and what ``note_use`` tells alone does not, either.
 
     Several processes may share the folder: each finds files that another wrote when it is asked for them, and
     counts in ``used_bytes`` those that it has met. What one evicts or deletes vanishes for the others.
@@ -79,25 +67,26 @@ class DiskTier:
         pinned: Set[str] = frozenset(),
         sealing: Sealing = NOT_SEALED,
         codec: Codec = RAW,
+        eviction: Eviction = "lru",
     ) -> None:
         """Open the folder, create it where missing, evict down to the budget.
 
         Raises StoreError where the folder cannot be created or listed.
         """
         self.name = name
-        self._directory = directory
-        self._root = str(directory)
+        self.speed_name = speed_name(name, place=str(directory.absolute()), codec=codec, sealing=sealing)
         self._events = events
         self._lock = threading.RLock()
-        self._index = LruIndex(budget_bytes, pinned)
+        self._index = EvictionIndex(budget_bytes, pinned, eviction)
         self._sealing = sealing
         self._codec = codec
         self._reserved_bytes = 0
+        self._refusing = False
         self._doomed: set[str] = set()  # deleted, but the disk would not let the file go
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._remove_temporary_files()
-            found = sorted((status.st_mtime_ns, key, status.st_size) for key, status in self._scan())
+            self._folder = ChunkFolder(directory)
+            self._folder.remove_temporary_files(older_than=_STALE_SECONDS)
+            found = sorted((status.st_mtime_ns, key, status.st_size) for key, status in self._folder.files())
         except OSError as error:
             raise StoreError(
                 f"The chunk cache folder {directory} cannot be used: {error}. "
@@ -106,6 +95,10 @@ class DiskTier:
         for _, key, nbytes in found:
             self._index.add(key, nbytes)
         self._evict_for(0)
+
+    @property
+    def directory(self) -> Path:
+        return self._folder.directory
 
     @property
     def budget_bytes(self) -> int:
@@ -129,9 +122,9 @@ class DiskTier:
             return None
         with ExitStack() as stack:
             try:
-                file = stack.enter_context(open_regular(self._path(key)))
+                file = stack.enter_context(open_regular(self._folder.path(key)))
                 chunk = open_chunk(FileSource(file), key, self._sealing)
-            except (ChunkFileError, OSError) as error:
+            except (ChunkFileError, MissingLibraryError, OSError) as error:
                 self._failed(key, error)
                 return None
             self._touch(key)
@@ -148,28 +141,40 @@ class DiskTier:
             if not self._index.fits(nbytes + self._reserved_bytes):
                 return False
             self._evict_for(nbytes)
+            if not self._leave_room(nbytes):
+                self._refused(key, "the disk is almost full, and the rest is for the catalog")
+                return False
             self._reserved_bytes += nbytes
         try:
-            temporary = self._write_temporary(key, encoded, rest)
+            seal = partial(self._sealing.pieces, key, encoded.nbytes)
+            temporary = self._folder.write(key, lambda file: write_chunk_file(file, encoded, seal, rest))
         except OSError as error:
-            logger.warning("Chunk %s was not written to %s: %s", key, self._directory, error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._give_up(nbytes)
+            self._refused(key, str(error))
             return False
         finally:
             with self._lock:
                 self._reserved_bytes -= nbytes
         return self._commit(key, temporary, nbytes)
 
+    def note_use(self, key: str, weight: float) -> None:
+        with self._lock:
+            self._index.touch(key, weight)
+
     def contains(self, key: str) -> bool:
         with self._lock:
             return key in self._index or self._adopt(key)
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str) -> bool:
         with self._lock:
             self._index.remove(key)
-            if self._unlink(self._path(key)):
+            gone = self._remove(key)
+            if gone:
                 self._doomed.discard(key)
             else:
                 self._doomed.add(key)
+            return gone
 
     def set_pinned(self, keys: Set[str]) -> None:
         with self._lock:
@@ -186,86 +191,62 @@ class DiskTier:
         with self._lock:
             return self._index.nbytes(key) if self.contains(key) else None
 
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        with self._lock:
+            return self._index.sizes(keys)
+
     def check(self) -> TierCheck:
         with self._lock:
             doomed = tuple(self._doomed)
         for key in doomed:
             self.delete(key)
         displaced = self._clear_places()
-        results = [self._read(key) for key, _ in list(self._scan()) if self.contains(key)]
+        results = [self._read(key) for key, _ in list(self._folder.files()) if self.contains(key)]
         damaged = tuple(result for result in results if isinstance(result, ChunkDamaged))
         return TierCheck(self.name, checked=len(results) + len(displaced), damaged=displaced + damaged)
 
     def close(self) -> None:
         """Nothing is open between calls."""
 
-    def _path(self, key: str) -> Path:
-        if not _KEY.fullmatch(key):
-            raise ValueError(f"{key!r} is not a chunk key: 64 lowercase hexadecimal characters.")
-        return Path(self._place(key))
-
-    def _place(self, key: str) -> str:
-        return chunk_place(self._root, key)
-
-    def _scan(self) -> Iterator[tuple[str, os.stat_result]]:
-        """The keys of all files in the folder, whoever wrote them, with their stat."""
-        for key, status in self._places():
-            if stat.S_ISREG(status.st_mode):
-                yield key, status
-
-    def _places(self) -> Iterator[tuple[str, os.stat_result]]:
-        """The keys at whose place anything lies, with its stat."""
-        for entry in self._entries():
-            key = entry.name.removesuffix(_SUFFIX)
-            if len(key) < len(entry.name) and _KEY.fullmatch(key) and entry.path == self._place(key):
-                with suppress(FileNotFoundError):
-                    yield key, entry.stat(follow_symlinks=False)
-
-    def _entries(self) -> Iterator[os.DirEntry[str]]:
-        """What lies in the folders that chunk files belong in."""
-        for folder in os.scandir(self._directory):
-            if len(folder.name) == _FOLDER_CHARACTERS and folder.is_dir():
-                with suppress(FileNotFoundError):
-                    yield from os.scandir(folder.path)
-
     def _clear_places(self) -> tuple[ChunkDamaged, ...]:
         """Take away what is no file, or no folder for files; returns what it published of it."""
-        damages = []
-        for path in self._directory.glob("[0-9a-f][0-9a-f]"):
-            if not path.is_dir():
-                with suppress(OSError):
-                    path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{_ASIDE_SUFFIX}"))
-                damages.append(ChunkDamaged(self.name, path.name, "what lay in its place is not a folder"))
-        for key, status in list(self._places()):
-            if not stat.S_ISREG(status.st_mode):
-                with self._lock:
-                    self._index.remove(key)
-                    self._unlink(self._path(key))
-                damages.append(ChunkDamaged(self.name, key, "what lay in its place is not a file"))
+        damages = [
+            ChunkDamaged(self.name, name, "what lay in its place is not a folder")
+            for name in self._folder.clear_folders()
+        ]
+        for key in self._folder.strangers():
+            with self._lock:
+                self._index.remove(key)
+                self._remove(key)
+            damages.append(ChunkDamaged(self.name, key, "what lay in its place is not a file"))
         for damage in damages:
             self._events.publish(damage)
         return tuple(damages)
 
+    def _remove(self, key: str) -> bool:
+        """Whether nothing lies in the chunk's place any more."""
+        return self._folder.remove(self._folder.path(key))
+
     def _read(self, key: str) -> ChunkKV | ChunkDamaged | None:
         """The verified KV; or the damage, after removing and publishing it; or None where it is a miss for now."""
         try:
-            return read_chunk_file(self._path(key), key, self._sealing)
-        except (ChunkFileError, OSError) as error:
+            return read_chunk_file(self._folder.path(key), key, self._sealing)
+        except (ChunkFileError, MissingLibraryError, OSError) as error:
             return self._failed(key, error)
 
     def _failed(self, key: str, error: Exception) -> ChunkDamaged | None:
         """What became of a chunk that was not read: a damaged one is removed and published."""
         if isinstance(error, FileNotFoundError):
             reason = "its file vanished"
-        elif isinstance(error, OSError) and error.errno != errno.EIO:
-            logger.warning("Chunk %s was not read from %s: %s", key, self._directory, error)
+        elif isinstance(error, MissingLibraryError) or (isinstance(error, OSError) and error.errno not in _UNREADABLE):
+            logger.warning("Chunk %s was not read from %s: %s", key, self._folder.directory, error)
             return None
         else:
             reason = str(error)
         with self._lock:
             if not self._index.remove(key):
                 return None  # deleted or evicted since the caller looked
-            self._unlink(self._path(key))
+            self._remove(key)
         damage = ChunkDamaged(self.name, key, reason)
         self._events.publish(damage)
         return damage
@@ -276,7 +257,7 @@ class DiskTier:
             if not self.contains(key):
                 return False
             try:
-                _set_last_use(self._path(key))
+                set_last_use(self._folder.path(key))
             except FileNotFoundError:
                 self._index.remove(key)
                 return False
@@ -286,7 +267,7 @@ class DiskTier:
 
     def _adopt(self, key: str) -> bool:
         """Take over a file that another process wrote since the start; the lock is held."""
-        path = self._path(key)
+        path = self._folder.path(key)
         if key in self._doomed:
             return False
         try:
@@ -301,70 +282,60 @@ class DiskTier:
 
     def _evict_for(self, nbytes: int) -> None:
         """Evict until ``nbytes`` fit beside what is being written; the lock is held."""
-        for key, size in self._index.make_room(nbytes + self._reserved_bytes):
-            self._unlink(self._path(key))
+        self._evict(nbytes + self._reserved_bytes)
+
+    def _evict(self, nbytes: int) -> None:
+        for key, size in self._index.make_room(nbytes):
+            self._remove(key)
             self._events.publish(ChunkEvicted(self.name, size))
 
-    def _write_temporary(self, key: str, encoded: EncodedKV, rest: Rest) -> Path:
-        """Write beside the chunk's place and wait for the disk; on an error nothing stays behind."""
-        folder = self._path(key).parent
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=key, suffix=_TEMPORARY_SUFFIX, dir=folder)
+    def _leave_room(self, nbytes: int) -> bool:
+        """Whether the disk itself has room for so many bytes, after evicting for them; the lock is held.
+
+        Where it cannot have it, only as much is evicted as others have to find free.
+        """
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                write_chunk_file(file, encoded, partial(self._sealing.pieces, key, encoded.nbytes), rest)
-                file.flush()
-                _set_last_use(file.fileno())  # kernels before 6.13 stamp too coarsely to sort by
-                os.fsync(file.fileno())
-        except BaseException:
-            self._unlink(Path(name))
-            raise
-        return Path(name)
+            lacking = self._folder.shortage(nbytes + self._reserved_bytes)
+            possible = self._index.fits(self._unused_bytes + lacking)
+            if not possible:
+                lacking = self._folder.shortage(0)
+        except OSError:
+            return True  # writing will tell
+        if lacking:
+            self._give_up(lacking)
+        return possible
+
+    def _give_up(self, nbytes: int) -> None:
+        """Evict so many bytes, or what can be evicted."""
+        with self._lock:
+            self._evict(self._unused_bytes + nbytes)
+
+    @property
+    def _unused_bytes(self) -> int:
+        """Of the budget."""
+        return self._index.budget_bytes - self._index.used_bytes
+
+    def _refused(self, key: str, reason: str) -> None:
+        """Logged once, until a chunk is written again."""
+        if not self._refusing:
+            self._refusing = True
+            logger.warning(
+                "Chunk %s was not written to %s, and others may not be for now: %s", key, self._folder.directory, reason
+            )
 
     def _commit(self, key: str, temporary: Path, nbytes: int) -> bool:
         """Put a written file in its place, and count it."""
-        path = self._path(key)
         try:
             with self._lock:
                 self._index.remove(key)
                 self._evict_for(nbytes)
-                if path.is_dir():
-                    self._unlink(path)
-                os.replace(temporary, path)
+                self._folder.place(temporary, key)
                 self._doomed.discard(key)
                 self._index.add(key, nbytes)
         except OSError as error:
-            logger.warning("Chunk %s was not moved into %s: %s", key, self._directory, error)
-            self._unlink(temporary)
+            self._refused(key, str(error))
+            self._folder.remove(temporary)
             return False
-        with suppress(OSError):  # at worst, a power cut now makes a miss of it
-            synchronize(path.parent)
+        self._refusing = False
+        self._folder.settle(key)
         return True
-
-    def _unlink(self, path: Path) -> bool:
-        """Whether nothing lies there any more. A folder that is not empty is moved aside: nobody put chunks into it."""
-        try:
-            if path.is_dir() and not path.is_symlink():
-                aside = tempfile.mkdtemp(prefix=path.stem, suffix=_ASIDE_SUFFIX, dir=path.parent)
-                path.rename(aside)
-                with suppress(OSError):
-                    os.rmdir(aside)
-            else:
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            logger.error("%s could not be removed: %s", path, error)
-            return False
-        return True
-
-    def _remove_temporary_files(self) -> None:
-        """What a crash left behind; a young file may be another process's that is still being written."""
-        for entry in self._entries():
-            if entry.name.endswith(_TEMPORARY_SUFFIX):
-                with suppress(FileNotFoundError):
-                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS:
-                        self._unlink(Path(entry.path))
-
-
-def _set_last_use(file: Path | int) -> None:
-    now = time.time_ns()
-    os.utime(file, ns=(now, now))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEY_VARIABLE = "KVLINKER_ENCRYPTION_KEY"
+NEW_KEY_VARIABLE = "KVLINKER_NEW_ENCRYPTION_KEY"
 BLOCK_BYTES = 1 << 18
 
 _KEY_BYTES = 32
@@ -75,12 +76,12 @@ class Cipher:
         return AESGCM(derivation.derive(self._key))
 
 
-def load_cipher(key: SecretStr | None) -> Cipher | None:
-    """The cipher of a key as settings give it, 32 bytes in hex or base64; None without one. Raises StoreError."""
-    return None if key is None else Cipher(_parsed(key.get_secret_value().strip()))
+def load_cipher(key: SecretStr | None, variable: str = KEY_VARIABLE) -> Cipher | None:
+    """The cipher of a key as ``variable`` gives it, 32 bytes in hex or base64; None without one. Raises StoreError."""
+    return None if key is None else Cipher(_parsed(key.get_secret_value().strip(), variable))
 
 
-def _parsed(text: str) -> bytes:
+def _parsed(text: str, variable: str) -> bytes:
     try:
         if re.fullmatch(r"[0-9a-fA-F]{64}", text):
             return bytes.fromhex(text)
@@ -89,7 +90,7 @@ def _parsed(text: str) -> bytes:
         key = b""
     if len(key) != _KEY_BYTES:
         raise StoreError(
-            f"{KEY_VARIABLE} is no key: it takes 32 random bytes in base64 or in hex, and got {len(text)} characters "
+            f"{variable} is no key: it takes 32 random bytes in base64 or in hex, and got {len(text)} characters "
             "that are neither. Make one with  openssl rand -base64 32"
         )
     return key
@@ -100,6 +101,10 @@ class Sealing:
 
     def __init__(self, cipher: Cipher | None = None) -> None:
         self._cipher = cipher
+
+    @property
+    def encrypts(self) -> bool:
+        return self._cipher is not None
 
     def nbytes(self, plain: int) -> int:
         """How many bytes ``pieces`` makes of so many."""

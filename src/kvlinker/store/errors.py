@@ -9,3 +9,4 @@ class StoreError(KVLinkerError):
     """The state directory or the catalog file cannot be used; the message names it and the way out."""
 
     code = "store_unusable"
+    summary = "The server cannot use its store, or this entry in it."

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from kvlinker.events import ChunkEvicted, Events
 from kvlinker.store.base import TierCheck
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.eviction import Eviction, EvictionIndex
 from kvlinker.store.layer_stream import ChunkReader, HeldReader
-from kvlinker.store.lru import LruIndex
 from kvlinker.store.pacing import Rest, no_rest
 
 
@@ -19,12 +19,18 @@ class HostTier:
     shared = False
 
     def __init__(
-        self, budget_bytes: int, events: Events, *, name: str = "host", pinned: Set[str] = frozenset()
+        self,
+        budget_bytes: int,
+        events: Events,
+        *,
+        name: str = "host",
+        pinned: Set[str] = frozenset(),
+        eviction: Eviction = "lru",
     ) -> None:
-        self.name = name
+        self.name = self.speed_name = name
         self._events = events
         self._lock = threading.RLock()
-        self._index = LruIndex(budget_bytes, pinned)
+        self._index = EvictionIndex(budget_bytes, pinned, eviction)
         self._kv: dict[str, ChunkKV] = {}
 
     @property
@@ -58,13 +64,18 @@ class HostTier:
             self._kv[key] = kv
             return True
 
+    def note_use(self, key: str, weight: float) -> None:
+        with self._lock:
+            self._index.touch(key, weight)
+
     def contains(self, key: str) -> bool:
         return key in self._kv
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str) -> bool:
         with self._lock:
             if self._index.remove(key):
                 del self._kv[key]
+        return True
 
     def set_pinned(self, keys: Set[str]) -> None:
         with self._lock:
@@ -80,10 +91,14 @@ class HostTier:
     def nbytes(self, key: str) -> int | None:
         return self._index.nbytes(key)
 
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        with self._lock:
+            return self._index.sizes(keys)
+
     def check(self) -> TierCheck:
         return TierCheck(self.name, checked=len(self), damaged=())
 
     def close(self) -> None:
         with self._lock:
-            self._index = LruIndex(self.budget_bytes)
+            self._index = EvictionIndex(self.budget_bytes)
             self._kv.clear()

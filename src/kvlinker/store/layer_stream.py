@@ -94,6 +94,13 @@ class LayerStream(Sequence[LayerKV]):
         """How many layers are there, from the first on."""
         return self._delivered
 
+    def wait(self, index: int, seconds: float) -> LayerKV | None:
+        """The layer once it is there, after at most so long; None where it does not come. Nothing follows from that:
+        for others who read the stream."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._layers[index] is not None or self._lost, seconds)
+            return self._layers[index]
+
     def deliver(self, layer: LayerKV) -> bool:
         """The next layer is there; False where nobody wants it any more."""
         with self._changed:

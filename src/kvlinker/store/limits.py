@@ -11,8 +11,8 @@ from kvlinker.errors import PinLimitError, QuotaExceededError
 from kvlinker.tenants import NO_QUOTAS, Quotas
 
 TENANT_USAGE = "SELECT caches, chunks, tokens, nbytes FROM tenants WHERE name = :tenant"
-_PINNED = """SELECT coalesce(sum(nbytes), 0) FROM chunks
-    WHERE key IN (SELECT chunk_key FROM context_caches WHERE pinned)"""
+PINNED_BYTES = """SELECT tenant, sum(nbytes) FROM chunks
+    WHERE key IN (SELECT chunk_key FROM context_caches WHERE pinned) GROUP BY tenant"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ def enforced(
     """Raises QuotaExceededError or PinLimitError after a block that brings one of the ``tenants`` over its quota, or,
     with ``pins``, pins more than may be."""
     before = _usages_of(connection, tenants)
-    was_pinned = _pinned_bytes(connection) if pins else 0
+    was_pinned = _pinned_bytes(connection) if pins else {}
     yield
     _check_quotas(connection, limits.quotas, before)
     if pins:
-        _check_pins(connection, limits.pinned_bytes, was_pinned)
+        _check_pins(connection, limits, was_pinned)
 
 
 def _usages_of(connection: sqlite3.Connection, tenants: Iterable[str]) -> dict[str, TenantUsage]:
@@ -55,9 +55,9 @@ def _usages_of(connection: sqlite3.Connection, tenants: Iterable[str]) -> dict[s
     return {tenant: TenantUsage(*(row or ())) for tenant, row in rows.items()}
 
 
-def _pinned_bytes(connection: sqlite3.Connection) -> int:
-    """Bytes of pinned KV of all tenants, each chunk once."""
-    return int(connection.execute(_PINNED).fetchone()[0])
+def _pinned_bytes(connection: sqlite3.Connection) -> dict[str, int]:
+    """Bytes of pinned KV by tenant, each chunk once."""
+    return dict(connection.execute(PINNED_BYTES).fetchall())
 
 
 def _check_quotas(connection: sqlite3.Connection, quotas: Quotas, before: dict[str, TenantUsage]) -> None:
@@ -76,13 +76,23 @@ def _check_quotas(connection: sqlite3.Connection, quotas: Quotas, before: dict[s
                 )
 
 
-def _check_pins(connection: sqlite3.Connection, limit: int | None, before: int) -> None:
-    """Raises PinLimitError where more than ``limit`` bytes are pinned; ``before``: how many were."""
+def _check_pins(connection: sqlite3.Connection, limits: Limits, before: dict[str, int]) -> None:
+    """Raises PinLimitError where more is pinned than may be, by all or by one tenant; ``before``: what was pinned."""
     after = _pinned_bytes(connection)
-    if limit is not None and after > limit and after > before:
+    had, has, limit = sum(before.values()), sum(after.values()), limits.pinned_bytes
+    if limit is not None and has > limit and has > had:
         raise PinLimitError(
-            f"At most {limit:,} bytes of KV can be pinned, half of the larger of host memory and disk: {before:,} are, "
-            f"and this would add {after - before:,}. Unpin or delete pinned context caches, or ask the operator "
+            f"At most {limit:,} bytes of KV can be pinned, half of the larger of host memory and disk: {had:,} are, "
+            f"and this would add {has - had:,}. Unpin or delete pinned context caches, or ask the operator "
             "for a larger disk_space.",
             param="pinned",
         )
+    for tenant, has in after.items():
+        had, limit = before.get(tenant, 0), limits.quotas.of(tenant).pinned_bytes
+        if limit is not None and has > limit and has > had:
+            raise PinLimitError(
+                f"At most {limit:,} bytes of your KV can be pinned: {had:,} are, and this would add {has - had:,}. "
+                "Unpin or delete pinned context caches, or ask the server's operator for a higher "
+                "tenant_quota_pinned_bytes.",
+                param="pinned",
+            )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterable
 
 from kvlinker.store.database import Database
-from kvlinker.store.variants import release_variants
+from kvlinker.store.variants import note_released, release_variants
 
 
 def release(connection: sqlite3.Connection, chunk_keys: Iterable[str], now: float) -> tuple[str, ...]:
@@ -23,21 +24,27 @@ def release(connection: sqlite3.Connection, chunk_keys: Iterable[str], now: floa
         for chunk_key, *owner in removed:
             gone.append(chunk_key)
             gone += release_variants(connection, *owner)
-    connection.executemany("INSERT OR REPLACE INTO released VALUES (?, ?)", [(key, now) for key in gone])
+    note_released(connection, gone, now)
     return tuple(gone)
 
 
-def released(database: Database, after: float, until: float) -> tuple[str, ...]:
-    """The keys that were released in this time and are held by nothing now."""
+def released(database: Database, after: float, until: float, *, limit: int) -> dict[str, float]:
+    """Keys that were released in this time and are held by nothing now, and when; any ``limit`` of them, all for -1."""
     rows = database.query(
-        "SELECT key FROM released r WHERE released_at > :after AND released_at <= :until"
+        "SELECT key, released_at FROM released r WHERE released_at > :after AND released_at <= :until"
         " AND NOT EXISTS (SELECT 1 FROM chunks WHERE key = r.key)"
-        " AND NOT EXISTS (SELECT 1 FROM variants WHERE key = r.key)",
-        {"after": after, "until": until},
+        " AND NOT EXISTS (SELECT 1 FROM variants WHERE key = r.key) LIMIT :limit",
+        {"after": after, "until": until, "limit": limit},
     )
-    return tuple(key for (key,) in rows)
+    return dict(rows)
 
 
-def forget_released(database: Database, until: float) -> None:
+def forget_released(database: Database, chunk_keys: Iterable[str], until: float) -> None:
+    """Of what was released until then, forget these keys, and those that are held again."""
     with database.transaction() as connection:
-        connection.execute("DELETE FROM released WHERE released_at <= ?", (until,))
+        connection.execute(
+            "DELETE FROM released AS r WHERE released_at <= :until AND (key IN (SELECT value FROM json_each(:gone))"
+            " OR EXISTS (SELECT 1 FROM chunks WHERE key = r.key)"
+            " OR EXISTS (SELECT 1 FROM variants WHERE key = r.key))",
+            {"until": until, "gone": json.dumps(list(chunk_keys))},
+        )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from kvlinker.chunk_scores import Contextualization
 from kvlinker.store.catalog_encryption import variant_of
 from kvlinker.store.database import Database
+from kvlinker.store.eviction import MOST_REUSE, use_weight
 from kvlinker.store.token_blobs import TokenBlobs
 from kvlinker.tenants import SHARED_TENANT
 
@@ -56,32 +58,43 @@ class VariantIndex:
         )
 
     def add(self, variants: Sequence[tuple[VariantOwner, StoredVariant]], *, limit: int) -> tuple[str, ...]:
-        """Record variants whose chunks a context cache holds; returns the keys that had to go, or may not stay.
+        """Record variants whose chunks a context cache holds; returns the keys that had to go, or may not stay, as
+        ``Catalog.delete`` does.
 
-        Of more than ``limit`` variants in all, those with the lowest f_r make room for the new ones.
+        Of more than ``limit`` variants in all, those with the lowest f_r make room for the new ones, which begin one
+        above them: f_r ages as tiers' priorities do (``LeastReused``).
         """
         with self._lock:
             uses, self._uses = self._uses, defaultdict(float)
-        gone = []
+        gone: list[str] = []
         with self._database.transaction() as connection:
             _write_uses(connection, uses)
             known = [variant for _, variant in variants if _exists(connection, variant.key)]
-            gone += _evict(connection, keep=max(0, limit - (len(variants) - len(known))))
+            evicted = _evict(connection, keep=max(0, limit - (len(variants) - len(known))))
+            reuse = max(evicted.values(), default=0.0) + use_weight(1.0)
+            gone += evicted
             for owner, variant in variants:
-                if not _insert(connection, self._blobs, owner, variant):
+                if not _insert(connection, self._blobs, owner, variant, reuse):
                     gone.append(variant.key)
             gone += _evict(connection, keep=limit)
+            note_released(connection, gone, time.time())
         return tuple(gone)
 
-    def note_use(self, key: str, overhead: float) -> None:
-        """f_r += 1 / CFO (Cache-Craft, section 3.3); ``overhead`` is above 0. Written with the next ``add``."""
+    def note_use(self, key: str, recomputed: float) -> None:
+        """Add to the variant's f_r what a use that computes this share of it again counts; written with the next
+        ``add``."""
         with self._lock:
-            self._uses[key] += 1 / overhead
+            self._uses[key] += use_weight(recomputed)
 
     def forget(self, key: str) -> None:
         """The variant's KV is gone."""
         with self._database.transaction() as connection:
             connection.execute("DELETE FROM variants WHERE key = ?", (key,))
+
+
+def note_released(connection: sqlite3.Connection, keys: Iterable[str], now: float) -> None:
+    """Have ``Catalog.released`` tell of these keys until no tier holds their KV."""
+    connection.executemany("INSERT OR REPLACE INTO released VALUES (?, ?)", [(key, now) for key in keys])
 
 
 def release_variants(connection: sqlite3.Connection, fingerprint: str, content: str) -> list[str]:
@@ -96,10 +109,12 @@ def release_variants(connection: sqlite3.Connection, fingerprint: str, content: 
     return [key for (key,) in rows]
 
 
-def _insert(connection: sqlite3.Connection, blobs: TokenBlobs, owner: VariantOwner, variant: StoredVariant) -> bool:
+def _insert(
+    connection: sqlite3.Connection, blobs: TokenBlobs, owner: VariantOwner, variant: StoredVariant, reuse: float
+) -> bool:
     """Whether the variant is recorded now: only while some context cache holds its chunk in any form."""
     connection.execute(
-        "INSERT OR IGNORE INTO variants SELECT :key, :fingerprint, :tenant, :content, :prefix, :text, 0"
+        "INSERT OR IGNORE INTO variants SELECT :key, :fingerprint, :tenant, :content, :prefix, :text, :reuse"
         " WHERE EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant IN (:tenant, :shared)"
         " AND content = :content)",
         asdict(owner)
@@ -108,23 +123,26 @@ def _insert(connection: sqlite3.Connection, blobs: TokenBlobs, owner: VariantOwn
             "key": variant.key,
             "prefix": blobs.pack(variant.prefix, variant_of(variant.key)),
             "text": variant.contextualization.to_json(),
+            "reuse": reuse,
         },
     )
     return _exists(connection, variant.key)
 
 
-def _evict(connection: sqlite3.Connection, *, keep: int) -> list[str]:
+def _evict(connection: sqlite3.Connection, *, keep: int) -> dict[str, float]:
+    """The keys that went, with their f_r."""
     rows = connection.execute(
         "DELETE FROM variants WHERE key IN (SELECT key FROM variants ORDER BY reuse, rowid"
-        " LIMIT max(0, (SELECT count(*) FROM variants) - :keep)) RETURNING key",
+        " LIMIT max(0, (SELECT count(*) FROM variants) - :keep)) RETURNING key, reuse",
         {"keep": keep},
     ).fetchall()
-    return [key for (key,) in rows]
+    return dict(rows)
 
 
 def _write_uses(connection: sqlite3.Connection, uses: dict[str, float]) -> None:
     connection.executemany(
-        "UPDATE variants SET reuse = reuse + ? WHERE key = ?", [(added, key) for key, added in uses.items()]
+        "UPDATE variants SET reuse = max(reuse, min(reuse + ?, (SELECT min(reuse) FROM variants) + ?)) WHERE key = ?",
+        [(added, MOST_REUSE, key) for key, added in uses.items()],
     )
 
 

@@ -18,11 +18,11 @@ from kvlinker.vllm.adapter import (
     bind_caller,
     require_tested_version,
 )
-from kvlinker.vllm.chunk_folder import ChunkFolder
 from kvlinker.vllm.linking_scheduler import LinkingScheduler, StepLimits
 from kvlinker.vllm.linking_worker import LinkingWorker, Results
 from kvlinker.vllm.metadata import StepOrders, StepReport
 from kvlinker.vllm.order_seal import OrderSeal
+from kvlinker.vllm.worker_chunks import WorkerChunks
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
             workers=vllm_config.parallel_config.tensor_parallel_size,
         )
         is_worker = role == KVConnectorRole.WORKER
-        self._chunks = _open_folder(settings, memory_bytes=settings.host_memory if is_worker else 0)
+        self._chunks = _open_chunks(settings, memory_bytes=settings.host_memory if is_worker else 0)
         self._scheduler = LinkingScheduler(
             limits=self._limits, seal=OrderSeal.of(settings.state_dir), is_stored=self._chunks.contains
         )
@@ -149,8 +149,8 @@ class KVLinkerConnector(KVConnectorBase_V1):
             self._worker.close()
 
 
-def _open_folder(settings: Settings, *, memory_bytes: int) -> ChunkFolder:
-    return ChunkFolder(
+def _open_chunks(settings: Settings, *, memory_bytes: int) -> WorkerChunks:
+    return WorkerChunks(
         Path(settings.state_dir) / "chunks",
         memory_bytes=memory_bytes,
         sealing=Sealing(load_cipher(settings.encryption_key)),

@@ -22,6 +22,8 @@ from kvlinker.engine.request_limits import RequestLimits
 from kvlinker.errors import EngineClosedError, InvalidRequestError, KVLinkerError, OverloadedError
 from kvlinker.events import Events
 from kvlinker.linking.explanation import Explanation, LinkCost, layer_masks, layer_ranges, linked_segments
+from kvlinker.linking.plan import LinkPlan
+from kvlinker.linking.uses import chunk_uses
 from kvlinker.store import ChunkStore
 from kvlinker.vllm.chunk_provider import ChunkProvider
 from kvlinker.vllm.client import VLLMClient
@@ -60,6 +62,7 @@ class VLLMEngine:
         self._slots = pool.slots
         self._client = client
         self._facts = facts
+        self._store = store
         self._events = events
         self._max_running = max_running
         self._max_waiting = max_waiting
@@ -118,6 +121,10 @@ class VLLMEngine:
         used = sum(generation.tokens for generation in active)
         return EngineLoad(running, len(active) - running, min(used, self._slots), self._slots)
 
+    def prefill_seconds(self, tokens: int) -> float | None:
+        """None: vLLM does not tell how long it computes."""
+        return None
+
     def close(self) -> None:
         if self._closing:
             return
@@ -159,6 +166,11 @@ class VLLMEngine:
                 generation.accept(new)
                 if generation.ended:
                     break
+        await self._client.loop.run_in_executor(self._executor, self._note_use, link.plan, request.tenant)
+
+    def _note_use(self, plan: LinkPlan, tenant: str) -> None:
+        for use in chunk_uses(plan, len(self._facts.layers), []):
+            self._store.note_use(self._chunks.key(use.chunk, tenant), use.recomputed)
 
     def _served(self, name: str, generation: Generation, done: asyncio.Task[None]) -> None:
         """The request is at an end, whatever it is."""
@@ -179,6 +191,8 @@ class VLLMEngine:
         masks = layer_masks(plan, layers, [])
         return Explanation(
             policy=plan.policy.name,
+            settled=plan.policy.name,
+            forecast=None,
             tokens=plan.length,
             segments=linked_segments(plan.prompt),
             layers=layer_ranges(plan.prompt, masks),

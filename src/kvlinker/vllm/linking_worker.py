@@ -14,10 +14,10 @@ from kvlinker.store import ChunkKV
 from kvlinker.vllm.adapter import BoundModel, VirtualSequences
 from kvlinker.vllm.anatomy import check_chunk, trace_layers
 from kvlinker.vllm.capturing import Capture, CapturedRows, capturing
-from kvlinker.vllm.chunk_folder import ChunkFolder
 from kvlinker.vllm.metadata import Begun, StepOrders, StepReport
 from kvlinker.vllm.placing import ChunkPart, place
 from kvlinker.vllm.slices import Slice
+from kvlinker.vllm.worker_chunks import WorkerChunks
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class LinkingWorker:
     """One thread, vLLM's worker, calls everything. Nothing raises: what goes wrong with a request is reported."""
 
     def __init__(
-        self, bound: BoundModel, chunks: ChunkFolder, *, pass_tokens: int, pass_runs: int, with_scores: bool
+        self, bound: BoundModel, chunks: WorkerChunks, *, pass_tokens: int, pass_runs: int, with_scores: bool
     ) -> None:
         """``pass_tokens`` and ``pass_runs``: the most that one pass of the model takes. ``with_scores``: collect
         captured chunks' attention scores.

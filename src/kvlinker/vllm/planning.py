@@ -57,7 +57,7 @@ class Planner:
 
 def check_policy(policy: Policy) -> None:
     """Raises PolicyError for one that vLLM cannot follow."""
-    if policy.refines or policy.probes:
+    if policy.refines or policy.probes or policy.forecasts:
         raise PolicyError(
             f"The policy {policy.name} decides while the model runs, which the vllm engine does not offer. Use one "
             "that decides before, such as legolink-16, or the embedded engine.",

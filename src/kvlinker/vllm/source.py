@@ -9,7 +9,7 @@ from kvlinker.config import Settings
 from kvlinker.engine.base import Engine
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
-from kvlinker.store import Catalog, ChunkStore
+from kvlinker.store import Catalog, ChunkStore, Speeds
 from kvlinker.vllm.client import OwnClient, VLLMClient
 from kvlinker.vllm.engine import VLLMEngine
 from kvlinker.vllm.model_facts import ModelFacts, read_facts
@@ -19,13 +19,14 @@ class VLLMSource:
     """An ``EngineSource``: a model that is known, and vLLM, which ``start`` brings once there is a store."""
 
     uses_host_memory = False
+    device = None
 
     def __init__(self, facts: ModelFacts, start: Callable[[], VLLMClient]) -> None:
         self._facts = facts
         self._start = start
         self.tokenizer = facts.tokenizer
 
-    def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings) -> Engine:
+    def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:
         """Raises InvalidRequestError for a store without a disk, and what ``start`` raises."""
         if not settings.disk_space:
             raise InvalidRequestError(

@@ -23,18 +23,24 @@ def run_store(
     workload: Workload,
     *,
     policies: Sequence[str],
+    tiers: Sequence[str],
     codecs: Sequence[str],
     entries: int,
     cases: Sequence[str],
     repeat: int,
+    redis_url: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Measure the named cases, each with its competitors in turn. ``entries``: how many chunks are many.
+    """Measure the named cases, each with its competitors in turn.
+
+    ``tiers``: besides the host's memory. ``entries``: how many chunks are many. ``redis_url``: of the tier ``redis``.
 
     Raises InvalidRequestError for an unknown case, and where the page cache cannot be emptied.
     """
     measured = {
-        "ttft": lambda: first_token_rows(subject, workload, policies, codecs, repeat=repeat, progress=progress),
+        "ttft": lambda: first_token_rows(
+            subject, workload, policies, tiers, codecs, redis_url=redis_url, repeat=repeat, progress=progress
+        ),
         "writing": lambda: writing_rows(subject, workload, policies, repeat=repeat, progress=progress),
         "throughput": lambda: throughput_rows(subject, workload, codecs, repeat=repeat, progress=progress),
         "crowd": lambda: crowd_rows(entries, progress=progress),

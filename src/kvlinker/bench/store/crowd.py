@@ -84,7 +84,7 @@ def _disk_rows(folder: Path, entries: int) -> list[Row]:
 
 
 def _record(number: int) -> ContextCache:
-    chunk = Chunk(tuple((number * place) % 32_003 for place in range(TOKENS)))
+    chunk = Chunk((number, *range(1, TOKENS)))
     return ContextCache(
         id=new_context_cache_id(),
         tenant=TENANT,

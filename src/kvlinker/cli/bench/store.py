@@ -26,7 +26,7 @@ from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
 
 
-@settings_options(*MODEL_OPTIONS)
+@settings_options(*MODEL_OPTIONS, "redis_url")
 def store(
     settings: Settings,
     shape: Shape = None,
@@ -34,7 +34,8 @@ def store(
     chunk_tokens: ChunkTokens = 512,
     fresh_tokens: FreshTokens = 32,
     policies: Policies = "naive,legolink-16,query-5",
-    codecs: Annotated[str, typer.Option(help="How chunks are written to disk, with commas between.")] = "raw,int8",
+    tiers: Annotated[str, typer.Option(help="disk, redis, object, with commas between.")] = "disk,object",
+    codecs: Annotated[str, typer.Option(help="How tiers write chunks, with commas between.")] = "raw,int8",
     entries: Annotated[int, typer.Option(min=10, help="Chunks that a large catalog and folder have.")] = 100_000,
     cases: Annotated[str, typer.Option(help="What to measure, with commas between.")] = (
         "ttft,writing,throughput,crowd"
@@ -57,16 +58,38 @@ def store(
             subject,
             Workload(chunks, chunk_tokens, fresh_tokens),
             policies=policy_names(policies),
+            tiers=[name.strip() for name in tiers.split(",")],
             codecs=[find_codec(name.strip()).name for name in codecs.split(",")],
             entries=entries,
             cases=[name.strip() for name in cases.split(",")],
             repeat=repeat,
+            redis_url=None if settings.redis_url is None else settings.redis_url.get_secret_value(),
             progress=progress,
         )
     show(report, COLUMNS, json)
     if plot is not None:
         with failures(BAD_USAGE):
             plot_store(report.rows, plot)
+
+
+@settings_options(*MODEL_OPTIONS)
+def codecs(
+    settings: Settings,
+    shape: Shape = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of prose.")] = 16,
+    chunk_tokens: ChunkTokens = 512,
+    repeat: Repeat = 5,
+    json: Json = None,
+) -> None:
+    """What tiers' codecs make of the KV of prose: room, error, and time on the processor."""
+    from kvlinker.bench.codecs import COLUMNS, run_codecs
+    from kvlinker.bench.subject import make_subject
+
+    with failures(BAD_USAGE), progress_line() as progress:
+        require_folders(json)
+        subject = make_subject(settings, shape=shape, command=command_line(), repeat=repeat)
+        report = run_codecs(subject, chunks=chunks, chunk_tokens=chunk_tokens, repeat=repeat, progress=progress)
+    show(report, COLUMNS, json)
 
 
 @settings_options(*MODEL_OPTIONS)

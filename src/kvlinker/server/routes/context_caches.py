@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -13,7 +14,7 @@ from kvlinker.errors import ContextCacheNotFoundError, InvalidRequestError
 from kvlinker.server.bodies.context_cache import CreateBody, Split, UpdateBody
 from kvlinker.server.metadata_query import METADATA_PARAMETER, MetadataParam
 from kvlinker.server.service import CallerParam, Service, ServiceParam, TenantParam
-from kvlinker.store import ContextCache
+from kvlinker.store import ContextCache, TierUsage
 from kvlinker.tenants import Scope
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
@@ -114,8 +115,9 @@ async def read_usage(service: ServiceParam, tenant: TenantParam, scope: ScopeQue
         "chunks": usage.kept.chunks,
         "tokens": usage.kept.tokens,
         "bytes": usage.kept.bytes,
-        "quota": {"caches": usage.quota.caches, "bytes": usage.quota.bytes},
-        "tiers": [{"name": tier.name, "bytes": tier.used_bytes, "chunks": tier.chunks} for tier in usage.tiers],
+        "pinned_bytes": usage.pinned_bytes,
+        "quota": asdict(usage.quota),
+        "tiers": [_tier_body(tier) for tier in usage.tiers],
     }
 
 
@@ -147,6 +149,16 @@ def _texts(service: Service, body: CreateBody) -> list[str]:
         return body.chunks or []
     split = body.split or Split()
     return list(service.llm.split(body.input, method=split.method, max_tokens=split.max_tokens))
+
+
+def _tier_body(tier: TierUsage) -> dict[str, Any]:
+    """Null, not 0, where nobody knows."""
+    return {
+        "name": tier.name,
+        "bytes": tier.used_bytes if tier.reachable else None,
+        "chunks": tier.chunks if tier.reachable else None,
+        "reachable": tier.reachable,
+    }
 
 
 def _bodies(service: Service, caches: Sequence[ContextCache]) -> list[dict[str, Any]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+KEYS_AT_ONCE = 1000
+"""That a medium is asked about in one question."""
 
 
 class MediumUnavailable(Exception):  # noqa: N818 - a state, told to the availability
@@ -82,10 +85,18 @@ class BlobMedium(Protocol):
         """Least recently used first."""
         ...
 
+    def sizes(self, keys: Sequence[str]) -> dict[str, int]:
+        """Bytes of those of the keys that are accounted here, in one question; at most KEYS_AT_ONCE."""
+        ...
+
     def usage(self) -> MediumUsage: ...
 
     def audit(self) -> None:
         """Make keys and usage agree with the blobs that are there."""
+        ...
+
+    def clear(self) -> None:
+        """Remove everything that lies in this place, whoever put it there, and the place itself."""
         ...
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import fsspec
 
 from kvlinker.store.errors import StoreError
-from kvlinker.store.lru import LruIndex
+from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.remote.medium import BlobDamaged, BlobGone, MediumRefused, MediumUnavailable, MediumUsage, Written
 from kvlinker.store.remote.redaction import place_of, redacted
 
@@ -40,10 +40,10 @@ class ObjectMedium:
     """
 
     def __init__(
-        self, url: str, budget_bytes: int, *, timeout: float, listing_seconds: float = LISTING_SECONDS
+        self, url: str, budget_bytes: int, *, timeout: float, folder: str = "", listing_seconds: float = LISTING_SECONDS
     ) -> None:
-        """``timeout``: how long to wait for the first listing, in seconds. Raises StoreError for a URL that is none,
-        or whose library is missing."""
+        """``folder``: below the URL. ``timeout``: how long to wait for the first listing, in seconds. Raises StoreError
+        for a URL that is none, or whose library is missing."""
         self.place = place_of(url)
         self.budget_bytes = budget_bytes
         self._timeout = timeout
@@ -55,11 +55,12 @@ class ObjectMedium:
                 f"The object store {self.place} cannot be used: {redacted(str(error), url)}. Give a URL that fsspec "
                 "knows, such as s3://bucket/folder or gs://bucket/folder, and install its library (s3fs, gcsfs, …)."
             ) from None
-        self._root = root.rstrip("/")
+        self._root = f"{root.rstrip('/')}/{folder}".rstrip("/")
         protocols = self._files.protocol
         self._is_local = bool(_LOCAL & set([protocols] if isinstance(protocols, str) else protocols))
+        self._made = self._missing_folders() if folder else []
         self._lock = threading.RLock()
-        self._index = LruIndex(budget_bytes)
+        self._index = EvictionIndex(budget_bytes)
         self._used_at: dict[str, float] = {}  # Unix seconds
         self._changed_at: dict[str, float] = {}  # by this server since the last listing; a listing may not know yet
         self._listed_at = float("-inf")
@@ -136,6 +137,12 @@ class ObjectMedium:
         with self._lock:
             return self._index.keys()
 
+    def sizes(self, keys: Sequence[str]) -> dict[str, int]:
+        """As last listed."""
+        self._list_now_and_then()
+        with self._lock:
+            return self._index.sizes(keys)
+
     def usage(self) -> MediumUsage:
         self._list_now_and_then()
         with self._lock:
@@ -145,8 +152,26 @@ class ObjectMedium:
         with _translated():
             self._list()
 
+    def clear(self) -> None:
+        with suppress(BlobGone), _translated():
+            self._files.rm(self._root, recursive=True)
+        for made in self._made:
+            with suppress(OSError):
+                self._files.rmdir(made)
+        with self._lock:
+            self._index = EvictionIndex(self.budget_bytes)
+
     def close(self) -> None:
         """Nothing is open between calls."""
+
+    def _missing_folders(self) -> list[str]:
+        """Local folders above this one that the first write will make, the innermost first."""
+        missing = []
+        above = self._root.rpartition("/")[0]
+        while self._is_local and above and not self._files.exists(above):
+            missing.append(above)
+            above = above.rpartition("/")[0]
+        return missing
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key[:2]}/{key}.safetensors"
@@ -227,7 +252,7 @@ class ObjectMedium:
                     if (nbytes := self._index.nbytes(key)) is not None:
                         found[key] = nbytes, self._used_at[key]
             used_at = {key: max(modified, self._used_at.get(key, 0.0)) for key, (_, modified) in found.items()}
-            self._index = LruIndex(self.budget_bytes)
+            self._index = EvictionIndex(self.budget_bytes)
             for key in sorted(found, key=lambda key: (used_at[key], key)):
                 self._index.add(key, found[key][0])
             self._used_at = used_at

@@ -48,6 +48,7 @@ class RedisMedium:
         """``timeout`` in seconds, for each single exchange of bytes. Raises StoreError for a URL that is none."""
         self.place = place_of(url)
         self.budget_bytes = budget_bytes
+        self._prefix = f"{prefix}:"
         self._blobs = f"{prefix}:chunk:"
         self._temporary = f"{prefix}:temporary:"
         self._accounting = [f"{prefix}:{name}" for name in ("uses", "sizes", "totals")]
@@ -125,12 +126,22 @@ class RedisMedium:
             names = self._redis.zrange(self._accounting[0], 0, -1)
         return tuple(name.decode() for name in names if _KEY.fullmatch(name))
 
+    def sizes(self, keys: Sequence[str]) -> dict[str, int]:
+        found = self._run(redis_scripts.SIZES, "", *keys)
+        return {key: int(size) for key, size in zip(keys, found, strict=True) if size is not None and size.isdigit()}
+
     def usage(self) -> MediumUsage:
         return MediumUsage(*self._run(redis_scripts.USAGE, ""))
 
     def audit(self) -> None:
         self._run(redis_scripts.MEND, "")
         self._reconcile()
+
+    def clear(self) -> None:
+        with _translated():
+            found = self._redis.scan_iter(match=_literal(self._prefix) + "*", count=1000)
+            for batch in _batches(found, _KEYS_PER_SCRIPT):
+                self._redis.unlink(*batch)
 
     def close(self) -> None:
         self._redis.close()
@@ -143,7 +154,7 @@ class RedisMedium:
 
     def _write_parts(self, temporary: str, fields: dict[str, Any]) -> None:
         with _translated():
-            pipeline = self._redis.pipeline(transaction=False)
+            pipeline = self._redis.pipeline()  # a transaction: no part is ever without its end
             pipeline.hset(temporary, mapping=fields)
             pipeline.expire(temporary, _TEMPORARY_SECONDS)
             pipeline.execute()

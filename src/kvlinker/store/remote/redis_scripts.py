@@ -145,6 +145,9 @@ forget(key)
 )
 """Arguments: key."""
 
+SIZES = _PRELUDE + "return redis.call('HMGET', sizes, unpack(ARGV, 3))"
+"""Arguments: nothing, keys. Returns what is accounted for each, or nothing."""
+
 USAGE = _PRELUDE + "return {used(), redis.call('ZCARD', uses)}"
 """No arguments. Returns bytes and blobs."""
 

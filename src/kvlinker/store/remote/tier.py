@@ -5,25 +5,30 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events, TierUnavailable
+from kvlinker.store.bandwidth import speed_name
 from kvlinker.store.base import TierCheck
 from kvlinker.store.byte_source import AheadSource, BufferSource, Bytes
-from kvlinker.store.chunk_file import ChunkFileError, decode_chunk, encode_chunk, open_chunk
+from kvlinker.store.chunk_file import decode_chunk, encode_chunk, open_chunk
+from kvlinker.store.chunk_header import ChunkFileError
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.codecs import RAW, Codec
+from kvlinker.store.compression import MissingLibraryError
 from kvlinker.store.encryption import NOT_SEALED, Sealing
 from kvlinker.store.layer_stream import ChunkReader, LayerLostError
 from kvlinker.store.pacing import Rest, no_rest
 from kvlinker.store.remote.availability import Availability
 from kvlinker.store.remote.deadline import Deadline
 from kvlinker.store.remote.medium import (
+    KEYS_AT_ONCE,
     BlobDamaged,
     BlobGone,
     BlobMedium,
@@ -73,6 +78,7 @@ class BlobTier:
     ) -> None:
         """``conceal`` takes credentials out of what the medium's errors say."""
         self.name = name
+        self.speed_name = speed_name(name, place=medium.place, codec=codec, sealing=sealing)
         self._medium = medium
         self._events = events
         self._answer_seconds = answer_seconds
@@ -118,6 +124,9 @@ class BlobTier:
             return TierReader(open_chunk(source, key, self._sealing), failed=failed)
         except LayerLostError:
             return None
+        except MissingLibraryError as error:
+            logger.warning("Chunk %s was not read from tier %s: %s", key, self.name, error)
+            return None
         except Exception as error:
             failed(error)
             return None
@@ -143,17 +152,20 @@ class BlobTier:
             self._availability.succeeded()
         return written.stored
 
+    def note_use(self, key: str, weight: float) -> None:
+        """Does nothing: what is evicted here is for all servers to say, by the uses that the medium sees itself."""
+
     def set_pinned(self, keys: Set[str]) -> None:
         """Does nothing: the other servers evict here, too, and do not know of this one's pins."""
 
     def contains(self, key: str) -> bool:
         return self.nbytes(key) is not None
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str) -> bool:
         """Where the medium does not answer now, the chunk is not found any more, and removed later."""
         with self._lock:
             self._doomed.add(_checked(key))
-        self._ask(partial(self._carry_out, key), None)
+        return self._ask(partial(self._carry_out, key), False)
 
     def keys(self) -> tuple[str, ...]:
         nothing: tuple[str, ...] = ()
@@ -165,12 +177,29 @@ class BlobTier:
     def nbytes(self, key: str) -> int | None:
         return None if self._is_doomed(key) else self._size(self._medium.stat, key)
 
+    def sizes(self, keys: Iterable[str]) -> dict[str, int] | None:
+        if not self._availability.up:
+            return None
+        sizes: dict[str, int] = {}
+        rest = iter(keys)
+        while batch := tuple(islice(rest, KEYS_AT_ONCE)):
+            found: dict[str, int] | None = self._ask(partial(self._medium.sizes, batch), None)
+            if found is None:
+                return None
+            sizes |= found
+        with self._lock:
+            return {key: size for key, size in sizes.items() if key not in self._doomed}
+
     def check(self) -> TierCheck:
         self._ask(self._medium.audit, None)
         sizes = {key: self._size(self._medium.stat, key) for key in self.keys()}
         results = [self._read(key, nbytes) for key, nbytes in sizes.items() if nbytes is not None]
         damaged = tuple(result for result in results if isinstance(result, ChunkDamaged))
         return TierCheck(self.name, checked=len(results), damaged=damaged)
+
+    def clear(self) -> None:
+        """Remove everything in this place, and the place itself: for one that holds nothing of worth."""
+        self._ask(self._medium.clear, None)
 
     def close(self) -> None:
         self._availability.close()
@@ -201,6 +230,9 @@ class BlobTier:
             kv = None if data is None else decode_chunk(BufferSource(data), key, self._sealing)
         except (BlobDamaged, ChunkFileError) as damage:
             return self._drop(key, str(damage))
+        except MissingLibraryError as error:
+            logger.warning("Chunk %s was not read from tier %s: %s", key, self.name, error)
+            return None
         if kv is not None:
             self._availability.succeeded()
         return kv
@@ -278,11 +310,12 @@ class BlobTier:
             return False
         return True
 
-    def _carry_out(self, key: str) -> None:
-        """Delete a doomed chunk from the medium."""
+    def _carry_out(self, key: str) -> bool:
+        """Delete a doomed chunk from the medium: True."""
         self._medium.delete(key)
         with self._lock:
             self._doomed.discard(key)
+        return True
 
 
 def _checked(key: str) -> str:

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
 from kvlinker.events import Events
 from kvlinker.store import ChunkKV, DiskTier
-from kvlinker.store.disk import chunk_place
+from kvlinker.store.chunk_folder import ChunkFolder
 from kvlinker.store.encryption import Sealing
-from kvlinker.store.lru import LruIndex
+from kvlinker.store.eviction import EvictionIndex
 
 _NO_LIMIT = 1 << 62
 
 
-class ChunkFolder:
+class WorkerChunks:
     """Reads and writes chunk files, and evicts none: what there is room for is the store's business, in the process
     that has the catalog. What it deletes is gone here, too. All methods may be called from any thread.
     """
 
     def __init__(self, directory: Path, *, memory_bytes: int, sealing: Sealing) -> None:
         """Raises StoreError where the folder cannot be used."""
-        self._root = str(directory)
+        self._folder = ChunkFolder(directory)
         self._disk = DiskTier(directory, _NO_LIMIT, Events(), sealing=sealing)
-        self._index = LruIndex(memory_bytes)
+        self._index = EvictionIndex(memory_bytes)
         self._memory: dict[str, ChunkKV] = {}
         self._evicted: set[str] = set()
         self._lock = threading.Lock()
 
     def contains(self, key: str) -> bool:
-        return os.path.exists(chunk_place(self._root, key))
+        return self._folder.path(key).exists()
 
     def at_hand(self, key: str) -> ChunkKV | None:
         """The chunk's KV if it is in memory, and still in the folder."""

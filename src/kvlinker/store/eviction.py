@@ -1,0 +1,194 @@
+"""The accounting that tiers share: sizes by key, in the order of their eviction, under a budget; pinned keys stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Set
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from sortedcontainers import SortedDict
+
+PINNED_SHARE = 0.8
+"""Of a tier's budget: pinned chunks beyond it are evicted like others, so that a small tier stays of use."""
+
+LEAST_SHARE = 1 / 16
+"""A use that computes less of a chunk again than this counts as if it computed this much."""
+
+MOST_REUSE = 256.0
+"""What uses can add up to: a favourite of old, however often it was used, gives way after a while."""
+
+Eviction = Literal["lru", "reuse"]
+"""Which chunks are evicted first: the least recently used, or the least reused ones."""
+
+
+def use_weight(recomputed: float) -> float:
+    """What a use adds to a chunk's reuse frequency f_r: 1 / ``recomputed``, the share of the chunk's tokens that it
+    computes again; from 1 to 1 / LEAST_SHARE. Under Cache-Craft that share is the CFO (section 3.3)."""
+    return 1 / min(1.0, max(recomputed, LEAST_SHARE))
+
+
+class Order(Protocol):
+    """Which keys are evicted first: those of the lowest priority, of equal ones the least recently used."""
+
+    def priority(self, reuse: float) -> float:
+        """Of a key that is used now; ``reuse``: what its uses add up to."""
+        ...
+
+    def evicted(self, priority: float) -> None:
+        """A key of this priority, the lowest, made room."""
+        ...
+
+
+class LeastRecentlyUsed:
+    """``Order`` by recency alone."""
+
+    def priority(self, reuse: float) -> float:
+        return 0.0
+
+    def evicted(self, priority: float) -> None:
+        """Nothing follows."""
+
+
+class LeastReused:
+    """``Order`` by Cache-Craft's reuse frequency f_r with LFU's dynamic ageing (Arlitt et al., "Evaluating content
+    management techniques for Web proxy caches", 2000): a key's priority is f_r plus the age at its last use, and the
+    age is the priority of what was evicted last.
+
+    Without ageing, newcomers would push each other out while keys stayed that nobody uses any more. f_r is not divided
+    by the size: both what a use saves and the room grow with the chunk's tokens.
+    """
+
+    def __init__(self) -> None:
+        self._age = 0.0
+
+    def priority(self, reuse: float) -> float:
+        return self._age + reuse
+
+    def evicted(self, priority: float) -> None:
+        self._age = max(self._age, priority)
+
+
+_ORDERS: Mapping[Eviction, Callable[[], Order]] = {"lru": LeastRecentlyUsed, "reuse": LeastReused}
+
+
+@dataclass(slots=True)
+class _Entry:
+    """``rank``: priority and time of the last use; the lowest is evicted first."""
+
+    nbytes: int
+    reuse: float
+    rank: tuple[float, int]
+
+
+class EvictionIndex:
+    """Keys and their sizes in bytes, in the order of their eviction. Not thread safe: the tier's lock guards it.
+
+    A key enters as if it had been used once by a request that computed all of it. Each step takes O(log n).
+    """
+
+    def __init__(self, budget_bytes: int, pinned: Set[str] = frozenset(), eviction: Eviction = "lru") -> None:
+        if budget_bytes < 0:
+            raise ValueError(f"A tier's budget must not be negative, got {budget_bytes} bytes.")
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self._order = _ORDERS[eviction]()
+        self._uses = 0
+        self._most_pinned_bytes = int(budget_bytes * PINNED_SHARE)
+        self._pinned_bytes = 0
+        self._pinned_keys = frozenset(pinned)
+        self._entries: dict[str, _Entry] = {}
+        self._evictable: MutableMapping[tuple[float, int], str] = SortedDict()
+        self._pinned: MutableMapping[tuple[float, int], str] = SortedDict()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def keys(self) -> tuple[str, ...]:
+        """The next to be evicted first, but pinned ones last."""
+        return (*self._evictable.values(), *self._pinned.values())
+
+    def nbytes(self, key: str) -> int | None:
+        entry = self._entries.get(key)
+        return None if entry is None else entry.nbytes
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        """``nbytes`` of those of the keys that are present."""
+        return {key: entry.nbytes for key in keys if (entry := self._entries.get(key)) is not None}
+
+    def set_pinned(self, keys: Set[str]) -> None:
+        """Pin these keys and no others, whether they are present or not."""
+        keys = frozenset(keys)
+        changed = [(key, self._taken(key)) for key in keys ^ self._pinned_keys if key in self._entries]
+        self._pinned_keys = keys
+        for key, entry in changed:
+            self._enter(key, entry)
+
+    def touch(self, key: str, weight: float = 0.0) -> bool:
+        """Note a use, now the last one, that adds ``weight`` to what the key's uses add up to; False where it is
+        absent."""
+        if key not in self._entries:
+            return False
+        entry = self._taken(key)
+        self._enter(key, self._used(entry.nbytes, min(entry.reuse + weight, MOST_REUSE)))
+        return True
+
+    def add(self, key: str, nbytes: int) -> None:
+        """Add an absent key, now used last. Does not look at the budget: call ``make_room`` first."""
+        self._enter(key, self._used(nbytes, use_weight(1.0)))
+
+    def remove(self, key: str) -> bool:
+        """Forget the key; False where it was absent."""
+        if key not in self._entries:
+            return False
+        self._taken(key)
+        return True
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether ``make_room`` can make room for them."""
+        return nbytes <= self.budget_bytes - min(self._pinned_bytes, self._most_pinned_bytes)
+
+    def make_room(self, nbytes: int) -> list[tuple[str, int]]:
+        """Remove keys until ``nbytes`` more fit; returns them with their sizes.
+
+        In the order of eviction; of the pinned ones only what exceeds their share of the budget, and that before
+        others.
+        """
+        removed: list[tuple[str, int]] = []
+        while self.used_bytes + nbytes > self.budget_bytes:
+            if self._pinned_bytes > self._most_pinned_bytes:
+                key = next(iter(self._pinned.values()))
+            elif self._evictable:
+                (priority, _), key = next(iter(self._evictable.items()))
+                self._order.evicted(priority)
+            else:
+                break
+            removed.append((key, self._taken(key).nbytes))
+        return removed
+
+    def _used(self, nbytes: int, reuse: float) -> _Entry:
+        """What is known of a key that is used now."""
+        self._uses += 1
+        return _Entry(nbytes, reuse, (self._order.priority(reuse), self._uses))
+
+    def _enter(self, key: str, entry: _Entry) -> None:
+        self._entries[key] = entry
+        self.used_bytes += entry.nbytes
+        if key in self._pinned_keys:
+            self._pinned[entry.rank] = key
+            self._pinned_bytes += entry.nbytes
+        else:
+            self._evictable[entry.rank] = key
+
+    def _taken(self, key: str) -> _Entry:
+        """Remove a present key; returns what was known of it."""
+        entry = self._entries.pop(key)
+        self.used_bytes -= entry.nbytes
+        if key in self._pinned_keys:
+            del self._pinned[entry.rank]
+            self._pinned_bytes -= entry.nbytes
+        else:
+            del self._evictable[entry.rank]
+        return entry

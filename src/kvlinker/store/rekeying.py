@@ -1,0 +1,93 @@
+"""Changes the key of a state directory: ``kvlinker caches rekey`` is the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from kvlinker.store.byte_source import Bytes, FileSource
+from kvlinker.store.catalog_encryption import change_key
+from kvlinker.store.chunk_file import open_chunk, open_regular
+from kvlinker.store.chunk_folder import ChunkFolder
+from kvlinker.store.chunk_header import ChunkFileError
+from kvlinker.store.compression import MissingLibraryError
+from kvlinker.store.database import Database
+from kvlinker.store.encryption import Cipher, SealedDataError, Sealing
+from kvlinker.store.errors import StoreError
+from kvlinker.store.state_lock import StateLock
+
+
+@dataclass(frozen=True, slots=True)
+class Rekeyed:
+    """What became of chunk files: written anew, found with the new key (by a run that was broken off), and removed, as
+    they opened with neither key."""
+
+    written: int
+    finished_before: int
+    removed: int
+
+
+def rekey(
+    catalog: Path,
+    chunks: Path,
+    old: Cipher | None,
+    new: Cipher | None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Rekeyed:
+    """Encrypt a catalog in one transaction and then its chunk files, one by one, with ``new``, or with nothing.
+
+    Broken off, it is finished by another call with the same keys: once the transaction is done, the directory is the
+    new key's, and files that still have the old one are damage to others. ``progress`` is told of files, done and in
+    all. Raises StoreError where others use the directory, ``old`` is not its key, or a file cannot be written.
+    """
+    with closing(StateLock(catalog.parent)) as lock:
+        lock.take_alone()
+        with closing(Database(catalog)) as database:
+            change_key(database, old, new, catalog)
+            database.compact()  # also if a run before this one was broken off in between
+        try:
+            return _rekey_files(ChunkFolder(chunks), Sealing(old), Sealing(new), progress)
+        except OSError as error:
+            raise StoreError(
+                f"A chunk file below {chunks} was not encrypted anew: {error}. Run this again with the same keys."
+            ) from error
+
+
+def _rekey_files(folder: ChunkFolder, old: Sealing, new: Sealing, progress: Callable[[int, int], None]) -> Rekeyed:
+    folder.remove_temporary_files(older_than=0.0)  # nobody else is writing
+    files = list(folder.files())
+    written = finished_before = removed = 0
+    for done, (key, status) in enumerate(files):
+        progress(done, len(files))
+        path = folder.path(key)
+        if _opened(path, key, new) is not None:
+            finished_before += 1
+        elif (plain := _opened(path, key, old)) is not None:
+            folder.place(folder.write(key, _writing(new, key, plain), last_use=status.st_mtime_ns), key)
+            folder.settle(key)
+            written += 1
+        else:
+            folder.remove(path)
+            removed += 1
+    progress(len(files), len(files))
+    return Rekeyed(written, finished_before, removed)
+
+
+def _opened(path: Path, key: str, sealing: Sealing) -> Bytes | None:
+    """All plain bytes of a chunk file, None where it does not open so."""
+    with open_regular(path) as file:
+        source = FileSource(file)
+        try:
+            with suppress(MissingLibraryError):  # its header was read by then, and the rest need not be decoded
+                open_chunk(source, key, sealing)
+            plain = sealing.source(key, source)
+            return plain.read(0, plain.size)
+        except (ChunkFileError, SealedDataError, EOFError):
+            return None
+
+
+def _writing(sealing: Sealing, key: str, plain: Bytes) -> Callable[[BinaryIO], None]:
+    return lambda file: file.writelines(sealing.pieces(key, len(plain), [plain.data]))

@@ -1,0 +1,96 @@
+"""What is deleted goes from every tier, however late a tier can be told, and whatever a request stores again."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from crash_work import Shared, State, chunk_of, open_state
+from tests.redis_server import RedisServer
+
+from kvlinker.store.deletions import LONGEST_REQUEST_SECONDS, LONGEST_TRANSACTION_SECONDS
+from kvlinker.tenants import Quota, Quotas
+
+
+class Clock:
+    """Unix seconds, as the tests say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.time()
+        monkeypatch.setattr("kvlinker.context_caches.time", self)
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def create(state: State, *numbers: int, **options: object) -> list[str]:
+    created = state.caches.create([str(number) for number in numbers], tenant="anna", **options).result()  # type: ignore[arg-type]
+    return [cache.id for cache in created]
+
+
+def test_a_deletion_in_an_outage_that_outlasts_the_process(
+    tmp_path: Path, frail_redis: RedisServer, clock: Clock
+) -> None:
+    shared = Shared(frail_redis.url)
+    with closing(open_state(tmp_path, shared)) as state:
+        (kept, gone) = create(state, 1, 2)
+        state.store.flush()
+        assert len(frail_redis.client.keys("kvlinker:chunk:*")) == 2
+        frail_redis.hang()
+        state.caches.delete(gone, tenant="anna")
+    clock.now += 2 * LONGEST_REQUEST_SECONDS
+    with closing(open_state(tmp_path, shared)) as state:
+        assert state.caches.get(kept, tenant="anna")
+    frail_redis.go_on()
+    with closing(open_state(tmp_path, shared)) as state:
+        (key,) = frail_redis.client.keys("kvlinker:chunk:*")
+        assert key.decode().endswith(state.caches.get(kept, tenant="anna").chunk_key)
+        assert state.catalog.released(0, clock.now) == {}
+
+
+@pytest.mark.parametrize("seconds", [0.0, 5.0, LONGEST_REQUEST_SECONDS - 1])
+def test_what_a_request_stores_again_goes_with_the_next_sweep(tmp_path: Path, clock: Clock, seconds: float) -> None:
+    with closing(open_state(tmp_path)) as state:
+        (one,) = create(state, 1)
+        state.caches.delete(one, tenant="anna")
+        state.caches.sweep()
+        clock.now += seconds
+        state.caches.sweep()
+        state.engine.use(chunk_of(1), "anna")
+        state.store.flush()
+        assert state.store.keys()
+        state.caches.sweep()
+        assert not state.store.keys()
+        create(state, 1)
+        state.caches.sweep()
+        assert state.store.keys()
+
+
+def test_a_deletion_that_becomes_visible_late(tmp_path: Path, clock: Clock) -> None:
+    """Its time is that before the transaction; another process sweeps in between."""
+    with closing(open_state(tmp_path)) as one, closing(open_state(tmp_path)) as other:
+        (cache_id,) = create(one, 1)
+        other.engine.use(one.caches.chunk(cache_id, tenant="anna"), "anna")
+        before = clock.now
+        clock.now += LONGEST_TRANSACTION_SECONDS - 1
+        other.caches.sweep()
+        assert other.store.keys()
+        one.catalog.delete(cache_id, "anna", before)
+        other.caches.sweep()
+        assert not other.store.keys()
+
+
+def test_expired_context_caches_make_room_though_others_hold_their_chunk(tmp_path: Path, clock: Clock) -> None:
+    with closing(open_state(tmp_path, quotas=Quotas(Quota(caches=2)))) as state:
+        create(state, 1)
+        create(state, 1, expires_at=clock.now + 1)
+        clock.now += 2
+        create(state, 1)
+        assert len(state.caches.list(tenant="anna").items) == 2

@@ -1,0 +1,150 @@
+"""The device tier: what is used moves up, pressure takes it down, and nothing is written from it.
+
+The "meta" device stands for one with memory of its own: what lies there is never what the host has.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.events import ChunkEvicted, ChunkLookup
+from kvlinker.store import ChunkKV, ChunkStore, DeviceTier, HostTier, TierUsage, device_tier, open_store
+from kvlinker.store.wanted import Urgency
+
+PLENTY = 1 << 20
+SIZE = chunk_kv(0).nbytes
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+def store_with(recorder: Recorder, device_bytes: int = PLENTY, device: torch.device = CPU) -> ChunkStore:
+    device_copies = DeviceTier(device_bytes, device, recorder.events)
+    return ChunkStore([HostTier(PLENTY, recorder.events)], recorder.events, device=device_copies)
+
+
+def devices_of(kv: ChunkKV | None) -> set[str]:
+    assert kv is not None
+    return {heads.device.type for layer in kv.layers for heads in (layer.key, layer.value)}
+
+
+def test_chunks_move_up_on_use(recorder: Recorder) -> None:
+    store = store_with(recorder, device=META)
+    store.put(key_of(1), chunk_kv(1))
+    assert store.tier_of(key_of(1)) == "host"
+    assert devices_of(store.get(key_of(1))) == {"meta"}
+    assert store.tier_of(key_of(1)) == "device"
+    assert devices_of(store.get_at_hand(key_of(1))) == {"meta"}
+    (loaded,) = store.load([key_of(1)], Urgency())
+    assert devices_of(loaded.result(timeout=0)) == {"meta"}
+    assert [lookup.tier for lookup in recorder.of(ChunkLookup)] == ["host", "device", "device"]
+    assert store.usage() == (TierUsage("device", SIZE, PLENTY, 1), TierUsage("host", SIZE, PLENTY, 1))
+    assert store.usage_of({key_of(1)}) == store.usage()
+
+
+def test_pressure_takes_chunks_down_and_loses_none(recorder: Recorder) -> None:
+    store = store_with(recorder, device_bytes=2 * SIZE)
+    for number in range(3):
+        store.put(key_of(number), chunk_kv(number))
+        store.get(key_of(number))
+    assert recorder.of(ChunkEvicted) == [ChunkEvicted("device", SIZE)]
+    assert [store.tier_of(key_of(number)) for number in range(3)] == ["host", "device", "device"]
+    for number in range(3):
+        kv = store.get(key_of(number))
+        assert kv is not None
+        assert same_kv(kv, chunk_kv(number))
+
+
+def test_what_has_no_room_on_the_device_is_taken_from_the_host(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = store_with(recorder, device_bytes=SIZE - 1, device=META)
+    store.put(key_of(1), chunk_kv(1))
+    assert devices_of(store.get(key_of(1))) == {"cpu"}
+    store = store_with(recorder, device=META)
+    store.put(key_of(1), chunk_kv(1))
+    with mock.patch.object(torch.Tensor, "to", side_effect=torch.OutOfMemoryError("no memory left")):
+        assert devices_of(store.get(key_of(1))) == {"cpu"}
+    assert "no memory left" in caplog.text
+    assert devices_of(store.get(key_of(1))) == {"meta"}
+
+
+def test_slower_tiers_are_written_from_the_host(tmp_path: Path, recorder: Recorder) -> None:
+    def opened(host_bytes: int) -> ChunkStore:
+        device = DeviceTier(PLENTY, META, recorder.events)
+        return open_store(tmp_path, host_bytes=host_bytes, disk_bytes=PLENTY, events=recorder.events, device=device)
+
+    store = opened(PLENTY)
+    store.put(key_of(1), chunk_kv(1))
+    assert devices_of(store.get(key_of(1))) == {"meta"}
+    store.close()
+    store = opened(0)
+    kv = store.get(key_of(1))
+    assert kv is not None
+    assert same_kv(kv, chunk_kv(1))
+    store.close()
+
+
+def test_deleting_removes_the_copy(recorder: Recorder) -> None:
+    store = store_with(recorder)
+    store.put(key_of(1), chunk_kv(1))
+    store.get(key_of(1))
+    store.delete(key_of(1))
+    assert store.get(key_of(1)) is None
+    assert store.keys() == frozenset()
+
+
+def test_a_copy_on_its_way_up_does_not_undo_a_delete(recorder: Recorder) -> None:
+    store = store_with(recorder)
+    store.put(key_of(1), chunk_kv(1))
+    copying, deleted = threading.Event(), threading.Event()
+    copied = DeviceTier.copied
+
+    def held_up(tier: DeviceTier, kv: ChunkKV) -> ChunkKV | None:
+        copying.set()
+        assert deleted.wait(10)
+        return copied(tier, kv)
+
+    def delete() -> None:
+        assert copying.wait(10)
+        store.delete(key_of(1))
+        deleted.set()
+
+    with mock.patch.object(DeviceTier, "copied", held_up):
+        run_threads(lambda: store.get(key_of(1)), delete)
+    assert store.keys() == frozenset()
+
+
+def test_pins_are_for_the_tiers_behind(recorder: Recorder) -> None:
+    store = store_with(recorder, device_bytes=SIZE)
+    store.set_pinned({key_of(0)})
+    for number in range(2):
+        store.put(key_of(number), chunk_kv(number))
+        store.get(key_of(number))
+    assert [store.tier_of(key_of(number)) for number in range(2)] == ["host", "device"]
+
+
+def test_by_default_a_tenth_of_what_is_free_on_cuda() -> None:
+    events = Recorder().events
+    with mock.patch("torch.cuda.mem_get_info", return_value=(10_000, 20_000)):
+        tier = device_tier(None, torch.device("cuda"), events)
+    assert tier is not None
+    assert tier.budget_bytes == 1000
+    assert device_tier(None, CPU, events) is None
+    assert device_tier(0, CPU, events) is None
+    assert device_tier(0, torch.device("cuda"), events) is None
+
+
+def test_a_budget_where_the_devices_memory_is_the_hosts_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"device_memory is 1,000 bytes.*set host_memory"):
+        device_tier(1000, CPU, Recorder().events)

@@ -1,0 +1,174 @@
+"""The accounting of tiers: budgets, orders of eviction, and pins."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvlinker.store.eviction import LEAST_SHARE, MOST_REUSE, PINNED_SHARE, EvictionIndex, use_weight
+
+KEYS = st.sampled_from("abcdefgh")
+WEIGHTS = st.sampled_from([0.0, 1.0, 1.5, 16.0, 200.0])
+ORDERS = st.sampled_from(["lru", "reuse"])
+
+
+class Model:
+    """What an index should do, in the plainest terms: a list in order of last use, searched from end to end."""
+
+    def __init__(self, eviction: str) -> None:
+        self.eviction = eviction
+        self.age = 0.0
+        self.used: list[str] = []  # the last one used last
+        self.sizes: dict[str, int] = {}
+        self.reuse: dict[str, float] = {}
+        self.priority: dict[str, float] = {}
+
+    def use(self, key: str, weight: float) -> None:
+        self.used = [other for other in self.used if other != key] + [key]
+        self.reuse[key] = min(self.reuse.get(key, 0.0) + weight, MOST_REUSE)
+        self.priority[key] = self.age + self.reuse[key] if self.eviction == "reuse" else 0.0
+
+    def add(self, key: str, nbytes: int) -> None:
+        self.sizes[key] = nbytes
+        self.use(key, 1.0)
+
+    def remove(self, key: str) -> None:
+        self.used.remove(key)
+        for known in (self.sizes, self.reuse, self.priority):
+            del known[key]
+
+    def in_order(self, pinned: frozenset[str]) -> list[str]:
+        """Pinned ones last."""
+        return sorted(self.used, key=lambda key: (key in pinned, self.priority[key], self.used.index(key)))
+
+    def evict(self, pinned: frozenset[str], excess: bool) -> str:
+        """The next one to go; a pinned one where they exceed their share."""
+        key = next(key for key in self.in_order(pinned) if (key in pinned) == excess)
+        if not excess:
+            self.age = max(self.age, self.priority[key])
+        self.remove(key)
+        return key
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Any sequence of calls leaves the index as the model."""
+
+    @initialize(budget=st.integers(0, 200), eviction=ORDERS)
+    def begin(self, budget: int, eviction: str) -> None:
+        self.index = EvictionIndex(budget, eviction=eviction)
+        self.model = Model(eviction)
+        self.pinned: frozenset[str] = frozenset()
+
+    @rule(key=KEYS, nbytes=st.integers(1, 60))
+    def put(self, key: str, nbytes: int) -> None:
+        if key in self.model.sizes or not self.index.fits(nbytes):
+            return
+        most_pinned = int(self.index.budget_bytes * PINNED_SHARE)
+        for gone, size in self.index.make_room(nbytes):
+            excess = sum(self.model.sizes[held] for held in self.pinned & self.model.sizes.keys()) > most_pinned
+            assert self.model.sizes[gone] == size
+            assert gone == self.model.evict(self.pinned, excess)
+        self.index.add(key, nbytes)
+        self.model.add(key, nbytes)
+
+    @rule(key=KEYS, weight=WEIGHTS)
+    def use(self, key: str, weight: float) -> None:
+        known = key in self.model.sizes
+        assert self.index.touch(key, weight) == known
+        if known:
+            self.model.use(key, weight)
+
+    @rule(key=KEYS)
+    def remove(self, key: str) -> None:
+        known = key in self.model.sizes
+        assert self.index.remove(key) == known
+        if known:
+            self.model.remove(key)
+
+    @rule(keys=st.frozensets(KEYS))
+    def pin(self, keys: frozenset[str]) -> None:
+        self.pinned = keys
+        self.index.set_pinned(keys)
+
+    @precondition(lambda self: hasattr(self, "index"))
+    @invariant()
+    def agrees(self) -> None:
+        assert list(self.index.keys()) == self.model.in_order(self.pinned)
+        assert {key: self.index.nbytes(key) for key in self.index.keys()} == self.model.sizes  # noqa: SIM118
+        assert self.index.used_bytes == sum(self.model.sizes.values()) <= self.index.budget_bytes
+        assert len(self.index) == len(self.model.sizes)
+        assert all((key in self.index) == (key in self.model.sizes) for key in "abcdefgh")
+        assert self.index.fits(self.index.budget_bytes - int(self.index.budget_bytes * PINNED_SHARE))
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def put(index: EvictionIndex, key: str, nbytes: int = 10) -> list[str]:
+    """Returns what made room."""
+    gone = [evicted for evicted, _ in index.make_room(nbytes)]
+    index.add(key, nbytes)
+    return gone
+
+
+def test_pinned_keys_stay_while_others_come_and_go() -> None:
+    index = EvictionIndex(100, pinned={"p", "q"})
+    for key, nbytes in (("p", 30), ("a", 30), ("q", 30)):
+        index.add(key, nbytes)
+    assert index.keys() == ("a", "p", "q")
+    assert index.make_room(40) == [("a", 30)]
+    index.add("b", 40)
+    assert not index.fits(41)
+    assert index.make_room(40) == [("b", 40)]
+    index.set_pinned(frozenset({"q"}))
+    assert index.fits(70)
+    assert index.make_room(60) == [("p", 30)]
+    assert index.keys() == ("q",)
+
+
+def test_pins_leave_a_share_to_others() -> None:
+    index = EvictionIndex(100, pinned=set("pqr"))
+    for key in "pqr":
+        index.add(key, 30)
+    assert index.fits(20)
+    assert not index.fits(21)
+    assert index.make_room(20) == [("p", 30)]
+
+
+def test_what_is_cheap_to_reuse_stays_when_it_was_used_before() -> None:
+    for eviction, gone in (("lru", "cheap"), ("reuse", "dear")):
+        index = EvictionIndex(20, eviction=eviction)
+        for key, recomputed in (("cheap", 0.1), ("dear", 0.9)):
+            put(index, key)
+            index.touch(key, use_weight(recomputed))
+        assert put(index, "new") == [gone]
+
+
+def test_newcomers_do_not_only_push_each_other_out_and_old_favourites_go() -> None:
+    index = EvictionIndex(30, eviction="reuse")
+    put(index, "favourite")
+    for _ in range(1000):
+        index.touch("favourite", use_weight(0.0))
+    gone = [key for number in range(1000) for key in put(index, str(number))]
+    at = gone.index("favourite")
+    assert 2 * (MOST_REUSE - 1) <= at <= 2 * (MOST_REUSE + 1)  # two places turn over at each step of the age
+    assert gone[:at] == [str(number) for number in range(at)]
+
+
+def test_a_newcomer_outlives_what_is_no_longer_used() -> None:
+    index = EvictionIndex(30, eviction="reuse")
+    for key in "abc":
+        put(index, key)
+        index.touch(key, 4.0)
+    assert [key for key in "defg" for key in put(index, key)] == ["a", "b", "c", "d"]
+
+
+@given(st.floats(0, 1))
+def test_weights_are_bounded_and_fall_with_what_is_computed_again(recomputed: float) -> None:
+    weight = use_weight(recomputed)
+    assert 1 <= weight <= 1 / LEAST_SHARE
+    assert weight == pytest.approx(1 / max(recomputed, LEAST_SHARE))
+    assert use_weight(min(1.0, recomputed + 0.1)) <= weight
