@@ -183,6 +183,7 @@ def test_a_full_redis_makes_room_from_what_is_ours(
     assert (tier.keys(), tier.used_bytes) == ((), 0)
     assert len(warnings(caplog)) == 1
     assert len(recorder.of(TierUnavailable)) == 2
+    assert "HSET" not in caplog.text, "no part of a chunk is logged"
     assert not redis_server.client.keys("kvlinker:temporary:*")
 
     redis_server.client.config_set("maxmemory", 0)

@@ -192,6 +192,13 @@ class ChunkStore:
         """The keys of all chunks that lie in tiers of this store alone, or wait to be written."""
         return self._keys([tier for tier in self._tiers if not tier.shared])
 
+    def lying(self, keys: Set[str]) -> frozenset[str]:
+        """Those of the keys that tiers of this store alone, its device's included, know of, or that wait to be
+        written."""
+        known = [(tier.sizes(keys) or {}).keys() for tier in self._all_tiers if not tier.shared]
+        waiting = [keys & set(writer.keys()) for writer in self._writers.values()]
+        return frozenset().union(*known, *waiting)
+
     def delete(self, key: str) -> bool:
         """Remove the chunk from all tiers; whether its bytes are gone from all of them (see ``Tier.delete``). It comes
         back only by a ``put`` that has not returned before this call.
