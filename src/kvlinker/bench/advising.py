@@ -8,8 +8,9 @@ import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,17 +20,20 @@ from kvlinker.advice import TierFigures, figures_of
 from kvlinker.bench.probing import Delivery, ProbeFailedError, ProbeStoppedError, measure_memory, measure_tier
 from kvlinker.bench.subject import Subject
 from kvlinker.bench.ttft import TENANT, Workload
+from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.config import Settings
 from kvlinker.engine.base import Engine, Failed, Finished, GenerationEvent, GenerationRequest, SamplingParams
 from kvlinker.engine.loading import LoadedModel
 from kvlinker.engine.pace import fitted, pace_name
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import Policy, parse_policy
+from kvlinker.llm import LLM
 from kvlinker.prompt.segments import FreshSegment, Prompt
 from kvlinker.store import ChunkKV, LayerKV, Speeds, load_cipher
 from kvlinker.store.bandwidth import speed_values
 from kvlinker.store.chunk_file import encode_chunk
 from kvlinker.store.codecs import CODECS, RAW, Codec
+from kvlinker.store.compression import MissingLibraryError
 from kvlinker.store.scratch import ScratchPlace, scratch_places
 from kvlinker.store.speeds import FILE_NAME
 
@@ -81,12 +85,15 @@ def measure(
             param="context_tokens",
         )
     places = scratch_places(settings, load_cipher(settings.encryption_key))
-    with subject.llm(kv_slots=context_tokens + _SPARE_SLOTS, disk_space=0) as llm:
+    with subject.llm(kv_slots=context_tokens + _SPARE_SLOTS, disk_space=0, device_memory=0) as llm:
         prefill = _measure_prefill(llm.engine, loaded, context_tokens, progress)
         percent = _percent_of(parse_policy(policy), llm.engine, loaded, context_tokens, progress)
+        sample = _sample(llm, loaded, min(SAMPLE_TOKENS, context_tokens))
     per_token, per_pair = fitted(list(prefill.items()))
     prefill_seconds = per_token * context_tokens + per_pair * context_tokens * (context_tokens + 1) / 2
-    sampled, failed = _measure_tiers(loaded, context_tokens, settings.host_memory, places, progress)
+    sampled, failed = _measure_tiers(
+        partial(_samples, sample, context_tokens), settings.host_memory, loaded.device, places, progress
+    )
     tiers = [
         figures_of(
             tier,
@@ -133,23 +140,32 @@ class _Sampled:
     @property
     def smaller(self) -> dict[str, float]:
         """Bytes per token of the other codecs that take fewer."""
-        sizes = {codec.name: _bytes_per_token(self.samples[0], codec) for codec in self.others}
-        return {name: size for name, size in sizes.items() if size < self.bytes_per_token}
+        found = {}
+        for codec in self.others:
+            with suppress(MissingLibraryError):
+                size = _bytes_per_token(self.samples[0], codec)
+                if size < self.bytes_per_token:
+                    found[codec.name] = size
+        return found
 
 
 def _measure_tiers(
-    loaded: LoadedModel, context_tokens: int, host_bytes: int, places: Sequence[ScratchPlace], progress: Progress
+    samples_in: Callable[[int], list[ChunkKV]],
+    host_bytes: int,
+    device: torch.device,
+    places: Sequence[ScratchPlace],
+    progress: Progress,
 ) -> tuple[dict[str, _Sampled], dict[str, str]]:
-    """By tier: what was measured, and what failed."""
+    """By tier: what was measured, and what failed. ``samples_in`` makes samples of so many bytes at most."""
     sampled, failed = {}, {}
     if host_bytes:
         progress("host: copying samples")
-        if samples := _samples(loaded, context_tokens, host_bytes // 10):
-            sampled["host"] = _Sampled(samples, RAW, (), measure_memory(samples, loaded.device))
+        if samples := samples_in(host_bytes // 10):
+            sampled["host"] = _Sampled(samples, RAW, (), measure_memory(samples, device))
         else:
             failed["host"] = _TOO_SMALL
     for place in places:
-        if samples := _samples(loaded, context_tokens, place.room_bytes):
+        if samples := samples_in(place.room_bytes):
             try:
                 delivery = _probe(place, samples, progress)
             except (ProbeFailedError, OSError) as error:
@@ -210,28 +226,26 @@ def _percent_of(policy: Policy, engine: Engine, loaded: LoadedModel, length: int
     return 100 * cost.recomputed_tokens / (cost.cached_tokens + cost.recomputed_tokens)
 
 
-def _samples(loaded: LoadedModel, context_tokens: int, room_bytes: int) -> list[ChunkKV]:
-    """Chunks of random KV that make up the context, or as much of it as there is room for; none, if that is too
-    little."""
-    room_tokens = min(room_bytes, SAMPLES_BYTES) // loaded.kv_bytes_per_token
-    tokens = min(SAMPLE_TOKENS, context_tokens, room_tokens)
-    if tokens < min(_LEAST_TOKENS, context_tokens):
+def _sample(llm: LLM, loaded: LoadedModel, tokens: int) -> ChunkKV:
+    """The KV that the model computes of random tokens: what compresses it knows no better."""
+    generator = np.random.default_rng(1)
+    chunk = Chunk(tuple(generator.integers(0, loaded.vocabulary, tokens).tolist()))
+    llm.engine.cache_chunk(chunk, tenant=TENANT).result()
+    kv = llm.store.get(chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant=TENANT))
+    assert kv is not None, "the store's memory is large enough for a chunk"
+    return kv
+
+
+def _samples(sample: ChunkKV, context_tokens: int, room_bytes: int) -> list[ChunkKV]:
+    """As many copies as make up the context, or as much of it as there is room for; none, if that is too little."""
+    room_tokens = min(room_bytes, SAMPLES_BYTES) * _tokens(sample) // sample.nbytes
+    tokens = min(_tokens(sample), room_tokens)
+    if tokens < min(_LEAST_TOKENS, _tokens(sample)):
         return []
     count = min(math.ceil(context_tokens / tokens), room_tokens // tokens)
-    generator = torch.Generator().manual_seed(0)
-
-    def heads(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(loaded.dtype)
-
     return [
         ChunkKV(
-            tuple(
-                LayerKV(
-                    heads(layer.kv_heads, tokens, layer.key_dim),
-                    heads(layer.kv_heads, tokens, layer.value_dim),
-                )
-                for layer in loaded.layers
-            )
+            tuple(LayerKV(layer.key[:, :tokens].clone(), layer.value[:, :tokens].clone()) for layer in sample.layers)
         )
         for _ in range(count)
     ]

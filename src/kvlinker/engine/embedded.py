@@ -79,7 +79,7 @@ class EmbeddedEngine:
         )
         on_host = loaded.device.type == "cpu"
         commands = CommandQueue()
-        self._pace = Pace(self._cost, speeds, pace_name(loaded), on_host=on_host)
+        pace = self._pace = Pace(self._cost, speeds, pace_name(loaded), on_host=on_host)
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
         self._chunks = ChunkBuilder(
             loaded,
@@ -104,7 +104,7 @@ class EmbeddedEngine:
             commands,
             self._admission,
             Captures(self._chunks, builder, self._scheduler, commands, self._loaders),
-            self._pace,
+            pace,
             layers=len(loaded.layers),
             linked=lambda *linked: self._loaders.submit(links.note_use, *linked),
             computing=store.pacing.computing if on_host else nullcontext,

@@ -28,7 +28,7 @@ class Forecast:
         """
         if self.load is None or not self.prefill:
             return least
-        percent = 100 * self.load / self.prefill
+        percent = 100 * (self.load / self.prefill)
         if not self.overlaps:
             return 100.0 if percent + least > 100 else least
         return min(100.0, max(percent, least))

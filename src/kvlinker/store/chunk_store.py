@@ -124,8 +124,8 @@ class ChunkStore:
         """What reading these chunks is expected to take, each from the fastest tier that has it. What is in memory, or
         nowhere, takes no time; None where a tier that is needed has not been measured. Counts as no use."""
         times = []
-        for key in keys:
-            if self._tiers[0].contains(key) or self._waiting(key) is not None:
+        for key in set(keys):
+            if self._at_hand(key):
                 continue
             for tier in self._tiers[1:]:
                 nbytes = tier.nbytes(key)
@@ -173,7 +173,7 @@ class ChunkStore:
         """The name of the fastest tier that has the chunk. Does not count as a use."""
         if self._device is not None and self._device.contains(key):
             return self._device.name
-        if self._tiers[0].contains(key) or self._waiting(key) is not None:
+        if self._at_hand(key):
             return self._tiers[0].name
         return next((tier.name for tier in self._tiers[1:] if tier.contains(key)), None)
 
@@ -283,6 +283,12 @@ class ChunkStore:
         if waiting:
             loader.load(waiting, replace(urgency, prefill=share.prefill * len(waiting)))
         return [one.future for one in found]
+
+    def _at_hand(self, key: str) -> bool:
+        """Whether ``get_at_hand`` would find the chunk."""
+        if self._device is not None and self._device.contains(key):
+            return True
+        return self._tiers[0].contains(key) or self._waiting(key) is not None
 
     def _begun(self, key: str, urgency: Urgency) -> Wanted:
         """A chunk that is found or missed already, or waits to be loaded."""

@@ -116,12 +116,12 @@ class LoadJob:
 class _Reading:
     """One chunk on its way in."""
 
-    def __init__(self, wanted: Wanted, opened: Opened, late: Callable[[], None], taken: LoadTime) -> None:
+    def __init__(self, wanted: Wanted, opened: Opened, late: Callable[[], None], time: LoadTime) -> None:
         self.wanted = wanted
         self.tier = opened.tier
         self.reader = opened.reader
         self.stream = LayerStream(opened.reader.layers, patience=PATIENCE_SECONDS, late=late)
-        self.time = taken
+        self.time = time
         self._closed = False
 
     @property
