@@ -24,10 +24,13 @@ from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import SplitMethod, split_text
 from kvlinker.state import open_state
-from kvlinker.store import UNCHANGED, ContextCache, Page, Unchanged
+from kvlinker.store import UNCHANGED, ContextCache, Page, Speeds, Unchanged
+from kvlinker.store.speeds import FILE_NAME
 from kvlinker.tenants import DEFAULT_TENANT, Scope, parse_scope
 
 __all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Message"]
+
+PREFILL_TOKENS = 1024
 
 
 class LLM:
@@ -60,8 +63,13 @@ class LLM:
         self.model_name = settings.served_name
         self.created_at = time.time()
         self.tokenizer = loaded.tokenizer
+        self.speeds = Speeds(settings.state_dir / FILE_NAME)
         self.catalog, self.store = open_state(
-            settings, self.events, host_bytes=settings.host_memory, device=loaded.device
+            settings,
+            self.events,
+            host_bytes=settings.host_memory,
+            device=loaded.device,
+            speeds=self.speeds,
         )
         self.engine: Engine = EmbeddedEngine(
             loaded,
@@ -71,6 +79,7 @@ class LLM:
             variants=VariantLibrary(
                 self.catalog.variants, self.store, fingerprint=loaded.fingerprint, limit=settings.max_variants
             ),
+            speeds=self.speeds,
         )
         self.builder = PromptBuilder(
             self.tokenizer,
@@ -95,6 +104,11 @@ class LLM:
     def load(self) -> EngineLoad:
         """How busy the engine is."""
         return self.engine.load()
+
+    def prefill_rate(self) -> float | None:
+        """Tokens per second of a prompt of ``PREFILL_TOKENS``, going by what was computed; None where nothing was."""
+        seconds = self.engine.prefill_seconds(PREFILL_TOKENS)
+        return PREFILL_TOKENS / seconds if seconds else None
 
     def generate_context_cache(
         self,
@@ -289,6 +303,7 @@ class LLM:
         self.engine.close()
         self.caches.close()
         self.store.close()
+        self.speeds.close()
         self.catalog.close()
 
     def __enter__(self) -> Self:

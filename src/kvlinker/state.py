@@ -8,7 +8,7 @@ import torch
 
 from kvlinker.config import Settings
 from kvlinker.events import Events
-from kvlinker.store import Catalog, ChunkStore, device_tier, load_cipher, open_store
+from kvlinker.store import Catalog, ChunkStore, Speeds, device_tier, load_cipher, open_store
 from kvlinker.store.codecs import find_codec
 from kvlinker.store.remote import shared_tiers
 
@@ -20,9 +20,16 @@ class State(NamedTuple):
     store: ChunkStore
 
 
-def open_state(settings: Settings, events: Events, *, host_bytes: int, device: torch.device | None = None) -> State:
+def open_state(
+    settings: Settings,
+    events: Events,
+    *,
+    host_bytes: int,
+    device: torch.device | None = None,
+    speeds: Speeds | None = None,
+) -> State:
     """The catalog and the store that the settings name, the store with ``host_bytes`` in memory; ``device``: where a
-    model runs that takes chunks from it.
+    model runs that takes chunks from it. ``speeds`` keeps what is measured of its tiers.
 
     Raises StoreError where one of them cannot be used, and InvalidRequestError for a budget of a device without memory
     of its own.
@@ -44,6 +51,7 @@ def open_state(settings: Settings, events: Events, *, host_bytes: int, device: t
             eviction=settings.eviction,
             device=copies,
             shared=shared_tiers(settings, events, cipher),
+            speeds=speeds,
         )
     except BaseException:
         catalog.close()

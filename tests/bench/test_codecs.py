@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvlinker.bench.codecs import COLUMNS, codec_rows, prose_kvs
+from kvlinker.bench.codecs import COLUMNS, codec_rows, prose_kvs, run_codecs
 from kvlinker.bench.subject import Subject
 from kvlinker.store.chunk_file import encode_chunk
 from kvlinker.store.codecs import CODECS
@@ -28,3 +28,10 @@ def test_rows_tell_room_error_and_time():
         assert packed["key_error"] == rows[name]["key_error"]
     assert 0 < rows["int8"]["value_error"] < rows["int4"]["value_error"] < 0.2
     assert codec_rows(kvs, repeat=1, codecs=["int8"])[0]["key_error"] == pytest.approx(rows["int8"]["key_error"])
+
+
+def test_the_report_is_of_the_models_own_kv():
+    subject = Subject("llama", "kvlinker bench …", loaded_model("llama"), {})
+    report = run_codecs(subject, chunks=2, chunk_tokens=32, repeat=1)
+    assert [row["codec"] for row in report.rows] == list(CODECS)
+    assert report.settings["model"] == "llama"

@@ -34,6 +34,7 @@ EVERY_POLICY = [
     "h2o-30",
     "cacheblend-20",
     "cacheblend-20-onestep-v",
+    "cacheblend-auto",
     "cachecraft-0.7",
     "cachecraft-1-focus-w1",
     "query-10",

@@ -32,7 +32,7 @@ class Links:
         self.asked = {}
         self.begun = threading.Semaphore(0)
 
-    def link(self, request, *, counts, at_hand):
+    def link(self, request, *, at_hand):
         self.asked[request] = Future()
         self.begun.release()
         return self.asked[request]

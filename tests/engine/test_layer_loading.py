@@ -9,13 +9,13 @@ import pytest
 from kvlinker.engine.linked_request import LinkedRequest
 from kvlinker.errors import EngineClosedError
 from kvlinker.events import ChunkDamaged, ChunkLoaded, ChunkLookup
-from kvlinker.store import DiskTier, HostTier, load_job
+from kvlinker.store import DiskTier, HostTier, bandwidth, load_job
 from kvlinker.store.layer_stream import LayerLostError
 from kvlinker.store.remote import object_tier
 from tests.engine.conftest import Bench, linked_prompt
 
 PLENTY = 1 << 28
-POLICIES = ["naive", "legolink-4", "h2o-30", "cacheblend-20", "query-10", "cachecraft-0.7"]
+POLICIES = ["naive", "legolink-4", "h2o-30", "cacheblend-20", "cacheblend-auto-30", "query-10", "cachecraft-0.7"]
 mark_lost = LinkedRequest.mark_lost
 PROMPT = linked_prompt(40, 33, 21, middle=3)
 
@@ -23,7 +23,7 @@ PROMPT = linked_prompt(40, 33, 21, middle=3)
 @pytest.fixture(autouse=True)
 def _reading_only_waits(monkeypatch):
     """Here, reading is never taken for work that computing could not hide."""
-    monkeypatch.setattr(load_job, "BUSY_SHARE", 1e9)
+    monkeypatch.setattr(bandwidth, "BUSY_SHARE", 1e9)
 
 
 class GatedReader:

@@ -63,6 +63,9 @@ class FakeEngine:
             used = sum(len(speaker.request.prompt) for speaker in self._active)
             return EngineLoad(len(self._active), 0, used, 4096)
 
+    def prefill_seconds(self, tokens: int) -> float | None:
+        return None
+
     def ended(self, speaker: _Speaker, *, cancelled: bool) -> None:
         with self._changed:
             self._active.discard(speaker)

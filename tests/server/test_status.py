@@ -58,6 +58,18 @@ def test_gauges_are_read_when_scraped(served: Served) -> None:
     assert ("kvlinker:store_bytes", frozenset({("tier", "disk")})) in scraped
 
 
+def test_measured_speeds_are_shown(served: Served) -> None:
+    served.post("/v1/completions", {"prompt": "a prompt that tells how fast the model is", "max_tokens": 1})
+    served.llm.store.bandwidths.note("disk", 10**12, 1.0)
+    scraped = figures(served)
+    status = served.get("/status").json()
+    bandwidth = scraped["kvlinker:tier_bandwidth_bytes_per_second", frozenset({("tier", "disk")})]
+    assert bandwidth > 0
+    assert {tier["name"]: tier["bytes_per_second"] for tier in status["tiers"]} == {"host": None, "disk": bandwidth}
+    assert scraped["kvlinker:prefill_tokens_per_second", frozenset()] > 0
+    assert status["prefill_tokens_per_second"] > 0
+
+
 def test_evictions_and_damage_are_counted(served: Served) -> None:
     name = "kvlinker:evictions_total", frozenset({("tier", "host")})
     before = figures(served)[name]

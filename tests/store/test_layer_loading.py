@@ -14,8 +14,19 @@ from hypothesis import strategies as st
 from store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 from kvlinker.events import ChunkDamaged, ChunkLoaded, ChunkLookup
-from kvlinker.store import ChunkKV, ChunkStore, DiskTier, HostTier, LayerKV, layer_loader, load_job, reader_threads
-from kvlinker.store.bandwidth import Bandwidths
+from kvlinker.store import (
+    ChunkKV,
+    ChunkStore,
+    DiskTier,
+    HostTier,
+    LayerKV,
+    Speeds,
+    bandwidth,
+    layer_loader,
+    load_job,
+    reader_threads,
+)
+from kvlinker.store.bandwidth import Bandwidths, LoadTime
 from kvlinker.store.joined_reader import UnderWay
 from kvlinker.store.layer_loader import LayerLoader
 from kvlinker.store.layer_stream import ChunkReader, HeldReader, LayerLostError, LayerStream
@@ -101,7 +112,7 @@ def test_the_chunks_that_a_thread_reads_advance_together(loader: LayerLoader) ->
 def test_reading_that_takes_the_computations_processors_comes_first(
     loader: LayerLoader, monkeypatch: pytest.MonkeyPatch, share: float, shares: bool, begins: int
 ) -> None:
-    monkeypatch.setattr(load_job, "BUSY_SHARE", share)
+    monkeypatch.setattr(bandwidth, "BUSY_SHARE", share)
     ended: list[Loaded | None] = []
     reader = ScriptedReader(1, [])
     reader.permits = threading.Semaphore(begins - 1)
@@ -546,6 +557,78 @@ def test_what_is_sooner_computed_is_not_loaded() -> None:
     assert complete(store.load([key_of(1)], Urgency(compute=1.0, prefill=0.5))) == [None]
     store.close()
     assert [lookup.hit for lookup in recorder.of(ChunkLookup)] == [False]
+
+
+def test_what_is_decided_is_loaded_even_if_it_were_sooner_computed() -> None:
+    recorder = Recorder()
+    slow = Slow(recorder)
+    store = ChunkStore([HostTier(PLENTY, recorder.events), slow], recorder.events)
+    slow.put(key_of(1), chunk_kv(1))
+    store.bandwidths.note("slow", 1, 10.0)
+    (kv,) = complete(store.load([key_of(1)], Urgency(compute=1.0, prefill=0.5, decided=True)))
+    store.close()
+    assert kv is not None
+    assert same_kv(kv, chunk_kv(1))
+
+
+def test_how_long_loading_takes_is_summed_over_the_chunks_tiers() -> None:
+    recorder = Recorder()
+    host, slow, slower = HostTier(PLENTY, recorder.events), Slow(recorder), Slow(recorder)
+    slower.name = slower.speed_name = "slower"
+    store = ChunkStore([host, slow, slower], recorder.events)
+    host.put(key_of(0), chunk_kv(0))
+    slow.put(key_of(1), chunk_kv(1))
+    slower.put(key_of(1), chunk_kv(1))
+    slower.put(key_of(2), chunk_kv(2, tokens=9))
+    everything = [key_of(number) for number in range(4)]
+    assert store.load_time([key_of(0), key_of(3)]) == LoadTime()  # in memory, and nowhere
+    assert store.load_time(everything) is None
+    store.bandwidths.note("slow", 1000, 1.0)
+    assert store.load_time([key_of(1)]) == LoadTime(chunk_kv(1).nbytes / 1000)
+    assert store.load_time(everything) is None
+    store.bandwidths.note("slower", 100, 1.0, 0.25)
+    expected = chunk_kv(1).nbytes / 1000 + chunk_kv(2, tokens=9).nbytes / 100
+    found = store.load_time(everything)
+    assert found is not None
+    assert found.seconds == pytest.approx(expected)
+    assert found.busy == pytest.approx(chunk_kv(2, tokens=9).nbytes / 100 / 4)
+    store.close()
+    assert recorder.of(ChunkLookup) == []
+
+
+def test_ahead_of_time_one_prompts_chunks_at_a_time_are_loaded() -> None:
+    recorder = Recorder()
+    host, slow = HostTier(PLENTY, recorder.events), Slow(recorder)
+    store = ChunkStore([host, slow], recorder.events)
+    for number in range(3):
+        slow.put(key_of(number), chunk_kv(number))
+    store.bandwidths.note("slow", 1, 10.0)  # whatever it takes
+    slow.permits = threading.Semaphore(0)
+    store.load_ahead([key_of(0)])
+    store.load_ahead([key_of(1)])
+    slow.permits.release(9)
+    deadline = time.monotonic() + TIMEOUT
+    while not host.contains(key_of(0)):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    assert not host.contains(key_of(1))
+    while not host.contains(key_of(2)):
+        assert time.monotonic() < deadline
+        store.load_ahead([key_of(2)])
+        time.sleep(0.002)
+    store.close()
+
+
+def test_speeds_are_kept_under_the_tiers_names() -> None:
+    recorder = Recorder()
+    speeds = Speeds()
+    tiers = [HostTier(PLENTY, recorder.events), Slow(recorder)]
+    tiers[1].speed_name = "load slow raw there"
+    store = ChunkStore(tiers, recorder.events, speeds=speeds)
+    store.bandwidths.note("slow", 1000, 1.0)
+    store.close()
+    assert speeds.of("load slow raw there") == (1000, 0)
+    assert store.bandwidths.known() == {"slow": 1000}
 
 
 def tier_of_kind(kind: str, folder: Path, recorder: Recorder) -> DiskTier:

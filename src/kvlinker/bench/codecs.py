@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from kvlinker.bench.report import Row
+from kvlinker.bench.report import Report, Row
 from kvlinker.bench.subject import Subject
 from kvlinker.evaluation.datasets import BUNDLED
 from kvlinker.evaluation.datasets.records import Record, read_records
@@ -66,6 +66,20 @@ def codec_rows(
             }
         )
     return rows
+
+
+def run_codecs(
+    subject: Subject,
+    *,
+    chunks: int,
+    chunk_tokens: int,
+    repeat: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """``codec_rows`` of the model's own KV of prose."""
+    progress(f"computing {chunks} chunks of prose")
+    kvs = prose_kvs(subject, chunks=chunks, chunk_tokens=chunk_tokens)
+    return subject.report(list(codec_rows(kvs, repeat=repeat, progress=progress)))
 
 
 def prose_kvs(subject: Subject, *, chunks: int, chunk_tokens: int) -> list[ChunkKV]:

@@ -12,13 +12,15 @@ from typing import Any
 import psutil
 import torch
 
+from kvlinker.machine import processor
+
 LIBRARIES = ("kvlinker", "torch", "transformers")
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Processor, cores, threads and memory."""
     described = {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": psutil.cpu_count(logical=False),
         "threads": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -57,11 +59,3 @@ def _median_seconds(call: Callable[[], object], device: torch.device, repeat: in
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds[2:])
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

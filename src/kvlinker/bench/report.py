@@ -13,7 +13,7 @@ from rich.table import Table
 
 Row = Mapping[str, Any]
 
-_TEXT_COLUMNS = ("policy", "engine", "system", "case", "dataset", "task", "metric")
+_TEXT_COLUMNS = ("policy", "engine", "system", "case", "dataset", "task", "metric", "tier", "codec", "hidden")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Report:
 def _cell(value: object) -> str:
     if value is None:
         return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         digits = 1 if abs(value) >= 10 else 2 if abs(value) > 1 else 3
         return f"{value:.{digits}f}"

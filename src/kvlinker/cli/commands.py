@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvlinker.cli import bench, caches
+from kvlinker.cli.advise import advise
 from kvlinker.cli.calibrate import calibrate
 from kvlinker.cli.check import check
 from kvlinker.cli.ingest import ingest
@@ -44,6 +45,7 @@ app.command()(ingest)
 app.command()(check)
 app.command()(policies)
 app.command()(calibrate)
+app.command()(advise)
 caches.app.command("rekey")(rekey_caches)
 app.add_typer(caches.app, name="caches")
 app.add_typer(bench.app, name="bench")

@@ -240,6 +240,10 @@ class Engine(Protocol):
 
     def load(self) -> EngineLoad: ...
 
+    def prefill_seconds(self, tokens: int) -> float | None:
+        """What computing a prompt of so many tokens takes, going by what was computed; None where nothing was."""
+        ...
+
     @property
     def healthy(self) -> bool:
         """False once the engine was closed or has failed for good."""

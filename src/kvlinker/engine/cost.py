@@ -25,6 +25,16 @@ class CostModel:
         self._per_token = 2 * weights / len(layers)
         self._per_key = [2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers]
 
+    @property
+    def per_token(self) -> float:
+        """Over all layers, without attention."""
+        return self._per_token * len(self._per_key)
+
+    @property
+    def per_pair(self) -> float:
+        """Of a query and a key that it sees, over all layers."""
+        return float(sum(self._per_key))
+
     def flops(self, masks: Sequence[NDArray[np.bool_]]) -> float:
         """Of computing the positions where ``masks`` (one per layer, [length]) are true, each seeing all before it."""
         return sum(self._layer_flops(layer, mask) for layer, mask in enumerate(masks))

@@ -24,7 +24,7 @@ from kvlinker.engine.generation import Generation
 from kvlinker.engine.link_loading import LinkLoader
 from kvlinker.engine.loading import LoadedModel
 from kvlinker.engine.loop import EngineLoop
-from kvlinker.engine.pace import Pace
+from kvlinker.engine.pace import Pace, pace_name
 from kvlinker.engine.pool import KVPool, SlotAllocator
 from kvlinker.engine.request_limits import RequestLimits
 from kvlinker.engine.runner import Runner
@@ -37,7 +37,7 @@ from kvlinker.events import Events
 from kvlinker.futures import gather
 from kvlinker.linking.explanation import Explanation
 from kvlinker.prompt.segments import Prompt
-from kvlinker.store import ChunkStore
+from kvlinker.store import ChunkStore, Speeds
 
 LOADERS = 2
 """Threads that fetch chunks' KV."""
@@ -58,7 +58,9 @@ class EmbeddedEngine:
         events: Events,
         settings: Settings,
         variants: VariantLibrary | None = None,
+        speeds: Speeds | None = None,
     ) -> None:
+        """``speeds`` keeps how fast the model computes."""
         self.fingerprint = loaded.fingerprint
         self.kv_bytes_per_token = loaded.kv_bytes_per_token
         self._loaded = loaded
@@ -76,7 +78,8 @@ class EmbeddedEngine:
             self._allocator, pool.move, max_step_tokens=settings.max_step_tokens, max_running=settings.max_running
         )
         on_host = loaded.device.type == "cpu"
-        commands, pace = CommandQueue(), Pace(on_host=on_host)
+        commands = CommandQueue()
+        pace = self._pace = Pace(self._cost, speeds, pace_name(loaded), on_host=on_host)
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
         self._chunks = ChunkBuilder(
             loaded,
@@ -87,7 +90,7 @@ class EmbeddedEngine:
             command=commands.put,
         )
         builder = None if variants is None else VariantBuilder(loaded, variants, longest=longest)
-        links = LinkLoader(loaded.fingerprint, len(loaded.layers), store, self._chunks, variants, pace)
+        links = LinkLoader(loaded.fingerprint, len(loaded.layers), store, self._chunks, variants, self._pace)
         self._admission = Admission(
             links,
             self._scheduler,
@@ -169,6 +172,9 @@ class EmbeddedEngine:
             slots_used=self._allocator.used,
             slots_total=self._allocator.slots,
         )
+
+    def prefill_seconds(self, tokens: int) -> float | None:
+        return self._pace.prefill_seconds(tokens)
 
     def close(self) -> None:
         self._loop.close()

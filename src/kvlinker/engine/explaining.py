@@ -48,7 +48,9 @@ class Explaining(FutureRequest[Explanation]):
         usage = self.usage()
         probed = self._flops(probe_plan(prompt, plan.policy)) if plan.policy.probes else 0.0
         return Explanation(
-            policy=plan.policy.name,
+            policy=self.request.policy.name,
+            settled=plan.policy.name,
+            forecast=self._link.forecast,
             tokens=plan.length,
             segments=linked_segments(prompt),
             layers=layer_ranges(prompt, masks),

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,12 +20,14 @@ from kvlinker.engine.pace import Pace
 from kvlinker.engine.variant_library import VariantLibrary
 from kvlinker.errors import KVLinkerError
 from kvlinker.futures import gather
+from kvlinker.linking.forecast import Forecast
 from kvlinker.linking.library import NoVariants
-from kvlinker.linking.plan import LinkPlan, make_plan, probe_plan
+from kvlinker.linking.plan import LinkPlan, make_plan, probe_plan, ranges
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.uses import chunk_uses
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore
+from kvlinker.store.bandwidth import LoadTime
 from kvlinker.store.chunk_kv import ChunkKV
 
 logger = logging.getLogger(__name__)
@@ -53,17 +55,18 @@ class PromptEvidence:
 class Link:
     """A plan with the KV of its placements. With a policy that probes, the plan of the first pass.
 
-    ``evidence``: what the policy may look at, but for the probe.
+    ``evidence``: what the policy may look at, but for the probe. ``forecast``: by which it settled, if it did.
     """
 
     plan: LinkPlan
     kvs: tuple[ChunkKV, ...]
     evidence: PromptEvidence
+    forecast: Forecast | None = None
 
     def with_attention(self, attention: NDArray[np.float32]) -> Link:
         """For the second pass, ``attention`` [layers, length] being what the first one showed."""
         evidence = PromptEvidence(self.evidence.chunk_scores, attention)
-        return Link(make_plan(self.plan.prompt, self.plan.policy, evidence), self.kvs, evidence)
+        return replace(self, plan=make_plan(self.plan.prompt, self.plan.policy, evidence), evidence=evidence)
 
 
 class LinkLoader:
@@ -93,19 +96,24 @@ class LinkLoader:
         ``at_hand``: what is not in memory is computed, whatever slower tiers have. Raises KVLinkerError when the policy
         fails; later errors are the future's.
         """
-        policy, tenant = request.policy, request.tenant
+        policy, tenant, forecast = request.policy, request.tenant, None
         with _asking(policy):
             prompt = self._arranged(request)
+            if policy.forecasts:
+                forecast = self._forecast(prompt, tenant, at_hand=at_hand)
+                policy = policy.settle(forecast)
+        fetch = partial(self._fetch, tenant=tenant, at_hand=at_hand, forecast=forecast)
         if policy.uses_scores or policy.probes:
-            fetched = self._fetch(prompt.chunks, tenant, computed=int((~prompt.cached).sum()), at_hand=at_hand)
-            return gather(fetched, partial(_plan_with_scores, prompt, policy))
+            fetched = fetch(prompt.chunks, computed=ranges(~prompt.cached))
+            return gather(fetched, partial(_plan_with_scores, prompt, policy, forecast))
         evidence = PromptEvidence()
         with _asking(policy):
             plan = make_plan(prompt, policy, evidence)
         chunks = [placement.chunk for placement in plan.placements]
-        computed = plan.recomputed_tokens + plan.fresh_tokens
-        fetched = self._fetch(chunks, tenant, computed=computed, at_hand=at_hand)
-        return gather(fetched, lambda kvs: Link(plan, kvs, evidence))
+        if forecast is not None and forecast.load != 0:
+            self._store.load_ahead(self._keys([chunk for chunk in prompt.chunks if chunk not in chunks], tenant))
+        fetched = fetch(chunks, computed=plan.runs)
+        return gather(fetched, lambda kvs: Link(plan, kvs, evidence, forecast))
 
     def note_use(
         self, request: GenerationRequest, plan: LinkPlan, dropped: Sequence[tuple[int, NDArray[np.int64]]]
@@ -122,14 +130,34 @@ class LinkLoader:
             return request.policy.arrange(request.prompt, NoVariants())
         return request.policy.arrange(request.prompt, self._variants.of(request.tenant))
 
-    def _fetch(self, chunks: Sequence[Chunk], tenant: str, *, computed: int, at_hand: bool) -> list[Future[ChunkKV]]:
-        """``computed``: tokens that the prompt computes once these chunks are placed."""
-        keys = [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]
+    def _forecast(self, prompt: Prompt, tenant: str, *, at_hand: bool) -> Forecast:
+        load = LoadTime() if at_hand else self._store.load_time(self._keys(prompt.chunks, tenant))
+        prefill = self._pace.prefill_seconds(int(prompt.cached.sum()))
+        if load is None:
+            return Forecast(None, prefill)
+        return Forecast(load.seconds, prefill, overlaps=load.waits or not self._pace.on_host)
+
+    def _keys(self, chunks: Sequence[Chunk], tenant: str) -> list[str]:
+        return [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]
+
+    def _fetch(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        tenant: str,
+        computed: Sequence[tuple[int, int]],
+        at_hand: bool,
+        forecast: Forecast | None,
+    ) -> list[Future[ChunkKV]]:
+        """``computed``: positions that the prompt computes once these chunks are placed. Where the policy settled on
+        loading them all, that is done."""
+        keys = self._keys(chunks, tenant)
         if at_hand:
             found = [_done(self._store.get_at_hand(key)) for key in keys]
         else:
-            cached = sum(len(chunk.prefix) + len(chunk) for chunk in chunks)
-            found = self._store.load(keys, self._pace.urgency(computed=computed, cached=cached))
+            decided = forecast is not None and forecast.worth_loading
+            cached = sum(len(chunk) for chunk in chunks)
+            found = self._store.load(keys, self._pace.urgency(computed, cached=cached, decided=decided))
         return [
             _or_else(kv, partial(self._builder.build, key, chunk, urgent=True))
             for kv, key, chunk in zip(found, keys, chunks, strict=True)
@@ -179,10 +207,10 @@ def _asking(policy: Policy) -> Iterator[None]:
         raise KVLinkerError(f"Policy {policy.name} failed: {error}") from error
 
 
-def _plan_with_scores(prompt: Prompt, policy: Policy, kvs: tuple[ChunkKV, ...]) -> Link:
+def _plan_with_scores(prompt: Prompt, policy: Policy, forecast: Forecast | None, kvs: tuple[ChunkKV, ...]) -> Link:
     """Plan once the KV of all chunks is at hand, and their scores with it."""
     evidence = PromptEvidence(tuple(kv.scores for kv in kvs))
     with _asking(policy):
         plan = probe_plan(prompt, policy) if policy.probes else make_plan(prompt, policy, evidence)
     at = {span.start: kv for span, kv in zip(prompt.spans, kvs, strict=True)}
-    return Link(plan, tuple(at[placement.start] for placement in plan.placements), evidence)
+    return Link(plan, tuple(at[placement.start] for placement in plan.placements), evidence, forecast)

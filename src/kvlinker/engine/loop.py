@@ -149,7 +149,7 @@ class EngineLoop:
             for sequence in step.sequences:
                 self._give_up(sequence, KVLinkerError(f"The model failed on this request: {type(error).__name__}."))
             return
-        self._pace.note(len(step.batch.tokens), time.perf_counter() - begin)
+        self._pace.note(step.batch, time.perf_counter() - begin)
         computed = [sequence for sequence in step.sequences if sequence.computed]
         rows = iter(logits)
         lost = [sequence for sequence in step.sequences if sequence.lost]

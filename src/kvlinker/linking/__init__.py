@@ -3,6 +3,7 @@
 from kvlinker.linking import builtin
 from kvlinker.linking.evidence import Evidence, LayerEvidence
 from kvlinker.linking.explanation import Explanation
+from kvlinker.linking.forecast import Forecast
 from kvlinker.linking.library import Library, NoVariants, Variant
 from kvlinker.linking.parameters import choice, number, percentage
 from kvlinker.linking.plan import LinkPlan, Placement, make_plan, probe_plan
@@ -14,6 +15,7 @@ from kvlinker.linking.selection import highest, share
 __all__ = [
     "Evidence",
     "Explanation",
+    "Forecast",
     "LayerEvidence",
     "Library",
     "LinkPlan",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.linking.forecast import Forecast
 from kvlinker.linking.plan import LinkPlan, ranges
 from kvlinker.linking.score import Score
 from kvlinker.prompt.segments import CachedSegment, Prompt
@@ -57,9 +58,12 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How one prompt is linked under one policy."""
+    """How one prompt is linked under one policy. ``settled``: the policy that took its place, going by ``forecast``;
+    the same, and None, where it does not look at forecasts."""
 
     policy: str
+    settled: str
+    forecast: Forecast | None
     tokens: int
     segments: tuple[LinkedSegment, ...]
     layers: tuple[LayerRange, ...]
@@ -79,6 +83,13 @@ class Explanation:
         return {
             "object": "link.explanation",
             "policy": self.policy,
+            "settled_policy": self.settled,
+            "forecast": self.forecast
+            and {
+                "load_s": self.forecast.load,
+                "prefill_s": self.forecast.prefill,
+                "overlaps": self.forecast.overlaps,
+            },
             "tokens": self.tokens,
             "segments": [
                 {

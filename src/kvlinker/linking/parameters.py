@@ -77,9 +77,9 @@ def number(
     return field(metadata={_KEY: declared}) if default is None else field(default=default, metadata={_KEY: declared})
 
 
-def percentage(meaning: str = "percent") -> Any:
+def percentage(meaning: str = "percent", *, default: float | None = None) -> Any:
     """A dataclass field for a share of tokens in percent, from 0 to 100, fractions allowed."""
-    return number(meaning, 0, 100, whole=False)
+    return number(meaning, 0, 100, whole=False, default=default)
 
 
 def choice(meaning: str, *words: str) -> Any:

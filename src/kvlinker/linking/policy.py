@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvlinker.linking import parameters
 from kvlinker.linking.evidence import Evidence, LayerEvidence
+from kvlinker.linking.forecast import Forecast
 from kvlinker.linking.library import Library
 from kvlinker.linking.score import Score
 from kvlinker.prompt.segments import Prompt
@@ -22,9 +23,9 @@ from kvlinker.prompt.segments import Prompt
 class Policy(ABC):
     """Base of all policies. Subclasses become frozen dataclasses, their fields being the policy's parameters.
 
-    A policy holds no state. It is asked up to three times: ``arrange`` picks the KV, ``select`` the tokens before the
-    first layer, ``refine`` those that are still computed in every layer. Cached tokens that it does not select, or
-    drops in a layer, keep their placed KV in this layer and all that follow.
+    A policy holds no state. It is asked up to four times: ``arrange`` picks the KV, ``settle`` how much to compute,
+    ``select`` the tokens before the first layer, ``refine`` those that are still computed in every layer. Cached tokens
+    that it does not select, or drops in a layer, keep their placed KV in this layer and all that follow.
     """
 
     family: ClassVar[str]
@@ -32,6 +33,9 @@ class Policy(ABC):
 
     positioned: ClassVar[bool] = True
     """False: placed keys keep the positions that they were computed at (an ablation)."""
+
+    forecasts: ClassVar[bool] = False
+    """``settle`` looks at what loading the chunks is expected to take."""
 
     uses_scores: ClassVar[bool] = False
     """``select`` looks at the scores of the chunks' creation."""
@@ -69,6 +73,10 @@ class Policy(ABC):
     def arrange(self, prompt: Prompt, library: Library) -> Prompt:
         """The same prompt from other KV: chunks replaced by variants, or in another order. As it is by default."""
         return prompt
+
+    def settle(self, forecast: Forecast) -> Policy:
+        """The policy that takes this one's place for a prompt of which that is expected. Itself by default."""
+        return self
 
     @abstractmethod
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:

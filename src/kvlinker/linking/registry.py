@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from kvlinker.errors import PolicyError
 from kvlinker.linking.policy import Policy
-from kvlinker.linking.union import SIGN, Union
+from kvlinker.linking.union import SIGN, joined
 
 P = TypeVar("P", bound=type[Policy])
 
@@ -44,11 +44,10 @@ def parse_policy(text: str) -> Policy:
 
     Raises PolicyError for an unknown family, for parameters that the family does not take, and for too many parts.
     """
-    joined = text.count(SIGN) + 1
-    if joined > MOST_PARTS:
-        raise PolicyError(f"{joined} policies are joined, but at most {MOST_PARTS} can be.", param="link.policy")
-    parts = tuple(dict.fromkeys(_parse_one(part) for part in text.split(SIGN)))
-    return parts[0] if len(parts) == 1 else Union(parts)
+    count = text.count(SIGN) + 1
+    if count > MOST_PARTS:
+        raise PolicyError(f"{count} policies are joined, but at most {MOST_PARTS} can be.", param="link.policy")
+    return joined(_parse_one(part) for part in text.split(SIGN))
 
 
 def as_policy(policy: str | Policy) -> Policy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import reduce
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvlinker.errors import PolicyError
 from kvlinker.linking.evidence import Evidence
+from kvlinker.linking.forecast import Forecast
 from kvlinker.linking.library import Library
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.score import Score
@@ -30,7 +32,7 @@ class Union(Policy):
                 f"Policy {self.name!r}: only two or more policies that place keys alike can be joined.",
                 param="link.policy",
             )
-        for flag in ("positioned", "uses_scores", "uses_variants", "probes", "refines", "watches"):
+        for flag in ("positioned", "forecasts", "uses_scores", "uses_variants", "probes", "refines", "watches"):
             object.__setattr__(self, flag, any(getattr(member, flag) for member in self.members))
 
     @property
@@ -44,6 +46,9 @@ class Union(Policy):
     def arrange(self, prompt: Prompt, library: Library) -> Prompt:
         return reduce(lambda arranged, member: member.arrange(arranged, library), self.members, prompt)
 
+    def settle(self, forecast: Forecast) -> Policy:
+        return joined(member.settle(forecast) for member in self.members)
+
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         selected = np.zeros(len(prompt), dtype=np.bool_)
         for member in self.members:
@@ -52,3 +57,9 @@ class Union(Policy):
 
     def explain(self, prompt: Prompt, evidence: Evidence) -> tuple[Score, ...]:
         return tuple(score for member in self.members for score in member.explain(prompt, evidence))
+
+
+def joined(policies: Iterable[Policy]) -> Policy:
+    """The union of the policies, each taken once; the policy itself, if there is but one."""
+    members = tuple(dict.fromkeys(policies))
+    return members[0] if len(members) == 1 else Union(members)

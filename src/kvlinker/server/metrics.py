@@ -18,7 +18,7 @@ from kvlinker.events import (
     RequestFinished,
     TierUnavailable,
 )
-from kvlinker.llm import LLM
+from kvlinker.llm import LLM, PREFILL_TOKENS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -123,8 +123,21 @@ class _Gauges(Collector):
             yield GaugeMetricFamily(f"kvlinker:{name}", text, value=value)
         stored = GaugeMetricFamily("kvlinker:store_bytes", "Bytes of KV in the store.", labels=["tier"])
         chunks = GaugeMetricFamily("kvlinker:store_chunks", "Chunks in the store.", labels=["tier"])
-        for tier in self._llm.store.usage():
-            stored.add_metric([tier.name], tier.used_bytes)
-            chunks.add_metric([tier.name], tier.chunks)
+        for usage in self._llm.store.usage():
+            stored.add_metric([usage.name], usage.used_bytes)
+            chunks.add_metric([usage.name], usage.chunks)
         yield stored
         yield chunks
+        bandwidth = GaugeMetricFamily(
+            "kvlinker:tier_bandwidth_bytes_per_second", "Bytes that a tier delivers, as measured.", labels=["tier"]
+        )
+        for tier, rate in self._llm.store.bandwidths.known().items():
+            bandwidth.add_metric([tier], rate)
+        yield bandwidth
+        prefill = GaugeMetricFamily(
+            "kvlinker:prefill_tokens_per_second",
+            f"Tokens of a prompt of {PREFILL_TOKENS} that the engine computes, as measured.",
+        )
+        if (pace := self._llm.prefill_rate()) is not None:
+            prefill.add_metric([], pace)
+        yield prefill

@@ -19,6 +19,7 @@ from kvlinker.store.errors import StoreError
 from kvlinker.store.eviction import Eviction
 from kvlinker.store.host import HostTier
 from kvlinker.store.limits import Limits, TenantUsage
+from kvlinker.store.speeds import Speeds
 
 __all__ = [
     "UNCHANGED",
@@ -34,6 +35,7 @@ __all__ = [
     "LayerKV",
     "Limits",
     "Page",
+    "Speeds",
     "StoreError",
     "TenantUsage",
     "Tier",
@@ -59,13 +61,15 @@ def open_store(
     disk_codec: Codec = RAW,
     eviction: Eviction = "lru",
     device: DeviceTier | None = None,
+    speeds: Speeds | None = None,
 ) -> ChunkStore:
     """A store of host memory over chunk files in ``directory``, each with its budget, over ``shared`` tiers; without
     disk where its budget is 0.
 
     ``pinned``: keys that are not to be evicted (``Catalog.pinned``). With a ``cipher``, what leaves memory is
     encrypted; ``disk_codec`` is what files are written in. ``eviction``: the order of host memory and disk.
-    ``device``: a tier before them. Raises StoreError where the directory cannot be used.
+    ``device``: a tier before them. ``speeds`` keeps what is measured. Raises StoreError where the directory cannot be
+    used.
     """
     tiers: list[Tier] = [HostTier(host_bytes, events, pinned=pinned, eviction=eviction)]
     if disk_bytes:
@@ -80,4 +84,4 @@ def open_store(
                 eviction=eviction,
             )
         )
-    return ChunkStore([*tiers, *shared], events, device=device)
+    return ChunkStore([*tiers, *shared], events, device=device, speeds=speeds)

@@ -49,6 +49,11 @@ class Tier(Protocol):
         ...
 
     @property
+    def speed_name(self) -> str:
+        """What its bandwidth is remembered under: all that it depends on (see ``bandwidth.speed_name``)."""
+        ...
+
+    @property
     def shared(self) -> bool:
         """Whether other servers keep chunks here, which this one's catalog does not know."""
         ...

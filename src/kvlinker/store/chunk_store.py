@@ -12,13 +12,14 @@ from dataclasses import replace
 from functools import partial
 
 from kvlinker.events import ChunkLoaded, ChunkLookup, Events
-from kvlinker.store.bandwidth import Bandwidths
+from kvlinker.store.bandwidth import Bandwidths, LoadTime
 from kvlinker.store.base import Tier, TierCheck, TierUsage
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.device import DeviceTier
 from kvlinker.store.eviction import use_weight
 from kvlinker.store.layer_loader import LayerLoader
 from kvlinker.store.pacing import Pacing
+from kvlinker.store.speeds import Speeds
 from kvlinker.store.wanted import Loaded, Opened, Urgency, Wanted
 from kvlinker.store.writer import BackgroundWriter
 
@@ -52,7 +53,9 @@ class ChunkStore:
         *,
         device: DeviceTier | None = None,
         write_queue_bytes: int = DEFAULT_WRITE_QUEUE_BYTES,
+        speeds: Speeds | None = None,
     ) -> None:
+        """``speeds`` keeps what is measured of the tiers."""
         if not tiers:
             raise ValueError("A chunk store needs at least one tier.")
         self._device = device
@@ -64,7 +67,9 @@ class ChunkStore:
         self._lock = threading.RLock()  # makes queueing and the first tier's put one step; guards the two counts
         self._deletes_running = 0
         self._deletes_done = 0
-        self._loader = LayerLoader()
+        self._loader = LayerLoader(Bandwidths(speeds, {tier.name: tier.speed_name for tier in self._tiers}))
+        self._ahead_loader = LayerLoader(self._loader.bandwidths)  # threads of its own: nobody is to wait for those
+        self._ahead: list[Future[ChunkKV | None]] = []
         atexit.register(self.close)
 
     def get(self, key: str) -> ChunkKV | None:
@@ -113,12 +118,27 @@ class ChunkStore:
 
         ``urgency`` is that of all the chunks together. Tiers but the first are read in threads of the store's own.
         """
-        share = replace(urgency, prefill=urgency.prefill / max(1, len(keys)))
-        found = [self._begun(key, share) for key in keys]
-        waiting = [one for one in found if not one.future.done()]
-        if waiting:
-            self._loader.load(waiting, replace(urgency, prefill=share.prefill * len(waiting)))
-        return [one.future for one in found]
+        return self._load(keys, urgency, self._loader)
+
+    def load_time(self, keys: Sequence[str]) -> LoadTime | None:
+        """What reading these chunks is expected to take, each from the fastest tier that has it. What is in memory, or
+        nowhere, takes no time; None where a tier that is needed has not been measured. Counts as no use."""
+        times = []
+        for key in set(keys):
+            if self._at_hand(key):
+                continue
+            for tier in self._tiers[1:]:
+                nbytes = tier.nbytes(key)
+                if nbytes is not None:
+                    times.append(self.bandwidths.time(tier.name, nbytes))
+                    break
+        return None if None in times else sum((time for time in times if time), LoadTime())
+
+    def load_ahead(self, keys: Sequence[str]) -> None:
+        """Have these chunks in memory for the next prompt: nobody waits for them now, so that one prompt's at a time
+        are loaded, and others left out."""
+        if all(future.done() for future in self._ahead):
+            self._ahead = self._load(keys, Urgency(), self._ahead_loader)
 
     @property
     def bandwidths(self) -> Bandwidths:
@@ -140,7 +160,7 @@ class ChunkStore:
         """The name of the fastest tier that has the chunk. Does not count as a use."""
         if self._device is not None and self._device.contains(key):
             return self._device.name
-        if self._tiers[0].contains(key) or self._waiting(key) is not None:
+        if self._at_hand(key):
             return self._tiers[0].name
         return next((tier.name for tier in self._tiers[1:] if tier.contains(key)), None)
 
@@ -226,6 +246,7 @@ class ChunkStore:
         tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
         atexit.unregister(self.close)
         self._loader.close()
+        self._ahead_loader.close()
         deadline = time.monotonic() + SHARED_TIERS_CLOSE_SECONDS
         for tier in self._tiers[1:]:
             self._writers[tier.name].close(deadline if tier.shared else None)
@@ -248,6 +269,20 @@ class ChunkStore:
             if epoch is not None and epoch == self._delete_epoch():
                 device.put(key, copied)
         return copied
+
+    def _load(self, keys: Sequence[str], urgency: Urgency, loader: LayerLoader) -> list[Future[ChunkKV | None]]:
+        share = replace(urgency, prefill=urgency.prefill / max(1, len(keys)))
+        found = [self._begun(key, share) for key in keys]
+        waiting = [one for one in found if not one.future.done()]
+        if waiting:
+            loader.load(waiting, replace(urgency, prefill=share.prefill * len(waiting)))
+        return [one.future for one in found]
+
+    def _at_hand(self, key: str) -> bool:
+        """Whether ``get_at_hand`` would find the chunk."""
+        if self._device is not None and self._device.contains(key):
+            return True
+        return self._tiers[0].contains(key) or self._waiting(key) is not None
 
     def _begun(self, key: str, urgency: Urgency) -> Wanted:
         """A chunk that is found or missed already, or waits to be loaded."""

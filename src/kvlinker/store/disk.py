@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
+from kvlinker.store.bandwidth import speed_name
 from kvlinker.store.base import TierCheck
 from kvlinker.store.byte_source import FileSource
 from kvlinker.store.chunk_file import (
@@ -73,6 +74,7 @@ class DiskTier:
         Raises StoreError where the folder cannot be created or listed.
         """
         self.name = name
+        self.speed_name = speed_name(name, place=str(directory.absolute()), codec=codec, sealing=sealing)
         self._events = events
         self._lock = threading.RLock()
         self._index = EvictionIndex(budget_bytes, pinned, eviction)
@@ -93,6 +95,10 @@ class DiskTier:
         for _, key, nbytes in found:
             self._index.add(key, nbytes)
         self._evict_for(0)
+
+    @property
+    def directory(self) -> Path:
+        return self._folder.directory
 
     @property
     def budget_bytes(self) -> int:

@@ -102,6 +102,10 @@ class Sealing:
     def __init__(self, cipher: Cipher | None = None) -> None:
         self._cipher = cipher
 
+    @property
+    def encrypts(self) -> bool:
+        return self._cipher is not None
+
     def nbytes(self, plain: int) -> int:
         """How many bytes ``pieces`` makes of so many."""
         if self._cipher is None:

@@ -27,7 +27,7 @@ class HostTier:
         pinned: Set[str] = frozenset(),
         eviction: Eviction = "lru",
     ) -> None:
-        self.name = name
+        self.name = self.speed_name = name
         self._events = events
         self._lock = threading.RLock()
         self._index = EvictionIndex(budget_bytes, pinned, eviction)

@@ -19,16 +19,19 @@ class LayerLoader:
     layer i of all its chunks before layer i + 1 of any. What is being read for one prompt already is not read again for
     another."""
 
-    def __init__(self) -> None:
-        self.bandwidths = Bandwidths()
+    def __init__(self, bandwidths: Bandwidths | None = None) -> None:
+        self.bandwidths = bandwidths or Bandwidths()
         self._threads = ReaderThreads(THREADS)
         self._under_way = UnderWay()
         self._closing = threading.Event()
 
     def worth_loading(self, tier: str, nbytes: int, urgency: Urgency) -> bool:
-        """Whether reading is expected to take no longer than computing would; yes where that is not known."""
+        """Whether reading is expected to take no longer than computing would; yes where that is not known, or is
+        decided."""
         rate = self.bandwidths.of(tier)
-        return rate is None or not self.bandwidths.fresh(tier) or nbytes / rate <= max(urgency.prefill, 1e-3)
+        if urgency.decided or rate is None or not self.bandwidths.fresh(tier):
+            return True
+        return nbytes / rate <= max(urgency.prefill, 1e-3)
 
     def load(self, wanted: Sequence[Wanted], urgency: Urgency) -> None:
         """Begin to read the chunks of one prompt. Those that cannot be placed by the time in which they could have

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvlinker.store.bandwidth import Bandwidths
+from kvlinker.store.bandwidth import Bandwidths, LoadTime
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.joined_reader import JoinedReader, UnderWay
 from kvlinker.store.layer_stream import ChunkReader, HeldReader, LayerLostError, LayerStream
@@ -17,11 +17,6 @@ from kvlinker.store.reader_threads import ReaderThreads
 from kvlinker.store.wanted import Loaded, Opened, Urgency, Wanted
 
 logger = logging.getLogger(__name__)
-
-BUSY_SHARE = 0.15
-"""Of the time that reading takes. When a thread that reads is busy for longer and takes its processor from a
-computation, the computation loses about three times as much (its other threads wait for the one that was held up), and
-there are two that read: then it is quicker to read first."""
 
 PATIENCE_SECONDS = 2.0
 """How long a computation waits for one layer that was expected to be there."""
@@ -113,19 +108,20 @@ class LoadJob:
         for tier in {reading.tier for readings in found for reading in readings}:
             of_tier = [[reading for reading in readings if reading.tier == tier] for readings in found]
             nbytes = sum(reading.nbytes for readings in of_tier for reading in readings)
-            seconds = max(sum(reading.seconds for reading in readings) for readings in of_tier)
-            self.bandwidths.note(tier, nbytes, seconds)
+            times = [sum((reading.time for reading in readings), LoadTime()) for readings in of_tier]
+            longest = max(times, key=lambda time: time.seconds)
+            self.bandwidths.note(tier, nbytes, longest.seconds, longest.busy)
 
 
 class _Reading:
     """One chunk on its way in."""
 
-    def __init__(self, wanted: Wanted, opened: Opened, late: Callable[[], None], seconds: float) -> None:
+    def __init__(self, wanted: Wanted, opened: Opened, late: Callable[[], None], time: LoadTime) -> None:
         self.wanted = wanted
         self.tier = opened.tier
         self.reader = opened.reader
         self.stream = LayerStream(opened.reader.layers, patience=PATIENCE_SECONDS, late=late)
-        self.seconds = seconds
+        self.time = time
         self._closed = False
 
     @property
@@ -141,7 +137,7 @@ class _Reading:
         """Read the next layer; False where there is none to be had."""
         if self.stream.lost:
             return False
-        begin = time.perf_counter()
+        begin = _now()
         try:
             return self.stream.deliver(self.reader.read(self.stream.delivered))
         except LayerLostError:
@@ -150,7 +146,7 @@ class _Reading:
             logger.exception("A chunk could not be read from tier %s.", self.tier)
             return False
         finally:
-            self.seconds += time.perf_counter() - begin
+            self.time += _since(begin)
 
     def close(self) -> None:
         """By the thread that reads, when nothing more is to be had. Idempotent."""
@@ -176,7 +172,6 @@ class _Part:
         self._left = set(wanted)  # whose end nobody was told; guarded by _lock
         self._forsaken = False
         self._reading_since: float | None = None
-        self._busy_seconds = 0.0
 
     @property
     def readings(self) -> tuple[_Reading, ...]:
@@ -190,7 +185,6 @@ class _Part:
         return since is not None and time.monotonic() - since > STALL_SECONDS
 
     def run(self) -> None:
-        began = time.thread_time()
         for wanted in self._wanted:
             self._open(wanted)
         readings = self.readings
@@ -206,11 +200,10 @@ class _Part:
                 elif reading.complete:
                     left.remove(reading)
                     kv = ChunkKV(tuple(reading.stream), reading.reader.scores)
-                    self._tell(reading.wanted, Loaded(reading.tier, kv, reading.seconds))
+                    self._tell(reading.wanted, Loaded(reading.tier, kv, reading.time.seconds))
                     self._close(reading)
             if self._job.closing.is_set():
                 return
-            self._busy_seconds = time.thread_time() - began
             depth = self._depth(readings)
             for reading in readings:
                 if reading.stream.delivered >= min(depth, len(reading.stream)):
@@ -246,7 +239,7 @@ class _Part:
     def _open(self, wanted: Wanted) -> None:
         if self._job.given_up or self._job.closing.is_set() or self._forsaken:
             return
-        begin = time.perf_counter()
+        begin = _now()
         with self._timed():
             opened = self._job.under_way.join(wanted.key, lambda: _reopened(wanted), patience=PATIENCE_SECONDS)
             found = opened or wanted.open()
@@ -256,7 +249,7 @@ class _Part:
         elif found is None:
             wanted.resolve(None)
         else:
-            reading = _Reading(wanted, found, self._job.late, time.perf_counter() - begin)
+            reading = _Reading(wanted, found, self._job.late, _since(begin))
             with self._lock:
                 self._readings.append(reading)
             if self._forsaken:
@@ -290,14 +283,24 @@ class _Part:
         """Layers that have to be there before a chunk is placed: all of them where a tier was never measured, or where
         reading takes the computation's processors rather than waits, so that the computation would hide nothing."""
         layers = max((reading.reader.layers for reading in readings), default=0)
-        seconds = sum(reading.seconds for reading in readings)
-        if self._job.urgency.shares_processors and self._busy_seconds > BUSY_SHARE * seconds:
+        so_far = sum((reading.time for reading in readings), LoadTime())
+        if self._job.urgency.shares_processors and not so_far.waits:
             return layers
         rates = [(reading.reader.nbytes, self._job.bandwidths.of(reading.tier)) for reading in readings]
         if any(rate is None for _, rate in rates):
             return layers
         expected = sum(nbytes / rate for nbytes, rate in rates if rate)
         return preload_depth(layers, compute_seconds=self._job.urgency.compute, load_seconds=expected)
+
+
+def _now() -> LoadTime:
+    """This thread's clocks."""
+    return LoadTime(time.perf_counter(), time.thread_time())
+
+
+def _since(begin: LoadTime) -> LoadTime:
+    now = _now()
+    return LoadTime(now.seconds - begin.seconds, now.busy - begin.busy)
 
 
 def _reopened(wanted: Wanted) -> ChunkReader | None:

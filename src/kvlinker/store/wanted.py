@@ -16,11 +16,13 @@ from kvlinker.store.layer_stream import ChunkReader
 class Urgency:
     """What loading competes with, in seconds: ``compute``, the computation that hides it; ``prefill``, computing the
     chunks instead of loading them. ``shares_processors``: the computation runs where reading does, and hides only what
-    reading waits. As it stands: nothing hides it, and nothing is known to be quicker."""
+    reading waits. ``decided``: all of them are to be loaded, whatever a single one takes. As it stands: nothing hides
+    it, and nothing is known to be quicker."""
 
     compute: float = 0.0
     prefill: float = math.inf
     shares_processors: bool = False
+    decided: bool = False
 
 
 @dataclass(frozen=True, slots=True)

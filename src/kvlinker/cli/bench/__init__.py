@@ -15,6 +15,7 @@ for command in (
     speed.creation,
     speed.overhead,
     store.store,
+    store.codecs,
     store.isolation,
     quality.quality,
     figure.figure,

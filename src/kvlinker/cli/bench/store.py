@@ -73,6 +73,26 @@ def store(
 
 
 @settings_options(*MODEL_OPTIONS)
+def codecs(
+    settings: Settings,
+    shape: Shape = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of prose.")] = 16,
+    chunk_tokens: ChunkTokens = 512,
+    repeat: Repeat = 5,
+    json: Json = None,
+) -> None:
+    """What tiers' codecs make of the KV of prose: room, error, and time on the processor."""
+    from kvlinker.bench.codecs import COLUMNS, run_codecs
+    from kvlinker.bench.subject import make_subject
+
+    with failures(BAD_USAGE), progress_line() as progress:
+        require_folders(json)
+        subject = make_subject(settings, shape=shape, command=command_line(), repeat=repeat)
+        report = run_codecs(subject, chunks=chunks, chunk_tokens=chunk_tokens, repeat=repeat, progress=progress)
+    show(report, COLUMNS, json)
+
+
+@settings_options(*MODEL_OPTIONS)
 def isolation(
     settings: Settings,
     shape: Shape = None,

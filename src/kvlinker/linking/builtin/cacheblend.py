@@ -1,11 +1,14 @@
-"""CacheBlend: the tokens whose KV deviates most from what was placed, chosen layer by layer."""
+"""CacheBlend: the tokens whose KV deviates most from what was placed, chosen layer by layer, a given share of them or
+as many as loading hides."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.linking.builtin.baselines import Full
 from kvlinker.linking.evidence import Evidence, LayerEvidence
+from kvlinker.linking.forecast import Forecast
 from kvlinker.linking.parameters import choice, number, percentage
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
@@ -21,12 +24,15 @@ class CacheBlend(Policy):
     r/2, in models of few layers). With ``onestep``, layer 1 decides for all layers: s percent."""
 
     family = "cacheblend"
-    refines = True
 
     percent: float = percentage()
     schedule: str = choice("when tokens are dropped", "gradual", "onestep")
     deviation: str = choice("what deviates", "kv", "k", "v")
     spread: float = number("percent of s between its first and its average value", 0, 100, prefix="d", default=25)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "refines", 0 < self.percent < 100)
 
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         return prompt.inexact if self.percent else np.zeros(len(prompt), dtype=np.bool_)
@@ -54,3 +60,22 @@ class CacheBlend(Policy):
         if "v" in self.deviation:
             deviation += evidence.value_deviation()
         return deviation
+
+
+@register
+class CacheBlendAuto(CacheBlend):  # type: ignore[misc]  # mypy does not know the defaults that ``choice`` gives
+    """CacheBlend with the r that loading hides (CacheBlend, section 5.1): computing r percent of the chunks' tokens
+    takes as long as reading the chunks from the tiers in which they lie, both as measured on this machine. At least
+    ``percent``, also where nothing is measured; where loading would take longer than computing everything, everything
+    is computed, and nothing loaded."""
+
+    family = "cacheblend-auto"
+    forecasts = True
+
+    percent: float = percentage("percent at least", default=15)
+
+    def settle(self, forecast: Forecast) -> Policy:
+        percent = forecast.hidden_percent(self.percent)
+        if percent == 100 > self.percent:
+            return Full()
+        return CacheBlend(max(self.percent, round(percent, 1)), self.schedule, self.deviation, self.spread)

@@ -41,7 +41,7 @@ async def metrics(service: ServiceParam) -> Response:
 def status(service: ServiceParam) -> dict[str, Any]:
     """The page's figures. Runs in the thread pool: a remote tier may take its time to answer."""
     llm = service.llm
-    load = llm.load()
+    load, bandwidths = llm.load(), llm.store.bandwidths.known()
     return {
         "model": llm.model_name,
         "max_model_len": llm.max_model_len,
@@ -51,12 +51,14 @@ def status(service: ServiceParam) -> dict[str, Any]:
         "kv_slots": {"used": load.slots_used, "total": load.slots_total},
         "prompt_tokens": service.metrics.prompt_tokens(),
         "output_tokens": service.metrics.output_tokens(),
+        "prefill_tokens_per_second": llm.prefill_rate(),
         "tiers": [
             {
                 "name": tier.name,
                 "used_bytes": tier.used_bytes,
                 "budget_bytes": tier.budget_bytes,
                 "chunks": tier.chunks,
+                "bytes_per_second": bandwidths.get(tier.name),
             }
             for tier in llm.store.usage()
         ],

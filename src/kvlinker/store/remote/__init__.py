@@ -56,9 +56,15 @@ def redis_tier(
 
 
 def object_tier(
-    url: str, budget_bytes: int, events: Events, *, cipher: Cipher | None = None, codec: Codec = RAW
+    url: str,
+    budget_bytes: int,
+    events: Events,
+    *,
+    folder: str = "",
+    cipher: Cipher | None = None,
+    codec: Codec = RAW,
 ) -> BlobTier:
-    """Chunks as objects below a URL that fsspec knows; it need not be reachable.
+    """Chunks as objects in a folder below a URL that fsspec knows; it need not be reachable.
 
     Raises StoreError for a URL that is none, or where its library is missing.
     """
@@ -66,7 +72,7 @@ def object_tier(
         from kvlinker.store.remote.object_medium import ObjectMedium
     except ModuleNotFoundError as error:
         raise _missing("remote") from error
-    medium = ObjectMedium(url, budget_bytes, timeout=_EXCHANGE_SECONDS)
+    medium = ObjectMedium(url, budget_bytes, timeout=_EXCHANGE_SECONDS, folder=folder)
     return BlobTier("object", medium, events, conceal=partial(redacted, url=url), sealing=Sealing(cipher), codec=codec)
 
 

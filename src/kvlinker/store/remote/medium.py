@@ -95,6 +95,10 @@ class BlobMedium(Protocol):
         """Make keys and usage agree with the blobs that are there."""
         ...
 
+    def clear(self) -> None:
+        """Remove everything that lies in this place, whoever put it there, and the place itself."""
+        ...
+
     def close(self) -> None:
         """Idempotent."""
         ...

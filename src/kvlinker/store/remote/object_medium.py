@@ -40,10 +40,10 @@ class ObjectMedium:
     """
 
     def __init__(
-        self, url: str, budget_bytes: int, *, timeout: float, listing_seconds: float = LISTING_SECONDS
+        self, url: str, budget_bytes: int, *, timeout: float, folder: str = "", listing_seconds: float = LISTING_SECONDS
     ) -> None:
-        """``timeout``: how long to wait for the first listing, in seconds. Raises StoreError for a URL that is none,
-        or whose library is missing."""
+        """``folder``: below the URL. ``timeout``: how long to wait for the first listing, in seconds. Raises StoreError
+        for a URL that is none, or whose library is missing."""
         self.place = place_of(url)
         self.budget_bytes = budget_bytes
         self._timeout = timeout
@@ -55,9 +55,10 @@ class ObjectMedium:
                 f"The object store {self.place} cannot be used: {redacted(str(error), url)}. Give a URL that fsspec "
                 "knows, such as s3://bucket/folder or gs://bucket/folder, and install its library (s3fs, gcsfs, …)."
             ) from None
-        self._root = root.rstrip("/")
+        self._root = f"{root.rstrip('/')}/{folder}".rstrip("/")
         protocols = self._files.protocol
         self._is_local = bool(_LOCAL & set([protocols] if isinstance(protocols, str) else protocols))
+        self._made = self._missing_folders() if folder else []
         self._lock = threading.RLock()
         self._index = EvictionIndex(budget_bytes)
         self._used_at: dict[str, float] = {}  # Unix seconds
@@ -151,8 +152,26 @@ class ObjectMedium:
         with _translated():
             self._list()
 
+    def clear(self) -> None:
+        with suppress(BlobGone), _translated():
+            self._files.rm(self._root, recursive=True)
+        for made in self._made:
+            with suppress(OSError):
+                self._files.rmdir(made)
+        with self._lock:
+            self._index = EvictionIndex(self.budget_bytes)
+
     def close(self) -> None:
         """Nothing is open between calls."""
+
+    def _missing_folders(self) -> list[str]:
+        """Local folders above this one that the first write will make, the innermost first."""
+        missing = []
+        above = self._root.rpartition("/")[0]
+        while self._is_local and above and not self._files.exists(above):
+            missing.append(above)
+            above = above.rpartition("/")[0]
+        return missing
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key[:2]}/{key}.safetensors"

@@ -48,6 +48,7 @@ class RedisMedium:
         """``timeout`` in seconds, for each single exchange of bytes. Raises StoreError for a URL that is none."""
         self.place = place_of(url)
         self.budget_bytes = budget_bytes
+        self._prefix = f"{prefix}:"
         self._blobs = f"{prefix}:chunk:"
         self._temporary = f"{prefix}:temporary:"
         self._accounting = [f"{prefix}:{name}" for name in ("uses", "sizes", "totals")]
@@ -135,6 +136,12 @@ class RedisMedium:
     def audit(self) -> None:
         self._run(redis_scripts.MEND, "")
         self._reconcile()
+
+    def clear(self) -> None:
+        with _translated():
+            found = self._redis.scan_iter(match=_literal(self._prefix) + "*", count=1000)
+            for batch in _batches(found, _KEYS_PER_SCRIPT):
+                self._redis.unlink(*batch)
 
     def close(self) -> None:
         self._redis.close()

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events, TierUnavailable
+from kvlinker.store.bandwidth import speed_name
 from kvlinker.store.base import TierCheck
 from kvlinker.store.byte_source import AheadSource, BufferSource, Bytes
 from kvlinker.store.chunk_file import decode_chunk, encode_chunk, open_chunk
@@ -77,6 +78,7 @@ class BlobTier:
     ) -> None:
         """``conceal`` takes credentials out of what the medium's errors say."""
         self.name = name
+        self.speed_name = speed_name(name, place=medium.place, codec=codec, sealing=sealing)
         self._medium = medium
         self._events = events
         self._answer_seconds = answer_seconds
@@ -194,6 +196,10 @@ class BlobTier:
         results = [self._read(key, nbytes) for key, nbytes in sizes.items() if nbytes is not None]
         damaged = tuple(result for result in results if isinstance(result, ChunkDamaged))
         return TierCheck(self.name, checked=len(results), damaged=damaged)
+
+    def clear(self) -> None:
+        """Remove everything in this place, and the place itself: for one that holds nothing of worth."""
+        self._ask(self._medium.clear, None)
 
     def close(self) -> None:
         self._availability.close()

@@ -1,0 +1,170 @@
+"""``kvlinker advise`` on a tiny model: what it prints, keeps, and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvlinker.bench import advising
+from kvlinker.bench.probing import ProbeStoppedError
+from kvlinker.bench.shapes import random_model
+from kvlinker.cli import app
+from kvlinker.config import load_settings
+from kvlinker.engine.loading import choose_device, choose_dtype
+from kvlinker.llm import LLM
+from kvlinker.store import ChunkKV, Tier
+
+OPTIONS = ["--shape", "tiny", "--context-tokens", "96", "--disk-space", "64MiB"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def advise(folder: Path, *arguments: str) -> Result:
+    places = ["--state-dir", str(folder / "state"), "--object-url", f"file://{folder}/objects"]
+    return CliRunner().invoke(app, ["advise", *OPTIONS, *places, *arguments])
+
+
+def left(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_tiers_are_measured_and_the_cheapest_is_recommended(folder: Path) -> None:
+    result = advise(folder, "--json", str(folder / "r.json"), "--price", "host=9", "--price", "disk=8")
+    assert result.exit_code == 0, result.output
+    assert left(folder) == {"state", "state/speeds.json", "r.json"}
+    content = json.loads((folder / "r.json").read_text())
+    rows = {row["tier"]: row for row in content["results"]}
+    assert list(rows) == ["host", "disk", "object"]
+    assert [row["price_gb_month"] for row in rows.values()] == [9, 8, 0.023]
+    settings = content["settings"]
+    assert (settings["policy"], settings["percent"], settings["context_tokens"]) == ("cacheblend-15", 15, 96)
+    assert {"prefill_12_ms", "prefill_48_ms", "prefill_96_ms"} <= settings.keys()
+    for row in rows.values():
+        assert row["load_ms"] == pytest.approx(1e3 * 96 * row["bytes_per_token"] / (1e6 * row["mb_per_s"]))
+        assert row["hidden"] == (row["added_ms"] == 0)
+        assert not row["hidden"] or row["load_ms"] <= row["recompute_ms"]
+        assert row["price_million_tokens_month"] == pytest.approx(
+            row["price_gb_month"] * row["bytes_per_token"] * 1e6 / 1e9
+        )
+        assert row["tier"] in result.output
+    recommended = [row for row in rows.values() if row["recommended"]]
+    hidden = [row for row in rows.values() if row["hidden"]]
+    assert recommended == sorted(hidden, key=lambda row: row["price_million_tokens_month"])[:1]
+    assert ("Recommended: " in result.output) == bool(hidden)
+
+
+def test_servers_begin_with_what_was_measured(folder: Path) -> None:
+    assert advise(folder, "--disk-codec", "int8").exit_code == 0
+    device = choose_device("auto")
+    loaded = random_model("tiny", dtype=choose_dtype("auto", device), device=device)
+    options: dict[str, Any] = {"state_dir": folder / "state", "object_url": f"file://{folder}/objects"}
+    with LLM.from_model(loaded, load_settings(disk_codec="int8", **options)) as llm:
+        assert set(llm.store.bandwidths.known()) == {"disk", "object"}
+        assert llm.prefill_rate() is not None
+    with LLM.from_model(loaded, load_settings(disk_codec="raw", **options)) as llm:
+        assert set(llm.store.bandwidths.known()) == {"object"}
+
+
+def test_users_chunks_are_not_touched(folder: Path) -> None:
+    device = choose_device("auto")
+    loaded = random_model("tiny", dtype=choose_dtype("auto", device), device=device)
+    options: dict[str, Any] = {"state_dir": folder / "state", "object_url": f"file://{folder}/objects"}
+    with LLM.from_model(loaded, load_settings(**options)) as llm:
+        llm.generate_context_cache(["some text that is cached", "and some more"])
+        llm.store.flush()
+    chunks = {path: path.read_bytes() for path in folder.rglob("*.safetensors")}
+    assert len(chunks) == 4
+    assert advise(folder).exit_code == 0
+    assert {path: path.read_bytes() for path in folder.rglob("*.safetensors")} == chunks
+
+
+@pytest.mark.parametrize(
+    ("policy", "percent"), [("legolink-4", None), ("query-12.5", 12.5), ("cacheblend-auto", 15), ("naive", 0)]
+)
+def test_any_policy_has_a_ratio(folder: Path, policy: str, percent: float | None) -> None:
+    result = advise(folder, "--policy", policy, "--json", str(folder / "r.json"))
+    assert result.exit_code == 0, result.output
+    settings = json.loads((folder / "r.json").read_text())["settings"]
+    assert settings["policy"] == policy
+    assert settings["percent"] == (percent if percent is not None else pytest.approx(100 * 4 / 64, abs=0.1))
+
+
+def test_where_nothing_hides_the_ways_out_are_told(folder: Path) -> None:
+    result = advise(folder, "--policy", "naive")
+    assert result.exit_code == 0, result.output
+    assert "No tier's loading is hidden by naive" in result.output
+    assert "\n- " in result.output
+
+
+def test_a_tier_that_cannot_be_measured_is_told_and_the_others_are(folder: Path) -> None:
+    result = advise(folder, "--redis-url", "redis://user:hunter2@127.0.0.1:1/0", "--host-memory", "10kB")
+    assert result.exit_code == 0, result.output
+    assert "tier redis was not measured: it did not take the samples" in result.stderr
+    assert "tier host was not measured: its budget" in result.stderr
+    assert "object" in result.output
+    assert "hunter2" not in result.output + result.stderr
+    assert "hunter2" not in (folder / "state" / "speeds.json").read_text()
+
+
+def test_without_any_tier_it_fails(folder: Path) -> None:
+    result = advise(folder, "--disk-space", "0", "--host-memory", "0", "--object-space", "0")
+    assert result.exit_code == 1
+    assert "no tier was measured" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--price", "tape=3"], "Unknown tier 'tape'"),
+        (["--price", "disk=cheap"], "'cheap' is no price"),
+        (["--policy", "blend"], "Unknown policy"),
+        (["--shape", "9b"], "Unknown shape"),
+        (["--context-tokens", "70000"], "the model takes 65536"),
+        (["--disk-codec", "int3"], "disk-codec"),
+        (["--json", "/no/such/folder/r.json"], "there is no folder"),
+    ],
+)
+def test_bad_arguments_end_with_one_clear_line(folder: Path, arguments: Sequence[str], message: str) -> None:
+    result = advise(folder, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("reached", ["disk", "object"])
+def test_an_interrupt_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, reached: str
+) -> None:
+    """It comes while a call to the tier is under way, which goes on for a moment."""
+    measure_tier = advising.measure_tier
+    seen = []
+
+    def interrupted(tier: Tier, samples: Sequence[ChunkKV], stop: threading.Event, *others: Any) -> Any:
+        if tier.name != reached:
+            return measure_tier(tier, samples, stop, *others)
+        seen.append(tier.name)
+        os.kill(os.getpid(), number)
+        assert stop.wait(30)
+        time.sleep(0.05)
+        assert tier.put("0" * 64, samples[0])
+        raise ProbeStoppedError
+
+    monkeypatch.setattr(advising, "measure_tier", interrupted)
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    result = advise(folder)
+    assert seen == [reached]
+    assert result.exit_code not in (0, 2)
+    assert left(folder) == {"state"}
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
