@@ -205,7 +205,8 @@ def damage(folder: Path, randomness: random.Random) -> None:
 def test_kills_at_any_moment(tmp_path: Path) -> None:
     randomness = random.Random(SEED)
     for point in range(POINTS):
-        run_and_kill(work, tmp_path, SEED * 100_000 + point, randomness.uniform(0, LONGEST_SECONDS))
+        steps = 0 if randomness.random() < 0.5 else randomness.randrange(1, 30)
+        run_and_kill(work, tmp_path, SEED * 100_000 + point, randomness.uniform(0, LONGEST_SECONDS), steps=steps)
         if randomness.random() < 0.7:  # else the next process begins where this one was killed
             is_sound(tmp_path)
     is_sound(tmp_path)

@@ -140,6 +140,19 @@ class ChunkStore:
         if all(future.done() for future in self._ahead):
             self._ahead = self._load(keys, Urgency(), self._ahead_loader)
 
+    def open(self, key: str) -> Opened | None:
+        """A copy in the fastest tier that has one, to be read layer by layer and closed; counts as a use.
+
+        Publishes one ChunkLookup.
+        """
+        for tier in self._tiers:
+            reader = tier.open(key)
+            if reader is not None:
+                self._events.publish(ChunkLookup(hit=True, tier=tier.name))
+                return Opened(tier.name, reader)
+        self._events.publish(ChunkLookup(hit=False, tier="none"))
+        return None
+
     @property
     def bandwidths(self) -> Bandwidths:
         """As measured while loading."""
