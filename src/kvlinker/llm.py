@@ -14,9 +14,8 @@ from kvlinker.config import Settings, load_settings
 from kvlinker.content import CompletionContent, ContentPart, ContentReader, Message
 from kvlinker.context_caches import CachesUsage, ContextCaches
 from kvlinker.engine.base import Engine, EngineLoad, GenerationRequest, PromptLogprobs, RequestHandle, SamplingParams
-from kvlinker.engine.embedded import EmbeddedEngine
-from kvlinker.engine.loading import LoadedModel, load_model
-from kvlinker.engine.variant_library import VariantLibrary
+from kvlinker.engine.loading import LoadedModel
+from kvlinker.engine_sources import EmbeddedSource, EngineSource, engine_source
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
 from kvlinker.linking import Explanation, Policy, as_policy
@@ -43,44 +42,40 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         settings = load_settings(model=str(model) if model is not None else None, **options)
-        self._start(load_model(settings), settings)
+        self._start(engine_source(settings), settings)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
         """Load ``settings.model`` and start."""
-        return cls.from_model(load_model(settings), settings)
+        return cls.from_source(engine_source(settings), settings)
 
     @classmethod
     def from_model(cls, loaded: LoadedModel, settings: Settings) -> Self:
         """Start on a model that is in memory already (see ``kvlinker.engine.loading.prepare_model``)."""
+        return cls.from_source(EmbeddedSource(loaded), settings)
+
+    @classmethod
+    def from_source(cls, source: EngineSource, settings: Settings) -> Self:
+        """Start on the engine that ``source`` makes."""
         llm = cls.__new__(cls)
-        llm._start(loaded, settings)
+        llm._start(source, settings)
         return llm
 
-    def _start(self, loaded: LoadedModel, settings: Settings) -> None:
+    def _start(self, source: EngineSource, settings: Settings) -> None:
         self.settings = settings
         self.events = Events()
         self.model_name = settings.served_name
         self.created_at = time.time()
-        self.tokenizer = loaded.tokenizer
+        self.tokenizer = source.tokenizer
         self.speeds = Speeds(settings.state_dir / FILE_NAME)
         self.catalog, self.store = open_state(
             settings,
             self.events,
-            host_bytes=settings.host_memory,
-            device=loaded.device,
+            host_bytes=settings.host_memory if source.uses_host_memory else 0,
+            device=source.device,
             speeds=self.speeds,
         )
-        self.engine: Engine = EmbeddedEngine(
-            loaded,
-            store=self.store,
-            events=self.events,
-            settings=settings,
-            variants=VariantLibrary(
-                self.catalog.variants, self.store, fingerprint=loaded.fingerprint, limit=settings.max_variants
-            ),
-            speeds=self.speeds,
-        )
+        self.engine: Engine = source.make(self.catalog, self.store, self.events, settings, self.speeds)
         self.builder = PromptBuilder(
             self.tokenizer,
             context=settings.generation_context,

@@ -35,7 +35,7 @@ def library(tmp_path: Path) -> Path:
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The state directory of ingests in this process, on the tiny model."""
-    monkeypatch.setattr("kvlinker.llm.load_model", lambda _: tiny_model())
+    monkeypatch.setattr("kvlinker.engine_sources.load_model", lambda _: tiny_model())
     monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("KVLINKER_CHAT_TEMPLATE", TEMPLATE)
     return tmp_path / "state"

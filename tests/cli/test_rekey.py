@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -149,6 +151,20 @@ def test_the_order_of_use_and_foreign_files_stay(state: Path) -> None:
     with started(state, SECOND) as llm:
         assert llm.store._tiers[1].keys() == (order[0], order[2])
         assert len(llm.list_caches().items) == len(caches)
+
+
+def test_a_full_disk_is_told_and_the_rest_done_later(state: Path) -> None:
+    with started(state, FIRST) as llm:
+        cache, _, answer = stored(llm)
+    with mock.patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        done = rekey(state, FIRST, SECOND)
+    assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1), done.output
+    assert "Run this again with the same keys" in done.stderr
+    assert not list(state.glob("chunks/??/*.tmp"))
+    assert "1 written anew, 0 were so before" in rekey(state, FIRST, SECOND).stdout
+    with started(state, SECOND) as llm:
+        assert llm.store.tier_of(cache.chunk_key) == "disk"
+        assert llm.completion([cache, "So?"], policy="naive", **GREEDY).token_ids == answer
 
 
 def test_chunks_in_shared_tiers_become_misses(state: Path, tmp_path: Path) -> None:

@@ -123,6 +123,18 @@ class Reference:
             tokens.append(chosen[-1])
         return chosen, logprobs
 
+    def distributions(self, selected, continuation):
+        """Log probabilities [steps, vocabulary] of each next token while the prompt goes on with these tokens."""
+        steps = len(continuation)
+        masks = [np.concatenate([~self.cached | mask, np.ones(steps, dtype=bool)]) for mask in selected]
+        for mask in masks:
+            mask[len(self.prompt) - 1] = True
+        placed = [
+            tuple(torch.nn.functional.pad(part, (0, 0, 0, steps)) for part in layer) for layer in self.placed or []
+        ]
+        logits = forward(self.model, [*self.prompt.tokens.tolist(), *continuation], masks, placed or None).logits
+        return torch.log_softmax(logits[-steps - 1 : -1].double(), -1)
+
 
 def chunk_attention(model, tokens):
     """Attention weights of a sequence, mean over layers and heads: [tokens, tokens]."""

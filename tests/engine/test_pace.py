@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvlinker.engine.batch import Batch, Placed, Run
@@ -95,6 +95,7 @@ def test_steps_that_are_all_alike_leave_the_shape_as_it_is():
 
 
 @given(st.lists(st.tuples(st.integers(8, 5000), st.floats(1e-6, 1e3)), min_size=1, max_size=20))
+@example([(8, 417.0), (249, 1e-6)])
 def test_expectations_are_never_negative(steps):
     pace = Pace(Cost())
     for tokens, seconds in steps:

@@ -63,7 +63,7 @@ class Served:
 
 
 @cache
-def tiny_model() -> LoadedModel:
+def tiny_model(head_dim: int = 8) -> LoadedModel:
     torch.manual_seed(0)
     tokenizer = byte_level()
     config = LlamaConfig(
@@ -73,6 +73,7 @@ def tiny_model() -> LoadedModel:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=CONTEXT_WINDOW,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvlinker.store.eviction import LEAST_SHARE, MOST_REUSE, PINNED_SHARE, EvictionIndex, use_weight
+from kvlinker.store.eviction import LEAST_SHARE, MOST_REUSE, PINNED_SHARE, Eviction, EvictionIndex, use_weight
 
 KEYS = st.sampled_from("abcdefgh")
 WEIGHTS = st.sampled_from([0.0, 1.0, 1.5, 16.0, 200.0])
@@ -172,3 +172,18 @@ def test_weights_are_bounded_and_fall_with_what_is_computed_again(recomputed: fl
     assert 1 <= weight <= 1 / LEAST_SHARE
     assert weight == pytest.approx(1 / max(recomputed, LEAST_SHARE))
     assert use_weight(min(1.0, recomputed + 0.1)) <= weight
+
+
+@pytest.mark.parametrize("eviction", ["lru", "reuse"])
+def test_filling_is_adding_one_by_one(eviction: Eviction) -> None:
+    sizes = [(f"key {number}", number % 7 + 1) for number in range(50)]
+    pinned = {"key 3", "key 40", "absent"}
+    filled, added = (EvictionIndex(90, pinned, eviction) for _ in range(2))
+    filled.fill(sizes)
+    for key, nbytes in sizes:
+        added.add(key, nbytes)
+    assert (filled.keys(), filled.used_bytes, len(filled)) == (added.keys(), added.used_bytes, len(added))
+    for index in (filled, added):
+        index.touch("key 5", 2.0)
+    assert filled.make_room(30) == added.make_room(30)
+    assert filled.keys() == added.keys()

@@ -183,6 +183,7 @@ def test_a_full_redis_makes_room_from_what_is_ours(
     assert (tier.keys(), tier.used_bytes) == ((), 0)
     assert len(warnings(caplog)) == 1
     assert len(recorder.of(TierUnavailable)) == 2
+    assert "HSET" not in caplog.text, "no part of a chunk is logged"
     assert not redis_server.client.keys("kvlinker:temporary:*")
 
     redis_server.client.config_set("maxmemory", 0)
@@ -230,8 +231,7 @@ def test_what_a_server_wrote_until_it_was_killed_does_not_stay(redis_server: Red
     assert not tier.put(key_of(2), KV[2])
     assert proxy.cuts == 1
     client = redis_server.client
-    assert comes_true(lambda: client.info("clients")["connected_clients"] == 1)
-    assert all(client.ttl(name) > 0 for name in client.keys("kvlinker:temporary:*"))
+    assert comes_true(lambda: all(client.ttl(name) > 0 for name in client.keys("kvlinker:temporary:*")))
 
 
 def test_something_that_is_no_redis(make_tier, recorder: Recorder) -> None:

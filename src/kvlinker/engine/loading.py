@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from blake3 import blake3
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from kvlinker.config import Settings
@@ -61,21 +61,35 @@ def read_model(settings: Settings) -> tuple[Any, Any]:
         torch.set_num_threads(settings.threads)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
-    options = {"trust_remote_code": settings.trust_remote_code}
+    tokenizer = read_tokenizer(settings)
+    model = _read(AutoModelForCausalLM, settings, dtype=dtype)
+    return model.to(device).eval(), tokenizer
+
+
+def read_tokenizer(settings: Settings) -> Any:
+    """The model's tokenizer. Raises ModelLoadError when it cannot be loaded."""
+    tokenizer = _read(AutoTokenizer, settings)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ModelLoadError(f"The tokenizer of {settings.model!r} has no tokenizer.json; kvlinker needs one.")
+    return tokenizer
+
+
+def read_config(settings: Settings) -> Any:
+    """The model's configuration. Raises ModelLoadError when it cannot be loaded."""
+    return _read(AutoConfig, settings)
+
+
+def _read(kind: Any, settings: Settings, **options: Any) -> Any:
     if os.path.isabs(settings.model) and not Path(settings.model).is_dir():
         raise ModelLoadError(f"No model at {settings.model}: there is no such folder.")
     transformers_logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(settings.model, **options)
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, **options)
+        return kind.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code, **options)
     except Exception as error:  # transformers raises whatever it meets
         raise ModelLoadError(
             f"Cannot load {settings.model!r}: {error} Give the path of a folder with a transformers model, or the id "
             "of one on the Hugging Face hub."
         ) from error
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ModelLoadError(f"The tokenizer of {settings.model!r} has no tokenizer.json; kvlinker needs one.")
-    return model.to(device).eval(), tokenizer
 
 
 def prepare_model(model: Any, tokenizer: Any) -> LoadedModel:

@@ -98,7 +98,7 @@ class Pace:
             self._squares += weight * (np.outer(step, step) - self._squares)
             self._sums += weight * (step - self._sums)
             squares, sums = known[:, None] * self._squares * known, known * self._sums
-            change = np.linalg.solve(squares + _STIFFNESS * np.eye(2), sums + _STIFFNESS)
+            change = np.linalg.lstsq(squares + _STIFFNESS * np.eye(2), sums + _STIFFNESS, rcond=None)[0]
             self._speeds.note(self._name, (known * change.clip(0.5, 2)).tolist())
 
 

@@ -32,23 +32,23 @@ class Metrics:
     """The figures of one app, in a registry of its own. Subscribe ``count`` to the LLM's events."""
 
     def __init__(self, llm: LLM) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_Gauges(llm))
+        self.registry = CollectorRegistry()
+        self.registry.register(_Gauges(llm))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"kvlinker:{name}", text, labels, registry=self._registry)
+            return Counter(f"kvlinker:{name}", text, labels, registry=self.registry)
 
         self._first_token = Histogram(
             "kvlinker:time_to_first_token_seconds",
             "From a request's arrival at the engine to its first token.",
-            registry=self._registry,
+            registry=self.registry,
             buckets=_FIRST_TOKEN_BUCKETS,
         )
         self._load_seconds = Histogram(
             "kvlinker:load_seconds",
             "Time to load the KV of one chunk.",
             ("tier",),
-            registry=self._registry,
+            registry=self.registry,
             buckets=_LOAD_BUCKETS,
         )
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens by what became of them.", "source")
@@ -88,7 +88,7 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """All figures in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     def prompt_tokens(self) -> dict[str, int]:
         """Totals by source."""
@@ -103,7 +103,7 @@ class Metrics:
         return int(sum(sample.value for sample in family.samples if sample.name.endswith("_total")))
 
     def _total(self, name: str, **labels: str) -> int:
-        return int(self._registry.get_sample_value(name, labels) or 0)
+        return int(self.registry.get_sample_value(name, labels) or 0)
 
 
 class _Gauges(Collector):

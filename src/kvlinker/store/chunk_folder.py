@@ -24,6 +24,7 @@ SPARE_SHARE = 0.05
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _SUFFIX = ".safetensors"
+_FILE_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
 _TEMPORARY_SUFFIX = ".tmp"
 _FOLDER_CHARACTERS = 2
 _ASIDE_SUFFIX = ".aside"
@@ -134,10 +135,12 @@ class ChunkFolder:
     def _places(self) -> Iterator[tuple[str, os.stat_result]]:
         """The keys at whose place anything lies, with its stat."""
         for entry in self._entries():
-            key = entry.name.removesuffix(_SUFFIX)
-            if len(key) < len(entry.name) and _KEY.fullmatch(key) and entry.path == self._place(key):
-                with suppress(FileNotFoundError):
+            found = _FILE_NAME.fullmatch(entry.name)
+            if found is not None and entry.path == self._place(key := found[1]):
+                try:
                     yield key, entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         """What lies in the folders that chunk files belong in."""

@@ -140,6 +140,19 @@ class ChunkStore:
         if all(future.done() for future in self._ahead):
             self._ahead = self._load(keys, Urgency(), self._ahead_loader)
 
+    def open(self, key: str) -> Opened | None:
+        """A copy in the fastest tier that has one, to be read layer by layer and closed; counts as a use.
+
+        Publishes one ChunkLookup.
+        """
+        for tier in self._tiers:
+            reader = tier.open(key)
+            if reader is not None:
+                self._events.publish(ChunkLookup(hit=True, tier=tier.name))
+                return Opened(tier.name, reader)
+        self._events.publish(ChunkLookup(hit=False, tier="none"))
+        return None
+
     @property
     def bandwidths(self) -> Bandwidths:
         """As measured while loading."""
@@ -178,6 +191,13 @@ class ChunkStore:
     def own_keys(self) -> frozenset[str]:
         """The keys of all chunks that lie in tiers of this store alone, or wait to be written."""
         return self._keys([tier for tier in self._tiers if not tier.shared])
+
+    def lying(self, keys: Set[str]) -> frozenset[str]:
+        """Those of the keys that tiers of this store alone, its device's included, know of, or that wait to be
+        written."""
+        known = [(tier.sizes(keys) or {}).keys() for tier in self._all_tiers if not tier.shared]
+        waiting = [keys & set(writer.keys()) for writer in self._writers.values()]
+        return frozenset().union(*known, *waiting)
 
     def delete(self, key: str) -> bool:
         """Remove the chunk from all tiers; whether its bytes are gone from all of them (see ``Tier.delete``). It comes

@@ -6,7 +6,7 @@ token and head: each has a scale of its own. Numbers that are not finite make th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Protocol
 
@@ -27,6 +27,7 @@ Room = Callable[..., Tensor]
 """Memory for a tensor, as ``torch.empty`` gives it: called with its shape and ``dtype=``."""
 
 _LARGEST_BLOCK = 128
+_PIECE_NUMBERS = 16_384
 
 
 class Codec(Protocol):
@@ -88,7 +89,10 @@ class Int8:
 
     def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
         steps = parts[""]
-        return torch.mul(steps, parts["scale"].to(dtype)[..., None], out=room(steps.shape, dtype=dtype))
+        decoded = room(steps.shape, dtype=dtype)
+        for stored, scale, out in _pieces(steps, parts["scale"].to(dtype), decoded):
+            torch.mul(stored, scale, out=out)
+        return decoded
 
 
 class Int4:
@@ -108,7 +112,8 @@ class Int4:
     def encode(self, heads: Tensor) -> Parts:
         if heads.shape[-1] % 2:
             raise ValueError(f"heads of {heads.shape[-1]} numbers cannot be packed in pairs")
-        rotated = _rotated(heads.float())
+        rotated = torch.empty(heads.shape)
+        _rotate(heads.float(), rotated)
         high, low = _range(rotated)
         scale = _half(torch.where(high > low, -high, low) / 8)
         steps = (rotated / _divisor(scale)).round().clamp(-8, 7).to(torch.int8) + 8
@@ -117,9 +122,11 @@ class Int4:
 
     def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
         packed = parts[""]
-        steps = _pairs(dtype).index_select(0, packed.flatten().int()).view(*packed.shape[:-1], -1)
-        scaled = steps.mul_(parts["scale"].to(dtype)[..., None])
-        return _rotated(scaled, room)
+        decoded = room((*packed.shape[:2], 2 * packed.shape[2]), dtype=dtype)
+        for stored, scale, out in _pieces(packed, parts["scale"].to(dtype), decoded):
+            steps = _pairs(dtype).index_select(0, stored.flatten().int()).view(out.shape)
+            _rotate(steps.mul_(scale), out)
+        return decoded
 
 
 class Compressed:
@@ -176,13 +183,21 @@ def _divisor(scale: Tensor) -> Tensor:
     return wide.masked_fill(wide == 0, 1)
 
 
-def _rotated(heads: Tensor, room: Room = torch.empty) -> Tensor:
+def _pieces(stored: Tensor, scale: Tensor, decoded: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """``stored`` and ``decoded`` [heads, tokens, …] with ``scale`` [heads, tokens], some rows of numbers at a time: so
+    few that PyTorch does not deal them out among threads, of which those that read have no use, and that they stay in
+    the processor's cache."""
+    rows = max(1, _PIECE_NUMBERS // decoded.shape[-1])
+    flat = stored.flatten(0, 1), scale.flatten()[:, None], decoded.view(-1, decoded.shape[-1])
+    for begin in range(0, len(flat[1]), rows):
+        yield flat[0][begin : begin + rows], flat[1][begin : begin + rows], flat[2][begin : begin + rows]
+
+
+def _rotate(heads: Tensor, out: Tensor) -> None:
     """Each block of the last dimension times a Hadamard matrix, which is its own inverse."""
     dim = heads.shape[-1]
     block = min(dim & -dim, _LARGEST_BLOCK)
-    rotated = room(heads.shape, dtype=heads.dtype)
-    torch.mm(heads.reshape(-1, block), _hadamard(block).to(heads.dtype), out=rotated.view(-1, block))
-    return rotated
+    torch.mm(heads.reshape(-1, block), _hadamard(block).to(heads.dtype), out=out.view(-1, block))
 
 
 @cache

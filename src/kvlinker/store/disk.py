@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import stat
 import threading
-from collections.abc import Iterable, Set
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Set
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -86,14 +87,14 @@ class DiskTier:
         try:
             self._folder = ChunkFolder(directory)
             self._folder.remove_temporary_files(older_than=_STALE_SECONDS)
-            found = sorted((status.st_mtime_ns, key, status.st_size) for key, status in self._folder.files())
+            with _collector_paused():
+                found = sorted((status.st_mtime_ns, key, status.st_size) for key, status in self._folder.files())
+                self._index.fill((key, nbytes) for _, key, nbytes in found)
         except OSError as error:
             raise StoreError(
                 f"The chunk cache folder {directory} cannot be used: {error}. "
                 "Make it a folder that this user may write to, or choose another state directory."
             ) from error
-        for _, key, nbytes in found:
-            self._index.add(key, nbytes)
         self._evict_for(0)
 
     @property
@@ -339,3 +340,15 @@ class DiskTier:
         self._refusing = False
         self._folder.settle(key)
         return True
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """While many objects are made that all stay: the garbage collector would look at them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

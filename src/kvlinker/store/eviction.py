@@ -139,6 +139,19 @@ class EvictionIndex:
         """Add an absent key, now used last. Does not look at the budget: call ``make_room`` first."""
         self._enter(key, self._used(nbytes, use_weight(1.0)))
 
+    def fill(self, sizes: Iterable[tuple[str, int]]) -> None:
+        """``add`` all of these, in this order, to an index that is empty; quicker than one by one."""
+        assert not self._entries
+        once = use_weight(1.0)
+        priority = self._order.priority(once)
+        self._entries = {key: _Entry(nbytes, once, (priority, use)) for use, (key, nbytes) in enumerate(sizes, 1)}
+        self._uses = len(self._entries)
+        pinned = {self._entries[key].rank: key for key in self._pinned_keys & self._entries.keys()}
+        self._pinned.update(pinned)
+        self._evictable.update((entry.rank, key) for key, entry in self._entries.items() if entry.rank not in pinned)
+        self.used_bytes = sum(entry.nbytes for entry in self._entries.values())
+        self._pinned_bytes = sum(self._entries[key].nbytes for key in pinned.values())
+
     def remove(self, key: str) -> bool:
         """Forget the key; False where it was absent."""
         if key not in self._entries:

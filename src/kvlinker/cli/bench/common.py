@@ -22,7 +22,7 @@ ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens per chunk.")]
 FreshTokens = Annotated[int, typer.Option(min=1, help="Tokens behind the chunks.")]
 Policies = Annotated[str, typer.Option(help="Policies to compare, with commas between.")]
 
-MODEL_OPTIONS = ("model", "engine", "dtype", "device", "threads")
+MODEL_OPTIONS = ("model", "engine", "vllm_options", "dtype", "device", "threads")
 QUALITY_OPTIONS = ("generation_context", "system_prompt", "chat_template", "max_model_len")
 
 WIDTH_OF_FILES = 180

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -42,7 +43,10 @@ def ttft(
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Time to first token of prompts made of cached chunks, by policy, and where it goes."""
+    """Time to first token of prompts made of cached chunks, by policy, and where it goes.
+
+    With --engine vllm, vLLM's beside the embedded engine's, and the pace of a neighbour that decodes meanwhile.
+    """
     from kvlinker.bench.plots import plot_ttft
     from kvlinker.bench.subject import make_subject
     from kvlinker.bench.ttft import COLUMNS, Workload, run_ttft, scaling_exponents
@@ -51,8 +55,24 @@ def ttft(
         workloads = [Workload(count, chunk_tokens, fresh_tokens) for count in counts(chunks)]
         names = policy_names(policies)
         subject = make_subject(settings, shape=shape, command=command_line(), repeat=repeat)
-        report = run_ttft(subject, workloads, names, repeat=repeat, tier=tier, full_limit=full_limit, progress=progress)
-    show(report, COLUMNS, json)
+        with_vllm = settings.engine == "vllm"
+        report = run_ttft(
+            subject,
+            workloads,
+            names,
+            repeat=repeat,
+            tier=tier,
+            full_limit=full_limit,
+            with_transformers=not with_vllm,
+            progress=progress,
+        )
+        if with_vllm:
+            from kvlinker.bench.vllm_ttft import COLUMNS as VLLM_COLUMNS
+            from kvlinker.bench.vllm_ttft import run_vllm_ttft
+
+            rows = run_vllm_ttft(subject, settings, workloads, names, repeat=repeat, progress=progress)
+            report = replace(report, rows=[*report.rows, *rows])
+    show(report, VLLM_COLUMNS if with_vllm else COLUMNS, json)
     for (policy, engine), exponent in scaling_exponents(report.rows).items():
         typer.echo(f"{policy} ({engine}): TTFT ~ tokens^{exponent:.2f}")
     if plot is not None:

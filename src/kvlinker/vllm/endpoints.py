@@ -1,0 +1,119 @@
+"""vLLM's entry point ``vllm.endpoint_plugins``: kvlinker's routes within vLLM's own server.
+
+Load it with ``VLLM_PLUGINS=kvlinker``. kvlinker's application is put before vLLM's routes as it is, and answers what
+it has routes for; ``/health`` and ``/metrics`` stay vLLM's, and the latter tells kvlinker's figures, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, ClassVar
+
+import prometheus_client
+from fastapi import FastAPI
+from fastapi.concurrency import run_in_threadpool
+from starlette.routing import BaseRoute, Match
+from starlette.types import Receive, Scope, Send
+
+from kvlinker.config import Settings, load_settings
+from kvlinker.errors import InvalidRequestError
+from kvlinker.llm import LLM
+from kvlinker.server.app import create_app
+from kvlinker.server.service import Service
+from kvlinker.vllm.client import VLLMClient
+from kvlinker.vllm.connector import CONNECTOR_OPTIONS
+from kvlinker.vllm.model_facts import CHANGES_KV, read_facts
+from kvlinker.vllm.order_seal import OrderSeal
+from kvlinker.vllm.plugin import NAME
+from kvlinker.vllm.source import VLLMSource
+
+LEFT_TO_VLLM = frozenset({"/health", "/metrics", "/openapi.json"})
+
+
+class Diversion(BaseRoute):
+    """Hands requests to kvlinker's application where that has a route for them."""
+
+    def __init__(self) -> None:
+        self.app: FastAPI | None = None
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if self.app is None or scope["type"] != "http" or scope["path"] in LEFT_TO_VLLM:
+            return Match.NONE, {}
+        found = (route.matches(scope)[0] for route in self.app.router.routes)
+        return max(found, key=lambda match: match.value, default=Match.NONE), {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.app is not None
+        await self.app(scope, receive, send)
+
+
+class KVLinkerEndpoints:
+    """An ``EndpointPlugin``; one per server."""
+
+    name = "kvlinker"
+    required_tasks: ClassVar[tuple[str, ...]] = ("generate",)
+
+    def __init__(self) -> None:
+        self._diversion = Diversion()
+        self._running = AsyncExitStack()
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.router.routes.insert(0, self._diversion)
+        outer = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(running: Any) -> AsyncIterator[Any]:
+            async with self._running, outer(running) as state:
+                yield state
+
+        app.router.lifespan_context = lifespan
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Raises InvalidRequestError where vLLM was started without the connector, and what an LLM raises."""
+        settings = settings_of(engine_client.vllm_config, args)
+        client = VLLMClient(engine_client, asyncio.get_running_loop(), OrderSeal.of(settings.state_dir))
+        llm = await run_in_threadpool(_start, settings, client)
+        app = create_app(llm, settings)
+        await self._running.enter_async_context(app.router.lifespan_context(app))
+        service: Service = app.state.service
+        prometheus_client.REGISTRY.register(service.metrics.registry)
+        self._running.callback(prometheus_client.REGISTRY.unregister, service.metrics.registry)
+        self._diversion.app = app
+
+
+def _start(settings: Settings, client: VLLMClient) -> LLM:
+    return LLM.from_source(VLLMSource(read_facts(settings), lambda: client), settings)
+
+
+def settings_of(vllm_config: Any, args: Namespace) -> Settings:
+    """kvlinker's settings for what vLLM was started with: the connector's options, and the model's.
+
+    Raises InvalidRequestError where vLLM was started without the connector.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != NAME:
+        raise InvalidRequestError(
+            "kvlinker's routes need its connector. Start vLLM with --kv-transfer-config "
+            f'\'{{"kv_connector": "{NAME}", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}}\'.',
+            param="kv_transfer_config",
+        )
+    extra = transfer.kv_connector_extra_config
+    options = {name: value for name, value in extra.items() if name not in CONNECTOR_OPTIONS}
+    model = vllm_config.model_config
+    changes = {name: value for name in CHANGES_KV if (value := getattr(args, name, None)) and value != "auto"}
+    served = getattr(args, "served_model_name", None)
+    return load_settings(
+        **{
+            "engine": "vllm",
+            "model": model.model,
+            "served_model_name": served[0] if served else None,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "trust_remote_code": model.trust_remote_code,
+            "max_running": vllm_config.scheduler_config.max_num_seqs,
+            "vllm_options": changes,
+        }
+        | options
+    )

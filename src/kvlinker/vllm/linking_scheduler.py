@@ -1,0 +1,178 @@
+"""The connector's scheduler side: which requests are linked, in which blocks, and what each engine step does of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.vllm.metadata import Begun, StepOrders, StepReport
+from kvlinker.vllm.order import PARAM, LinkOrder
+from kvlinker.vllm.order_seal import OrderSeal
+from kvlinker.vllm.pace import StepPace
+from kvlinker.vllm.slices import Budget, Progress, Slice
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """``slice_tokens``: the most that a step computes of orders while other requests are being computed (see
+    ``StepPace``); ``step_tokens``: if there are none. ``runs``: sequences that attention takes at once. ``workers``:
+    how many report."""
+
+    slice_tokens: int
+    step_tokens: int
+    runs: int
+    workers: int = 1
+
+
+class LinkingScheduler:
+    """One thread, vLLM's engine core, calls everything."""
+
+    def __init__(self, *, limits: StepLimits, seal: OrderSeal, is_stored: Callable[[str], bool]) -> None:
+        """``is_stored`` tells whether a chunk's KV is in the store's folder."""
+        self._seal = seal
+        self._limits = limits
+        self._is_stored = is_stored
+        self._orders: dict[str, LinkOrder] = {}
+        self._given_up: set[str] = set()  # their chunks vanished: vLLM computes them
+        self._begun: list[Begun] = []  # for the next step
+        self._waiting: dict[str, Progress] = {}  # vLLM holds these requests back until their orders are fulfilled
+        self._loaded: dict[str, int] = {}  # of these, workers that have all chunks at hand
+        self._ordered: set[str] = set()  # of these, those whose last slice is under way
+        self._dropped: list[str] = []
+        self._at_hand: set[str] = set()  # chunks that all workers had in memory, as far as is known
+        self._busy = False
+        self._pace = StepPace(limits.slice_tokens)
+
+    def admit(
+        self, request_id: str, params: Mapping[str, Any] | None, tokens: Sequence[int], *, salt: str | None
+    ) -> None:
+        """A request for a prompt of these tokens has come. What it asks for is refused, and the request computed by
+        vLLM alone, if it is not sound, or not salted: its KV would be taken for that of the plain tokens."""
+        try:
+            order = self._seal.order(params, tokens)
+        except InvalidRequestError as error:
+            logger.warning("Request %s is not linked: %s", request_id, error)
+            return
+        if order is None or not order.linked:
+            return
+        if not salt:
+            logger.warning("Request %s is not linked: it has no cache_salt, which every linked one needs.", request_id)
+            return
+        self._orders[request_id] = order
+
+    def matched(self, request_id: str, local: int) -> tuple[int, bool]:
+        """Tokens that linking brings beyond the ``local`` ones that vLLM has, and whether the request has to wait.
+
+        Without side effects, but that a chunk that has vanished makes it 0 from now on.
+        """
+        order = self._orders.get(request_id)
+        if order is None or request_id in self._given_up or local >= order.linked:
+            return 0, False
+        missing = [key for key in order.keys if not self._is_stored(key)]
+        if missing:
+            logger.warning("Request %s is computed in full: chunk %s is gone.", request_id, missing[0])
+            self._given_up.add(request_id)
+            return 0, False
+        return order.linked - local, self._has_to_wait(order, request_id, local)
+
+    def allocated(self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int], *, external: int) -> None:
+        """vLLM has given the request its blocks, and counts on ``external`` tokens of linking."""
+        if not external:
+            return
+        order = self._orders[request_id]
+        begin = order.linked - external
+        waits = self._has_to_wait(order, request_id, begin)
+        self._begun.append(
+            Begun(
+                request_id=request_id,
+                order=order,
+                tokens=np.asarray(tokens[: order.linked], dtype=np.int64),
+                block_ids=tuple(block_ids),
+                begin=begin,
+                waits=waits,
+            )
+        )
+        if waits:
+            self._waiting[request_id] = Progress(request_id, order, begin=begin)
+
+    def orders(self, *, scheduled_tokens: int) -> StepOrders:
+        """What the workers do in the step that computes so many tokens otherwise."""
+        begun = tuple(self._begun)
+        slices = [
+            Progress(each.request_id, each.order, begin=each.begin).take(Budget.unlimited())
+            for each in begun
+            if not each.waits
+        ]
+        self._busy = scheduled_tokens > 0
+        tokens = self._pace.next_budget() if self._busy else self._limits.step_tokens
+        budget = Budget(tokens=tokens, runs=self._limits.runs)
+        slices += self._next_slices(budget)
+        self._pace.planned(cost=tokens - budget.tokens, busy=self._busy)
+        dropped = tuple(self._dropped)
+        self._begun.clear()
+        self._dropped.clear()
+        return StepOrders(begun, tuple(slices), dropped, idle=not self._busy)
+
+    def note_report(self, report: StepReport | None) -> None:
+        """A step is done; what the workers told of it, if anything."""
+        self._pace.ended()
+        if report is None:
+            return
+        for request_id, workers in report.loaded.items():
+            if request_id in self._waiting:
+                self._loaded[request_id] = self._loaded.get(request_id, 0) + workers
+                if self._loaded[request_id] >= self._limits.workers:
+                    self._at_hand.update(self._orders[request_id].keys)
+        self._at_hand -= report.evicted
+        for request_id in report.failed & self._orders.keys():
+            self._given_up.add(request_id)
+            self._at_hand.difference_update(self._orders[request_id].keys)
+
+    def note_received(self, finished: Iterable[str]) -> None:
+        """The orders of these requests are fulfilled, or given up."""
+        for request_id in finished:
+            self._forget_progress(request_id)
+
+    def finished(self, request_id: str) -> dict[str, Any] | None:
+        """The request has ended, or was aborted; what its output tells of linking."""
+        order = self._orders.pop(request_id, None)
+        if request_id in self._waiting:
+            self._dropped.append(request_id)
+            self._forget_progress(request_id)
+        given_up = request_id in self._given_up
+        self._given_up.discard(request_id)
+        return None if order is None else {PARAM: {"linked": not given_up}}
+
+    def _has_to_wait(self, order: LinkOrder, request_id: str, local: int) -> bool:
+        """Orders are fulfilled within the request's own first step only if that takes not much longer by it."""
+        if order.captures or not self._at_hand.issuperset(order.keys):
+            return True
+        progress = Progress(request_id, order, begin=local)
+        most = self._pace.budget if self._busy else self._limits.step_tokens
+        return progress.cost > most or progress.runs > self._limits.runs
+
+    def _next_slices(self, budget: Budget) -> list[Slice]:
+        slices = []
+        for request_id, progress in self._waiting.items():
+            if budget.spent:
+                break
+            ready = self._loaded.get(request_id, 0) >= self._limits.workers
+            if not ready or request_id in self._ordered:
+                continue
+            part = progress.take(budget)
+            slices.append(part)
+            if part.is_last:
+                self._ordered.add(request_id)
+        return slices
+
+    def _forget_progress(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+        self._loaded.pop(request_id, None)
+        self._ordered.discard(request_id)

@@ -1,0 +1,60 @@
+"""What the connector's scheduler side and its workers tell each other in every engine step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.vllm.order import LinkOrder
+from kvlinker.vllm.slices import Slice
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request whose order is to be fulfilled from now on, in the KV cache's blocks ``block_ids``.
+
+    ``tokens`` [linked] are the prompt's. ``begin``: what stands before this position is there already. ``waits``: the
+    request waits until the worker reports the end of it; otherwise it is part of this very step.
+    """
+
+    request_id: str
+    order: LinkOrder
+    tokens: NDArray[np.int64]
+    block_ids: tuple[int, ...]
+    begin: int
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """To the workers, which all do exactly this, in this order: they compute together.
+
+    ``idle``: nothing else happens in this step, so that workers may wait a little for what is being loaded.
+    """
+
+    begun: tuple[Begun, ...] = ()
+    slices: tuple[Slice, ...] = ()
+    dropped: tuple[str, ...] = ()
+    idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """From the workers. ``loaded``: for how many of them a request's chunks are at hand now. ``failed``: requests that
+    are not linked after all. ``evicted``: chunks that a worker gave up for want of memory."""
+
+    loaded: Mapping[str, int] = field(default_factory=dict)
+    failed: frozenset[str] = frozenset()
+    evicted: frozenset[str] = frozenset()
+
+    def joined(self, other: StepReport) -> StepReport:
+        names = {*self.loaded, *other.loaded}
+        loaded = {name: self.loaded.get(name, 0) + other.loaded.get(name, 0) for name in names}
+        return StepReport(loaded, self.failed | other.failed, self.evicted | other.evicted)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self.loaded or self.failed or self.evicted)

@@ -1,0 +1,81 @@
+"""The store's folder of chunk files as vLLM's processes see it, with the most recently used chunks in memory."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from kvlinker.events import Events
+from kvlinker.store import ChunkKV, DiskTier
+from kvlinker.store.chunk_folder import ChunkFolder
+from kvlinker.store.encryption import Sealing
+from kvlinker.store.eviction import EvictionIndex
+
+_NO_LIMIT = 1 << 62
+
+
+class WorkerChunks:
+    """Reads and writes chunk files, and evicts none: what there is room for is the store's business, in the process
+    that has the catalog. What it deletes is gone here, too. All methods may be called from any thread.
+    """
+
+    def __init__(self, directory: Path, *, memory_bytes: int, sealing: Sealing) -> None:
+        """Raises StoreError where the folder cannot be used."""
+        self._folder = ChunkFolder(directory)
+        self._disk = DiskTier(directory, _NO_LIMIT, Events(), sealing=sealing)
+        self._index = EvictionIndex(memory_bytes)
+        self._memory: dict[str, ChunkKV] = {}
+        self._evicted: set[str] = set()
+        self._lock = threading.Lock()
+
+    def contains(self, key: str) -> bool:
+        return self._folder.path(key).exists()
+
+    def at_hand(self, key: str) -> ChunkKV | None:
+        """The chunk's KV if it is in memory, and still in the folder."""
+        with self._lock:
+            if not self._index.touch(key):
+                return None
+            if self.contains(key):
+                return self._memory[key]
+            self._forget(key)
+            return None
+
+    def get(self, key: str) -> ChunkKV | None:
+        """The chunk's KV, verified, and in memory from now on if there is room; None if it is gone or damaged."""
+        kv = self.at_hand(key)
+        if kv is None and self.contains(key):
+            kv = self._disk.get(key)
+            if kv is not None:
+                self._keep(key, kv)
+        return kv
+
+    def put(self, key: str, kv: ChunkKV) -> bool:
+        """Write the chunk's file, and keep its KV in memory; whether the disk took it."""
+        stored = self._disk.put(key, kv)
+        if stored:
+            self._keep(key, kv)
+        return stored
+
+    def take_evicted(self) -> frozenset[str]:
+        """Chunks that left memory since the last call."""
+        with self._lock:
+            evicted = frozenset(self._evicted)
+            self._evicted.clear()
+            return evicted
+
+    def _keep(self, key: str, kv: ChunkKV) -> None:
+        with self._lock:
+            if key in self._index or not self._index.fits(kv.nbytes):
+                return
+            for old, _ in self._index.make_room(kv.nbytes):
+                del self._memory[old]
+                self._evicted.add(old)
+            self._index.add(key, kv.nbytes)
+            self._memory[key] = kv
+            self._evicted.discard(key)
+
+    def _forget(self, key: str) -> None:
+        self._index.remove(key)
+        del self._memory[key]
+        self._evicted.add(key)

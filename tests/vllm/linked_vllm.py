@@ -1,0 +1,176 @@
+"""vLLM in this process over a tiny model, with kvlinker's connector; for tests that look at answers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from functools import cache
+from pathlib import Path
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import vllm
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+from kvlinker.bench.shapes import byte_tokenizer
+from kvlinker.chunks import chunk_key
+from kvlinker.engine.link_loading import PromptEvidence
+from kvlinker.linking import make_plan, parse_policy
+from kvlinker.vllm.order import order_of_capture, order_of_plan
+from kvlinker.vllm.order_seal import OrderSeal
+from tests.engine.reference import Reference, reference_model
+from tests.toy_models import tiny_model
+from tests.vllm.conftest import HEAD_DIM
+
+
+@cache
+def model_folder(family: str, folder: Path) -> Path:
+    """The family's tiny model on disk."""
+    path = folder / family
+    tiny_model(family, head_dim=HEAD_DIM).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+class LinkedVLLM:
+    """One engine. ``state`` is the store's folder."""
+
+    def __init__(self, family, models, state, *, slice_tokens=64, **options):
+        self.family = family
+        self.state = state
+        defaults = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 16,
+            "block_size": 32,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+        }
+        self.llm = vllm.LLM(
+            str(model_folder(family, models)),
+            kv_transfer_config={
+                "kv_connector": "KVLinkerConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"state_dir": str(state), "slice_tokens": slice_tokens},
+            },
+            **(defaults | options),
+        )
+        self._engine = self.llm.llm_engine
+        self._names = itertools.count()
+
+    @property
+    def scheduler(self):
+        return self._engine.engine_core.engine_core.scheduler
+
+    @property
+    def linking(self):
+        return self.scheduler.connector._scheduler
+
+    def cache(self, prompt):
+        """Have all chunks of the prompt computed and stored."""
+        for chunk in prompt.chunks:
+            order = order_of_capture(key_of(chunk), begin=len(chunk.prefix), end=len(chunk.prefix) + len(chunk))
+            self.add([*chunk.prefix, *chunk.tokens, 0], order, secrets.token_hex(8), max_tokens=1)
+        for output in self.run().values():
+            assert output.kv_transfer_params == {"kvlinker": {"linked": True}}
+        assert all(self.chunk_file(chunk).exists() for chunk in prompt.chunks)
+
+    def chunk_file(self, chunk):
+        key = key_of(chunk)
+        return self.state / "chunks" / key[:2] / f"{key}.safetensors"
+
+    def add(self, tokens, order=None, salt=None, *, max_tokens=4):
+        name = f"r{next(self._names)}"
+        params = vllm.SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            logprobs=20,
+            ignore_eos=True,
+            extra_args=None if order is None else {"kv_transfer_params": self.params(order, tokens)},
+        )
+        prompt = {"prompt_token_ids": list(tokens)} | ({"cache_salt": salt} if salt else {})
+        self._engine.add_request(name, prompt, params)
+        return name
+
+    def params(self, order, tokens):
+        return OrderSeal.of(self.state).params(order, tokens)
+
+    def submit(self, prompt, policy, *, salt="salt", **options):
+        """Queue a linked request, salted as the engine does it: by all that its KV depends on but the tokens."""
+        order = order_for(prompt, policy)
+        return self.add(prompt.tokens.tolist(), order, f"{salt} {order}", **options)
+
+    def abort(self, name):
+        self._engine.abort_request([name])
+
+    def step(self):
+        return {output.request_id: output for output in self._engine.step() if output.finished}
+
+    def run(self, steps=2000):
+        """Step until all requests are finished; their outputs by name."""
+        outputs = {}
+        for _ in range(steps):
+            if not self._engine.has_unfinished_requests():
+                return outputs
+            outputs |= self.step()
+        raise AssertionError("vLLM does not come to an end")
+
+    def answer(self, prompt, policy, **options):
+        name = self.submit(prompt, policy, **options)
+        return self.run()[name]
+
+    def settle(self):
+        """Nothing is left behind of any request: neither blocks nor state."""
+        for _ in range(50):
+            self._engine.step()
+        assert not self.scheduler.requests
+        assert self.scheduler.kv_cache_manager.usage == 0
+        linking = self.linking
+        left = (linking._orders, linking._given_up, linking._begun, linking._waiting, linking._loaded, linking._ordered)
+        assert not any(left), left
+        worker = vllm.distributed.kv_transfer.get_kv_transfer_group()._worker
+        assert not worker._tasks
+        assert not worker._writing
+
+    def close(self):
+        self._engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def key_of(chunk):
+    return chunk_key(chunk, fingerprint="toy", tenant="default")
+
+
+def order_for(prompt, policy):
+    plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
+    return order_of_plan(plan, tuple(key_of(placement.chunk) for placement in plan.placements))
+
+
+@cache
+def reference(prompt, family, positioned=True):
+    """In double precision, so that rounding errors are vLLM's alone."""
+    reference_model(family, head_dim=HEAD_DIM).double()
+    return Reference(prompt, family, positioned, head_dim=HEAD_DIM)
+
+
+def difference(output, prompt, policy, family):
+    """The largest difference of a log probability that vLLM tells of from the oracle's, over all steps."""
+    parsed = parse_policy(policy)
+    oracle = reference(prompt, family, parsed.positioned)
+    selected = parsed.select(prompt, PromptEvidence()) & prompt.cached
+    (answer,) = output.outputs
+    expected = oracle.distributions([selected] * oracle.layers, answer.token_ids)
+    return max(
+        abs(entry.logprob - float(step[token]))
+        for told, step in zip(answer.logprobs, expected, strict=True)
+        for token, entry in told.items()
+    )

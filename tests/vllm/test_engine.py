@@ -1,0 +1,276 @@
+"""kvlinker's engine over vLLM: the embedded engine's answers, and the embedded engine's chunks."""
+
+import queue
+import time
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import numpy as np
+import psutil
+
+from kvlinker.chunks import Chunk, GenerationContext
+from kvlinker.engine.base import Delta, Failed, Finished, GenerationRequest, SamplingParams
+from kvlinker.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    InvalidRequestError,
+    OverloadedError,
+    PolicyError,
+)
+from kvlinker.events import ChunkLookup
+from kvlinker.linking import parse_policy
+from kvlinker.llm import LLM
+from kvlinker.vllm.engine import salt_of
+from tests.engine.conftest import linked_prompt, random_tokens
+from tests.vllm.conftest import vllm_settings_for
+
+TOLERANCE = 1e-4
+TEXTS = ["The cat sat on the mat, and it was fine. " * 4, "A dog and a small text. " * 3, "Yes, yes. " * 9]
+POLICIES = ["full", "naive", "naive-unpositioned", "legolink-4", "attnlink-5", "random-30", "prefix"]
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logprobs": 3}
+
+
+@pytest.fixture(scope="module")
+def llm(served):
+    return served.llm
+
+
+@pytest.fixture(scope="module")
+def embedded(vllm_settings):
+    """The embedded engine on the same model and the same state directory; without variants, which vLLM has none of."""
+    settings = vllm_settings.model_copy(update={"engine": "embedded", "vllm_options": {}, "max_variants": 0})
+    with LLM.from_settings(settings) as made:
+        yield made
+
+
+def question(ids, text="What do they have in common?"):
+    return [{"role": "user", "content": [ids[1], ids[0], "And here: ", ids[2], text]}]
+
+
+def assert_same(answer, other):
+    assert answer.token_ids == other.token_ids
+    assert answer.text == other.text
+    assert answer.usage == other.usage
+    assert answer.finish_reason == other.finish_reason
+    for one, two in zip(answer.logprobs, other.logprobs, strict=True):
+        assert (one.token_id, one.text) == (two.token_id, two.text)
+        assert one.logprob == pytest.approx(two.logprob, abs=TOLERANCE)
+        assert [entry.logprob for entry in one.top] == pytest.approx([e.logprob for e in two.top], abs=TOLERANCE)
+
+
+def lookups(llm):
+    """Tiers of the lookups from now on."""
+    tiers = []
+    llm.events.subscribe(lambda event: tiers.append(event.tier) if isinstance(event, ChunkLookup) else None)
+    return tiers
+
+
+@pytest.mark.parametrize("cached_by", ["vllm", "embedded"])
+def test_either_engine_answers_alike_over_the_others_chunks(llm, embedded, cached_by):
+    assert llm.engine.fingerprint == embedded.engine.fingerprint
+    assert llm.engine.kv_bytes_per_token == embedded.engine.kv_bytes_per_token
+    texts = [f"{cached_by}: {text}" for text in TEXTS]
+    ids = (llm if cached_by == "vllm" else embedded).generate_context_cache(texts)
+    embedded.store.flush()
+    looked = lookups(llm), lookups(embedded)
+    for policy in POLICIES:
+        assert_same(
+            llm.chat_completion(question(ids), policy=policy, **GREEDY),
+            embedded.chat_completion(question(ids), policy=policy, **GREEDY),
+        )
+    assert "none" not in {*looked[0], *looked[1]}
+
+
+def test_scores_of_chunks_are_alike(llm, embedded):
+    """And so is what the policies make of them. A chunk's key knows its generation context."""
+    texts = ["numbers 1 2 3 and more words: alpha. " * 5, "user assistant system question. " * 7, TEXTS[2]]
+    chunks = [llm.builder.encode_chunk(text, GenerationContext.PREFIX) for text in texts]
+    keys = [llm.caches.key(chunk, "default") for chunk in chunks]
+    for key, chunk in zip(keys, chunks, strict=True):
+        llm.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
+        ours = llm.store.get(key).scores
+        llm.store.delete(key)
+        embedded.store.delete(key)
+        embedded.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
+        theirs = embedded.store.get(key).scores
+        assert ours.contextualization.tokens == theirs.contextualization.tokens
+        assert ours.contextualization.intra == pytest.approx(theirs.contextualization.intra, abs=1e-4)
+        np.testing.assert_allclose(ours.inter, theirs.inter, atol=1e-4)
+        np.testing.assert_allclose(ours.received, theirs.received, atol=1e-4)
+    ids = llm.generate_context_cache(texts)
+    for policy in ("h2o-20", "cachecraft-0.7", "cachecraft-1+legolink-2"):
+        answers = [each.chat_completion(question(ids), policy=policy, **GREEDY) for each in (llm, embedded)]
+        assert_same(*answers)
+        assert answers[0].usage.recomputed_tokens
+
+
+def test_explanations_are_alike(llm, embedded):
+    ids = llm.generate_context_cache(TEXTS)
+    for policy in ("full", "legolink-4", "random-30"):
+        ours, theirs = (each.explain(question(ids), policy=policy).to_json() for each in (llm, embedded))
+        assert ours == theirs
+
+
+def test_sampling_follows_its_parameters(llm):
+    prompt = "The cat sat on"
+    seeded = [llm.completion(prompt, seed=5, max_tokens=20, ignore_eos=True).token_ids for _ in range(2)]
+    assert seeded[0] == seeded[1] != llm.completion(prompt, seed=6, max_tokens=20, ignore_eos=True).token_ids
+    one = llm.completion(prompt, top_k=1, max_tokens=9, ignore_eos=True).token_ids
+    assert one == llm.completion(prompt, top_p=0, max_tokens=9, ignore_eos=True).token_ids
+    assert one == llm.completion(prompt, temperature=0, max_tokens=9, ignore_eos=True).token_ids
+    repeated = llm.completion(prompt, temperature=0, max_tokens=20, ignore_eos=True, repetition_penalty=50)
+    assert len(set(repeated.token_ids)) == 20
+
+
+def test_stop_strings_end_the_answer(llm, embedded):
+    options = GREEDY | {"max_tokens": 30}
+    whole = llm.completion("The cat", **options)
+    stop = whole.text[8:10]
+    cut = llm.completion("The cat", stop=stop, **options)
+    assert cut.finish_reason == "stop"
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert_same(cut, embedded.completion("The cat", stop=stop, **options))
+
+
+class Sink(queue.SimpleQueue):
+    def rest(self):
+        """All events until the last one."""
+        events = [self.get(timeout=60)]
+        while isinstance(events[-1], Delta):
+            events.append(self.get(timeout=60))
+        return events
+
+
+def request(llm, tokens=700, **sampling):
+    prompt = llm.completion_prompt(list(random_tokens(20, 3)))
+    return GenerationRequest(
+        prompt, parse_policy("naive"), SamplingParams(max_tokens=tokens, ignore_eos=True, **sampling)
+    )
+
+
+def test_cancelled_requests_free_their_room(served, llm):
+    sinks = [Sink() for _ in range(3)]
+    handles = [llm.engine.generate(request(llm), sink.put) for sink in sinks]
+    assert isinstance(sinks[0].get(timeout=60), Delta)
+    assert llm.load().running == 3
+    for handle in handles:
+        handle.cancel()
+        handle.cancel()
+    for sink in sinks:
+        *_, last = sink.rest()
+        assert isinstance(last, Finished)
+        assert last.reason == "cancelled"
+    assert served.becomes_idle()
+
+
+def test_a_full_queue_refuses(llm, monkeypatch):
+    monkeypatch.setattr(llm.engine, "_max_running", 1)
+    monkeypatch.setattr(llm.engine, "_max_waiting", 1)
+    handles = [llm.engine.generate(request(llm), Sink().put) for _ in range(2)]
+    with pytest.raises(OverloadedError):
+        llm.engine.generate(request(llm), Sink().put)
+    for handle in handles:
+        handle.cancel()
+
+
+@pytest.mark.parametrize("policy", ["query-5", "cacheblend-15", "cachecraft-1-focus", "query-5+legolink-4"])
+def test_policies_that_decide_on_the_way_are_refused(served, llm, policy):
+    ids = llm.generate_context_cache(TEXTS)
+    with pytest.raises(PolicyError, match="vllm engine"):
+        llm.chat_completion(question(ids), policy=policy)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "link": {"policy": policy}}
+    answer = served.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert "vllm engine" in answer.json()["error"]["message"]
+
+
+def test_what_cannot_be_done_says_so(llm):
+    with pytest.raises(InvalidRequestError, match="vllm engine"):
+        llm.score("The cat sat on the mat.")
+    with pytest.raises(ContextLengthError):
+        llm.completion("a", max_tokens=5000)
+    with pytest.raises(InvalidRequestError, match="Token id"):
+        llm.completion([1, 10**6])
+    long = Chunk(random_tokens(llm.max_model_len - 1, 1))
+    with pytest.raises(ContextLengthError, match="at most"):
+        llm.engine.cache_chunk(long, tenant="default").result(timeout=60)
+
+
+def test_a_chunk_is_computed_once_however_many_ask(llm, monkeypatch):
+    client = llm.engine._client
+    asked = []
+    stream = client.stream
+
+    def counted(name, *arguments, **options):
+        asked.append(name)
+        return stream(name, *arguments, **options)
+
+    monkeypatch.setattr(client, "stream", counted)
+    chunk = Chunk(random_tokens(200, 17))
+    sizes = {future.result(timeout=60) for future in [llm.engine.cache_chunk(chunk, tenant="t") for _ in range(5)]}
+    assert len(sizes) == len(asked) == 1
+    assert sizes == {llm.store.nbytes(llm.caches.key(chunk, "t"))}
+
+
+def test_evicted_chunks_are_computed_again(llm):
+    prompt = linked_prompt(60, 40, seed=21)
+    expected = llm.chat_completion(prompt, policy="naive", **GREEDY)
+    for chunk in prompt.chunks:
+        llm.store.delete(llm.caches.key(chunk, "default"))
+    assert_same(llm.chat_completion(prompt, policy="naive", **GREEDY), expected)
+    assert expected.usage.cached_tokens == 100
+
+
+def test_tenants_share_nothing(llm):
+    prompt = linked_prompt(60, 40, seed=22)
+    first = llm.chat_completion(prompt, policy="naive", tenant="a", **GREEDY)
+    second = llm.chat_completion(prompt, policy="naive", tenant="b", **GREEDY)
+    assert first.token_ids == second.token_ids
+    for chunk in prompt.chunks:
+        assert llm.store.tier_of(llm.caches.key(chunk, "a")) == llm.store.tier_of(llm.caches.key(chunk, "b")) == "disk"
+    assert salt_of(None, "a") != salt_of(None, "b")
+
+
+def test_many_at_once(llm):
+    """Creations, links and plain requests, all at the same time."""
+    prompts = [linked_prompt(30 + 7 * index, 50, fresh=20, seed=index) for index in range(8)]
+    sinks = {}
+    for index, prompt in enumerate(prompts):
+        for policy in ("naive", "full", "legolink-4"):
+            sinks[index, policy] = Sink()
+            params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+            llm.engine.generate(GenerationRequest(prompt, parse_policy(policy), params), sinks[index, policy].put)
+    answers = {}
+    for name, sink in sinks.items():
+        *deltas, last = sink.rest()
+        assert isinstance(last, Finished), last
+        answers[name] = [token for delta in deltas for token in delta.token_ids]
+    for (index, policy), tokens in answers.items():
+        alone = llm.chat_completion(prompts[index], policy=policy, temperature=0, max_tokens=5, ignore_eos=True)
+        assert list(alone.token_ids) == tokens
+
+
+def test_when_vllm_dies_requests_fail_and_closing_ends(vllm_settings, tmp_path):
+    settings = vllm_settings_for(vllm_settings.model, tmp_path / "state")
+    others = set(psutil.Process().children(recursive=True))
+    with LLM.from_settings(settings) as dying:
+        assert dying.completion("The cat", max_tokens=2, ignore_eos=True).text
+        sink = Sink()
+        dying.engine.generate(request(dying, tokens=1500), sink.put)
+        assert isinstance(sink.get(timeout=60), Delta)
+        for child in set(psutil.Process().children(recursive=True)) - others:
+            if any("EngineCore" in part for part in [child.name(), *child.cmdline()]):
+                child.kill()
+        *_, last = sink.rest()
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, EngineClosedError)
+        deadline = time.monotonic() + 10
+        while dying.engine.healthy and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not dying.engine.healthy
+        with pytest.raises(EngineClosedError):
+            dying.completion("The cat", max_tokens=2)
+    with pytest.raises(EngineClosedError, match="shutting down"):
+        dying.completion("The cat", max_tokens=2)

@@ -1,0 +1,102 @@
+"""What vLLM answers over linked KV is what transformers answers with the same tokens computed and placed."""
+
+import secrets
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvlinker.chunks import Chunk
+from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
+from tests.engine.conftest import linked_prompt, random_tokens
+from tests.vllm.linked_vllm import LinkedVLLM, difference, order_for
+
+TOLERANCE = 1e-5
+MORE_STEPS_TOLERANCE = 2e-5
+"""For answers that are longer, or many: vLLM's own rounding errors exceed the other one once in a while."""
+FAMILIES = ["llama", "llama3-rope", "yarn", "qwen3", "mistral", "gemma2-softcap"]
+POLICIES = ["full", "naive", "legolink-16", "legolink-64", "attnlink-9", "random-30", "random-90", "prefix"]
+UNALIGNED = (97, 156, 130, 61)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def linked(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    made = LinkedVLLM(request.param, folder / "models", folder / "state", num_gpu_blocks_override=256)
+    yield made
+    made.settle()
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def prompt(linked):
+    prompt = linked_prompt(*UNALIGNED, header=5, middle=3)
+    linked.cache(prompt)
+    return prompt
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "naive-unpositioned"])
+def test_every_policy_equals_the_oracle(linked, prompt, policy):
+    output = linked.answer(prompt, policy)
+    assert difference(output, prompt, policy, linked.family) < TOLERANCE
+    told = {"kvlinker": {"linked": True}} if order_for(prompt, policy) else None
+    assert output.kv_transfer_params == told
+
+
+def test_the_oracle_can_fail(linked, prompt):
+    output = linked.answer(prompt, "naive")
+    assert difference(output, prompt, "legolink-64", linked.family) > 100 * TOLERANCE
+
+
+def test_many_requests_at_once(linked, prompt):
+    """Prefills in pieces, links in slices and decoding, all in the same steps."""
+    prompts = [prompt, linked_prompt(*UNALIGNED[::-1], header=2), linked_prompt(33, 97, fresh=300, seed=3)]
+    for other in prompts[1:]:
+        linked.cache(other)
+    names = {
+        linked.submit(each, policy, salt=secrets.token_hex(4), max_tokens=9): (each, policy)
+        for each in prompts
+        for policy in ("full", "naive", "legolink-16", "random-30")
+    }
+    outputs = linked.run()
+    for name, (each, policy) in names.items():
+        assert difference(outputs[name], each, policy, linked.family) < MORE_STEPS_TOLERANCE, policy
+
+
+def test_chunks_behind_a_prefix(linked):
+    """A generation context stands before them; the first one is exact where it stands."""
+    header = random_tokens(7, 5)
+    chunks = [Chunk(random_tokens(length, [8, length]), prefix=header) for length in (70, 41, 55)]
+    segments = [FreshSegment(header), *map(CachedSegment, chunks), FreshSegment(random_tokens(5, 6))]
+    prompt = Prompt(tuple(segments))
+    linked.cache(prompt)
+    for policy in ("naive", "legolink-8", "prefix"):
+        assert difference(linked.answer(prompt, policy), prompt, policy, linked.family) < TOLERANCE
+
+
+def test_a_prompt_may_end_in_a_chunk(linked):
+    for lengths in ((1,), (1, 1), (64, 1), (31, 40)):
+        prompt = linked_prompt(*lengths, fresh=0, header=2, seed=11)
+        linked.cache(prompt)
+        for policy in ("naive", "legolink-3", "attnlink-4"):
+            output = linked.answer(prompt, policy)
+            assert difference(output, prompt, policy, linked.family) < MORE_STEPS_TOLERANCE
+
+
+def test_what_vllm_has_is_not_linked_again(linked, prompt):
+    """The second request finds the first one's blocks, which its own salt guards; a third one only some of them."""
+    salt = secrets.token_hex(4)
+    first, second = (linked.answer(prompt, "legolink-16", salt=salt) for _ in range(2))
+    longer = Prompt((*prompt.segments[:-1], FreshSegment(random_tokens(40, 77))))
+    third = linked.answer(longer, "legolink-16", salt=salt)
+    for output, own in ((first, prompt), (second, prompt), (third, longer)):
+        assert difference(output, own, "legolink-16", linked.family) < TOLERANCE
+
+
+def test_a_prompt_that_shares_only_its_beginning(linked, prompt):
+    salt = secrets.token_hex(4)
+    linked.answer(prompt, "legolink-16", salt=salt)
+    chunks = [segment for segment in prompt.segments if isinstance(segment, CachedSegment)]
+    other = Prompt((*prompt.segments[:5], FreshSegment((9,) * 40), chunks[-1], *prompt.segments[-1:]))
+    output = linked.answer(other, "legolink-16", salt=salt)
+    assert difference(output, other, "legolink-16", linked.family) < TOLERANCE

@@ -1,0 +1,201 @@
+"""Whatever happens to a request or its chunks, vLLM lives on, and other answers are not touched by it."""
+
+import itertools
+import secrets
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvlinker.prompt.segments import FreshSegment, Prompt
+from kvlinker.vllm.order import PARAM
+from kvlinker.vllm.order_seal import SEAL
+from tests.engine.conftest import linked_prompt, random_tokens
+from tests.vllm.linked_vllm import LinkedVLLM, difference, order_for
+
+TOLERANCE = 2e-5
+"""Answers are longer than those of the tests of exactness, and so are their rounding errors."""
+LONG = 40
+SEEDS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def linked(tmp_path_factory):
+    """Blocks for about two of the prompts below at once."""
+    folder = tmp_path_factory.mktemp("faults")
+    made = LinkedVLLM("llama", folder / "models", folder / "state", num_gpu_blocks_override=34)
+    yield made
+    made.settle()
+    made.close()
+
+
+@pytest.fixture
+def prompt(linked):
+    prompt = linked_prompt(97, 156, 61, header=5, seed=next(SEEDS))
+    linked.cache(prompt)
+    return prompt
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(linked):
+    yield
+    linked.settle()
+
+
+def test_plain_requests_get_vllms_own_answer_after_linked_ones(linked, prompt):
+    linked.answer(prompt, "naive")
+    plain = linked.add(prompt.tokens.tolist())
+    assert difference(linked.run()[plain], prompt, "full", "llama") < TOLERANCE
+
+
+def test_unsalted_requests_are_not_linked(linked, prompt):
+    name = linked.add(prompt.tokens.tolist(), order_for(prompt, "naive"))
+    output = linked.run()[name]
+    assert difference(output, prompt, "full", "llama") < TOLERANCE
+    assert output.kv_transfer_params is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"linked": 10_000},
+        {"linked": -1},
+        {"linked": 330},
+        {"linked": "all"},
+        {"runs": ((5, 3),)},
+        {"runs": ()},
+        {"runs": ((0, 5), (3, 9))},
+        {"placements": ()},
+        {"more": 1},
+    ],
+)
+def test_unsound_orders_are_not_followed(linked, prompt, change, monkeypatch):
+    params = sealed(linked, prompt)
+    assert_computed_in_full(linked, prompt, params | {PARAM: params[PARAM] | change}, monkeypatch)
+
+
+@pytest.mark.parametrize("seal", [None, "", "0" * 64, 7])
+def test_orders_without_kvlinkers_seal_are_not_followed(linked, prompt, seal, monkeypatch):
+    assert_computed_in_full(linked, prompt, sealed(linked, prompt) | {SEAL: seal}, monkeypatch)
+
+
+def test_orders_for_another_prompt_are_not_followed(linked, prompt, monkeypatch):
+    other = Prompt((*prompt.segments[:-1], FreshSegment(random_tokens(11, 55))))
+    assert_computed_in_full(linked, prompt, sealed(linked, other), monkeypatch)
+
+
+def sealed(linked, prompt):
+    return linked.params(order_for(prompt, "legolink-4"), prompt.tokens.tolist())
+
+
+def assert_computed_in_full(linked, prompt, params, monkeypatch):
+    monkeypatch.setattr(linked, "params", lambda *_: params)
+    name = linked.add(prompt.tokens.tolist(), params, "salt")
+    output = linked.run()[name]
+    assert difference(output, prompt, "full", "llama") < TOLERANCE
+    assert output.kv_transfer_params is None
+
+
+def test_a_chunk_that_is_gone_is_computed(linked, prompt):
+    linked.chunk_file(prompt.chunks[1]).unlink()
+    output = linked.answer(prompt, "legolink-4")
+    assert difference(output, prompt, "full", "llama") < TOLERANCE
+    assert output.kv_transfer_params == {PARAM: {"linked": False}}
+
+
+def test_a_damaged_chunk_is_computed_and_its_file_removed(linked, prompt):
+    """It was in no worker's memory: an engine that has just begun reads it from its file."""
+    file = linked.chunk_file(prompt.chunks[1])
+    forget(linked)
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    neighbour = linked_prompt(33, 44, seed=4)
+    linked.cache(neighbour)
+    names = [linked.submit(prompt, "legolink-4"), linked.submit(neighbour, "legolink-4")]
+    outputs = linked.run()
+    assert difference(outputs[names[0]], prompt, "full", "llama") < TOLERANCE
+    assert outputs[names[0]].kv_transfer_params == {PARAM: {"linked": False}}
+    assert difference(outputs[names[1]], neighbour, "legolink-4", "llama") < TOLERANCE
+    assert not file.exists()
+
+
+def test_a_chunk_that_vanishes_between_scheduling_and_loading_is_computed(linked, prompt, monkeypatch):
+    """Also where it is to be placed within the request's own step, as with chunks that workers had in memory."""
+    for at_hand in (False, True):
+        if not at_hand:
+            forget(linked)
+        monkeypatch.setattr(linked.linking, "_is_stored", lambda key: True)
+        file = linked.chunk_file(prompt.chunks[1])
+        content = file.read_bytes()
+        file.unlink()
+        output = linked.answer(prompt, "legolink-4", salt=secrets.token_hex(4))
+        assert difference(output, prompt, "full", "llama") < TOLERANCE
+        assert output.kv_transfer_params == {PARAM: {"linked": False}}
+        file.write_bytes(content)
+        monkeypatch.undo()
+        output = linked.answer(prompt, "legolink-4", salt=secrets.token_hex(4))
+        assert difference(output, prompt, "legolink-4", "llama") < TOLERANCE
+
+
+def forget(linked):
+    """All that workers have in memory."""
+    chunks = worker_of(linked)._chunks
+    for key in list(chunks._memory):
+        chunks._forget(key)
+
+
+def worker_of(linked):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker
+
+
+def test_an_exception_while_linking_fails_no_request(linked, prompt, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("broken for a test")
+
+    for forgotten in (True, False):
+        if forgotten:
+            forget(linked)
+        monkeypatch.setattr(worker_of(linked)._bound, "forward", broken)
+        name = linked.submit(prompt, "legolink-4", salt=secrets.token_hex(4))
+        output = linked.run()[name]
+        assert difference(output, prompt, "full", "llama") < TOLERANCE
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_aborted_requests_leave_nothing(linked, prompt, steps):
+    forget(linked)
+    aborted = linked.submit(prompt, "random-70", salt=secrets.token_hex(4), max_tokens=LONG)
+    kept = linked.submit(prompt, "legolink-4", salt=secrets.token_hex(4), max_tokens=9)
+    for _ in range(steps):
+        linked.step()
+    linked.abort(aborted)
+    outputs = linked.run()
+    assert difference(outputs[kept], prompt, "legolink-4", "llama") < TOLERANCE
+
+
+def test_preempted_requests_are_linked_again(linked, prompt):
+    """Their outputs grow until not all of them fit."""
+    prompts = [prompt, *(Prompt((*prompt.segments, FreshSegment(random_tokens(9, [7, i])))) for i in range(3))]
+    names = {}
+    for each in prompts:
+        for policy in ("legolink-4", "attnlink-9"):
+            names[linked.submit(each, policy, salt=secrets.token_hex(4), max_tokens=LONG)] = (each, policy)
+    requests = dict(linked.scheduler.requests)
+    outputs = linked.run()
+    assert any(request.num_preemptions for request in requests.values())
+    for name, (each, policy) in names.items():
+        assert difference(outputs[name], each, policy, "llama") < TOLERANCE
+
+
+def test_a_capture_that_the_disk_refuses_leaves_no_file(linked, monkeypatch):
+    prompt = linked_prompt(50, seed=next(SEEDS))
+    monkeypatch.setattr(worker_of(linked)._chunks._disk, "put", lambda *_: False)
+    with pytest.raises(AssertionError):
+        linked.cache(prompt)
+    monkeypatch.undo()
+    output = linked.answer(prompt, "naive")
+    assert difference(output, prompt, "full", "llama") < TOLERANCE

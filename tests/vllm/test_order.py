@@ -1,0 +1,125 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlinker.engine.link_loading import PromptEvidence
+from kvlinker.errors import InvalidRequestError
+from kvlinker.linking import make_plan, parse_policy
+from kvlinker.vllm.order import PARAM, LinkOrder, PlacedChunk, order_of_capture, order_of_params, order_of_plan
+from kvlinker.vllm.order_seal import SEAL, OrderSeal
+from kvlinker.vllm.slices import Budget, Progress
+from tests.engine.conftest import linked_prompt
+
+KEY = "0" * 64
+POLICIES = ["full", "naive", "naive-unpositioned", "legolink-4", "attnlink-5", "random-30", "random-100", "prefix"]
+
+prompts = st.builds(
+    lambda lengths, header, middle, fresh: linked_prompt(*lengths, header=header, middle=middle, fresh=fresh),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.integers(1, 5),
+)
+
+
+def order_for(prompt, policy):
+    plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
+    return plan, order_of_plan(plan, (KEY,) * len(plan.placements))
+
+
+def params_of(order):
+    return OrderSeal(b"key").params(order, ())
+
+
+def positions_of(prompt_length, ranges):
+    held = [0] * prompt_length
+    for begin, end in ranges:
+        for position in range(begin, end):
+            held[position] += 1
+    return held
+
+
+@given(prompts, st.sampled_from(POLICIES))
+def test_an_order_and_the_last_run_are_the_plan(prompt, policy):
+    plan, order = order_for(prompt, policy)
+    if order is None:
+        assert plan.runs == ((0, len(prompt)),)
+        return
+    assert (*order.runs, (order.linked, len(prompt))) == plan.runs
+    assert order_of_params(params_of(order), prompt_tokens=len(prompt)) == order
+
+
+@given(prompts, st.sampled_from(POLICIES), st.integers(0, 60), st.integers(1, 30), st.integers(1, 3))
+def test_slices_do_all_of_an_order_once_and_in_order(prompt, policy, begin, tokens, runs):
+    _, order = order_for(prompt, policy)
+    if order is None:
+        return
+    progress = Progress("r", order, begin=begin)
+    placed, computed, done = [], [], False
+    while not done:
+        budget = Budget(tokens, runs)
+        part = progress.take(budget)
+        assert len(part.runs) <= runs
+        assert sum(end - first for first, end in part.runs) <= tokens
+        assert budget.tokens > -1
+        assert not (part.parts and computed), "a token is computed before all is placed"
+        placed += [
+            (order.placements[each.placement].start + each.first, order.placements[each.placement].start + each.last)
+            for each in part.parts
+        ]
+        computed += part.runs
+        done = part.is_last
+    assert computed == sorted(computed)
+    wanted = [(max(first, begin), last) for first, last in order.runs if last > begin]
+    assert positions_of(len(prompt), computed) == positions_of(len(prompt), wanted)
+    wanted = [(max(each.begin, begin), each.end) for each in order.placements if each.end > begin]
+    assert positions_of(len(prompt), placed) == positions_of(len(prompt), wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"linked": 9}, "neither placed nor computed"),
+        ({"linked": 4}, "within the first 4"),
+        ({"runs": [[0, 2], [1, 3]]}, "overlap"),
+        ({"runs": [[2, 2]]}, "not ranges"),
+        ({"placements": []}, "position 2 is neither"),
+        ({"placements": [{"key": "../../etc", "start": 0, "first": 0, "last": 8, "rotary_start": 0}]}, "pattern"),
+        ({"placements": [{"key": KEY, "start": -1, "first": 0, "last": 8, "rotary_start": 0}]}, "greater than"),
+        ({"captures": [{"key": KEY, "begin": 3, "end": 9}]}, "captures"),
+        ({"more": 1}, "Extra"),
+    ],
+)
+def test_unsound_orders_are_refused_with_the_reason(change, word):
+    placed = PlacedChunk(key=KEY, start=2, first=0, last=6, rotary_start=2)
+    order = LinkOrder(linked=8, placements=(placed,), runs=((0, 2),))
+    with pytest.raises(InvalidRequestError, match=word):
+        order_of_params({PARAM: params_of(order)[PARAM] | change}, prompt_tokens=20)
+
+
+def test_an_order_leaves_the_last_token_to_vllm():
+    order = order_of_capture(KEY, begin=2, end=8)
+    assert order_of_params(params_of(order), prompt_tokens=9) == order
+    with pytest.raises(InvalidRequestError, match="8 tokens of a prompt of 8"):
+        order_of_params(params_of(order), prompt_tokens=8)
+    assert order_of_params(None, prompt_tokens=8) is None
+    assert order_of_params({"other": 1}, prompt_tokens=8) is None
+
+
+def test_a_seal_is_for_one_order_and_one_prompt(tmp_path):
+    seal, again = OrderSeal.of(tmp_path / "state"), OrderSeal.of(tmp_path / "state")
+    order, other = (order_of_capture(KEY, begin=begin, end=3) for begin in (0, 1))
+    params = seal.params(order, [1, 2, 3, 4])
+    assert again.order(params, [1, 2, 3, 4]) == order
+    assert seal.order({}, [1]) is None
+    for forged, tokens in (
+        (params, [1, 2, 3, 5]),
+        (params | {PARAM: seal.params(other, [1, 2, 3, 4])[PARAM]}, [1, 2, 3, 4]),
+        ({PARAM: params[PARAM]}, [1, 2, 3, 4]),
+        (OrderSeal.of(tmp_path / "other").params(order, [1, 2, 3, 4]), [1, 2, 3, 4]),
+    ):
+        with pytest.raises(InvalidRequestError, match="seal"):
+            seal.order(forged, tokens)
+    assert (tmp_path / "state" / "orders.key").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["orders.key"]
+    assert SEAL in params

@@ -1,0 +1,44 @@
+"""Two workers, each with half of the heads: the answers and the chunks of one."""
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvlinker.llm import LLM
+from kvlinker.prompt.segments import Prompt
+from tests.engine.conftest import linked_prompt
+from tests.vllm.conftest import vllm_settings_for
+
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 20}
+POLICIES = ["full", "naive", "legolink-16", "random-30"]
+TOLERANCE = 1e-4
+
+
+@pytest.mark.slow
+def test_two_workers_answer_as_the_embedded_engine(vllm_settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    options = vllm_settings.vllm_options | {"tensor_parallel_size": 2, "slice_tokens": 64}
+    settings = vllm_settings_for(vllm_settings.model, tmp_path / "state", vllm_options=options)
+    embedded = settings.model_copy(update={"engine": "embedded", "vllm_options": {}, "chunk_scores": False})
+    with LLM.from_settings(settings) as two, LLM.from_settings(embedded) as one:
+        theirs, ours = linked_prompt(97, 156, 130, header=5, seed=1), linked_prompt(70, 200, header=3, seed=2)
+        for prompt, llm in ((theirs, one), (ours, two)):
+            cache(llm, prompt)
+        one.store.flush()
+        for prompt in (theirs, ours):
+            for policy in POLICIES:
+                answer, expected = (llm.chat_completion(prompt, policy=policy, **GREEDY) for llm in (two, one))
+                assert answer.token_ids == expected.token_ids
+                assert answer.usage == expected.usage
+                for own, other in zip(answer.logprobs, expected.logprobs, strict=True):
+                    assert [t.logprob for t in own.top] == pytest.approx([t.logprob for t in other.top], abs=TOLERANCE)
+        damaged = two.caches.key(theirs.chunks[0], "default")
+        file = settings.state_dir / "chunks" / damaged[:2] / f"{damaged}.safetensors"
+        file.unlink()
+        answer = two.chat_completion(theirs, policy="naive", **GREEDY)
+        assert answer.token_ids == one.chat_completion(theirs, policy="naive", **GREEDY).token_ids
+
+
+def cache(llm: LLM, prompt: Prompt) -> None:
+    for chunk in prompt.chunks:
+        llm.engine.cache_chunk(chunk, tenant="default").result(timeout=120)
