@@ -101,8 +101,8 @@ def test_expires_at(served: Served) -> None:
 
 
 def test_expired_caches_are_swept_with_their_kv(served: Served) -> None:
-    (entry,) = create(served, chunks=["this one will be swept away"], ttl=0.1)
-    key = served.llm.catalog.get(entry["id"], "default", time.time()).chunk_key  # type: ignore[union-attr]
+    (entry,) = create(served, chunks=["this one will be swept away"], ttl=1)
+    key = served.llm.catalog.get(entry["id"], "default", 0.0).chunk_key  # type: ignore[union-attr]
     deadline = time.monotonic() + 12
     while served.llm.store.tier_of(key) is not None and time.monotonic() < deadline:
         time.sleep(0.1)
