@@ -16,6 +16,7 @@ class CuttingProxy:
         self.limit: int | None = None
         self.before: bytes | None = None
         self.cuts = 0
+        self.ports: set[int] = set()  # which the server sees its clients come from
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -30,11 +31,13 @@ class CuttingProxy:
             while True:
                 client, _ = self._listener.accept()
                 server = socket.create_connection(("127.0.0.1", self._target_port))
+                self.ports.add(server.getsockname()[1])
                 threading.Thread(target=self._carry, args=(client, server, False), daemon=True).start()
                 threading.Thread(target=self._carry, args=(server, client, True), daemon=True).start()
 
     def _carry(self, source: socket.socket, sink: socket.socket, limited: bool) -> None:
         carried = 0
+        rest = b""  # of what was carried, for the text may come in two parts
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 carried += len(data)
@@ -42,12 +45,13 @@ class CuttingProxy:
                     self.cuts += 1
                     sink.sendall(data[: len(data) // 2])
                     break
-                if not limited and self.before is not None and self.before in data:
+                if not limited and self.before is not None and self.before in rest + data:
                     self.cuts += 1
                     self.close()
-                    sink.sendall(data[: data.index(self.before)])
+                    sink.sendall(data[: max(0, (rest + data).index(self.before) - len(rest))])
                     break
                 sink.sendall(data)
+                rest = (rest + data)[-16:]
         for end in (source, sink):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
