@@ -21,6 +21,9 @@ from kvlinker.vllm.plugin import NAME
 T = TypeVar("T")
 
 MOST_LOGPROBS = 1000
+CPU_MEMORY_SHARE = 0.4
+"""Of all memory that vLLM may take without a GPU; its own default, 0.92, is more than most machines have free."""
+
 RESERVED_OPTIONS = ("model", "tokenizer", "dtype", "kv_transfer_config")
 
 
@@ -135,6 +138,7 @@ async def _end_all_tasks() -> None:
 
 
 async def _start(settings: Settings, dtype: str) -> Any:
+    import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -147,7 +151,7 @@ async def _start(settings: Settings, dtype: str) -> Any:
     for name in RESERVED_OPTIONS:
         if name in options:
             raise InvalidRequestError(f"vllm_options may not set {name!r}: kvlinker sets it itself.", param=name)
-    defaults = {
+    defaults: dict[str, Any] = {
         "max_model_len": settings.max_model_len,
         "max_num_batched_tokens": settings.max_step_tokens,
         "max_num_seqs": settings.max_running,
@@ -155,6 +159,8 @@ async def _start(settings: Settings, dtype: str) -> Any:
         "max_logprobs": MOST_LOGPROBS,
         "disable_log_stats": True,
     }
+    if not torch.cuda.is_available():
+        defaults["gpu_memory_utilization"] = CPU_MEMORY_SHARE
     if settings.encryption_key is not None:
         os.environ["KVLINKER_ENCRYPTION_KEY"] = settings.encryption_key.get_secret_value()  # never among vLLM's options
     try:
