@@ -201,3 +201,16 @@ def test_a_policy_that_fails_before_the_first_layer_is_named(bench):
     outcome = submit(made, linked_prompt(30, 25), RaisesBefore({1})).wait()
     assert "Policy drop-for-tests failed: nor before" in outcome.failed.error.message
     assert made.answer(linked_prompt(30, 25)).finished.reason == "length"
+
+
+def test_a_policy_may_be_asked_in_one_layer_alone(bench):
+    class Once(Drop):
+        family = "drop-once-for-tests"
+        refined_layer = 2
+
+    made = bench("llama", max_step_tokens=16)
+    prompt = linked_prompt(31, 40, header=4)
+    plant(made, prompt, SPOILED)
+    policy = Once({0, 1, 2, 3})
+    assert submit(made, prompt, policy).wait().tokens == full_forward("llama", prompt, 4)[0]
+    assert [layer for layer, _, _ in policy.seen] == [2]

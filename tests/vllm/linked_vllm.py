@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -21,8 +23,9 @@ from kvlinker.bench.shapes import byte_tokenizer
 from kvlinker.chunks import chunk_key
 from kvlinker.engine.link_loading import PromptEvidence
 from kvlinker.linking import make_plan, parse_policy
-from kvlinker.vllm.order import order_of_capture, order_of_plan
+from kvlinker.vllm.order import PARAM, Outcome, order_of_capture, order_of_plan
 from kvlinker.vllm.order_seal import OrderSeal
+from kvlinker.vllm.planning import PlannedLink, Planner
 from tests.engine.reference import Reference, reference_model
 from tests.toy_models import tiny_model
 from tests.vllm.conftest import HEAD_DIM
@@ -80,7 +83,7 @@ class LinkedVLLM:
             order = order_of_capture(key_of(chunk), begin=len(chunk.prefix), end=len(chunk.prefix) + len(chunk))
             self.add([*chunk.prefix, *chunk.tokens, 0], order, secrets.token_hex(8), max_tokens=1)
         for output in self.run().values():
-            assert output.kv_transfer_params == {"kvlinker": {"linked": True}}
+            assert outcome_of(output).linked
         assert all(self.chunk_file(chunk).exists() for chunk in prompt.chunks)
 
     def chunk_file(self, chunk):
@@ -108,6 +111,23 @@ class LinkedVLLM:
         order = order_for(prompt, policy)
         return self.add(prompt.tokens.tolist(), order, f"{salt} {order}", **options)
 
+    async def follow(self, order, tokens):
+        """What ``VLLMClient`` does under that name."""
+        name = self.add([*tokens, 0], order, secrets.token_hex(8), max_tokens=1)
+        return outcome_of(self.run()[name])
+
+    def refined(self, prompt, policy):
+        """The link of a policy that refines, when it has compared."""
+        plan, keys = planned(prompt, policy)
+        with ThreadPoolExecutor(1) as executor:
+            layers = reference_model(self.family, head_dim=HEAD_DIM).config.num_hidden_layers
+            planner = Planner(self, None, executor, layers=layers, longest=1022)
+            return asyncio.run(planner.refine(PlannedLink(plan, keys, PromptEvidence())))
+
+    def follow_link(self, link, **options):
+        name = self.add(link.plan.prompt.tokens.tolist(), link.order, secrets.token_hex(8), **options)
+        return self.run()[name]
+
     def abort(self, name):
         self._engine.abort_request([name])
 
@@ -134,11 +154,13 @@ class LinkedVLLM:
         assert not self.scheduler.requests
         assert self.scheduler.kv_cache_manager.usage == 0
         linking = self.linking
-        left = (linking._orders, linking._given_up, linking._begun, linking._waiting, linking._loaded, linking._ordered)
-        assert not any(left), left
+        state = vars(linking)
+        left = {name: state[name] for name, value in state.items() if isinstance(value, dict | set | list) and value}
+        assert left.keys() <= {"_at_hand"}, left
         worker = vllm.distributed.kv_transfer.get_kv_transfer_group()._worker
         assert not worker._tasks
         assert not worker._writing
+        assert not worker._deviations
 
     def close(self):
         self._engine.engine_core.shutdown()
@@ -150,9 +172,18 @@ def key_of(chunk):
     return chunk_key(chunk, fingerprint="toy", tenant="default")
 
 
-def order_for(prompt, policy):
+def planned(prompt, policy):
     plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
-    return order_of_plan(plan, tuple(key_of(placement.chunk) for placement in plan.placements))
+    return plan, tuple(key_of(placement.chunk) for placement in plan.placements)
+
+
+def order_for(prompt, policy):
+    return order_of_plan(*planned(prompt, policy))
+
+
+def outcome_of(output):
+    """What became of the order that the request carried."""
+    return Outcome.model_validate(output.kv_transfer_params[PARAM])
 
 
 @cache
@@ -167,8 +198,13 @@ def difference(output, prompt, policy, family):
     parsed = parse_policy(policy)
     oracle = reference(prompt, family, parsed.positioned)
     selected = parsed.select(prompt, PromptEvidence()) & prompt.cached
+    return difference_from(output, oracle, [selected] * oracle.layers)
+
+
+def difference_from(output, oracle, selected):
+    """The same for cached tokens that are ``selected`` in each layer."""
     (answer,) = output.outputs
-    expected = oracle.distributions([selected] * oracle.layers, answer.token_ids)
+    expected = oracle.distributions(selected, answer.token_ids)
     return max(
         abs(entry.logprob - float(step[token]))
         for told, step in zip(answer.logprobs, expected, strict=True)

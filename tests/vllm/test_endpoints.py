@@ -81,7 +81,7 @@ def answer_of(client: Any, texts: list[str], **fields: Any) -> dict[str, Any]:
     return {name: answer.json()[name] for name in ("choices", "usage")}
 
 
-@pytest.mark.parametrize("policy", ["naive", "legolink-4", "full"])
+@pytest.mark.parametrize("policy", ["naive", "legolink-4", "cacheblend-40-onestep", "full"])
 def test_both_servers_answer_alike(http: httpx.Client, served: Served, policy: str) -> None:
     texts = ["The cat sat on the mat. " * 5, "A dog and a small text. " * 4]
     link = {"policy": policy}

@@ -2,6 +2,7 @@
 
 import queue
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -23,12 +24,14 @@ from kvlinker.events import ChunkLookup
 from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
 from kvlinker.vllm.engine import salt_of
+from kvlinker.vllm.order import LinkOrder
 from tests.engine.conftest import linked_prompt, random_tokens
 from tests.vllm.conftest import vllm_settings_for
 
 TOLERANCE = 1e-4
 TEXTS = ["The cat sat on the mat, and it was fine. " * 4, "A dog and a small text. " * 3, "Yes, yes. " * 9]
 POLICIES = ["full", "naive", "naive-unpositioned", "legolink-4", "attnlink-5", "random-30", "prefix"]
+POLICIES += ["cacheblend-40-onestep", "cacheblend-30-onestep-k+legolink-2"]
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logprobs": 3}
 
 
@@ -108,9 +111,13 @@ def test_scores_of_chunks_are_alike(llm, embedded):
 
 def test_explanations_are_alike(llm, embedded):
     ids = llm.generate_context_cache(TEXTS)
-    for policy in ("full", "legolink-4", "random-30"):
-        ours, theirs = (each.explain(question(ids), policy=policy).to_json() for each in (llm, embedded))
-        assert ours == theirs
+    for policy in ("full", "legolink-4", "random-30", "cacheblend-40-onestep-v"):
+        ours, theirs = (each.explain(question(ids), policy=policy) for each in (llm, embedded))
+        for one, other in zip(ours.scores, theirs.scores, strict=True):
+            assert (one.name, one.layer) == (other.name, other.layer)
+            np.testing.assert_array_equal(one.positions, other.positions)
+            np.testing.assert_allclose(one.values, other.values, rtol=1e-3)
+        assert replace(ours, scores=()) == replace(theirs, scores=())
 
 
 def test_sampling_follows_its_parameters(llm):
@@ -175,7 +182,9 @@ def test_a_full_queue_refuses(llm, monkeypatch):
         handle.cancel()
 
 
-@pytest.mark.parametrize("policy", ["query-5", "cacheblend-15", "cachecraft-1-focus", "query-5+legolink-4"])
+@pytest.mark.parametrize(
+    "policy", ["query-5", "cacheblend-15", "cacheblend-auto-onestep", "cachecraft-1-focus", "query-5+legolink-4"]
+)
 def test_policies_that_decide_on_the_way_are_refused(served, llm, policy):
     ids = llm.generate_context_cache(TEXTS)
     with pytest.raises(PolicyError, match="vllm engine"):
@@ -230,7 +239,8 @@ def test_tenants_share_nothing(llm):
     assert first.token_ids == second.token_ids
     for chunk in prompt.chunks:
         assert llm.store.tier_of(llm.caches.key(chunk, "a")) == llm.store.tier_of(llm.caches.key(chunk, "b")) == "disk"
-    assert salt_of(None, "a") != salt_of(None, "b")
+    order = LinkOrder(linked=0)
+    assert salt_of(order, "a") != salt_of(order, "b")
 
 
 def test_many_at_once(llm):

@@ -2,14 +2,19 @@
 
 import secrets
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
 from kvlinker.chunks import Chunk
+from kvlinker.engine.link_loading import PromptEvidence
+from kvlinker.linking import parse_policy
+from kvlinker.linking.explanation import layer_masks
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from tests.engine.conftest import linked_prompt, random_tokens
-from tests.vllm.linked_vllm import LinkedVLLM, difference, order_for
+from tests.engine.test_policy_references import blended
+from tests.vllm.linked_vllm import LinkedVLLM, difference, difference_from, outcome_of, reference
 
 TOLERANCE = 1e-5
 MORE_STEPS_TOLERANCE = 2e-5
@@ -39,8 +44,44 @@ def prompt(linked):
 def test_every_policy_equals_the_oracle(linked, prompt, policy):
     output = linked.answer(prompt, policy)
     assert difference(output, prompt, policy, linked.family) < TOLERANCE
-    told = {"kvlinker": {"linked": True}} if order_for(prompt, policy) else None
-    assert output.kv_transfer_params == told
+    assert outcome_of(output).linked
+    assert outcome_of(output).queued > 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "percent", "parts", "lego"),
+    [
+        ("cacheblend-40-onestep", 40, "kv", 0),
+        ("cacheblend-30-onestep-k", 30, "k", 0),
+        ("cacheblend-60-onestep-v", 60, "v", 0),
+        ("cacheblend-40-onestep+legolink-8", 40, "kv", 8),
+    ],
+)
+def test_cacheblend_in_one_step(linked, prompt, policy, percent, parts, lego):
+    """Also where a comparison takes several slices, beside a neighbour that decodes."""
+    oracle = reference(prompt, linked.family)
+    also = parse_policy(f"legolink-{lego}").select(prompt, PromptEvidence()) if lego else np.zeros(len(prompt), bool)
+    masks = blended(oracle, percent, onestep=True, parts=parts, also=also)
+    expected = [masks[0], *[masks[1]] * (oracle.layers - 1)]
+    assert masks[1].sum() < masks[0].sum()
+    for neighbours in (0, 1):
+        for _ in range(neighbours):
+            linked.add(list(random_tokens(30, 4)), max_tokens=60)
+        link = linked.refined(prompt, policy)
+        computed = [mask & prompt.cached for mask in layer_masks(link.plan, oracle.layers, link.dropped)]
+        np.testing.assert_array_equal(computed, expected)
+        assert difference_from(linked.follow_link(link, max_tokens=4), oracle, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1, 1), (64, 1), (31, 40)])
+def test_cacheblend_where_a_prompt_ends_in_a_chunk(linked, lengths):
+    prompt = linked_prompt(*lengths, fresh=0, header=2, seed=12)
+    linked.cache(prompt)
+    oracle = reference(prompt, linked.family)
+    (everything, kept) = blended(oracle, 40, onestep=True)
+    kept[-1] = True
+    output = linked.follow_link(linked.refined(prompt, "cacheblend-40-onestep"), max_tokens=4)
+    assert difference_from(output, oracle, [everything, *[kept] * (oracle.layers - 1)]) < MORE_STEPS_TOLERANCE
 
 
 def test_the_oracle_can_fail(linked, prompt):

@@ -11,7 +11,7 @@ from kvlinker.prompt.segments import FreshSegment, Prompt
 from kvlinker.vllm.order import PARAM
 from kvlinker.vllm.order_seal import SEAL
 from tests.engine.conftest import linked_prompt, random_tokens
-from tests.vllm.linked_vllm import LinkedVLLM, difference, order_for
+from tests.vllm.linked_vllm import LinkedVLLM, difference, order_for, outcome_of
 
 TOLERANCE = 2e-5
 """Answers are longer than those of the tests of exactness, and so are their rounding errors."""
@@ -100,7 +100,7 @@ def test_a_chunk_that_is_gone_is_computed(linked, prompt):
     linked.chunk_file(prompt.chunks[1]).unlink()
     output = linked.answer(prompt, "legolink-4")
     assert difference(output, prompt, "full", "llama") < TOLERANCE
-    assert output.kv_transfer_params == {PARAM: {"linked": False}}
+    assert not outcome_of(output).linked
 
 
 def test_a_damaged_chunk_is_computed_and_its_file_removed(linked, prompt):
@@ -115,7 +115,7 @@ def test_a_damaged_chunk_is_computed_and_its_file_removed(linked, prompt):
     names = [linked.submit(prompt, "legolink-4"), linked.submit(neighbour, "legolink-4")]
     outputs = linked.run()
     assert difference(outputs[names[0]], prompt, "full", "llama") < TOLERANCE
-    assert outputs[names[0]].kv_transfer_params == {PARAM: {"linked": False}}
+    assert not outcome_of(outputs[names[0]]).linked
     assert difference(outputs[names[1]], neighbour, "legolink-4", "llama") < TOLERANCE
     assert not file.exists()
 
@@ -131,11 +131,24 @@ def test_a_chunk_that_vanishes_between_scheduling_and_loading_is_computed(linked
         file.unlink()
         output = linked.answer(prompt, "legolink-4", salt=secrets.token_hex(4))
         assert difference(output, prompt, "full", "llama") < TOLERANCE
-        assert output.kv_transfer_params == {PARAM: {"linked": False}}
+        assert not outcome_of(output).linked
         file.write_bytes(content)
         monkeypatch.undo()
         output = linked.answer(prompt, "legolink-4", salt=secrets.token_hex(4))
         assert difference(output, prompt, "legolink-4", "llama") < TOLERANCE
+
+
+def test_a_comparison_whose_chunk_is_gone_has_everything_computed(linked, prompt, monkeypatch):
+    """Whether the scheduler notices, or only the worker."""
+    for vanishes in (False, True):
+        if vanishes:
+            forget(linked)
+            monkeypatch.setattr(linked.linking, "_is_stored", lambda key: True)
+        linked.chunk_file(prompt.chunks[1]).unlink(missing_ok=True)
+        link = linked.refined(prompt, "cacheblend-20-onestep")
+        assert not link.dropped
+        assert link.recomputed_tokens == sum(map(len, prompt.chunks))
+        assert difference(linked.follow_link(link), prompt, "full", "llama") < TOLERANCE
 
 
 def forget(linked):

@@ -10,7 +10,7 @@ from tests.engine.conftest import linked_prompt
 from tests.vllm.conftest import vllm_settings_for
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 20}
-POLICIES = ["full", "naive", "legolink-16", "random-30"]
+POLICIES = ["full", "naive", "legolink-16", "random-30", "cacheblend-40-onestep"]
 TOLERANCE = 1e-4
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,14 @@ from kvlinker.linking.plan import LinkPlan
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.score import Score
 from kvlinker.prompt.segments import Prompt
+
+
+class Deviations(Protocol):
+    """How a layer's newly computed keys and values of a request's active tokens differ from the placed ones."""
+
+    def deviation(self, part: int) -> NDArray[np.float32]:
+        """Squared L2 distance of new and placed key (``part`` 0) or value (1), over all heads: [active]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class LayerKV:
         return self.new()
 
     def deviation(self, part: int) -> NDArray[np.float32]:
-        """Squared L2 distance of new and placed key (``part`` 0) or value (1), over all heads: [active]."""
+        """``Deviations``'."""
         difference = self._new[part].float() - self.pool[part][:, self.slots].float()
         deviation: NDArray[np.float32] = difference.square_().sum(dim=(0, 2)).cpu().numpy()
         return deviation
@@ -50,7 +59,7 @@ class StepEvidence:
     positions: NDArray[np.int64]
     cached: NDArray[np.bool_]
     selected: int
-    kv: LayerKV
+    kv: Deviations
     rows: NDArray[np.int64]
     """Where these tokens stand among those of ``kv``."""
     watch: ChunkWatch | None
@@ -108,14 +117,14 @@ class Refinement:
         self.error: Exception | None = None
         """What a policy raised, if one did; its tokens all stay then, for the sake of the batch."""
 
-    def keep(self, layer: int, positions: NDArray[np.int64], kv: LayerKV) -> NDArray[np.bool_]:
+    def keep(self, layer: int, positions: NDArray[np.int64], kv: Deviations) -> NDArray[np.bool_]:
         """Which of the ``positions`` stay; ``kv`` is theirs."""
         cached = self._prompt.cached[positions]
         kept: NDArray[np.bool_] = ~cached | (
             positions == len(self._prompt) - 1
         )  # the prompt's last token gives the answer
         for part in self._parts:
-            if part.policy.refines:
+            if part.policy.refines and part.policy.refined_layer in (None, layer):
                 self._ask(part, layer, positions, cached, kv)
             kept |= part.active[positions]
         if not kept.all():
@@ -134,7 +143,7 @@ class Refinement:
         return round(self._computed - spared / self._layers)
 
     def _ask(
-        self, part: _Part, layer: int, positions: NDArray[np.int64], cached: NDArray[np.bool_], kv: LayerKV
+        self, part: _Part, layer: int, positions: NDArray[np.int64], cached: NDArray[np.bool_], kv: Deviations
     ) -> None:
         mine = np.flatnonzero(~cached | part.active[positions])
         evidence = StepEvidence(

@@ -47,7 +47,11 @@ class Policy(ABC):
     """``select`` looks at the question's attention: the fresh tokens pass once over the placed KV before it."""
 
     refines: ClassVar[bool] = False
-    """``refine`` is asked in every layer."""
+    """``refine`` is asked in every layer, or in ``refined_layer``."""
+
+    refined_layer: ClassVar[int | None] = None
+    """The only layer in which ``refine`` is asked; None: every one. With 1, a first pass over the first layer shows all
+    that it looks at."""
 
     watches: ClassVar[bool] = False
     """``refine`` looks at the question's attention on the chunks in earlier layers."""

@@ -19,12 +19,10 @@ class LinkedLayer:
     attention: AttentionLayer
     rotary: Any | None
 
-    def place(self, key: Tensor, value: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Rotate ``key`` [tokens, heads, head_dim] to ``positions`` [tokens] by the model's own arithmetic, and write
-        it into the KV cache with ``value``. May change ``key``."""
-        if self.rotary is not None:
-            key = rotate(self.rotary, positions, key)
-        self.attention.write(key, value, slots)
+    def rotated(self, key: Tensor, positions: Tensor) -> Tensor:
+        """``key`` [tokens, heads, head_dim] rotated to ``positions`` [tokens] by the model's own arithmetic. May change
+        ``key``."""
+        return key if self.rotary is None else rotate(self.rotary, positions, key)
 
 
 def trace_layers(bound: BoundModel) -> tuple[LinkedLayer, ...]:

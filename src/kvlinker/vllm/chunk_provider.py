@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
@@ -11,7 +10,6 @@ from typing import TypeVar
 
 from kvlinker.chunk_scores import ChunkScores
 from kvlinker.chunks import Chunk, chunk_key
-from kvlinker.engine.base import SamplingParams
 from kvlinker.errors import ContextLengthError, KVLinkerError
 from kvlinker.store import ChunkStore
 from kvlinker.vllm.client import VLLMClient
@@ -22,8 +20,6 @@ T = TypeVar("T")
 DISK = "disk"
 BUILT_AT_ONCE = 2
 """Chunks that nobody's answer waits for: more would only be in the way of answers."""
-
-_ONE_TOKEN = SamplingParams(temperature=0, ignore_eos=True)
 
 
 class ChunkProvider:
@@ -89,14 +85,8 @@ class ChunkProvider:
                 param="chunks",
             )
         order = order_of_capture(key, begin=len(chunk.prefix), end=len(tokens))
-        name = f"kvlinker-chunk-{secrets.token_hex(8)}"
-        linked = None
-        behind = (*tokens, 0)  # vLLM computes the last token of a prompt itself, so that none of the chunk's may be it
-        async for output in self._client.stream(
-            name, behind, _ONE_TOKEN, max_tokens=1, order=order, salt=secrets.token_hex(16)
-        ):
-            linked = output.linked
-        if not linked or not await self._in_executor(self._store.nbytes, key):
+        outcome = await self._client.follow(order, tokens)
+        if not outcome.linked or not await self._in_executor(self._store.nbytes, key):
             raise KVLinkerError(
                 "A chunk could not be computed and stored; see the server's log, and whether the disk has room."
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 from kvlinker.config import Settings
 from kvlinker.engine.base import SamplingParams
 from kvlinker.errors import InvalidRequestError, ModelLoadError
-from kvlinker.vllm.order import PARAM, LinkOrder
+from kvlinker.vllm.order import PARAM, LinkOrder, Outcome
 from kvlinker.vllm.order_seal import OrderSeal
 from kvlinker.vllm.plugin import NAME
 
@@ -24,6 +25,11 @@ MOST_LOGPROBS = 1000
 CPU_MEMORY_SHARE = 0.4
 """Of all memory that vLLM may take without a GPU; its own default, 0.92, is more than most machines have free."""
 
+SPARE_TOKENS = 2
+"""Of vLLM's window beyond tokens that are computed for their KV: a token behind them, and an answer of one more."""
+
+_ONE_TOKEN = SamplingParams(temperature=0, ignore_eos=True)
+
 RESERVED_OPTIONS = ("model", "tokenizer", "dtype", "kv_transfer_config")
 
 
@@ -32,13 +38,13 @@ class NewTokens:
     """``logprobs`` has one entry per token, or is None: {token id: log probability}. ``reason`` tells that these were
     the last ones: ``stop``, ``length``, ``abort`` or ``error``.
 
-    ``linked``, with the last ones: whether the request's order was followed; None where it had none.
+    ``outcome``, with the last ones: what became of the request's order; None where it had none.
     """
 
     token_ids: tuple[int, ...]
     logprobs: Sequence[Mapping[int, float]] | None
     reason: str | None
-    linked: bool | None
+    outcome: Outcome | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,21 @@ class VLLMClient:
                 yield _new_tokens(output)
         finally:
             await outputs.aclose()  # which aborts what is under way
+
+    async def follow(self, order: LinkOrder, tokens: Sequence[int]) -> Outcome:
+        """Have an order fulfilled for its own sake, over ``tokens`` [linked]: nobody gets the answer or the KV."""
+        behind = (*tokens, 0)  # vLLM computes the last token of a prompt itself, so that it may be none of the order's
+        outcome = None
+        async for output in self.stream(
+            f"kvlinker-{secrets.token_hex(8)}",
+            behind,
+            _ONE_TOKEN,
+            max_tokens=1,
+            order=order,
+            salt=secrets.token_hex(16),
+        ):
+            outcome = output.outcome
+        return outcome or Outcome(linked=False)
 
     def close(self) -> None:
         """Nothing is stopped: whoever made vLLM's client does that."""
@@ -199,7 +220,7 @@ def _new_tokens(output: Any) -> NewTokens:
         token_ids=tuple(answer.token_ids),
         logprobs=logprobs,
         reason=answer.finish_reason,
-        linked=None if told is None else bool(told["linked"]),
+        outcome=None if told is None else Outcome.model_validate(told),
     )
 
 

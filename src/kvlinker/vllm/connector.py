@@ -63,6 +63,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
             slice_tokens=min(slice_tokens, scheduler_config.max_num_batched_tokens),
             step_tokens=scheduler_config.max_num_batched_tokens,
             runs=scheduler_config.max_num_seqs,
+            layers=vllm_config.model_config.get_total_num_hidden_layers(),
             workers=vllm_config.parallel_config.tensor_parallel_size,
         )
         is_worker = role == KVConnectorRole.WORKER

@@ -22,23 +22,20 @@ from kvlinker.engine.request_limits import RequestLimits
 from kvlinker.errors import EngineClosedError, InvalidRequestError, KVLinkerError, OverloadedError
 from kvlinker.events import Events
 from kvlinker.linking.explanation import Explanation, LinkCost, layer_masks, layer_ranges, linked_segments
-from kvlinker.linking.plan import LinkPlan
 from kvlinker.linking.uses import chunk_uses
 from kvlinker.store import ChunkStore
 from kvlinker.vllm.chunk_provider import ChunkProvider
-from kvlinker.vllm.client import VLLMClient
+from kvlinker.vllm.client import SPARE_TOKENS, VLLMClient
 from kvlinker.vllm.generation import Generation
 from kvlinker.vllm.model_facts import ModelFacts
-from kvlinker.vllm.order import LinkOrder, order_of_plan
-from kvlinker.vllm.planning import Planner, check_policy
+from kvlinker.vllm.order import LinkOrder
+from kvlinker.vllm.planning import PlannedLink, Planner, check_policy
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 STORE_THREADS = 4
-SPARE_TOKENS = 2
-"""Of vLLM's window beyond a chunk: it is computed as a prompt with a token behind it, and an answer of one more."""
 CLOSE_SECONDS = 30.0
 
 
@@ -68,10 +65,9 @@ class VLLMEngine:
         self._max_waiting = max_waiting
         self._limits = RequestLimits(facts.vocabulary, self.max_model_len)
         self._executor = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="kvlinker-store")
-        self._chunks = ChunkProvider(
-            client, store, self._executor, fingerprint=facts.fingerprint, longest=self.max_model_len - SPARE_TOKENS
-        )
-        self._planner = Planner(self._chunks, self._executor)
+        longest = self.max_model_len - SPARE_TOKENS
+        self._chunks = ChunkProvider(client, store, self._executor, fingerprint=facts.fingerprint, longest=longest)
+        self._planner = Planner(client, self._chunks, self._executor, layers=len(facts.layers), longest=longest)
         self._closing = False
         self._active: dict[str, Generation] = {}  # single operations on it are atomic
         self._tasks: dict[str, asyncio.Task[None]] = {}  # the loop's
@@ -151,8 +147,10 @@ class VLLMEngine:
     async def _serve(self, name: str, generation: Generation) -> None:
         request = generation.request
         link = await self._planner.link(request)
-        generation.mark_planned(link.plan)
-        order = order_of_plan(link.plan, link.keys)
+        generation.mark_loaded()
+        link = await self._planner.refine(link)
+        generation.mark_planned(link)
+        order = link.order
         outputs = self._client.stream(
             name,
             link.plan.prompt.tokens.tolist(),
@@ -166,10 +164,10 @@ class VLLMEngine:
                 generation.accept(new)
                 if generation.ended:
                     break
-        await self._client.loop.run_in_executor(self._executor, self._note_use, link.plan, request.tenant)
+        await self._client.loop.run_in_executor(self._executor, self._note_use, link, request.tenant)
 
-    def _note_use(self, plan: LinkPlan, tenant: str) -> None:
-        for use in chunk_uses(plan, len(self._facts.layers), []):
+    def _note_use(self, link: PlannedLink, tenant: str) -> None:
+        for use in chunk_uses(link.plan, len(self._facts.layers), link.dropped):
             self._store.note_use(self._chunks.key(use.chunk, tenant), use.recomputed)
 
     def _served(self, name: str, generation: Generation, done: asyncio.Task[None]) -> None:
@@ -185,10 +183,11 @@ class VLLMEngine:
         generation.cancel()
 
     async def _explain(self, request: GenerationRequest) -> Explanation:
-        link = await self._planner.link(request)
+        link = await self._planner.refine(await self._planner.link(request), explains=True)
         plan = link.plan
         layers = len(self._facts.layers)
-        masks = layer_masks(plan, layers, [])
+        masks = layer_masks(plan, layers, link.dropped)
+        shown = () if link.refinement is None else link.refinement.shown
         return Explanation(
             policy=plan.policy.name,
             settled=plan.policy.name,
@@ -196,10 +195,10 @@ class VLLMEngine:
             tokens=plan.length,
             segments=linked_segments(plan.prompt),
             layers=layer_ranges(plan.prompt, masks),
-            scores=plan.policy.explain(plan.prompt, link.evidence),
+            scores=(*plan.policy.explain(plan.prompt, link.evidence), *shown),
             cost=LinkCost(
-                cached_tokens=plan.cached_tokens,
-                recomputed_tokens=plan.recomputed_tokens,
+                cached_tokens=plan.cached_tokens + plan.recomputed_tokens - link.recomputed_tokens,
+                recomputed_tokens=link.recomputed_tokens,
                 fresh_tokens=plan.fresh_tokens,
                 flops=self._facts.cost.flops(masks),
                 full_flops=self._facts.cost.flops([np.ones(plan.length, dtype=np.bool_)] * layers),
@@ -245,10 +244,9 @@ class _Handle:
     cancel: Callable[[], None]
 
 
-def salt_of(order: LinkOrder | None, tenant: str) -> str:
+def salt_of(order: LinkOrder, tenant: str) -> str:
     """What vLLM's prefix cache keeps a request's KV apart by: whose it is, and how it came about."""
-    written = "" if order is None else order.model_dump_json()
-    return hashlib.sha256(f"{tenant}\0{written}".encode()).hexdigest()
+    return hashlib.sha256(f"{tenant}\0{order.model_dump_json()}".encode()).hexdigest()
 
 
 def _closed() -> EngineClosedError:

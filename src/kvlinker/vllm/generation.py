@@ -10,8 +10,9 @@ from kvlinker.engine.base import Delta, GenerationRequest, Sink, Timing, TokenLo
 from kvlinker.engine.output import Output
 from kvlinker.errors import KVLinkerError
 from kvlinker.events import Events
-from kvlinker.linking.plan import LinkPlan
 from kvlinker.vllm.client import NewTokens
+from kvlinker.vllm.order import Outcome
+from kvlinker.vllm.planning import PlannedLink
 
 
 class Generation:
@@ -24,25 +25,28 @@ class Generation:
         self.max_tokens = max_tokens
         self.ended = False
         self._output = Output(request, sink, tokenizer=tokenizer, events=events, broken=self._break)
-        self._plan: LinkPlan | None = None
-        self._linked = True
+        self._link: PlannedLink | None = None
+        self._outcome = Outcome(linked=True)
         self._submitted = time.perf_counter()
-        self._planned = self._submitted
+        self._loaded = self._submitted
 
     @property
     def tokens(self) -> int:
         """Of the prompt and the answer so far."""
         return len(self.request.prompt) + self._output.tokens
 
-    def mark_planned(self, plan: LinkPlan) -> None:
-        """All chunks are at hand; from now on the request is vLLM's."""
-        self._plan = plan
-        self._planned = time.perf_counter()
+    def mark_loaded(self) -> None:
+        """All chunks are at hand."""
+        self._loaded = time.perf_counter()
+
+    def mark_planned(self, link: PlannedLink) -> None:
+        """From now on the request is vLLM's."""
+        self._link = link
 
     def accept(self, new: NewTokens) -> None:
         """Pass on what vLLM generated. Ends the request with its last tokens, or behind a stop string."""
-        if new.linked is not None:
-            self._linked = new.linked
+        if new.outcome is not None:
+            self._outcome = new.outcome
         for index, token in enumerate(new.token_ids):
             ends = new.reason if index == len(new.token_ids) - 1 else None
             end = self._output.push(token, self._logprobs(token, new, index), ends=ends)
@@ -82,15 +86,18 @@ class Generation:
 
     def _usage(self) -> Usage:
         """Of the plan, or if vLLM computed all itself, of that; nothing before there is a plan."""
-        plan = self._plan
-        if plan is None:
+        link = self._link
+        if link is None:
             return Usage(0, 0, 0, self._output.tokens)
-        cached = plan.cached_tokens if self._linked else 0
-        recomputed = plan.cached_tokens + plan.recomputed_tokens - cached
+        plan = link.plan
+        all_cached = plan.cached_tokens + plan.recomputed_tokens
+        recomputed = link.recomputed_tokens if self._outcome.linked else all_cached
+        cached = all_cached - recomputed
         return Usage(cached, recomputed, plan.fresh_tokens, self._output.tokens)
 
     def _timing(self) -> Timing:
-        """vLLM does not tell when a request's first step begins: the time in its queue counts as linking."""
         now = time.perf_counter()
         first = self._output.first_token or now
-        return Timing(load=self._planned - self._submitted, link=max(first - self._planned, 0.0), decode=now - first)
+        rest = max(first - self._loaded, 0.0)
+        queued = min(self._outcome.queued, rest)
+        return Timing(queue=queued, load=self._loaded - self._submitted, link=rest - queued, decode=now - first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,23 +12,27 @@ import numpy as np
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.vllm.metadata import Begun, StepOrders, StepReport
-from kvlinker.vllm.order import PARAM, LinkOrder
+from kvlinker.vllm.order import PARAM, LinkOrder, Outcome
 from kvlinker.vllm.order_seal import OrderSeal
 from kvlinker.vllm.pace import StepPace
 from kvlinker.vllm.slices import Budget, Progress, Slice
 
 logger = logging.getLogger(__name__)
 
+COMPARED_LAYERS = 2
+"""What orders that compare compute, about."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """``slice_tokens``: the most that a step computes of orders while other requests are being computed (see
     ``StepPace``); ``step_tokens``: if there are none. ``runs``: sequences that attention takes at once. ``workers``:
-    how many report."""
+    how many report. ``layers``: the model's, of which orders that compare compute the first ones only."""
 
     slice_tokens: int
     step_tokens: int
     runs: int
+    layers: int
     workers: int = 1
 
 
@@ -40,6 +45,9 @@ class LinkingScheduler:
         self._limits = limits
         self._is_stored = is_stored
         self._orders: dict[str, LinkOrder] = {}
+        self._admitted: dict[str, float] = {}  # when they came
+        self._queued: dict[str, float] = {}  # seconds until vLLM began with them
+        self._deviations: dict[str, bytes] = {}
         self._given_up: set[str] = set()  # their chunks vanished: vLLM computes them
         self._begun: list[Begun] = []  # for the next step
         self._waiting: dict[str, Progress] = {}  # vLLM holds these requests back until their orders are fulfilled
@@ -60,12 +68,13 @@ class LinkingScheduler:
         except InvalidRequestError as error:
             logger.warning("Request %s is not linked: %s", request_id, error)
             return
-        if order is None or not order.linked:
+        if order is None:
             return
         if not salt:
             logger.warning("Request %s is not linked: it has no cache_salt, which every linked one needs.", request_id)
             return
         self._orders[request_id] = order
+        self._admitted[request_id] = time.perf_counter()
 
     def matched(self, request_id: str, local: int) -> tuple[int, bool]:
         """Tokens that linking brings beyond the ``local`` ones that vLLM has, and whether the request has to wait.
@@ -84,6 +93,8 @@ class LinkingScheduler:
 
     def allocated(self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int], *, external: int) -> None:
         """vLLM has given the request its blocks, and counts on ``external`` tokens of linking."""
+        if request_id in self._admitted:
+            self._queued.setdefault(request_id, time.perf_counter() - self._admitted[request_id])
         if not external:
             return
         order = self._orders[request_id]
@@ -100,15 +111,13 @@ class LinkingScheduler:
             )
         )
         if waits:
-            self._waiting[request_id] = Progress(request_id, order, begin=begin)
+            self._waiting[request_id] = self._progress(request_id, begin)
 
     def orders(self, *, scheduled_tokens: int) -> StepOrders:
         """What the workers do in the step that computes so many tokens otherwise."""
         begun = tuple(self._begun)
         slices = [
-            Progress(each.request_id, each.order, begin=each.begin).take(Budget.unlimited())
-            for each in begun
-            if not each.waits
+            self._progress(each.request_id, each.begin).take(Budget.unlimited()) for each in begun if not each.waits
         ]
         self._busy = scheduled_tokens > 0
         tokens = self._pace.next_budget() if self._busy else self._limits.step_tokens
@@ -134,6 +143,8 @@ class LinkingScheduler:
         for request_id in report.failed & self._orders.keys():
             self._given_up.add(request_id)
             self._at_hand.difference_update(self._orders[request_id].keys)
+        for request_id in report.deviations.keys() & self._orders.keys():
+            self._deviations[request_id] = report.deviations[request_id]
 
     def note_received(self, finished: Iterable[str]) -> None:
         """The orders of these requests are fulfilled, or given up."""
@@ -146,17 +157,27 @@ class LinkingScheduler:
         if request_id in self._waiting:
             self._dropped.append(request_id)
             self._forget_progress(request_id)
-        given_up = request_id in self._given_up
+        self._admitted.pop(request_id, None)
+        outcome = Outcome(
+            linked=request_id not in self._given_up,
+            queued=self._queued.pop(request_id, 0.0),
+            deviation=self._deviations.pop(request_id, None),
+        )
         self._given_up.discard(request_id)
-        return None if order is None else {PARAM: {"linked": not given_up}}
+        return None if order is None else {PARAM: outcome.model_dump(exclude_none=True)}
 
     def _has_to_wait(self, order: LinkOrder, request_id: str, local: int) -> bool:
         """Orders are fulfilled within the request's own first step only if that takes not much longer by it."""
-        if order.captures or not self._at_hand.issuperset(order.keys):
+        if order.captures or order.compares or not self._at_hand.issuperset(order.keys):
             return True
-        progress = Progress(request_id, order, begin=local)
+        progress = self._progress(request_id, local)
         most = self._pace.budget if self._busy else self._limits.step_tokens
         return progress.cost > most or progress.runs > self._limits.runs
+
+    def _progress(self, request_id: str, begin: int) -> Progress:
+        order = self._orders[request_id]
+        share = COMPARED_LAYERS / max(self._limits.layers, COMPARED_LAYERS) if order.compares else 1.0
+        return Progress(request_id, order, begin=begin, share=share)
 
     def _next_slices(self, budget: Budget) -> list[Slice]:
         slices = []

@@ -3,46 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from kvlinker.store import ChunkKV
-from kvlinker.vllm.adapter import BoundModel, VirtualSequences
+from kvlinker.vllm.adapter import BoundModel
 from kvlinker.vllm.anatomy import check_chunk, trace_layers
-from kvlinker.vllm.capturing import Capture, CapturedRows, capturing
+from kvlinker.vllm.capturing import Capture
+from kvlinker.vllm.comparing import Comparison
 from kvlinker.vllm.metadata import Begun, StepOrders, StepReport
-from kvlinker.vllm.placing import ChunkPart, place
+from kvlinker.vllm.passes import Passes
 from kvlinker.vllm.slices import Slice
+from kvlinker.vllm.task import Task
 from kvlinker.vllm.worker_chunks import WorkerChunks
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 0.005
 """How long a step in which nothing else happens waits for chunks that are being loaded."""
-
-
-@dataclass(slots=True, eq=False)
-class _Task:
-    """A request whose order is being fulfilled. ``loaded``: its chunks by key, or None where one did not come."""
-
-    begun: Begun
-    loaded: Future[dict[str, ChunkKV] | None]
-    captures: tuple[Capture, ...] = ()
-    told_loaded: bool = False
-    failed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Positions [begin, end) of a task to be computed."""
-
-    task: _Task
-    begin: int
-    end: int
 
 
 @dataclass(slots=True)
@@ -68,12 +48,12 @@ class LinkingWorker:
         """
         self._bound = bound
         self._layers = trace_layers(bound)
+        self._passes = Passes(bound, self._layers, tokens=pass_tokens, runs=pass_runs)
         self._chunks = chunks
-        self._pass_tokens = pass_tokens
-        self._pass_runs = pass_runs
         self._with_scores = with_scores
-        self._tasks: dict[str, _Task] = {}
+        self._tasks: dict[str, Task] = {}
         self._writing: dict[str, Future[bool]] = {}
+        self._deviations: dict[str, bytes] = {}
         self._results = Results()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-load")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-write")
@@ -87,7 +67,10 @@ class LinkingWorker:
             for request_id in list(self._tasks):
                 self._tasks[request_id].failed = True
                 self._end(request_id, failed=True)
-        return StepReport(self._newly_loaded(), frozenset(self._results.failed), self._chunks.take_evicted())
+        deviations, self._deviations = self._deviations, {}
+        return StepReport(
+            self._newly_loaded(), frozenset(self._results.failed), self._chunks.take_evicted(), deviations
+        )
 
     def _step(self, orders: StepOrders) -> None:
         for request_id in orders.dropped:
@@ -96,10 +79,11 @@ class LinkingWorker:
             self._tasks[begun.request_id] = self._begin(begun)
         if orders.idle and not orders.slices:
             self._wait_a_little()
-        self._fulfil([part for part in orders.slices if part.request_id in self._tasks])
-        for part in orders.slices:
-            if part.is_last and part.request_id in self._tasks:
-                self._complete(self._tasks[part.request_id])
+        slices = [(self._tasks[part.request_id], part) for part in orders.slices if part.request_id in self._tasks]
+        self._fulfil(slices)
+        for task, part in slices:
+            if part.is_last:
+                self._complete(task)
         self._collect_written()
 
     def take_results(self) -> Results:
@@ -111,18 +95,19 @@ class LinkingWorker:
         self._loader.shutdown(cancel_futures=True)
         self._writer.shutdown()
 
-    def _begin(self, begun: Begun) -> _Task:
+    def _begin(self, begun: Begun) -> Task:
         captures = tuple(
             Capture(chunk, begun.tokens, self._layers, self._bound.dtype, with_scores=self._with_scores)
             for chunk in begun.order.captures
         )
+        comparison = Comparison(self._layers, begun.order.linked) if begun.order.compares else None
         at_hand = {key: kv for key in begun.order.keys if (kv := self._chunks.at_hand(key)) is not None}
         if len(at_hand) == len(begun.order.keys) and all(map(self._fits, at_hand, at_hand.values())):
             loaded: Future[dict[str, ChunkKV] | None] = Future()
             loaded.set_result(at_hand)
         else:
             loaded = self._loader.submit(self._load, begun.order.keys)
-        return _Task(begun, loaded, captures)
+        return Task(begun, loaded, captures, comparison)
 
     def _load(self, keys: Sequence[str]) -> dict[str, ChunkKV] | None:
         """Runs in the loader's thread."""
@@ -160,70 +145,15 @@ class LinkingWorker:
                 loaded[request_id] = 1
         return loaded
 
-    def _fulfil(self, slices: Sequence[Slice]) -> None:
-        """Place all, then compute all, in passes that are not too large. Failed tasks are computed, too: other workers,
-        where they did not fail, wait for this one in every pass."""
+    def _fulfil(self, slices: Sequence[tuple[Task, Slice]]) -> None:
         try:
-            place(self._layers, [part for each in slices for part in self._parts(each)])
-            runs = [_Run(self._tasks[each.request_id], *run) for each in slices for run in each.runs]
-            plain = [run for run in runs if not run.task.captures]
-            for group in self._passes(plain):
-                self._bound.forward(self._sequences(group))
-            for group in self._passes([run for run in runs if run.task.captures]):
-                with capturing(self._bound, self._layers, _captured_rows(group)):
-                    self._bound.forward(self._sequences(group), eager=True)
+            self._passes.fulfil(slices)
         except Exception:
             logger.exception("Linking failed; its requests are computed by vLLM alone.")
-            for each in slices:
-                self._tasks[each.request_id].failed = True
-
-    def _parts(self, each: Slice) -> Iterable[ChunkPart]:
-        task = self._tasks[each.request_id]
-        if not each.parts:
-            return
-        kvs = task.loaded.result()
-        if kvs is None:
-            task.failed = True
-            return
-        for part in each.parts:
-            placed = task.begun.order.placements[part.placement]
-            kv = kvs[placed.key]
-            if part.last > kv.tokens:
-                logger.error("Chunk %s has %d tokens; %d are to be placed.", placed.key, kv.tokens, part.last)
+            for task, _ in slices:
                 task.failed = True
-                return
-            offsets = torch.arange(part.first, part.last, device=self._bound.device)
-            slots = self._bound.slots(task.begun.block_ids, offsets + placed.start)
-            yield ChunkPart(kv, part.first, part.last, offsets + placed.rotary_start, slots)
 
-    def _passes(self, runs: Sequence[_Run]) -> Iterable[list[_Run]]:
-        group: list[_Run] = []
-        tokens = 0
-        for run in runs:
-            length = run.end - run.begin
-            if group and (tokens + length > self._pass_tokens or len(group) == self._pass_runs):
-                yield group
-                group, tokens = [], 0
-            group.append(run)
-            tokens += length
-        if group:
-            yield group
-
-    def _sequences(self, runs: Sequence[_Run]) -> VirtualSequences:
-        device = self._bound.device
-        positions = [torch.arange(run.begin, run.end, device=device) for run in runs]
-        slots = [self._bound.slots(run.task.begun.block_ids, own) for run, own in zip(runs, positions, strict=True)]
-        tokens = [torch.from_numpy(run.task.begun.tokens[run.begin : run.end]) for run in runs]
-        return VirtualSequences(
-            tokens=torch.cat(tokens).to(device),
-            positions=torch.cat(positions),
-            slots=torch.cat(slots),
-            query_lengths=[run.end - run.begin for run in runs],
-            lengths=[run.end for run in runs],
-            block_ids=[run.task.begun.block_ids for run in runs],
-        )
-
-    def _complete(self, task: _Task) -> None:
+    def _complete(self, task: Task) -> None:
         """The last slice is done."""
         request_id = task.begun.request_id
         if not task.begun.waits:
@@ -232,6 +162,11 @@ class LinkingWorker:
                 first = task.begun.begin // self._bound.block_size
                 self._results.invalid_blocks.update(task.begun.block_ids[first:])
             del self._tasks[request_id]
+        elif task.comparison is not None:
+            deviation = task.comparison.finish(self._bound)
+            if self._bound.is_first_rank and not task.failed:
+                self._deviations[request_id] = deviation.to_bytes()
+            self._end(request_id, failed=task.failed)
         elif not task.captures or task.failed:
             self._end(request_id, failed=task.failed)
         else:
@@ -262,13 +197,3 @@ class LinkingWorker:
             self._results.finished.add(request_id)
             if failed:
                 self._results.failed.add(request_id)
-
-
-def _captured_rows(runs: Sequence[_Run]) -> list[CapturedRows]:
-    rows = []
-    first = 0
-    for run in runs:
-        count = run.end - run.begin
-        rows.append(CapturedRows(first, count, run.begin, run.task.captures))
-        first += count
-    return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -53,12 +53,16 @@ class LinkOrder(_Value):
     compute over them. vLLM computes the tokens behind them itself.
 
     Every one of these positions is placed or computed, so that nobody ever attends to what others left in memory.
+
+    With ``compares`` it is not for an answer: both happen in the first layer only, and the request's ``Outcome`` tells
+    how far the runs' KV deviates from that of the placements in the second.
     """
 
     linked: Position
     placements: tuple[PlacedChunk, ...] = ()
     runs: tuple[tuple[Position, Position], ...] = ()
     captures: tuple[CapturedChunk, ...] = ()
+    compares: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -70,6 +74,8 @@ class LinkOrder(_Value):
             raise ValueError(f"placements are not ranges within the first {self.linked} tokens")
         if any(not captured.begin < captured.end <= self.linked for captured in self.captures):
             raise ValueError(f"captures are not ranges within the first {self.linked} tokens")
+        if self.compares and self.captures:
+            raise ValueError("one order does not compare and capture")
         covered = 0
         for begin, end in sorted([*self.runs, *((placed.begin, placed.end) for placed in self.placements)]):
             if begin > covered:
@@ -83,6 +89,17 @@ class LinkOrder(_Value):
     def keys(self) -> tuple[str, ...]:
         """Of the chunks to place, each once."""
         return tuple(dict.fromkeys(placed.key for placed in self.placements))
+
+
+class Outcome(_Value):
+    """What became of an order: whether it was followed, and seconds until vLLM began with its request.
+
+    ``deviation``: what ``KVDeviation.of_bytes`` takes, of the first ``linked`` tokens, if the order compares.
+    """
+
+    linked: bool
+    queued: float = 0.0
+    deviation: bytes | None = None
 
 
 def order_of_params(params: Mapping[str, Any] | None, *, prompt_tokens: int) -> LinkOrder | None:
@@ -106,15 +123,25 @@ def order_of_params(params: Mapping[str, Any] | None, *, prompt_tokens: int) -> 
     return order
 
 
-def order_of_plan(plan: LinkPlan, keys: tuple[str, ...]) -> LinkOrder | None:
-    """The order for a plan; ``keys`` name the chunks of its placements. The last run is left to vLLM.
-
-    None where that is the whole prompt.
-    """
+def order_of_plan(plan: LinkPlan, keys: Sequence[str]) -> LinkOrder:
+    """The order for a plan; ``keys`` name the chunks of its placements. The last run, which may be the whole prompt, is
+    left to vLLM."""
     linked = plan.runs[-1][0]
-    if not linked:
-        return None
-    placements = [
+    return LinkOrder(linked=linked, placements=_placed(plan, keys, linked), runs=plan.runs[:-1])
+
+
+def order_of_comparison(plan: LinkPlan, keys: Sequence[str], *, most: int) -> LinkOrder:
+    """The order to compare what a plan computes with what it places, up to its last chunk's end, but of ``most`` tokens
+    at most."""
+    last_chunk = max(placement.start + placement.last for placement in plan.placements)
+    linked = min(last_chunk, most)
+    runs = tuple((begin, min(end, linked)) for begin, end in plan.runs if begin < linked)
+    return LinkOrder(linked=linked, placements=_placed(plan, keys, linked), runs=runs, compares=True)
+
+
+def _placed(plan: LinkPlan, keys: Sequence[str], linked: int) -> tuple[PlacedChunk, ...]:
+    """Of the plan's placements, what lies within the first ``linked`` tokens."""
+    return tuple(
         PlacedChunk(
             key=key,
             start=placement.start,
@@ -124,8 +151,7 @@ def order_of_plan(plan: LinkPlan, keys: tuple[str, ...]) -> LinkOrder | None:
         )
         for placement, key in zip(plan.placements, keys, strict=True)
         if placement.start + placement.first < linked
-    ]
-    return LinkOrder(linked=linked, placements=tuple(placements), runs=plan.runs[:-1])
+    )
 
 
 def order_of_capture(key: str, *, begin: int, end: int) -> LinkOrder:

@@ -1,41 +1,78 @@
-"""From a request to a plan whose chunks are all at hand for vLLM's workers."""
+"""From a request to a plan whose chunks are all at hand for vLLM's workers, and the order that it becomes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvlinker.engine.base import GenerationRequest
 from kvlinker.engine.link_loading import PromptEvidence, asking
-from kvlinker.errors import PolicyError
+from kvlinker.engine.refinement import Refinement
+from kvlinker.errors import KVLinkerError, PolicyError
 from kvlinker.linking import Policy, make_plan
 from kvlinker.linking.library import NoVariants
-from kvlinker.linking.plan import LinkPlan
+from kvlinker.linking.plan import LinkPlan, ranges
 from kvlinker.vllm.chunk_provider import ChunkProvider
+from kvlinker.vllm.client import VLLMClient
+from kvlinker.vllm.deviation import KVDeviation
+from kvlinker.vllm.order import LinkOrder, order_of_comparison, order_of_plan
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+COMPARED_LAYER = 1
+"""The only layer that a policy may refine in: in vLLM, a pass over the first layer comes before all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLink:
-    """``keys`` name the chunks of the plan's placements."""
+    """``keys`` name the chunks of the plan's placements. ``refinement``: what the policy dropped, if it refines."""
 
     plan: LinkPlan
     keys: tuple[str, ...]
     evidence: PromptEvidence
+    refinement: Refinement | None = None
+
+    @property
+    def dropped(self) -> Sequence[tuple[int, NDArray[np.int64]]]:
+        """Tokens that are not computed from some layer on: (first layer without them, positions)."""
+        return () if self.refinement is None else tuple(self.refinement.dropped)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Cached tokens that are computed again, mean over the layers."""
+        return self.plan.recomputed_tokens if self.refinement is None else self.refinement.recomputed_tokens
+
+    @property
+    def order(self) -> LinkOrder:
+        computed = _computed(self.plan)
+        for _, positions in self.dropped:
+            computed[positions] = False
+        return order_of_plan(replace(self.plan, runs=ranges(computed)), self.keys)
 
 
 class Planner:
-    """Its method is called in the client's loop."""
+    """Its methods are called in the client's loop."""
 
-    def __init__(self, chunks: ChunkProvider, executor: Executor) -> None:
-        """``executor`` runs what takes a while for long prompts."""
+    def __init__(
+        self, client: VLLMClient, chunks: ChunkProvider, executor: Executor, *, layers: int, longest: int
+    ) -> None:
+        """``executor`` runs what takes a while for long prompts. ``layers``: the model's. ``longest``: tokens that may
+        be computed for their KV."""
+        self._client = client
         self._chunks = chunks
         self._executor = executor
+        self._layers = layers
+        self._longest = longest
 
     async def link(self, request: GenerationRequest) -> PlannedLink:
         """Arrange, have all chunks provided, and plan. Raises KVLinkerError."""
@@ -51,18 +88,54 @@ class Planner:
             await asyncio.gather(*(self._chunks.provide(chunk, tenant) for chunk in dict.fromkeys(chunks)))
         return PlannedLink(plan, tuple(self._chunks.key(chunk, tenant) for chunk in chunks), evidence)
 
+    async def refine(self, link: PlannedLink, *, explains: bool = False) -> PlannedLink:
+        """The same, if the policy refines without the tokens that it drops once it has seen how their KV deviates. All
+        of them stay where that cannot be told. ``explains``: keep what it is shown. Raises KVLinkerError."""
+        plan = link.plan
+        if not plan.policy.refines:
+            return link
+        refinement = Refinement(plan, self._layers, explains=explains)
+        compared = any(selection.any() for selection in plan.selections) and self._layers > COMPARED_LAYER
+        deviation = await self._compare(link) if compared else None
+        if deviation is not None:
+            positions = np.flatnonzero(_computed(plan))
+            await self._run(lambda: refinement.keep(COMPARED_LAYER, positions, deviation.at(positions)))
+        if refinement.error is not None:
+            name = plan.policy.name
+            logger.error("Policy %s failed.", name, exc_info=refinement.error)
+            raise KVLinkerError(f"Policy {name} failed: {refinement.error}") from refinement.error
+        return replace(link, refinement=refinement)
+
+    async def _compare(self, link: PlannedLink) -> KVDeviation | None:
+        """None where a chunk vanished meanwhile."""
+        order = order_of_comparison(link.plan, link.keys, most=self._longest)
+        outcome = await self._client.follow(order, link.plan.prompt.tokens[: order.linked].tolist())
+        return None if outcome.deviation is None else KVDeviation.of_bytes(outcome.deviation)
+
     async def _ask(self, policy: Policy, question: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(_asked, policy, question))
+        return await self._run(partial(_asked, policy, question))
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
 def check_policy(policy: Policy) -> None:
     """Raises PolicyError for one that vLLM cannot follow."""
-    if policy.refines or policy.probes or policy.forecasts:
+    late = any(part.refines and part.refined_layer != COMPARED_LAYER for part in policy.parts)
+    if late or policy.probes or policy.forecasts:
         raise PolicyError(
             f"The policy {policy.name} decides while the model runs, which the vllm engine does not offer. Use one "
-            "that decides before, such as legolink-16, or the embedded engine.",
+            "that decides before, such as legolink-16 or cacheblend-15-onestep, or the embedded engine.",
             param="link.policy",
         )
+
+
+def _computed(plan: LinkPlan) -> NDArray[np.bool_]:
+    """Positions to compute, [length]."""
+    computed = np.zeros(plan.length, dtype=np.bool_)
+    for begin, end in plan.runs:
+        computed[begin:end] = True
+    return computed
 
 
 def _asked(policy: Policy, question: Callable[[], T]) -> T:

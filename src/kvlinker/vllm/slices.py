@@ -50,10 +50,14 @@ class Budget:
 
 
 class Progress:
-    """How far an order is fulfilled, beginning at position ``begin``: what stands before is there already."""
+    """How far an order is fulfilled, beginning at position ``begin``: what stands before is there already.
 
-    def __init__(self, request_id: str, order: LinkOrder, *, begin: int = 0) -> None:
+    ``share``: of what a token costs in all layers, its own costs so much.
+    """
+
+    def __init__(self, request_id: str, order: LinkOrder, *, begin: int = 0, share: float = 1.0) -> None:
         self._request_id = request_id
+        self._share = share
         self._parts = [
             PlacedPart(index, max(placed.first, begin - placed.start), placed.last)
             for index, placed in enumerate(order.placements)
@@ -65,7 +69,7 @@ class Progress:
     def cost(self) -> float:
         """Of what is left, in computed tokens."""
         placed = sum(part.last - part.first for part in self._parts)
-        return sum(end - begin for begin, end in self._runs) + placed / PLACED_PER_COMPUTED
+        return self._share * (sum(end - begin for begin, end in self._runs) + placed / PLACED_PER_COMPUTED)
 
     @property
     def runs(self) -> int:
@@ -78,9 +82,9 @@ class Progress:
         parts = []
         while self._parts and not budget.spent:
             part = self._parts[0]
-            last = min(part.last, part.first + int(budget.tokens * PLACED_PER_COMPUTED))
+            last = min(part.last, part.first + int(budget.tokens * PLACED_PER_COMPUTED / self._share))
             parts.append(PlacedPart(part.placement, part.first, last))
-            budget.tokens -= (last - part.first) / PLACED_PER_COMPUTED
+            budget.tokens -= (last - part.first) * self._share / PLACED_PER_COMPUTED
             if last == part.last:
                 self._parts.pop(0)
             else:
@@ -88,9 +92,9 @@ class Progress:
         runs = []
         while not self._parts and self._runs and not budget.spent:
             begin, end = self._runs[0]
-            stop = min(end, begin + int(budget.tokens))
+            stop = min(end, begin + int(budget.tokens / self._share))
             runs.append((begin, stop))
-            budget.tokens -= stop - begin
+            budget.tokens -= (stop - begin) * self._share
             budget.runs -= 1
             if stop == end:
                 self._runs.pop(0)

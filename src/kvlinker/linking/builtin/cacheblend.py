@@ -33,12 +33,13 @@ class CacheBlend(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "refines", 0 < self.percent < 100)
+        object.__setattr__(self, "refined_layer", 1 if self.schedule == "onestep" else None)
 
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         return prompt.inexact if self.percent else np.zeros(len(prompt), dtype=np.bool_)
 
     def refine(self, evidence: LayerEvidence) -> NDArray[np.bool_] | None:
-        if evidence.layer == 0 or (evidence.layer > 1 and self.schedule == "onestep"):
+        if evidence.layer == 0:
             return None
         kept = share(self.kept_percent(evidence.layer, evidence.layers), evidence.selected)
         return highest(self._deviation(evidence), kept, among=evidence.cached)
