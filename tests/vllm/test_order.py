@@ -52,8 +52,12 @@ def test_slices_do_all_of_an_order_once_and_in_order(prompt, policy, begin, toke
     progress = Progress("r", order, begin=begin)
     placed, computed, done = [], [], False
     while not done:
-        budget = Budget(tokens, runs)
+        budget = Budget(tokens, runs, 16)
+        fits = progress.fits(budget)
         part = progress.take(budget)
+        assert part.is_last or not fits
+        assert budget.computed == sum(end - first for first, end in part.runs)
+        assert budget.placed == sum(each.last - each.first for each in part.parts)
         assert len(part.runs) <= runs
         assert sum(end - first for first, end in part.runs) <= tokens
         assert budget.tokens > -1

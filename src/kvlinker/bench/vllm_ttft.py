@@ -8,8 +8,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from kvlinker.bench.report import Row
 from kvlinker.bench.subject import Subject
@@ -20,6 +22,8 @@ from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
 from kvlinker.prompt.segments import Prompt
 
+T = TypeVar("T")
+
 COLUMNS = (
     "policy",
     "engine",
@@ -29,12 +33,22 @@ COLUMNS = (
     "speedup",
     "idle_itl_ms",
     "itl_ms",
+    "busy_ttft_ms",
 )
 SPARE_TOKENS = 1024
 HOST_MEMORY = 8 << 30
 NEIGHBOUR_TOKENS = 64
 IDLE_TOKENS = 12
 """Of a neighbour that decodes alone, before a prompt is linked beside it."""
+
+
+class _Gaps(NamedTuple):
+    """Seconds between two tokens of a request that decodes: ``idle``, and ``beside`` a prompt that is prefilled or
+    linked, until that prompt's own first token, which then takes ``ttft`` seconds."""
+
+    idle: float
+    beside: float
+    ttft: float
 
 
 def run_vllm_ttft(
@@ -48,8 +62,9 @@ def run_vllm_ttft(
 ) -> list[Row]:
     """One row per workload and policy: medians of ``repeat`` measurements in turn, after one warm-up.
 
-    ``itl_ms`` is the mean time between two tokens of a neighbour while the prompt is linked, ``idle_itl_ms`` the median
-    of one that is alone. vLLM's prefix cache is off, for prompts are repeated.
+    ``itl_ms`` is the mean time between two tokens of a neighbour until the prompt's own first token, ``busy_ttft_ms``
+    how long that takes, ``idle_itl_ms`` the median of a neighbour that is alone. vLLM's prefix cache is off, for
+    prompts are repeated.
     """
     longest = max(workload.tokens for workload in workloads)
     progress("starting vLLM")
@@ -60,18 +75,29 @@ def run_vllm_ttft(
             progress(f"{len(prompt)} tokens: caching {workload.chunks} chunks in vLLM")
             for future in [llm.engine.cache_chunk(chunk, tenant=TENANT) for chunk in prompt.chunks]:
                 future.result()
-            taken: dict[str, list[float]] = {name: [] for name in policies}
-            for turn in range(repeat + 1):
-                for name in policies:
-                    progress(f"{len(prompt)} tokens, turn {turn} of {repeat}: {name} (vllm)")
-                    seconds = _first_token(llm, prompt, name)
-                    if turn:
-                        taken[name].append(seconds)
-            medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
-            for name in policies:
-                progress(f"{len(prompt)} tokens: {name} beside a neighbour (vllm)")
-                rows.append(_row(llm, workload, prompt, name, medians))
+
+            def tell(text: str, tokens: int = len(prompt)) -> None:
+                progress(f"{tokens} tokens, {text}")
+
+            seconds = _in_turn(policies, repeat, partial(_first_token, llm, prompt), tell)
+            gaps = _in_turn(policies, repeat, partial(_neighbour, llm, prompt), lambda text: tell(f"{text}, not alone"))
+            medians = {name: statistics.median(values) for name, values in seconds.items()}
+            rows += [_row(llm, workload, prompt, name, medians, gaps[name]) for name in policies]
     return rows
+
+
+def _in_turn(
+    policies: Sequence[str], repeat: int, measure: Callable[[str], T], progress: Callable[[str], None]
+) -> dict[str, list[T]]:
+    """``repeat`` measurements of every policy, after one that does not count."""
+    found: dict[str, list[T]] = {name: [] for name in policies}
+    for turn in range(repeat + 1):
+        for name in policies:
+            progress(f"turn {turn} of {repeat}: {name} (vllm)")
+            measured = measure(name)
+            if turn:
+                found[name].append(measured)
+    return found
 
 
 @contextmanager
@@ -96,10 +122,12 @@ def _vllm(subject: Subject, settings: Settings, window: int) -> Iterator[LLM]:
             yield llm
 
 
-def _row(llm: LLM, workload: Workload, prompt: Prompt, policy: str, medians: dict[str, float]) -> Row:
+def _row(
+    llm: LLM, workload: Workload, prompt: Prompt, policy: str, medians: dict[str, float], gaps: Sequence[_Gaps]
+) -> Row:
     cost = llm.engine.explain(GenerationRequest(prompt, parse_policy(policy), tenant=TENANT)).result().cost
     full = medians.get("full")
-    idle, beside = _neighbour(llm, prompt, policy)
+    idle, beside, busy_ttft = (statistics.median(values) for values in zip(*gaps, strict=True))
     return {
         "policy": policy,
         "engine": "vllm",
@@ -112,6 +140,7 @@ def _row(llm: LLM, workload: Workload, prompt: Prompt, policy: str, medians: dic
         "recomputed_tokens": cost.recomputed_tokens,
         "idle_itl_ms": 1e3 * idle,
         "itl_ms": 1e3 * beside,
+        "busy_ttft_ms": 1e3 * busy_ttft,
     }
 
 
@@ -125,8 +154,7 @@ def _first_token(llm: LLM, prompt: Prompt, policy: str) -> float:
     return seconds
 
 
-def _neighbour(llm: LLM, prompt: Prompt, policy: str) -> tuple[float, float]:
-    """Seconds between two tokens of a request that decodes: alone, and while the prompt is prefilled or linked."""
+def _neighbour(llm: LLM, prompt: Prompt, policy: str) -> _Gaps:
     window = llm.max_model_len - NEIGHBOUR_TOKENS
     own = Workload(0, 1, NEIGHBOUR_TOKENS).prompt(256, seed=1)
     tokens: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
@@ -148,7 +176,7 @@ def _neighbour(llm: LLM, prompt: Prompt, policy: str) -> tuple[float, float]:
     while isinstance(tokens.get(), Delta):
         pass
     events.get()
-    return idle, seconds / max(during, 1)
+    return _Gaps(idle, seconds / max(during, 1), seconds)
 
 
 def _request(prompt: Prompt, policy: str, tokens: int) -> GenerationRequest:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from kvlinker.config import Settings
 from kvlinker.engine.base import SamplingParams
 from kvlinker.errors import InvalidRequestError, ModelLoadError
+from kvlinker.vllm.options import ConnectorOptions
 from kvlinker.vllm.order import PARAM, LinkOrder, Outcome
 from kvlinker.vllm.order_seal import OrderSeal
 from kvlinker.vllm.plugin import NAME
@@ -164,11 +165,10 @@ async def _start(settings: Settings, dtype: str) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from kvlinker.vllm.adapter import require_tested_version
-    from kvlinker.vllm.connector import CONNECTOR_OPTIONS
 
     options = dict(settings.vllm_options)
-    connector = {name: options.pop(name) for name in CONNECTOR_OPTIONS if name in options}
-    require_tested_version(allow_untested=bool(connector.get("allow_untested")))
+    connector = ConnectorOptions.taken_from(options)
+    require_tested_version(allow_untested=connector.allow_untested)
     for name in RESERVED_OPTIONS:
         if name in options:
             raise InvalidRequestError(f"vllm_options may not set {name!r}: kvlinker sets it itself.", param=name)
@@ -193,7 +193,7 @@ async def _start(settings: Settings, dtype: str) -> Any:
                 "kv_role": "kv_both",
                 "kv_connector_module_path": "kvlinker.vllm.connector",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": connector
+                "kv_connector_extra_config": connector.model_dump()
                 | {
                     "state_dir": str(settings.state_dir),
                     "host_memory": settings.host_memory,

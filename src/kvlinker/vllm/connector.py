@@ -21,14 +21,11 @@ from kvlinker.vllm.adapter import (
 from kvlinker.vllm.linking_scheduler import LinkingScheduler, StepLimits
 from kvlinker.vllm.linking_worker import LinkingWorker, Results
 from kvlinker.vllm.metadata import StepOrders, StepReport
+from kvlinker.vllm.options import ConnectorOptions
 from kvlinker.vllm.order_seal import OrderSeal
 from kvlinker.vllm.worker_chunks import WorkerChunks
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_SLICE_TOKENS = 256
-CONNECTOR_OPTIONS = ("allow_untested", "slice_tokens")
-"""What ``kv_connector_extra_config`` may hold besides kvlinker's settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +45,24 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 class KVLinkerConnector(KVConnectorBase_V1):
     """Both sides of the connector; vLLM makes one object for its scheduler and one for each worker.
 
-    ``kv_connector_extra_config`` holds ``slice_tokens`` and ``allow_untested``, and any of kvlinker's settings; those
-    that it leaves out come from ``KVLINKER_*`` variables and the TOML file.
+    ``kv_connector_extra_config`` holds ``ConnectorOptions`` and any of kvlinker's settings; those that it leaves out
+    come from ``KVLINKER_*`` variables and the TOML file.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        require_tested_version(allow_untested=bool(options.pop("allow_untested", False)))
-        slice_tokens = int(options.pop("slice_tokens", DEFAULT_SLICE_TOKENS))
+        own = ConnectorOptions.taken_from(options)
+        require_tested_version(allow_untested=own.allow_untested)
         self._settings = settings = load_settings(**options)
         scheduler_config = vllm_config.scheduler_config
         self._limits = StepLimits(
-            slice_tokens=min(slice_tokens, scheduler_config.max_num_batched_tokens),
+            slice_tokens=min(own.slice_tokens, scheduler_config.max_num_batched_tokens),
             step_tokens=scheduler_config.max_num_batched_tokens,
             runs=scheduler_config.max_num_seqs,
             layers=vllm_config.model_config.get_total_num_hidden_layers(),
             workers=vllm_config.parallel_config.tensor_parallel_size,
+            slowdown=own.slowdown,
         )
         is_worker = role == KVConnectorRole.WORKER
         self._chunks = _open_chunks(settings, memory_bytes=settings.host_memory if is_worker else 0)

@@ -24,8 +24,8 @@ from kvlinker.llm import LLM
 from kvlinker.server.app import create_app
 from kvlinker.server.service import Service
 from kvlinker.vllm.client import VLLMClient
-from kvlinker.vllm.connector import CONNECTOR_OPTIONS
 from kvlinker.vllm.model_facts import CHANGES_KV, read_facts
+from kvlinker.vllm.options import ConnectorOptions
 from kvlinker.vllm.order_seal import OrderSeal
 from kvlinker.vllm.plugin import NAME
 from kvlinker.vllm.source import VLLMSource
@@ -100,8 +100,8 @@ def settings_of(vllm_config: Any, args: Namespace) -> Settings:
             f'\'{{"kv_connector": "{NAME}", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}}\'.',
             param="kv_transfer_config",
         )
-    extra = transfer.kv_connector_extra_config
-    options = {name: value for name, value in extra.items() if name not in CONNECTOR_OPTIONS}
+    options = dict(transfer.kv_connector_extra_config)
+    ConnectorOptions.taken_from(options)
     model = vllm_config.model_config
     changes = {name: value for name in CHANGES_KV if (value := getattr(args, name, None)) and value != "auto"}
     served = getattr(args, "served_model_name", None)

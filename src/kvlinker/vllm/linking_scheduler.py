@@ -14,7 +14,7 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.vllm.metadata import Begun, StepOrders, StepReport
 from kvlinker.vllm.order import PARAM, LinkOrder, Outcome
 from kvlinker.vllm.order_seal import OrderSeal
-from kvlinker.vllm.pace import StepPace
+from kvlinker.vllm.pace import PLACED_PER_COMPUTED, SLOWDOWN, StepPace, StepWork
 from kvlinker.vllm.slices import Budget, Progress, Slice
 
 logger = logging.getLogger(__name__)
@@ -25,15 +25,17 @@ COMPARED_LAYERS = 2
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """``slice_tokens``: the most that a step computes of orders while other requests are being computed (see
-    ``StepPace``); ``step_tokens``: if there are none. ``runs``: sequences that attention takes at once. ``workers``:
-    how many report. ``layers``: the model's, of which orders that compare compute the first ones only."""
+    """``slice_tokens``: the most that a step computes of orders while other requests are being computed, which take
+    ``slowdown`` times as long then, on average (see ``StepPace``); ``step_tokens``: if there are none. ``runs``:
+    sequences that attention takes at once. ``workers``: how many report. ``layers``: the model's, of which orders that
+    compare compute the first ones only."""
 
     slice_tokens: int
     step_tokens: int
     runs: int
     layers: int
     workers: int = 1
+    slowdown: float = SLOWDOWN
 
 
 class LinkingScheduler:
@@ -45,6 +47,7 @@ class LinkingScheduler:
         self._limits = limits
         self._is_stored = is_stored
         self._orders: dict[str, LinkOrder] = {}
+        self._own: dict[str, int] = {}  # tokens that vLLM computes itself in their first step
         self._admitted: dict[str, float] = {}  # when they came
         self._queued: dict[str, float] = {}  # seconds until vLLM began with them
         self._deviations: dict[str, bytes] = {}
@@ -56,7 +59,7 @@ class LinkingScheduler:
         self._dropped: list[str] = []
         self._at_hand: set[str] = set()  # chunks that all workers had in memory, as far as is known
         self._busy = False
-        self._pace = StepPace(limits.slice_tokens)
+        self._pace = StepPace(limits.slice_tokens, slowdown=limits.slowdown)
 
     def admit(
         self, request_id: str, params: Mapping[str, Any] | None, tokens: Sequence[int], *, salt: str | None
@@ -74,6 +77,7 @@ class LinkingScheduler:
             logger.warning("Request %s is not linked: it has no cache_salt, which every linked one needs.", request_id)
             return
         self._orders[request_id] = order
+        self._own[request_id] = len(tokens) - order.linked
         self._admitted[request_id] = time.perf_counter()
 
     def matched(self, request_id: str, local: int) -> tuple[int, bool]:
@@ -98,6 +102,7 @@ class LinkingScheduler:
         if not external:
             return
         order = self._orders[request_id]
+        self._own[request_id] = len(tokens) - order.linked
         begin = order.linked - external
         waits = self._has_to_wait(order, request_id, begin)
         self._begun.append(
@@ -116,14 +121,14 @@ class LinkingScheduler:
     def orders(self, *, scheduled_tokens: int) -> StepOrders:
         """What the workers do in the step that computes so many tokens otherwise."""
         begun = tuple(self._begun)
-        slices = [
-            self._progress(each.request_id, each.begin).take(Budget.unlimited()) for each in begun if not each.waits
-        ]
+        own = Budget.unlimited()
+        slices = [self._progress(each.request_id, each.begin).take(own) for each in begun if not each.waits]
         self._busy = scheduled_tokens > 0
-        tokens = self._pace.next_budget() if self._busy else self._limits.step_tokens
-        budget = Budget(tokens=tokens, runs=self._limits.runs)
+        if not self._waiting:
+            self._pace.rest()
+        budget = self._budget()
         slices += self._next_slices(budget)
-        self._pace.planned(cost=tokens - budget.tokens, busy=self._busy)
+        self._pace.planned(StepWork(own.placed + budget.placed, own.computed + budget.computed, scheduled_tokens))
         dropped = tuple(self._dropped)
         self._begun.clear()
         self._dropped.clear()
@@ -157,6 +162,7 @@ class LinkingScheduler:
         if request_id in self._waiting:
             self._dropped.append(request_id)
             self._forget_progress(request_id)
+        self._own.pop(request_id, None)
         self._admitted.pop(request_id, None)
         outcome = Outcome(
             linked=request_id not in self._given_up,
@@ -170,9 +176,16 @@ class LinkingScheduler:
         """Orders are fulfilled within the request's own first step only if that takes not much longer by it."""
         if order.captures or order.compares or not self._at_hand.issuperset(order.keys):
             return True
-        progress = self._progress(request_id, local)
-        most = self._pace.budget if self._busy else self._limits.step_tokens
-        return progress.cost > most or progress.runs > self._limits.runs
+        progress, budget = self._progress(request_id, local), self._budget()
+        if self._busy and progress.cost(budget) + self._own[request_id] > budget.tokens:
+            return True
+        return not progress.fits(budget)
+
+    def _budget(self) -> Budget:
+        """For the next step, going by whether it holds anything else."""
+        if self._busy:
+            return Budget(self._pace.tokens, self._limits.runs, self._pace.placed_per_computed)
+        return Budget(self._limits.step_tokens, self._limits.runs, PLACED_PER_COMPUTED)
 
     def _progress(self, request_id: str, begin: int) -> Progress:
         order = self._orders[request_id]
@@ -187,6 +200,10 @@ class LinkingScheduler:
             ready = self._loaded.get(request_id, 0) >= self._limits.workers
             if not ready or request_id in self._ordered:
                 continue
+            if self._busy and progress.fits(budget):
+                rest = progress.cost(budget) + self._own[request_id]
+                if not self._pace.may_end(rest):
+                    continue
             part = progress.take(budget)
             slices.append(part)
             if part.is_last:

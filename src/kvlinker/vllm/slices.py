@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from kvlinker.vllm.order import LinkOrder
 
-PLACED_PER_COMPUTED = 16
-"""Placed tokens that cost a step about as much as one computed token."""
-
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
@@ -34,11 +31,14 @@ class Slice:
 
 @dataclass(slots=True)
 class Budget:
-    """What is left of a step: ``tokens`` to compute (or 16 times as many to place), and ``runs``, which are sequences
-    to vLLM's attention."""
+    """What is left of a step: ``tokens`` to compute (or ``placed_per_computed`` times as many to place), and ``runs``,
+    which are sequences to vLLM's attention. ``placed`` and ``computed``: tokens that were taken."""
 
     tokens: float
     runs: int
+    placed_per_computed: float
+    placed: float = 0.0
+    computed: float = 0.0
 
     @property
     def spent(self) -> bool:
@@ -46,7 +46,16 @@ class Budget:
 
     @classmethod
     def unlimited(cls) -> Budget:
-        return cls(tokens=1 << 40, runs=1 << 40)
+        return cls(tokens=1 << 40, runs=1 << 40, placed_per_computed=1.0)
+
+    def place(self, tokens: float) -> None:
+        self.placed += tokens
+        self.tokens -= tokens / self.placed_per_computed
+
+    def compute(self, tokens: float) -> None:
+        self.computed += tokens
+        self.tokens -= tokens
+        self.runs -= 1
 
 
 class Progress:
@@ -65,16 +74,14 @@ class Progress:
         ]
         self._runs = [(max(first, begin), last) for first, last in order.runs if last > begin]
 
-    @property
-    def cost(self) -> float:
-        """Of what is left, in computed tokens."""
+    def cost(self, budget: Budget) -> float:
+        """Of all that is left, in the budget's tokens."""
         placed = sum(part.last - part.first for part in self._parts)
-        return self._share * (sum(end - begin for begin, end in self._runs) + placed / PLACED_PER_COMPUTED)
+        return self._share * (sum(end - begin for begin, end in self._runs) + placed / budget.placed_per_computed)
 
-    @property
-    def runs(self) -> int:
-        """How many are left."""
-        return len(self._runs)
+    def fits(self, budget: Budget) -> bool:
+        """Whether the budget has room for all that is left."""
+        return self.cost(budget) <= budget.tokens and len(self._runs) <= budget.runs
 
     def take(self, budget: Budget) -> Slice:
         """As much as the budget has room for, which becomes less by it: placements first, then runs in order, so that
@@ -82,9 +89,9 @@ class Progress:
         parts = []
         while self._parts and not budget.spent:
             part = self._parts[0]
-            last = min(part.last, part.first + int(budget.tokens * PLACED_PER_COMPUTED / self._share))
+            last = min(part.last, part.first + int(budget.tokens * budget.placed_per_computed / self._share))
             parts.append(PlacedPart(part.placement, part.first, last))
-            budget.tokens -= (last - part.first) * self._share / PLACED_PER_COMPUTED
+            budget.place((last - part.first) * self._share)
             if last == part.last:
                 self._parts.pop(0)
             else:
@@ -94,8 +101,7 @@ class Progress:
             begin, end = self._runs[0]
             stop = min(end, begin + int(budget.tokens / self._share))
             runs.append((begin, stop))
-            budget.tokens -= (stop - begin) * self._share
-            budget.runs -= 1
+            budget.compute((stop - begin) * self._share)
             if stop == end:
                 self._runs.pop(0)
             else:

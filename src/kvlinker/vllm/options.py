@@ -1,0 +1,34 @@
+"""What only vLLM's connector is told, beside kvlinker's settings."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.vllm.pace import SLOWDOWN
+
+
+class ConnectorOptions(BaseModel):
+    """``slice_tokens``: the most that a step links beside others. ``slowdown``: how many times as long these wait for
+    a token meanwhile, on average. ``allow_untested``: run in versions of vLLM that the tests did not."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    slice_tokens: int = Field(256, ge=1)
+    slowdown: float = Field(SLOWDOWN, gt=1)
+    allow_untested: bool = False
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> Self:
+        """With what ``options`` hold for it, which they hold no more then. Raises InvalidRequestError."""
+        own = {name: options.pop(name) for name in cls.model_fields if name in options}
+        try:
+            return cls.model_validate(own)
+        except ValidationError as error:
+            (first, *_) = error.errors()
+            name = ".".join(map(str, first["loc"]))
+            raise InvalidRequestError(
+                f"{name} is {first['input']!r}; {first['msg'].lower()}.", param="vllm_options"
+            ) from error
