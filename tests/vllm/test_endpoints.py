@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +11,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvlinker.config import Settings
-from kvlinker.server.address import bind
 from tests.server.serving import Served
 from tests.vllm.conftest import vllm_settings_for
+from tests.vllm.own_server import vllm_serving
 
 PART = {"type": "text", "text": "Where is the cat?"}
 
@@ -27,47 +21,17 @@ PART = {"type": "text", "text": "Where is the cat?"}
 @pytest.fixture(scope="module")
 def http(vllm_settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("endpoints")
-    listener = bind("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    listener.close()
     settings = vllm_settings_for(vllm_settings.model, folder / "state")
-    connector = {
-        "kv_connector": "KVLinkerConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "state_dir": str(settings.state_dir),
-            "policy": settings.policy,
-            "chat_template": settings.chat_template,
-        },
+    extra = {
+        "state_dir": str(settings.state_dir),
+        "policy": settings.policy,
+        "chat_template": settings.chat_template,
     }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", settings.model]
-    command += ["--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.05", "--block-size", "32"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(connector)]
-    log = folder / "log"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            command, env=os.environ | {"VLLM_PLUGINS": "kvlinker"}, stdout=output, stderr=subprocess.STDOUT
-        )
-        try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-                wait_until_up(client, server)
-                yield client
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(timeout=60)
-    assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
-
-
-def wait_until_up(client: httpx.Client, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            if client.get("/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.5)
-    raise TimeoutError("vLLM's server does not start")
+    with (
+        vllm_serving(settings.model, folder / "log", extra, "--dtype", "float32") as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        yield client
 
 
 def answer_of(client: Any, texts: list[str], **fields: Any) -> dict[str, Any]:

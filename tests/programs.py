@@ -1,0 +1,36 @@
+"""Python programs and servers in processes of their own, as users start them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+README_EXAMPLES: list[tuple[str, str]] = re.findall(r"```python\n(.*?)```.*?```\n(.*?)```", README, re.DOTALL)
+"""Program, and what it prints, as the README shows it: the first one speaks to a server at ``README_URL``."""
+README_URL = "http://localhost:8000"
+
+
+def output_of(program: str, environment: Mapping[str, str]) -> str:
+    """What the program prints. Raises CalledProcessError when it fails."""
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+
+
+@contextmanager
+def kvlinker_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """The URL of ``kvlinker serve`` on a free port, with these arguments."""
+    command = [str(Path(sys.executable).with_name("kvlinker")), "serve", "--port", "0", *arguments]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as server:
+        assert server.stdout is not None
+        try:
+            yield next(found[1] for line in server.stdout if (found := re.search(r"address\s+(http://[\d.:]+)", line)))
+        finally:
+            server.terminate()
