@@ -156,7 +156,8 @@ class LinkedVLLM:
         linking = self.linking
         state = vars(linking)
         left = {name: state[name] for name, value in state.items() if isinstance(value, dict | set | list) and value}
-        assert left.keys() <= {"_at_hand"}, left
+        assert left.keys() <= {"_held"}, left
+        assert not linking._pace._under_way
         worker = vllm.distributed.kv_transfer.get_kv_transfer_group()._worker
         assert not worker._tasks
         assert not worker._writing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvlinker.config import Settings
-from tests.server.serving import Served
+from tests.server.serving import TEMPLATE, Served
 from tests.vllm.conftest import vllm_settings_for
 from tests.vllm.own_server import vllm_serving
 
@@ -19,16 +20,23 @@ PART = {"type": "text", "text": "Where is the cat?"}
 
 
 @pytest.fixture(scope="module")
-def http(vllm_settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    folder = tmp_path_factory.mktemp("endpoints")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("endpoints")
+
+
+@pytest.fixture(scope="module")
+def http(vllm_settings: Settings, folder: Path) -> Iterator[httpx.Client]:
     settings = vllm_settings_for(vllm_settings.model, folder / "state")
     extra = {
         "state_dir": str(settings.state_dir),
         "policy": settings.policy,
         "chat_template": settings.chat_template,
     }
+    template = folder / "template.jinja"
+    template.write_text(TEMPLATE)
+    options = ("--dtype", "float32", "--chat-template", str(template))
     with (
-        vllm_serving(settings.model, folder / "log", extra, "--dtype", "float32") as url,
+        vllm_serving(settings.model, folder / "log", extra, *options) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):
         yield client
@@ -66,15 +74,19 @@ def test_vllms_own_routes_stay(http: httpx.Client) -> None:
     assert "kvlinker:store_bytes" in figures
 
 
-def test_orders_of_others_are_not_followed(http: httpx.Client) -> None:
+def test_orders_of_others_are_not_followed(http: httpx.Client, folder: Path) -> None:
     """vLLM's own routes take them from anybody."""
     order = {"linked": 3, "placements": [], "runs": [[0, 3]], "captures": [{"key": "0" * 64, "begin": 0, "end": 3}]}
     body = {
         "input": "The cat sat on the mat",
         "max_output_tokens": 2,
         "cache_salt": "x",
-        "kv_transfer_params": {"kvlinker": order},
     }
-    http.post("/v1/responses", json=body)
-    assert http.get("/status").json()["tiers"][1]["name"] == "disk"
-    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    for seal in (None, "0" * 64, "é"):
+        params = {"kvlinker": order, "kvlinker_seal": seal}
+        answer = http.post("/v1/responses", json=body | {"kv_transfer_params": params})
+        assert answer.status_code == 200, answer.text
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    chunks = folder / "state" / "chunks"
+    assert list(chunks.glob("*/*.safetensors"))  # those of the tests above
+    assert not (chunks / "00" / f"{'0' * 64}.safetensors").exists()

@@ -11,7 +11,7 @@ from kvlinker.prompt.segments import FreshSegment, Prompt
 from kvlinker.vllm.order import PARAM
 from kvlinker.vllm.order_seal import SEAL
 from tests.engine.conftest import linked_prompt, random_tokens
-from tests.vllm.linked_vllm import LinkedVLLM, difference, order_for, outcome_of
+from tests.vllm.linked_vllm import LinkedVLLM, difference, key_of, order_for, outcome_of
 
 TOLERANCE = 2e-5
 """Answers are longer than those of the tests of exactness, and so are their rounding errors."""
@@ -74,7 +74,7 @@ def test_unsound_orders_are_not_followed(linked, prompt, change, monkeypatch):
     assert_computed_in_full(linked, prompt, params | {PARAM: params[PARAM] | change}, monkeypatch)
 
 
-@pytest.mark.parametrize("seal", [None, "", "0" * 64, 7])
+@pytest.mark.parametrize("seal", [None, "", "0" * 64, 7, "é"])
 def test_orders_without_kvlinkers_seal_are_not_followed(linked, prompt, seal, monkeypatch):
     assert_computed_in_full(linked, prompt, sealed(linked, prompt) | {SEAL: seal}, monkeypatch)
 
@@ -178,6 +178,33 @@ def test_an_exception_while_linking_fails_no_request(linked, prompt, monkeypatch
         monkeypatch.undo()
 
 
+def test_a_request_that_cannot_even_be_begun_is_computed(linked, prompt, monkeypatch):
+    """And so is each that began in the same step, if it was to be linked at once; chunks are at hand here, and not."""
+    for forgotten in (False, True):
+        if forgotten:
+            forget(linked)
+        monkeypatch.setattr(worker_of(linked)._chunks, "at_hand", no_memory)
+        names = [linked.submit(prompt, policy, salt=secrets.token_hex(4)) for policy in ("naive", "legolink-4")]
+        outputs = linked.run()
+        for name in names:
+            assert difference(outputs[name], prompt, "full", "llama") < TOLERANCE
+            assert not outcome_of(outputs[name]).linked
+        monkeypatch.undo()
+
+
+def test_chunks_that_do_not_fit_into_memory_are_linked_from_the_disk(linked, prompt, monkeypatch):
+    forget(linked)
+    monkeypatch.setattr(worker_of(linked)._chunks._index, "budget_bytes", 1)
+    for _ in range(2):
+        output = linked.answer(prompt, "legolink-4", salt=secrets.token_hex(4))
+        assert difference(output, prompt, "legolink-4", "llama") < TOLERANCE
+    assert not any(linked.linking._held.get(key_of(chunk)) for chunk in prompt.chunks)
+
+
+def no_memory(*_):
+    raise MemoryError("none, for a test")
+
+
 @pytest.mark.parametrize("steps", range(6))
 def test_aborted_requests_leave_nothing(linked, prompt, steps):
     forget(linked)
@@ -200,6 +227,7 @@ def test_preempted_requests_are_linked_again(linked, prompt):
     requests = dict(linked.scheduler.requests)
     outputs = linked.run()
     assert any(request.num_preemptions for request in requests.values())
+    assert all(linked.linking._is_held(key_of(chunk)) for chunk in prompt.chunks)
     for name, (each, policy) in names.items():
         assert difference(outputs[name], each, policy, "llama") < TOLERANCE
 

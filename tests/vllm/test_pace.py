@@ -4,6 +4,8 @@ from hypothesis import strategies as st
 
 from kvlinker.vllm.pace import LEAST_TOKENS, MOST_OWED, MOST_SAVED, StepPace, StepWork
 
+PLAIN = StepWork()
+
 
 class Machine:
     """A step of decoding takes ``plain`` seconds; tokens that are linked or prefilled more, and a pass of linking has a
@@ -15,11 +17,9 @@ class Machine:
         self.gaps = []
         self.pace = StepPace(most, slowdown=slowdown, clock=lambda: self.now)
 
-    def step(self, work=None):
-        work = work or StepWork(scheduled=1)
+    def step(self, work=PLAIN):
         self.pace.planned(work)
-        prefilled = work.scheduled - 1 if work.scheduled else 0
-        seconds = self.plain + work.placed * self.placed + (work.computed + prefilled) * self.computed
+        seconds = self.plain + work.placed * self.placed + (work.computed + work.prefilled) * self.computed
         seconds += self.fixed if work.computed else 0.0
         self.now += seconds
         self.gaps.append(seconds)
@@ -32,13 +32,14 @@ class Machine:
             tokens = self.pace.tokens
             now_placed = min(placed, int(tokens * self.pace.placed_per_computed))
             now_computed = min(computed, int(tokens)) if now_placed == 0 else 0
-            ends = now_placed == placed and now_computed == computed
-            if ends and not self.pace.may_end(own + computed + placed / self.pace.placed_per_computed):
-                now_placed = now_computed = 0
-            self.step(StepWork(now_placed, now_computed, 1))
+            if now_placed == placed and now_computed == computed:
+                if self.pace.may_end(own + computed + placed / self.pace.placed_per_computed):
+                    self.pace.spend(own)
+                else:
+                    now_placed = now_computed = 0
+            self.step(StepWork(now_placed, now_computed))
             placed, computed = placed - now_placed, computed - now_computed
-        self.step(StepWork(scheduled=1 + own))
-        self.pace.rest()
+        self.step(StepWork(prefilled=own))
         self.linked_steps = len(self.gaps) - first
         return sum(self.gaps[first:]) / self.linked_steps
 
@@ -47,6 +48,7 @@ class Machine:
     st.floats(0.005, 0.2), st.floats(0.001, 0.15), st.floats(1.1, 3), st.sampled_from([0, 112, 600]), st.integers(1, 40)
 )
 def test_neighbours_wait_no_longer_than_they_shall(plain, share, slowdown, tokens, own):
+    """Also where one request follows the other."""
     computed = share * plain
     machine = Machine(plain, computed=computed, placed=computed / 100, fixed=plain / 2, slowdown=slowdown)
     for _ in range(20):
@@ -54,19 +56,35 @@ def test_neighbours_wait_no_longer_than_they_shall(plain, share, slowdown, token
     machine.link(512, 64, 32)  # what is learnt first is learnt at some price
     while machine.pace.tokens == 0:
         machine.step()
+    machine.pace.idle()
     owed = max(own * computed - MOST_SAVED * plain, 0.0)  # more than that is not saved for
-    mean = machine.link(4096, tokens, own)
-    assert mean <= 1.1 * slowdown * plain + owed / machine.linked_steps
+    for _ in range(2):
+        mean = machine.link(4096, tokens, own)
+        assert mean <= 1.1 * slowdown * plain + owed / machine.linked_steps
 
 
 def test_a_slice_takes_as_long_as_the_rest_of_its_step():
     machine = Machine(0.1, computed=1e-3, fixed=0.0)
+    machine.step()
     for _ in range(9):
-        machine.step(StepWork(0, machine.pace.tokens, 1))
+        machine.step()
+        machine.step(StepWork(0, machine.pace.tokens))
         machine.step()
         machine.step()
     assert machine.pace.tokens == pytest.approx(100, rel=0.05)
     assert Machine(0.1, most=5).pace.tokens == 5
+
+
+def test_placing_is_learnt_where_nothing_is_computed():
+    """A slice of it, too, takes as long as the rest of its step."""
+    machine = Machine(0.1, placed=1e-4)
+    machine.step()
+    for _ in range(15):
+        machine.step(StepWork(int(machine.pace.tokens * machine.pace.placed_per_computed)))
+        while machine.pace.tokens == 0:
+            machine.step()
+        machine.step()
+    assert machine.pace.tokens * machine.pace.placed_per_computed == pytest.approx(1000, rel=0.1)
 
 
 def test_who_is_alone_is_not_spared():
@@ -74,11 +92,11 @@ def test_who_is_alone_is_not_spared():
     machine = Machine()
     for _ in range(5):
         machine.step()
-    machine.step(StepWork(0, 16, 1))
+    machine.step(StepWork(0, 16))
     machine.step()
     before = machine.pace.tokens, machine.pace.placed_per_computed
     for _ in range(5):
-        machine.step(StepWork(0, 5000, 0))
+        machine.step(StepWork(0, 5000, busy=False))
         machine.now += 100
     machine.step()
     assert (machine.pace.tokens, machine.pace.placed_per_computed) == before
@@ -88,7 +106,7 @@ def test_what_is_owed_is_limited():
     machine = Machine()
     for _ in range(3):
         machine.step()
-    machine.step(StepWork(0, 10**6, 1))
+    machine.step(StepWork(0, 10**6))
     for _ in range(2 * MOST_OWED):
         assert machine.pace.tokens == 0
         machine.step()
@@ -96,25 +114,54 @@ def test_what_is_owed_is_limited():
     assert machine.pace.tokens == LEAST_TOKENS
 
 
-def test_vllms_own_prefill_is_no_plain_step():
-    """But it tells what a token costs: a request that ends in one has to wait until time is saved for it."""
+def test_prefills_of_vllms_own_are_not_owed_by_linking():
+    """Alone, they tell what a token costs; beside a slice, they are not taken for it."""
+    machine = Machine(fixed=0.0)
+    for _ in range(5):
+        machine.step()
+    machine.step(StepWork(prefilled=64))
+    price = machine.pace._computed_price
+    assert price == pytest.approx(0.003)
+    machine.step(StepWork(0, 16, prefilled=2000))
+    assert machine.pace._computed_price == price
+    paused = 0
+    while machine.pace.tokens == 0:
+        machine.step()
+        paused += 1
+    assert paused <= 4
+
+
+def test_a_request_that_ends_spends_what_was_saved_for_it():
     machine = Machine()
     for _ in range(5):
         machine.step()
-    assert machine.pace.may_end(32)
-    machine.step(StepWork(scheduled=65))
-    machine.pace.rest()
+    machine.step(StepWork(prefilled=64))
+    machine.pace.idle()
     assert not machine.pace.may_end(32)
     for _ in range(6):
         machine.step()
     assert not machine.pace.may_end(32)
     machine.step()
     assert machine.pace.may_end(32)
-    for _ in range(10):
+    machine.pace.spend(32)
+    assert not machine.pace.may_end(32)
+    for _ in range(20):
         machine.step()
     assert machine.pace.may_end(10**6)
-    machine.pace.rest()
+    machine.pace.idle()
     assert not machine.pace.may_end(1)
+
+
+def test_more_neighbours_are_noticed():
+    machine = Machine()
+    for _ in range(30):
+        machine.step()
+    before = machine.pace.tokens
+    machine.step(StepWork(0, 16))
+    machine.plain = 1.0
+    for _ in range(50):
+        machine.step()
+    assert machine.pace.tokens > 5 * before
 
 
 def test_outputs_without_a_step_are_ignored():

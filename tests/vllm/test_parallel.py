@@ -1,9 +1,13 @@
 """Two workers, each with half of the heads: the answers and the chunks of one."""
 
+from itertools import product
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("vllm")
 
+from kvlinker.chunks import Chunk
 from kvlinker.llm import LLM
 from kvlinker.prompt.segments import Prompt
 from tests.engine.conftest import linked_prompt
@@ -32,11 +36,29 @@ def test_two_workers_answer_as_the_embedded_engine(vllm_settings, tmp_path, monk
                 assert answer.usage == expected.usage
                 for own, other in zip(answer.logprobs, expected.logprobs, strict=True):
                     assert [t.logprob for t in own.top] == pytest.approx([t.logprob for t in other.top], abs=TOLERANCE)
-        damaged = two.caches.key(theirs.chunks[0], "default")
-        file = settings.state_dir / "chunks" / damaged[:2] / f"{damaged}.safetensors"
-        file.unlink()
-        answer = two.chat_completion(theirs, policy="naive", **GREEDY)
-        assert answer.token_ids == one.chat_completion(theirs, policy="naive", **GREEDY).token_ids
+        monkeypatch.setattr(two.engine._chunks, "_fetch", lambda key: (True, None))  # nobody computes what is missing
+        for seed, (policy, harm) in enumerate(product(("naive", "cacheblend-40-onestep"), (Path.unlink, damage)), 3):
+            prompt = linked_prompt(50, 60, header=3, seed=seed)
+            cache(one, prompt)
+            one.store.flush()
+            harm(settings.state_dir / "chunks" / chunk_file(two, prompt.chunks[1]))
+            full = one.chat_completion(prompt, policy="full", **GREEDY)
+            answer = two.chat_completion(prompt, policy=policy, **GREEDY)
+            assert answer.token_ids == full.token_ids
+            assert answer.usage == full.usage
+        again = two.chat_completion(ours, policy="naive", **GREEDY)
+        assert again.token_ids == one.chat_completion(ours, policy="naive", **GREEDY).token_ids
+
+
+def chunk_file(llm: LLM, chunk: Chunk) -> Path:
+    key = llm.caches.key(chunk, "default")
+    return Path(key[:2]) / f"{key}.safetensors"
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
 
 
 def cache(llm: LLM, prompt: Prompt) -> None:

@@ -119,7 +119,7 @@ class BoundModel:
         self.device: torch.device = runner.device
         self.dtype: torch.dtype = self._config.model_config.dtype
         _check_parallel(self._config)
-        self._rank: int = get_tensor_model_parallel_rank()
+        self.rank: int = get_tensor_model_parallel_rank()
         (groups,) = _single(runner.attn_groups, "groups of KV cache layers")
         (self._group,) = _single(groups, "attention backends")
         if not isinstance(self._group.kv_cache_spec, FullAttentionSpec):
@@ -150,7 +150,7 @@ class BoundModel:
                 module=module,
                 heads=module.num_kv_heads,
                 head_dim=module.head_size,
-                first_head=self._rank * total // parallel,
+                first_head=self.rank * total // parallel,
                 total_heads=total,
             )
 
@@ -180,8 +180,7 @@ class BoundModel:
 
     def gather_heads(self, heads: Tensor) -> Tensor:
         """All workers' [kv_heads, tokens, head_dim], together."""
-        parallel = self._config.parallel_config.tensor_parallel_size
-        if parallel == 1:
+        if self.is_alone:
             return heads
         gathered: Tensor = tensor_model_parallel_all_gather(heads.contiguous(), dim=0)
         copies = len(gathered) // self.layers[0].total_heads
@@ -189,16 +188,27 @@ class BoundModel:
 
     def mean_over_workers(self, values: Tensor) -> Tensor:
         """[any] of all workers, averaged."""
-        parallel = self._config.parallel_config.tensor_parallel_size
-        if parallel == 1:
+        if self.is_alone:
             return values
         total: Tensor = tensor_model_parallel_all_reduce(values.clone())
-        mean: Tensor = total / parallel
+        mean: Tensor = total / self._config.parallel_config.tensor_parallel_size
         return mean
+
+    def any_worker(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of the flags are true on any worker; all have to ask."""
+        if self.is_alone or not flags:
+            return list(flags)
+        mean = self.mean_over_workers(torch.tensor(flags, dtype=torch.float32, device=self.device))
+        return [value > 0 for value in mean.tolist()]
 
     @property
     def is_first_rank(self) -> bool:
-        return self._rank == 0
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has all heads, and no other worker waits for it in a pass."""
+        return bool(self._config.parallel_config.tensor_parallel_size == 1)
 
     def _call(self, tokens: Tensor, positions: Tensor) -> None:
         self.model(input_ids=tokens.to(torch.int32), positions=positions, intermediate_tensors=None, inputs_embeds=None)

@@ -13,10 +13,9 @@ from torch import Tensor
 from kvlinker.vllm.adapter import BoundModel, watched
 from kvlinker.vllm.anatomy import LinkedLayer
 from kvlinker.vllm.deviation import KVDeviation
+from kvlinker.vllm.order import COMPARED_LAYER
 from kvlinker.vllm.placing import ChunkPart, placed_kv
 
-COMPARED_LAYER = 1
-"""The first whose KV knows of other tokens."""
 FIRST_LAYERS = slice(0, COMPARED_LAYER)
 """Those that a pass that compares goes through."""
 

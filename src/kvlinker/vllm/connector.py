@@ -66,17 +66,18 @@ class KVLinkerConnector(KVConnectorBase_V1):
         )
         is_worker = role == KVConnectorRole.WORKER
         self._chunks = _open_chunks(settings, memory_bytes=settings.host_memory if is_worker else 0)
-        self._scheduler = LinkingScheduler(
-            limits=self._limits, seal=OrderSeal.of(settings.state_dir), is_stored=self._chunks.contains
-        )
+        self._scheduler: LinkingScheduler | None = None
+        if not is_worker:
+            seal = OrderSeal.of(settings.state_dir)
+            self._scheduler = LinkingScheduler(limits=self._limits, seal=seal, is_stored=self._chunks.contains)
         self._worker: LinkingWorker | None = None
-        self._report: StepReport | None = None
+        self._report = StepReport()
         self._results = Results()
 
     # What vLLM's scheduler calls.
 
     def on_new_request(self, request: Any) -> None:
-        self._scheduler.admit(
+        self._scheduling.admit(
             request.request_id,
             request.kv_transfer_params,
             request.prompt_token_ids or (),
@@ -84,23 +85,31 @@ class KVLinkerConnector(KVConnectorBase_V1):
         )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return self._scheduler.matched(request.request_id, num_computed_tokens)
+        return self._scheduling.matched(request.request_id, num_computed_tokens, request.num_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(
+        self._scheduling.allocated(
             request.request_id, request.all_token_ids, blocks.get_block_ids()[0], external=num_external_tokens
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> OrdersMetadata:
-        return OrdersMetadata(self._scheduler.orders(scheduled_tokens=scheduler_output.total_num_scheduled_tokens))
+        counts = scheduler_output.num_scheduled_tokens.values()
+        prefilled = sum(count for count in counts if count > 1)
+        return OrdersMetadata(self._scheduling.orders(scheduled_tokens=sum(counts), prefilled_tokens=prefilled))
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
-        self._scheduler.note_report(None if metadata is None else metadata.report)
-        self._scheduler.note_received(connector_output.finished_recving or ())
+        if metadata is not None:
+            self._scheduling.note_report(metadata.report)
+        self._scheduling.note_received(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._scheduler.finished(request.request_id)
+        return False, self._scheduling.finished(request.request_id)
+
+    @property
+    def _scheduling(self) -> LinkingScheduler:
+        assert self._scheduler is not None, "vLLM calls the scheduler's methods of a worker's connector"
+        return self._scheduler
 
     # What vLLM's workers call.
 
@@ -139,9 +148,10 @@ class KVLinkerConnector(KVConnectorBase_V1):
         results, self._results = self._results, Results()
         return results.invalid_blocks
 
-    def build_connector_worker_meta(self) -> ReportMetadata | None:
-        report, self._report = self._report, None
-        return ReportMetadata(report) if report else None
+    def build_connector_worker_meta(self) -> ReportMetadata:
+        """Always something, so that vLLM hands it on and the scheduler side knows of every step that it is done."""
+        report, self._report = self._report, StepReport()
+        return ReportMetadata(report)
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -126,10 +126,12 @@ class VLLMEngine:
             return
         self._closing = True
         atexit.unregister(self.close)
-        if self._client.loop.is_running():
-            self._client.run(self._cancel_all()).result(timeout=CLOSE_SECONDS)
-        self._client.close()
-        self._executor.shutdown()
+        try:
+            if self._client.loop.is_running():
+                self._client.run(self._cancel_all()).result(timeout=CLOSE_SECONDS)
+        finally:
+            self._client.close()
+            self._executor.shutdown()
 
     def _start(self, name: str, generation: Generation) -> None:
         task = self._client.loop.create_task(self._serve(name, generation))

@@ -12,15 +12,12 @@ import numpy as np
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.vllm.metadata import Begun, StepOrders, StepReport
-from kvlinker.vllm.order import PARAM, LinkOrder, Outcome
+from kvlinker.vllm.order import COMPARED_LAYER, PARAM, LinkOrder, Outcome
 from kvlinker.vllm.order_seal import OrderSeal
 from kvlinker.vllm.pace import PLACED_PER_COMPUTED, SLOWDOWN, StepPace, StepWork
 from kvlinker.vllm.slices import Budget, Progress, Slice
 
 logger = logging.getLogger(__name__)
-
-COMPARED_LAYERS = 2
-"""What orders that compare compute, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +35,32 @@ class StepLimits:
     slowdown: float = SLOWDOWN
 
 
+@dataclass(slots=True, eq=False)
+class _Request:
+    """``own``: tokens that vLLM computes itself in its first step. ``admitted``: when it came; ``queued``: seconds
+    until vLLM began with it. ``given_up``: a chunk vanished, or linking failed, and vLLM computes it. ``waits``: it is
+    not linked within its own first step, as was decided last. ``deviation``: what an order that compares is for.
+
+    ``progress``, while vLLM holds it back; ``loaded``: workers that have all of its chunks then; ``ordered``: its last
+    slice is under way.
+    """
+
+    order: LinkOrder
+    own: int
+    admitted: float
+    queued: float | None = None
+    given_up: bool = False
+    waits: bool = True
+    deviation: bytes | None = None
+    progress: Progress | None = None
+    loaded: int = 0
+    ordered: bool = False
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome(linked=not self.given_up, queued=self.queued or 0.0, deviation=self.deviation)
+
+
 class LinkingScheduler:
     """One thread, vLLM's engine core, calls everything."""
 
@@ -46,19 +69,13 @@ class LinkingScheduler:
         self._seal = seal
         self._limits = limits
         self._is_stored = is_stored
-        self._orders: dict[str, LinkOrder] = {}
-        self._own: dict[str, int] = {}  # tokens that vLLM computes itself in their first step
-        self._admitted: dict[str, float] = {}  # when they came
-        self._queued: dict[str, float] = {}  # seconds until vLLM began with them
-        self._deviations: dict[str, bytes] = {}
-        self._given_up: set[str] = set()  # their chunks vanished: vLLM computes them
+        self._requests: dict[str, _Request] = {}
+        self._waiting: dict[str, _Request] = {}  # those that vLLM holds back, in the order in which they came
         self._begun: list[Begun] = []  # for the next step
-        self._waiting: dict[str, Progress] = {}  # vLLM holds these requests back until their orders are fulfilled
-        self._loaded: dict[str, int] = {}  # of these, workers that have all chunks at hand
-        self._ordered: set[str] = set()  # of these, those whose last slice is under way
         self._dropped: list[str] = []
-        self._at_hand: set[str] = set()  # chunks that all workers had in memory, as far as is known
+        self._held: dict[str, set[int]] = {}  # chunks, and the ranks of workers that have them in memory
         self._busy = False
+        self._linked_at_once = 0.0  # tokens, within requests' own first steps, of the next step
         self._pace = StepPace(limits.slice_tokens, slowdown=limits.slowdown)
 
     def admit(
@@ -76,80 +93,86 @@ class LinkingScheduler:
         if not salt:
             logger.warning("Request %s is not linked: it has no cache_salt, which every linked one needs.", request_id)
             return
-        self._orders[request_id] = order
-        self._own[request_id] = len(tokens) - order.linked
-        self._admitted[request_id] = time.perf_counter()
+        self._requests[request_id] = _Request(order, len(tokens) - order.linked, time.perf_counter())
 
-    def matched(self, request_id: str, local: int) -> tuple[int, bool]:
-        """Tokens that linking brings beyond the ``local`` ones that vLLM has, and whether the request has to wait.
+    def matched(self, request_id: str, local: int, tokens: int) -> tuple[int, bool]:
+        """How many of a request's ``tokens`` linking brings beyond the ``local`` ones that vLLM has, and whether the
+        request has to wait for it.
 
         Without side effects, but that a chunk that has vanished makes it 0 from now on.
         """
-        order = self._orders.get(request_id)
-        if order is None or request_id in self._given_up or local >= order.linked:
+        request = self._requests.get(request_id)
+        if request is None or request.given_up or local >= request.order.linked:
             return 0, False
+        order = request.order
         missing = [key for key in order.keys if not self._is_stored(key)]
         if missing:
             logger.warning("Request %s is computed in full: chunk %s is gone.", request_id, missing[0])
-            self._given_up.add(request_id)
+            request.given_up = True
             return 0, False
-        return order.linked - local, self._has_to_wait(order, request_id, local)
+        request.own = tokens - order.linked
+        request.waits = self._has_to_wait(request, self._progress(request_id, local))
+        return order.linked - local, request.waits
 
     def allocated(self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int], *, external: int) -> None:
-        """vLLM has given the request its blocks, and counts on ``external`` tokens of linking."""
-        if request_id in self._admitted:
-            self._queued.setdefault(request_id, time.perf_counter() - self._admitted[request_id])
+        """vLLM has given the request its blocks, and counts on ``external`` tokens of linking, as ``matched`` said."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.queued is None:
+            request.queued = time.perf_counter() - request.admitted
         if not external:
             return
-        order = self._orders[request_id]
-        self._own[request_id] = len(tokens) - order.linked
-        begin = order.linked - external
-        waits = self._has_to_wait(order, request_id, begin)
+        begin = request.order.linked - external
         self._begun.append(
             Begun(
                 request_id=request_id,
-                order=order,
-                tokens=np.asarray(tokens[: order.linked], dtype=np.int64),
+                order=request.order,
+                tokens=np.asarray(tokens[: request.order.linked], dtype=np.int64),
                 block_ids=tuple(block_ids),
                 begin=begin,
-                waits=waits,
+                waits=request.waits,
             )
         )
-        if waits:
-            self._waiting[request_id] = self._progress(request_id, begin)
+        progress = self._progress(request_id, begin)
+        if request.waits:
+            request.progress = progress
+            self._waiting[request_id] = request
+        else:
+            self._linked_at_once += progress.cost(self._budget()) + request.own
 
-    def orders(self, *, scheduled_tokens: int) -> StepOrders:
-        """What the workers do in the step that computes so many tokens otherwise."""
+    def orders(self, *, scheduled_tokens: int, prefilled_tokens: int) -> StepOrders:
+        """What the workers do in the step that computes so many tokens otherwise, some of them of prompts."""
         begun = tuple(self._begun)
-        own = Budget.unlimited()
-        slices = [self._progress(each.request_id, each.begin).take(own) for each in begun if not each.waits]
+        at_once = Budget.unlimited()
+        slices = [self._progress(each.request_id, each.begin).take(at_once) for each in begun if not each.waits]
         self._busy = scheduled_tokens > 0
+        self._linked_at_once = 0.0
         if not self._waiting:
-            self._pace.rest()
+            self._pace.idle()
         budget = self._budget()
         slices += self._next_slices(budget)
-        self._pace.planned(StepWork(own.placed + budget.placed, own.computed + budget.computed, scheduled_tokens))
+        placed, computed = at_once.placed + budget.placed, at_once.computed + budget.computed
+        self._pace.planned(StepWork(placed, computed, prefilled_tokens, self._busy))
         dropped = tuple(self._dropped)
         self._begun.clear()
         self._dropped.clear()
         return StepOrders(begun, tuple(slices), dropped, idle=not self._busy)
 
-    def note_report(self, report: StepReport | None) -> None:
-        """A step is done; what the workers told of it, if anything."""
+    def note_report(self, report: StepReport) -> None:
+        """A step is done, and this is what the workers tell of it; there is one report for every step."""
         self._pace.ended()
-        if report is None:
-            return
+        for key, rank in report.evicted:
+            self._held.get(key, set()).discard(rank)
+        for key, rank in report.held:
+            self._held.setdefault(key, set()).add(rank)
         for request_id, workers in report.loaded.items():
             if request_id in self._waiting:
-                self._loaded[request_id] = self._loaded.get(request_id, 0) + workers
-                if self._loaded[request_id] >= self._limits.workers:
-                    self._at_hand.update(self._orders[request_id].keys)
-        self._at_hand -= report.evicted
-        for request_id in report.failed & self._orders.keys():
-            self._given_up.add(request_id)
-            self._at_hand.difference_update(self._orders[request_id].keys)
-        for request_id in report.deviations.keys() & self._orders.keys():
-            self._deviations[request_id] = report.deviations[request_id]
+                self._waiting[request_id].loaded += workers
+        for request_id in report.failed & self._requests.keys():
+            self._requests[request_id].given_up = True
+        for request_id in report.deviations.keys() & self._requests.keys():
+            self._requests[request_id].deviation = report.deviations[request_id]
 
     def note_received(self, finished: Iterable[str]) -> None:
         """The orders of these requests are fulfilled, or given up."""
@@ -158,28 +181,25 @@ class LinkingScheduler:
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """The request has ended, or was aborted; what its output tells of linking."""
-        order = self._orders.pop(request_id, None)
         if request_id in self._waiting:
             self._dropped.append(request_id)
             self._forget_progress(request_id)
-        self._own.pop(request_id, None)
-        self._admitted.pop(request_id, None)
-        outcome = Outcome(
-            linked=request_id not in self._given_up,
-            queued=self._queued.pop(request_id, 0.0),
-            deviation=self._deviations.pop(request_id, None),
-        )
-        self._given_up.discard(request_id)
-        return None if order is None else {PARAM: outcome.model_dump(exclude_none=True)}
+        request = self._requests.pop(request_id, None)
+        return None if request is None else {PARAM: request.outcome.model_dump(exclude_none=True)}
 
-    def _has_to_wait(self, order: LinkOrder, request_id: str, local: int) -> bool:
+    def _has_to_wait(self, request: _Request, progress: Progress) -> bool:
         """Orders are fulfilled within the request's own first step only if that takes not much longer by it."""
-        if order.captures or order.compares or not self._at_hand.issuperset(order.keys):
+        order = request.order
+        if order.captures or order.compares or not all(map(self._is_held, order.keys)):
             return True
-        progress, budget = self._progress(request_id, local), self._budget()
-        if self._busy and progress.cost(budget) + self._own[request_id] > budget.tokens:
-            return True
-        return not progress.fits(budget)
+        budget = self._budget()
+        if not self._busy:
+            return not progress.fits(budget)
+        cost = progress.cost(budget) + request.own + self._linked_at_once
+        return cost > budget.tokens or not progress.fits(budget)
+
+    def _is_held(self, key: str) -> bool:
+        return len(self._held.get(key, ())) >= self._limits.workers
 
     def _budget(self) -> Budget:
         """For the next step, going by whether it holds anything else."""
@@ -188,29 +208,29 @@ class LinkingScheduler:
         return Budget(self._limits.step_tokens, self._limits.runs, PLACED_PER_COMPUTED)
 
     def _progress(self, request_id: str, begin: int) -> Progress:
-        order = self._orders[request_id]
-        share = COMPARED_LAYERS / max(self._limits.layers, COMPARED_LAYERS) if order.compares else 1.0
+        order = self._requests[request_id].order
+        share = min(1.0, (COMPARED_LAYER + 1) / self._limits.layers) if order.compares else 1.0
         return Progress(request_id, order, begin=begin, share=share)
 
     def _next_slices(self, budget: Budget) -> list[Slice]:
+        """In the order in which the requests came. One that time is being saved for lets none overtake it."""
         slices = []
-        for request_id, progress in self._waiting.items():
+        for request in self._waiting.values():
             if budget.spent:
                 break
-            ready = self._loaded.get(request_id, 0) >= self._limits.workers
-            if not ready or request_id in self._ordered:
+            progress = request.progress
+            if progress is None or request.ordered or request.loaded < self._limits.workers:
                 continue
             if self._busy and progress.fits(budget):
-                rest = progress.cost(budget) + self._own[request_id]
-                if not self._pace.may_end(rest):
-                    continue
+                if not self._pace.may_end(progress.cost(budget) + request.own):
+                    break
+                self._pace.spend(request.own)
             part = progress.take(budget)
             slices.append(part)
-            if part.is_last:
-                self._ordered.add(request_id)
+            request.ordered = part.is_last
         return slices
 
     def _forget_progress(self, request_id: str) -> None:
-        self._waiting.pop(request_id, None)
-        self._loaded.pop(request_id, None)
-        self._ordered.discard(request_id)
+        request = self._waiting.pop(request_id, None)
+        if request is not None:
+            request.progress, request.loaded, request.ordered = None, 0, False

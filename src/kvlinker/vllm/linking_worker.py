@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,10 @@ class Results:
 
 
 class LinkingWorker:
-    """One thread, vLLM's worker, calls everything. Nothing raises: what goes wrong with a request is reported."""
+    """One thread, vLLM's worker, calls everything. What goes wrong with a request is reported, and vLLM computes it;
+    with several workers, all of them give it up in the same step, for each waits for the others in every pass. Nothing
+    raises but, with several workers, what happens within a pass of the model: the others wait already.
+    """
 
     def __init__(
         self, bound: BoundModel, chunks: WorkerChunks, *, pass_tokens: int, pass_runs: int, with_scores: bool
@@ -63,13 +67,21 @@ class LinkingWorker:
         try:
             self._step(orders)
         except Exception:
+            if not self._bound.is_alone:
+                raise
             logger.exception("Linking failed; the requests under way are computed by vLLM alone.")
             for request_id in list(self._tasks):
-                self._tasks[request_id].failed = True
                 self._end(request_id, failed=True)
+        evicted = self._chunks.take_evicted()
+        newly = self._newly_loaded()
+        keys = {key for task in newly for key in task.begun.order.keys if self._chunks.holds(key)}
         deviations, self._deviations = self._deviations, {}
         return StepReport(
-            self._newly_loaded(), frozenset(self._results.failed), self._chunks.take_evicted(), deviations
+            loaded={task.begun.request_id: 1 for task in newly},
+            failed=frozenset(self._results.failed),
+            held=frozenset((key, self._bound.rank) for key in keys),
+            evicted=frozenset((key, self._bound.rank) for key in evicted),
+            deviations=deviations,
         )
 
     def _step(self, orders: StepOrders) -> None:
@@ -79,11 +91,7 @@ class LinkingWorker:
             self._tasks[begun.request_id] = self._begin(begun)
         if orders.idle and not orders.slices:
             self._wait_a_little()
-        slices = [(self._tasks[part.request_id], part) for part in orders.slices if part.request_id in self._tasks]
-        self._fulfil(slices)
-        for task, part in slices:
-            if part.is_last:
-                self._complete(task)
+        self._fulfil([(self._tasks[part.request_id], part) for part in orders.slices if part.request_id in self._tasks])
         self._collect_written()
 
     def take_results(self) -> Results:
@@ -96,6 +104,15 @@ class LinkingWorker:
         self._writer.shutdown()
 
     def _begin(self, begun: Begun) -> Task:
+        try:
+            return self._task(begun)
+        except Exception:
+            logger.exception("Request %s cannot be linked; vLLM computes it alone.", begun.request_id)
+            loaded: Future[dict[str, ChunkKV] | None] = Future()
+            loaded.set_result(None)
+            return Task(begun, loaded, failed=True)
+
+    def _task(self, begun: Begun) -> Task:
         captures = tuple(
             Capture(chunk, begun.tokens, self._layers, self._bound.dtype, with_scores=self._with_scores)
             for chunk in begun.order.captures
@@ -137,17 +154,33 @@ class LinkingWorker:
         if pending:
             wait(pending, timeout=PATIENCE_SECONDS, return_when=FIRST_COMPLETED)
 
-    def _newly_loaded(self) -> dict[str, int]:
-        loaded = {}
-        for request_id, task in self._tasks.items():
-            if task.begun.waits and not task.told_loaded and task.loaded.done():
-                task.told_loaded = True
-                loaded[request_id] = 1
-        return loaded
+    def _newly_loaded(self) -> list[Task]:
+        """Tasks whose chunks have come since the last time, or have not come."""
+        tasks = self._tasks.values()
+        newly = [task for task in tasks if task.begun.waits and not task.told_loaded and task.loaded.done()]
+        for task in newly:
+            task.told_loaded = True
+        return newly
 
     def _fulfil(self, slices: Sequence[tuple[Task, Slice]]) -> None:
+        with self._giving_up(slices):
+            self._passes.place(slices)
+        failed = self._bound.any_worker([task.failed for task, _ in slices])
+        for (task, _), gone in zip(slices, failed, strict=True):
+            if gone:
+                self._end(task.begun.request_id, failed=True)
+        rest = [each for each, gone in zip(slices, failed, strict=True) if not gone]
+        with self._giving_up(rest) if self._bound.is_alone else nullcontext():
+            self._passes.compute(rest)
+        for task, part in rest:
+            if part.is_last:
+                self._complete(task)
+
+    @contextmanager
+    def _giving_up(self, slices: Sequence[tuple[Task, Slice]]) -> Iterator[None]:
+        """The slices' tasks have failed if anything raises meanwhile."""
         try:
-            self._passes.fulfil(slices)
+            yield
         except Exception:
             logger.exception("Linking failed; its requests are computed by vLLM alone.")
             for task, _ in slices:
@@ -156,19 +189,15 @@ class LinkingWorker:
     def _complete(self, task: Task) -> None:
         """The last slice is done."""
         request_id = task.begun.request_id
-        if not task.begun.waits:
-            if task.failed:
-                self._results.failed.add(request_id)
-                first = task.begun.begin // self._bound.block_size
-                self._results.invalid_blocks.update(task.begun.block_ids[first:])
-            del self._tasks[request_id]
+        if task.failed:
+            self._end(request_id, failed=True)
         elif task.comparison is not None:
             deviation = task.comparison.finish(self._bound)
-            if self._bound.is_first_rank and not task.failed:
+            if self._bound.is_first_rank:
                 self._deviations[request_id] = deviation.to_bytes()
-            self._end(request_id, failed=task.failed)
-        elif not task.captures or task.failed:
-            self._end(request_id, failed=task.failed)
+            self._end(request_id)
+        elif not task.captures:
+            self._end(request_id)
         else:
             kvs = [(capture.chunk.key, capture.finish(self._bound)) for capture in task.captures]
             if self._bound.is_first_rank:
@@ -191,9 +220,15 @@ class LinkingWorker:
                 self._end(request_id)
 
     def _end(self, request_id: str, *, failed: bool = False) -> None:
-        """No more is done for the request; where it waits, vLLM is told so, exactly once."""
+        """No more is done for the request; where it waits, vLLM is told so, exactly once. Where it does not, vLLM is
+        told which of its blocks are not what they should be."""
         task = self._tasks.pop(request_id, None)
-        if task is not None and task.begun.waits:
+        if task is None:
+            return
+        if failed:
+            self._results.failed.add(request_id)
+        if task.begun.waits:
             self._results.finished.add(request_id)
-            if failed:
-                self._results.failed.add(request_id)
+        elif failed:
+            first = task.begun.begin // self._bound.block_size
+            self._results.invalid_blocks.update(task.begun.block_ids[first:])

@@ -44,20 +44,18 @@ class StepOrders:
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """From the workers. ``loaded``: for how many of them a request's chunks are at hand now. ``failed``: requests that
-    are not linked after all. ``evicted``: chunks that a worker gave up for want of memory. ``deviations``: what
-    requests that compare were for, as ``KVDeviation`` writes it."""
+    are not linked after all. ``evicted`` and ``held``: chunks that left a worker's memory, and that are in it since,
+    with its rank. ``deviations``: what requests that compare were for, as ``KVDeviation`` writes it."""
 
     loaded: Mapping[str, int] = field(default_factory=dict)
     failed: frozenset[str] = frozenset()
-    evicted: frozenset[str] = frozenset()
+    held: frozenset[tuple[str, int]] = frozenset()
+    evicted: frozenset[tuple[str, int]] = frozenset()
     deviations: Mapping[str, bytes] = field(default_factory=dict)
 
     def joined(self, other: StepReport) -> StepReport:
         names = {*self.loaded, *other.loaded}
         loaded = {name: self.loaded.get(name, 0) + other.loaded.get(name, 0) for name in names}
         deviations = {**self.deviations, **other.deviations}
-        return StepReport(loaded, self.failed | other.failed, self.evicted | other.evicted, deviations)
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to tell."""
-        return bool(self.loaded or self.failed or self.evicted or self.deviations)
+        held, evicted = self.held | other.held, self.evicted | other.evicted
+        return StepReport(loaded, self.failed | other.failed, held, evicted, deviations)

@@ -12,6 +12,8 @@ from kvlinker.linking.plan import LinkPlan
 
 PARAM = "kvlinker"
 """The order's name among a request's ``kv_transfer_params``."""
+COMPARED_LAYER = 1
+"""In which orders that compare do so: the first layer whose KV knows of other tokens."""
 
 Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Position = Annotated[int, Field(ge=0, strict=True)]

@@ -53,7 +53,8 @@ class OrderSeal:
         order = order_of_params(params, prompt_tokens=len(tokens))
         if order is None or params is None:
             return None
-        if not hmac.compare_digest(str(params.get(SEAL)), self._seal(order, tokens)):
+        seal = str(params.get(SEAL)).encode(errors="replace")
+        if not hmac.compare_digest(seal, self._seal(order, tokens).encode()):
             raise InvalidRequestError(
                 f"kv_transfer_params.{PARAM} is not kvlinker's own: its seal is missing or for another prompt. Use "
                 "kvlinker's routes.",

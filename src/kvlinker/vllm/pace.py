@@ -10,45 +10,44 @@ from dataclasses import dataclass
 
 SLOWDOWN = 1.4
 LEAST_TOKENS = 16
-PLACED_PER_COMPUTED = 16.0
-"""Placed tokens that take as long as a computed one, as long as nothing is known of it."""
+"""That a pass computes: it has its fixed price."""
 
+COMPUTED_PER_STEP = 16.0
+PLACED_PER_COMPUTED = 16.0
+"""Computed tokens that take as long as a step without linking, and placed ones as long as a computed one, as long as
+nothing is known of them."""
 MOST_PLACED_PER_COMPUTED = 4096.0
 
 SMOOTHING = 0.3
 LEAST_SECONDS = 1e-6
 PLAIN_STEPS = 16
+"""That are remembered."""
 MOST_SAVED = 8
+"""For a request's own first step, in steps without linking."""
 MOST_OWED = 32
-"""In steps without linking: the time that is saved for a request's own first step at most, and that is given back."""
+"""By linking to those who waited for it, in steps without linking: what took longer is forgiven."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step does: tokens that linking ``placed`` and ``computed``, and those that vLLM ``scheduled``."""
+    """What a step does: tokens that linking ``placed`` and ``computed``, and tokens of prompts that vLLM ``prefilled``.
+    ``busy``: vLLM computes something in it."""
 
     placed: float = 0.0
     computed: float = 0.0
-    scheduled: int = 0
+    prefilled: int = 0
+    busy: bool = True
 
     @property
     def links(self) -> bool:
         return bool(self.placed or self.computed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """A step without linking."""
-
-    scheduled: int
-    seconds: float
-
-
 class StepPace:
     """Whoever decodes while prompts are linked waits ``slowdown`` times as long for a token, on average: every step
-    earns some of the time that slices take.
+    earns some of the time that slices, and the first steps of the requests that they are for, take.
 
-    A slice takes as long as the rest of its step; but a pass has its fixed price, so that it has 16 tokens at least.
+    A slice takes as long as the rest of its step, if that is enough for 16 tokens.
     """
 
     def __init__(
@@ -60,88 +59,93 @@ class StepPace:
         self._clock = clock
         self._under_way: deque[tuple[StepWork, float]] = deque()  # with what was taken of the savings for it
         self._last_end: float | None = None
-        self._plain: deque[_Plain] = deque(maxlen=PLAIN_STEPS)
+        self._plain: deque[float] = deque(maxlen=PLAIN_STEPS)  # seconds of steps that do nothing but decode
         self._computed: float | None = None  # seconds per token
         self._placed: float | None = None
         self._saved = 0.0  # seconds that linking may take; less than 0: that others still have to get back
 
     @property
-    def placed_per_computed(self) -> float:
-        """Placed tokens that take as long as a computed one."""
-        if self._placed is None or self._computed is None:
-            return PLACED_PER_COMPUTED
-        return min(max(self._computed / self._placed, 1.0), MOST_PLACED_PER_COMPUTED)
-
-    @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         """That linking may compute in the step that is being planned."""
         if self._saved < 0:
             return 0
         least = min(LEAST_TOKENS, self._most)
-        if not self._plain or self._computed is None:
+        if not self._plain:
             return least
-        return max(least, min(self._most, int(self._plain_seconds / self._computed)))
+        return max(least, min(self._most, int(self._plain_seconds / self._computed_price)))
+
+    @property
+    def placed_per_computed(self) -> float:
+        """Placed tokens that take as long as a computed one."""
+        if not self._plain:
+            return PLACED_PER_COMPUTED
+        return min(max(self._computed_price / self._placed_price, 1.0), MOST_PLACED_PER_COMPUTED)
 
     def may_end(self, tokens: float) -> bool:
         """Whether a request may be linked to its end, where so many are left: those that the request's own first step
         computes then are among them, for they keep others waiting, too. Time is saved for them, but not for ever."""
-        if not self._plain or self._computed is None:
-            return True
-        return self._saved >= min(tokens * self._computed, MOST_SAVED * self._plain_seconds)
+        return not self._plain or self._saved >= self._reserve(tokens)
 
-    def rest(self) -> None:
+    def spend(self, tokens: float) -> None:
+        """A request's own first step will compute so many."""
+        if self._plain:
+            self._saved -= self._reserve(tokens)
+
+    def idle(self) -> None:
         """Nothing is to be linked: nothing is saved, either."""
         self._saved = min(self._saved, 0.0)
 
     def planned(self, work: StepWork) -> None:
         """Of the next step."""
-        price = self._price(work) if work.scheduled else 0.0
+        price = self._price(work) if work.busy else 0.0
         self._under_way.append((work, price))
         self._saved -= price
 
     def ended(self) -> None:
-        """The oldest step is done. Steps follow each other closely as long as vLLM schedules something."""
+        """The oldest step is done. Steps follow each other closely as long as vLLM computes something."""
         now = self._clock()
-        work, price = self._under_way.popleft() if self._under_way else (StepWork(), 0.0)
+        work, price = self._under_way.popleft() if self._under_way else (StepWork(busy=False), 0.0)
         self._saved += price
-        if work.scheduled and self._last_end is not None:
+        if work.busy and self._last_end is not None:
             self._learn(work, now - self._last_end)
-        self._last_end = now if work.scheduled else None
+        self._last_end = now if work.busy else None
 
     @property
     def _plain_seconds(self) -> float:
-        return statistics.median(step.seconds for step in self._plain)
+        return statistics.median(self._plain)
+
+    @property
+    def _computed_price(self) -> float:
+        return self._computed or self._plain_seconds / COMPUTED_PER_STEP
+
+    @property
+    def _placed_price(self) -> float:
+        return self._placed or self._computed_price / PLACED_PER_COMPUTED
+
+    def _reserve(self, tokens: float) -> float:
+        return min(tokens * self._computed_price, MOST_SAVED * self._plain_seconds)
 
     def _price(self, work: StepWork) -> float:
         """Seconds that linking will take of a step, as far as is known."""
-        if not self._plain:
-            return 0.0
-        computed = self._computed or self._plain_seconds / LEAST_TOKENS
-        placed = self._placed or computed / PLACED_PER_COMPUTED
-        return work.computed * computed + work.placed * placed
+        return work.computed * self._computed_price + work.placed * self._placed_price if self._plain else 0.0
 
     def _learn(self, work: StepWork, seconds: float) -> None:
-        if not work.links and not self._prefills(work):
-            self._plain.append(_Plain(work.scheduled, seconds))
+        if not work.links and not work.prefilled:
+            self._plain.append(seconds)
         if not self._plain:
             return
         extra = max(seconds - self._plain_seconds, LEAST_SECONDS)
-        if not work.links:
-            if self._prefills(work):
-                self._computed = _smoothed(self._computed, extra / work.scheduled)
-        elif not work.placed:
+        if work.links and work.prefilled:
+            extra = max(extra - work.prefilled * self._computed_price, LEAST_SECONDS)
+        elif work.prefilled:
+            self._computed = _smoothed(self._computed, extra / work.prefilled)
+        elif work.computed and not work.placed:
             self._computed = _smoothed(self._computed, extra / work.computed)
-        elif not work.computed:
+        elif work.placed and not work.computed:
             self._placed = _smoothed(self._placed, extra / work.placed)
-        earned = (self._slowdown - 1) * self._plain_seconds
-        saved = self._saved + earned - (extra if work.links else 0.0)
-        self._saved = max(-MOST_OWED * self._plain_seconds, min(saved, MOST_SAVED * self._plain_seconds))
-
-    def _prefills(self, work: StepWork) -> bool:
-        """Whether vLLM computes more in this step than tokens of answers."""
-        if not self._plain:
-            return False
-        return work.scheduled >= LEAST_TOKENS + statistics.median(step.scheduled for step in self._plain)
+        plain = self._plain_seconds
+        saved = self._saved + (self._slowdown - 1) * plain - (extra if work.links else 0.0)
+        self._saved = max(-MOST_OWED * plain, min(saved, MOST_SAVED * plain))
 
 
 def _smoothed(old: float | None, new: float) -> float:

@@ -27,8 +27,7 @@ class _Run:
 
 
 class Passes:
-    """Fulfils slices of orders. Failed tasks are computed, too: other workers, where they did not fail, wait for this
-    one in every pass."""
+    """Fulfils slices of orders."""
 
     def __init__(self, bound: BoundModel, layers: Sequence[LinkedLayer], *, tokens: int, runs: int) -> None:
         """``tokens`` and ``runs``: the most that one pass takes."""
@@ -37,10 +36,13 @@ class Passes:
         self._tokens = tokens
         self._runs = runs
 
-    def fulfil(self, slices: Sequence[tuple[Task, Slice]]) -> None:
-        """Place all, then compute all. Raises what the model does."""
+    def place(self, slices: Sequence[tuple[Task, Slice]]) -> None:
+        """What is placed, before anything is computed."""
         self._place(self._layers, [each for each in slices if each[0].comparison is None])
         self._place(self._layers[FIRST_LAYERS], [each for each in slices if each[0].comparison is not None])
+
+    def compute(self, slices: Sequence[tuple[Task, Slice]]) -> None:
+        """The runs. Raises what the model does."""
         runs = [_Run(task, *run) for task, each in slices for run in each.runs]
         for group in self._grouped(runs, lambda task: not task.captures and task.comparison is None):
             self._bound.forward(self._sequences(group))
@@ -55,11 +57,10 @@ class Passes:
         place(layers, [part for task, each in slices for part in task.parts(self._bound, each.parts)])
 
     def _grouped(self, runs: Iterable[_Run], wanted: Callable[[Task], bool]) -> Iterator[list[_Run]]:
+        """Runs of the tasks that are wanted, as much at once as a pass takes."""
         group: list[_Run] = []
         tokens = 0
-        for run in runs:
-            if not wanted(run.task):
-                continue
+        for run in self._cut(run for run in runs if wanted(run.task)):
             length = run.end - run.begin
             if group and (tokens + length > self._tokens or len(group) == self._runs):
                 yield group
@@ -68,6 +69,12 @@ class Passes:
             tokens += length
         if group:
             yield group
+
+    def _cut(self, runs: Iterable[_Run]) -> Iterator[_Run]:
+        """The same, none longer than a pass."""
+        for run in runs:
+            for begin in range(run.begin, run.end, self._tokens):
+                yield _Run(run.task, begin, min(begin + self._tokens, run.end))
 
     def _sequences(self, runs: Sequence[_Run]) -> VirtualSequences:
         device = self._bound.device

@@ -23,14 +23,11 @@ from kvlinker.linking.plan import LinkPlan, ranges
 from kvlinker.vllm.chunk_provider import ChunkProvider
 from kvlinker.vllm.client import VLLMClient
 from kvlinker.vllm.deviation import KVDeviation
-from kvlinker.vllm.order import LinkOrder, order_of_comparison, order_of_plan
+from kvlinker.vllm.order import COMPARED_LAYER, LinkOrder, order_of_comparison, order_of_plan
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-COMPARED_LAYER = 1
-"""The only layer that a policy may refine in: in vLLM, a pass over the first layer comes before all others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class WorkerChunks:
         self._lock = threading.Lock()
 
     def contains(self, key: str) -> bool:
-        return self._folder.path(key).exists()
+        return os.path.exists(self._folder.path(key))  # not Path's, which raises what the file system does
 
     def at_hand(self, key: str) -> ChunkKV | None:
         """The chunk's KV if it is in memory, and still in the folder."""
@@ -56,6 +57,11 @@ class WorkerChunks:
         if stored:
             self._keep(key, kv)
         return stored
+
+    def holds(self, key: str) -> bool:
+        """Whether the chunk is in memory."""
+        with self._lock:
+            return key in self._memory
 
     def take_evicted(self) -> frozenset[str]:
         """Chunks that left memory since the last call."""

@@ -1,0 +1,195 @@
+"""The scheduler side against a vLLM that only counts and takes its time."""
+
+import pytest
+
+from kvlinker.vllm.linking_scheduler import LinkingScheduler, StepLimits
+from kvlinker.vllm.metadata import StepReport
+from kvlinker.vllm.order import PARAM, LinkOrder, PlacedChunk
+from kvlinker.vllm.order_seal import SEAL, OrderSeal
+from kvlinker.vllm.pace import StepPace
+
+PLAIN, COMPUTED, PLACED, PASS = 0.03, 0.003, 3e-5, 0.02
+SEALER = OrderSeal(b"key")
+
+
+def order_of(placed, runs, key="0" * 64):
+    linked = max([placed, *(end for _, end in runs)])
+    chunk = PlacedChunk(key=key, start=0, first=0, last=placed, rotary_start=0)
+    return LinkOrder(linked=linked, placements=(chunk,) if placed else (), runs=tuple(runs))
+
+
+class VLLM:
+    """One worker, and ``decoders`` requests that decode all the time."""
+
+    def __init__(self, decoders=1, **limits):
+        defaults = {"slice_tokens": 256, "step_tokens": 2048, "runs": 256, "layers": 24}
+        self.scheduler = LinkingScheduler(
+            limits=StepLimits(**(defaults | limits)), seal=SEALER, is_stored=lambda key: key not in self.gone
+        )
+        self.scheduler._pace = StepPace(256, slowdown=1.4, clock=lambda: self.now)
+        self.decoders = decoders
+        self.gone = set()
+        self.now = 0.0
+        self.gaps = []
+        self.prompts = {}
+        self.new = []
+        self.first_steps = []
+        self.ended = {}
+
+    def add(self, name, order, own=8):
+        tokens = [0] * (order.linked + own)
+        self.scheduler.admit(name, SEALER.params(order, tokens), tokens, salt="salt")
+        self.prompts[name] = tokens
+        self.new.append(name)
+
+    def step(self):
+        prefilled = 0
+        for name in self.first_steps:
+            prefilled += len(self.prompts[name]) - self.scheduler._requests[name].order.linked
+            self.end(name)
+        self.first_steps = []
+        for name in self.new:
+            external, waits = self.scheduler.matched(name, 0, len(self.prompts[name]))
+            self.scheduler.allocated(name, self.prompts[name], range(1000), external=external)
+            if not waits:
+                prefilled += len(self.prompts[name]) - external
+                self.end(name)
+        self.new = []
+        orders = self.scheduler.orders(scheduled_tokens=self.decoders + prefilled, prefilled_tokens=prefilled)
+        placed = sum(part.last - part.first for each in orders.slices for part in each.parts)
+        computed = sum(end - begin for each in orders.slices for begin, end in each.runs)
+        seconds = PLAIN + placed * PLACED + (computed + prefilled) * COMPUTED + (PASS if computed else 0)
+        self.now += seconds
+        self.gaps.append(seconds)
+        waiting = [begun for begun in orders.begun if begun.waits]
+        self.scheduler.note_report(
+            StepReport(
+                loaded={begun.request_id: 1 for begun in waiting},
+                held=frozenset((key, 0) for begun in waiting for key in begun.order.keys),
+            )
+        )
+        received = [each.request_id for each in orders.slices if each.is_last and each.request_id not in self.ended]
+        self.scheduler.note_received(received)
+        self.first_steps += received
+        return orders
+
+    def end(self, name):
+        self.ended[name] = len(self.gaps)
+
+    def run(self, steps=5000):
+        for _ in range(steps):
+            if len(self.ended) == len(self.prompts):
+                return
+            self.step()
+        raise AssertionError("not all requests come to an end")
+
+
+@pytest.fixture
+def vllm():
+    """Some steps old, so that it knows what they take."""
+    made = VLLM()
+    for _ in range(20):
+        made.step()
+    made.add("first", order_of(512, [(500, 564)]), own=32)
+    made.run()
+    while made.scheduler._pace.tokens == 0:
+        made.step()
+    made.step()
+    return made
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_neighbours_wait_no_longer_however_many_are_linked(vllm, count):
+    begin = len(vllm.gaps)
+    for index in range(count):
+        vllm.add(f"r{index}", order_of(4096, [(512 * chunk, 512 * chunk + 16) for chunk in range(1, 8)]), own=32)
+    vllm.run()
+    vllm.step()
+    gaps = vllm.gaps[begin:]
+    assert sum(gaps) / len(gaps) <= 1.5 * PLAIN
+
+
+def test_none_is_overtaken_by_those_that_come_later(vllm):
+    """Neither while time is saved for its end."""
+    vllm.add("small", order_of(256, [(100, 116)]), own=60)
+    for index in range(200):
+        vllm.add(f"large {index}", order_of(4096, [(512 * chunk, 512 * chunk + 64) for chunk in range(1, 8)]), own=60)
+        vllm.step()
+    assert min(vllm.ended, key=lambda name: (vllm.ended[name], name == "first")) == "first"
+    assert sorted(vllm.ended, key=vllm.ended.__getitem__)[1] == "small"
+
+
+def test_small_orders_are_linked_at_once_but_not_all_at_the_same_time(vllm):
+    for index in range(6):
+        vllm.add(f"r{index}", order_of(32, [(10, 13)]), own=4)
+    orders = vllm.step()
+    at_once = [begun.request_id for begun in orders.begun if not begun.waits]
+    assert 0 < len(at_once) < 6
+    vllm.run()
+
+
+def test_where_nothing_else_runs_all_is_done_at_once(vllm):
+    vllm.decoders = 0
+    vllm.step()
+    vllm.add("r", order_of(4096, [(512, 1500)]))
+    orders = vllm.step()
+    assert [begun.waits for begun in orders.begun] == [False]
+    assert orders.slices[0].is_last
+
+
+def test_what_was_decided_when_matched_holds_when_allocated(vllm):
+    """A preempted request has become longer meanwhile."""
+    order = order_of(32, [(10, 13)])
+    vllm.add("r", order, own=2)
+    for tokens in (34, 500):
+        external, waits = vllm.scheduler.matched("r", 0, tokens)
+        vllm.scheduler.allocated("r", [0] * tokens, range(9), external=external)
+        assert vllm.scheduler._begun[-1].waits == waits == (tokens == 500)
+
+
+def test_evicted_chunks_are_waited_for(vllm):
+    order = order_of(32, [(10, 13)])
+    for held, evicted, waits in ((True, True, False), (False, True, True), (True, False, False), (False, False, False)):
+        at = frozenset({(order.keys[0], 0)})
+        vllm.scheduler.note_report(StepReport(held=at if held else frozenset(), evicted=at if evicted else frozenset()))
+        vllm.scheduler.admit("r", SEALER.params(order, [0] * 34), [0] * 34, salt="salt")
+        assert vllm.scheduler.matched("r", 0, 34) == (32, waits)
+        vllm.scheduler.finished("r")
+
+
+def test_chunks_are_at_hand_where_all_workers_have_them():
+    made = VLLM(decoders=0, workers=2)
+    order = order_of(32, [(10, 13)])
+    made.scheduler.admit("r", SEALER.params(order, [0] * 34), [0] * 34, salt="salt")
+    for rank, waits in ((0, True), (0, True), (1, False)):
+        made.scheduler.note_report(StepReport(held=frozenset({(order.keys[0], rank)})))
+        assert made.scheduler.matched("r", 0, 34) == (32, waits)
+
+
+def test_vanished_chunks_are_not_waited_for(vllm):
+    order = order_of(32, [(10, 13)])
+    vllm.gone.add(order.keys[0])
+    vllm.scheduler.admit("r", SEALER.params(order, [0] * 34), [0] * 34, salt="salt")
+    assert vllm.scheduler.matched("r", 0, 34) == (0, False)
+    assert vllm.scheduler.finished("r")[PARAM]["linked"] is False
+
+
+@pytest.mark.parametrize("seal", ["é", "\ud800", None, 7, ["0"]])
+def test_seals_may_be_anything(vllm, seal):
+    order = order_of(32, [(10, 13)])
+    vllm.scheduler.admit("r", SEALER.params(order, [0] * 34) | {SEAL: seal}, [0] * 34, salt="salt")
+    assert vllm.scheduler.matched("r", 0, 34) == (0, False)
+    assert vllm.scheduler.finished("r") is None
+
+
+def test_aborted_requests_leave_nothing(vllm):
+    for steps in range(6):
+        vllm.add("r", order_of(4096, [(512, 600)]))
+        for _ in range(steps):
+            vllm.step()
+        assert vllm.scheduler.finished("r")
+        assert "r" not in vllm.scheduler._waiting
+        del vllm.prompts["r"]
+        vllm.new.clear()
+        vllm.step()
+    assert not vllm.scheduler._requests.keys() & {"r"}
