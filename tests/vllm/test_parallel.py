@@ -1,5 +1,6 @@
-"""Two workers, each with half of the heads: the answers and the chunks of one."""
+"""Two workers, each with half of the heads, and two engines: the answers and the chunks of one."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -48,6 +49,23 @@ def test_two_workers_answer_as_the_embedded_engine(vllm_settings, tmp_path, monk
             assert answer.usage == full.usage
         again = two.chat_completion(ours, policy="naive", **GREEDY)
         assert again.token_ids == one.chat_completion(ours, policy="naive", **GREEDY).token_ids
+
+
+@pytest.mark.slow
+def test_two_engines_behind_one_client_share_chunks(vllm_settings, tmp_path, monkeypatch):
+    """Data parallel: each request goes to one of them; several are under way at once."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    options = vllm_settings.vllm_options | {"data_parallel_size": 2}
+    settings = vllm_settings_for(vllm_settings.model, tmp_path / "state", vllm_options=options)
+    embedded = settings.model_copy(update={"engine": "embedded", "vllm_options": {}, "chunk_scores": False})
+    with LLM.from_settings(settings) as two, LLM.from_settings(embedded) as one, ThreadPoolExecutor(6) as clients:
+        prompt = linked_prompt(97, 156, 130, header=5, seed=1)
+        for policy in POLICIES:
+            answers = [clients.submit(two.chat_completion, prompt, policy=policy, **GREEDY) for _ in range(6)]
+            expected = one.chat_completion(prompt, policy=policy, **GREEDY)
+            for answer in answers:
+                assert answer.result().token_ids == expected.token_ids
+                assert answer.result().usage == expected.usage
 
 
 def chunk_file(llm: LLM, chunk: Chunk) -> Path:
