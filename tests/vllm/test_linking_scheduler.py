@@ -98,15 +98,32 @@ def vllm():
     return made
 
 
+@pytest.mark.parametrize("own", [32, 64])
+@pytest.mark.parametrize("runs", [(), tuple((512 * chunk, 512 * chunk + 16) for chunk in range(1, 8))])
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_neighbours_wait_no_longer_however_many_are_linked(vllm, count):
+def test_neighbours_wait_no_longer_however_many_are_linked(vllm, count, runs, own):
+    """Nor is what nobody used before saved for them."""
+    for _ in range(20):
+        vllm.step()
     begin = len(vllm.gaps)
     for index in range(count):
-        vllm.add(f"r{index}", order_of(4096, [(512 * chunk, 512 * chunk + 16) for chunk in range(1, 8)]), own=32)
+        vllm.add(f"r{index}", order_of(4096, runs), own=own)
     vllm.run()
     vllm.step()
     gaps = vllm.gaps[begin:]
     assert sum(gaps) / len(gaps) <= 1.5 * PLAIN
+
+
+def test_orders_that_compare_cost_what_the_first_layers_do(vllm):
+    order = order_of(4096, [(0, 4096)])
+    vllm.add("full", order)
+    vllm.add("compared", order.model_copy(update={"compares": True}))
+    computed = {"full": [], "compared": []}
+    while len(vllm.ended) < len(vllm.prompts):
+        for each in vllm.step().slices:
+            computed[each.request_id] += [end - begin for begin, end in each.runs]
+    most, least = (max(computed[name][:-1]) for name in ("compared", "full"))
+    assert most == pytest.approx(12 * least, rel=0.1)
 
 
 def test_none_is_overtaken_by_those_that_come_later(vllm):
