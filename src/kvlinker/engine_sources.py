@@ -59,7 +59,7 @@ def engine_source(settings: Settings) -> EngineSource:
     Raises ModelLoadError and UnsupportedModelError, and InvalidRequestError where the engine is not installed.
     """
     if settings.engine == "vllm":
-        from kvlinker.vllm.source import own_vllm
+        from kvlinker.vllm.frontend.source import own_vllm
 
         return own_vllm(settings)
     return EmbeddedSource(load_model(settings))

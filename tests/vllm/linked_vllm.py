@@ -23,9 +23,9 @@ from kvlinker.bench.shapes import byte_tokenizer
 from kvlinker.chunks import chunk_key
 from kvlinker.engine.link_loading import PromptEvidence
 from kvlinker.linking import make_plan, parse_policy
-from kvlinker.vllm.order import PARAM, Outcome, order_of_capture, order_of_plan
-from kvlinker.vllm.order_seal import OrderSeal
-from kvlinker.vllm.planning import PlannedLink, Planner
+from kvlinker.vllm.frontend.planning import PlannedLink, Planner
+from kvlinker.vllm.orders.order import PARAM, Outcome, order_of_capture, order_of_plan
+from kvlinker.vllm.orders.order_seal import OrderSeal
 from tests.engine.reference import Reference, reference_model
 from tests.toy_models import tiny_model
 from tests.vllm.conftest import HEAD_DIM

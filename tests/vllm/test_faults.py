@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvlinker.prompt.segments import FreshSegment, Prompt
-from kvlinker.vllm.order import PARAM
-from kvlinker.vllm.order_seal import SEAL
+from kvlinker.vllm.orders.order import PARAM
+from kvlinker.vllm.orders.order_seal import SEAL
 from tests.engine.conftest import linked_prompt, random_tokens
 from tests.vllm.linked_vllm import LinkedVLLM, difference, key_of, order_for, outcome_of
 

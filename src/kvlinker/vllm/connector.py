@@ -18,12 +18,12 @@ from kvlinker.vllm.adapter import (
     bind_caller,
     require_tested_version,
 )
-from kvlinker.vllm.linking_scheduler import LinkingScheduler, StepLimits
-from kvlinker.vllm.linking_worker import LinkingWorker, Results
-from kvlinker.vllm.metadata import StepOrders, StepReport
 from kvlinker.vllm.options import ConnectorOptions
-from kvlinker.vllm.order_seal import OrderSeal
-from kvlinker.vllm.worker_chunks import WorkerChunks
+from kvlinker.vllm.orders.metadata import StepOrders, StepReport
+from kvlinker.vllm.orders.order_seal import OrderSeal
+from kvlinker.vllm.scheduler.linking_scheduler import LinkingScheduler, StepLimits
+from kvlinker.vllm.worker.linking_worker import LinkingWorker, Results
+from kvlinker.vllm.worker.worker_chunks import WorkerChunks
 
 logger = logging.getLogger(__name__)
 

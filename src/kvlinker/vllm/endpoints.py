@@ -23,12 +23,12 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM
 from kvlinker.server.app import create_app
 from kvlinker.server.service import Service
-from kvlinker.vllm.client import VLLMClient
-from kvlinker.vllm.model_facts import CHANGES_KV, read_facts
+from kvlinker.vllm.frontend.client import VLLMClient
+from kvlinker.vllm.frontend.model_facts import CHANGES_KV, read_facts
+from kvlinker.vllm.frontend.source import VLLMSource
 from kvlinker.vllm.options import ConnectorOptions
-from kvlinker.vllm.order_seal import OrderSeal
+from kvlinker.vllm.orders.order_seal import OrderSeal
 from kvlinker.vllm.plugin import NAME
-from kvlinker.vllm.source import VLLMSource
 
 LEFT_TO_VLLM = frozenset({"/health", "/metrics", "/openapi.json"})
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.vllm.pace import SLOWDOWN
+from kvlinker.vllm.scheduler.pace import SLOWDOWN
 
 
 class ConnectorOptions(BaseModel):

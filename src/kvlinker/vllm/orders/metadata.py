@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.vllm.order import LinkOrder
-from kvlinker.vllm.slices import Slice
+from kvlinker.vllm.orders.order import LinkOrder
+from kvlinker.vllm.orders.slices import Slice
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from kvlinker.engine.base import Engine
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
 from kvlinker.store import Catalog, ChunkStore, Speeds
-from kvlinker.vllm.client import OwnClient, VLLMClient
-from kvlinker.vllm.engine import VLLMEngine
-from kvlinker.vllm.model_facts import ModelFacts, read_facts
+from kvlinker.vllm.frontend.client import OwnClient, VLLMClient
+from kvlinker.vllm.frontend.engine import VLLMEngine
+from kvlinker.vllm.frontend.model_facts import ModelFacts, read_facts
 
 
 class VLLMSource:

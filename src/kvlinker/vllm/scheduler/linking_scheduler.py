@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.vllm.metadata import Begun, StepOrders, StepReport
-from kvlinker.vllm.order import COMPARED_LAYER, PARAM, LinkOrder, Outcome
-from kvlinker.vllm.order_seal import OrderSeal
-from kvlinker.vllm.pace import PLACED_PER_COMPUTED, SLOWDOWN, StepPace, StepWork
-from kvlinker.vllm.slices import Budget, Progress, Slice
+from kvlinker.vllm.orders.metadata import Begun, StepOrders, StepReport
+from kvlinker.vllm.orders.order import COMPARED_LAYER, PARAM, LinkOrder, Outcome
+from kvlinker.vllm.orders.order_seal import OrderSeal
+from kvlinker.vllm.orders.slices import Budget, Progress, Slice
+from kvlinker.vllm.scheduler.pace import PLACED_PER_COMPUTED, SLOWDOWN, StepPace, StepWork
 
 logger = logging.getLogger(__name__)
 

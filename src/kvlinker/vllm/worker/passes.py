@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from kvlinker.vllm.adapter import BoundModel, VirtualSequences
-from kvlinker.vllm.anatomy import LinkedLayer
-from kvlinker.vllm.capturing import CapturedRows, capturing
-from kvlinker.vllm.comparing import FIRST_LAYERS, ComparedRows, comparing
-from kvlinker.vllm.placing import place
-from kvlinker.vllm.slices import Slice
-from kvlinker.vllm.task import Task
+from kvlinker.vllm.orders.slices import Slice
+from kvlinker.vllm.worker.anatomy import LinkedLayer
+from kvlinker.vllm.worker.capturing import CapturedRows, capturing
+from kvlinker.vllm.worker.comparing import FIRST_LAYERS, ComparedRows, comparing
+from kvlinker.vllm.worker.placing import place
+from kvlinker.vllm.worker.task import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlinker.vllm.order import LinkOrder
+from kvlinker.vllm.orders.order import LinkOrder
 
 
 @dataclass(frozen=True, slots=True)

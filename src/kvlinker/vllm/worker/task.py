@@ -11,11 +11,11 @@ import torch
 
 from kvlinker.store import ChunkKV
 from kvlinker.vllm.adapter import BoundModel
-from kvlinker.vllm.capturing import Capture
-from kvlinker.vllm.comparing import Comparison
-from kvlinker.vllm.metadata import Begun
-from kvlinker.vllm.placing import ChunkPart
-from kvlinker.vllm.slices import PlacedPart
+from kvlinker.vllm.orders.metadata import Begun
+from kvlinker.vllm.orders.slices import PlacedPart
+from kvlinker.vllm.worker.capturing import Capture
+from kvlinker.vllm.worker.comparing import Comparison
+from kvlinker.vllm.worker.placing import ChunkPart
 
 logger = logging.getLogger(__name__)
 

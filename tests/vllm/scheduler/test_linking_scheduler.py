@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvlinker.vllm.linking_scheduler import LinkingScheduler, StepLimits
-from kvlinker.vllm.metadata import StepReport
-from kvlinker.vllm.order import PARAM, LinkOrder, PlacedChunk
-from kvlinker.vllm.order_seal import SEAL, OrderSeal
-from kvlinker.vllm.pace import StepPace
+from kvlinker.vllm.orders.metadata import StepReport
+from kvlinker.vllm.orders.order import PARAM, LinkOrder, PlacedChunk
+from kvlinker.vllm.orders.order_seal import SEAL, OrderSeal
+from kvlinker.vllm.scheduler.linking_scheduler import LinkingScheduler, StepLimits
+from kvlinker.vllm.scheduler.pace import StepPace
 
 PLAIN, COMPUTED, PLACED, PASS = 0.03, 0.003, 3e-5, 0.02
 SEALER = OrderSeal(b"key")

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from kvlinker.engine.link_loading import PromptEvidence
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import make_plan, parse_policy
-from kvlinker.vllm.order import PARAM, LinkOrder, PlacedChunk, order_of_capture, order_of_params, order_of_plan
-from kvlinker.vllm.order_seal import SEAL, OrderSeal
-from kvlinker.vllm.slices import Budget, Progress
+from kvlinker.vllm.orders.order import PARAM, LinkOrder, PlacedChunk, order_of_capture, order_of_params, order_of_plan
+from kvlinker.vllm.orders.order_seal import SEAL, OrderSeal
+from kvlinker.vllm.orders.slices import Budget, Progress
 from tests.engine.conftest import linked_prompt
 
 KEY = "0" * 64

@@ -20,10 +20,10 @@ from kvlinker.errors import KVLinkerError, PolicyError
 from kvlinker.linking import Policy, make_plan
 from kvlinker.linking.library import NoVariants
 from kvlinker.linking.plan import LinkPlan, ranges
-from kvlinker.vllm.chunk_provider import ChunkProvider
-from kvlinker.vllm.client import VLLMClient
-from kvlinker.vllm.deviation import KVDeviation
-from kvlinker.vllm.order import COMPARED_LAYER, LinkOrder, order_of_comparison, order_of_plan
+from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
+from kvlinker.vllm.frontend.client import VLLMClient
+from kvlinker.vllm.orders.deviation import KVDeviation
+from kvlinker.vllm.orders.order import COMPARED_LAYER, LinkOrder, order_of_comparison, order_of_plan
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlinker.store import ChunkKV
-from kvlinker.vllm.anatomy import LinkedLayer
+from kvlinker.vllm.worker.anatomy import LinkedLayer
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from kvlinker.engine.attention import AttentionOptions
 from kvlinker.engine.observation import ScoreCollector
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.vllm.adapter import BoundModel, watched
-from kvlinker.vllm.anatomy import LinkedLayer
-from kvlinker.vllm.order import CapturedChunk
+from kvlinker.vllm.orders.order import CapturedChunk
+from kvlinker.vllm.worker.anatomy import LinkedLayer
 
 
 class Capture:

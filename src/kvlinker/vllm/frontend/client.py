@@ -16,8 +16,8 @@ from kvlinker.config import Settings
 from kvlinker.engine.base import SamplingParams
 from kvlinker.errors import InvalidRequestError, ModelLoadError
 from kvlinker.vllm.options import ConnectorOptions
-from kvlinker.vllm.order import PARAM, LinkOrder, Outcome
-from kvlinker.vllm.order_seal import OrderSeal
+from kvlinker.vllm.orders.order import PARAM, LinkOrder, Outcome
+from kvlinker.vllm.orders.order_seal import OrderSeal
 from kvlinker.vllm.plugin import NAME
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.vllm.pace import LEAST_TOKENS, MOST_OWED, MOST_SAVED, StepPace, StepWork
+from kvlinker.vllm.scheduler.pace import LEAST_TOKENS, MOST_OWED, MOST_SAVED, StepPace, StepWork
 
 PLAIN = StepWork()
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvlinker.vllm.adapter import BoundModel, watched
-from kvlinker.vllm.anatomy import LinkedLayer
-from kvlinker.vllm.deviation import KVDeviation
-from kvlinker.vllm.order import COMPARED_LAYER
-from kvlinker.vllm.placing import ChunkPart, placed_kv
+from kvlinker.vllm.orders.deviation import KVDeviation
+from kvlinker.vllm.orders.order import COMPARED_LAYER
+from kvlinker.vllm.worker.anatomy import LinkedLayer
+from kvlinker.vllm.worker.placing import ChunkPart, placed_kv
 
 FIRST_LAYERS = slice(0, COMPARED_LAYER)
 """Those that a pass that compares goes through."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.vllm.order import PARAM, LinkOrder, order_of_params
+from kvlinker.vllm.orders.order import PARAM, LinkOrder, order_of_params
 
 SEAL = "kvlinker_seal"
 KEY_FILE = "orders.key"

@@ -10,9 +10,9 @@ from kvlinker.engine.base import Delta, GenerationRequest, Sink, Timing, TokenLo
 from kvlinker.engine.output import Output
 from kvlinker.errors import KVLinkerError
 from kvlinker.events import Events
-from kvlinker.vllm.client import NewTokens
-from kvlinker.vllm.order import Outcome
-from kvlinker.vllm.planning import PlannedLink
+from kvlinker.vllm.frontend.client import NewTokens
+from kvlinker.vllm.frontend.planning import PlannedLink
+from kvlinker.vllm.orders.order import Outcome
 
 
 class Generation:

@@ -12,8 +12,8 @@ from kvlinker.chunk_scores import ChunkScores
 from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.errors import ContextLengthError, KVLinkerError
 from kvlinker.store import ChunkStore
-from kvlinker.vllm.client import VLLMClient
-from kvlinker.vllm.order import order_of_capture
+from kvlinker.vllm.frontend.client import VLLMClient
+from kvlinker.vllm.orders.order import order_of_capture
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from kvlinker.errors import (
 from kvlinker.events import ChunkLookup
 from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
-from kvlinker.vllm.engine import salt_of
-from kvlinker.vllm.order import LinkOrder
+from kvlinker.vllm.frontend.engine import salt_of
+from kvlinker.vllm.orders.order import LinkOrder
 from tests.engine.conftest import linked_prompt, random_tokens
 from tests.vllm.conftest import vllm_settings_for
 

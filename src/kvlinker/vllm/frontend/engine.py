@@ -24,12 +24,12 @@ from kvlinker.events import Events
 from kvlinker.linking.explanation import Explanation, LinkCost, layer_masks, layer_ranges, linked_segments
 from kvlinker.linking.uses import chunk_uses
 from kvlinker.store import ChunkStore
-from kvlinker.vllm.chunk_provider import ChunkProvider
-from kvlinker.vllm.client import SPARE_TOKENS, VLLMClient
-from kvlinker.vllm.generation import Generation
-from kvlinker.vllm.model_facts import ModelFacts
-from kvlinker.vllm.order import LinkOrder
-from kvlinker.vllm.planning import PlannedLink, Planner, check_policy
+from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
+from kvlinker.vllm.frontend.client import SPARE_TOKENS, VLLMClient
+from kvlinker.vllm.frontend.generation import Generation
+from kvlinker.vllm.frontend.model_facts import ModelFacts
+from kvlinker.vllm.frontend.planning import PlannedLink, Planner, check_policy
+from kvlinker.vllm.orders.order import LinkOrder
 
 T = TypeVar("T")
 

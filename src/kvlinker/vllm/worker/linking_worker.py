@@ -11,14 +11,14 @@ from typing import Any
 
 from kvlinker.store import ChunkKV
 from kvlinker.vllm.adapter import BoundModel
-from kvlinker.vllm.anatomy import check_chunk, trace_layers
-from kvlinker.vllm.capturing import Capture
-from kvlinker.vllm.comparing import Comparison
-from kvlinker.vllm.metadata import Begun, StepOrders, StepReport
-from kvlinker.vllm.passes import Passes
-from kvlinker.vllm.slices import Slice
-from kvlinker.vllm.task import Task
-from kvlinker.vllm.worker_chunks import WorkerChunks
+from kvlinker.vllm.orders.metadata import Begun, StepOrders, StepReport
+from kvlinker.vllm.orders.slices import Slice
+from kvlinker.vllm.worker.anatomy import check_chunk, trace_layers
+from kvlinker.vllm.worker.capturing import Capture
+from kvlinker.vllm.worker.comparing import Comparison
+from kvlinker.vllm.worker.passes import Passes
+from kvlinker.vllm.worker.task import Task
+from kvlinker.vllm.worker.worker_chunks import WorkerChunks
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""kvlinker's ``Engine`` over vLLM's client: from requests to orders, from vLLM's outputs to events."""

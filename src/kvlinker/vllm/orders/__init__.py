@@ -1,0 +1,1 @@
+"""What kvlinker asks of vLLM for a request, and what the connector's sides tell each other of it."""

@@ -1,0 +1,1 @@
+"""The connector in vLLM's workers: chunks placed, runs computed, KV captured and compared."""
