@@ -172,7 +172,7 @@ def everything_is_whole(folder: Path, redis: RedisServer) -> None:
         blob = redis.client.hgetall(name)
         parts = b"".join(blob[str(number).encode()] for number in range(len(blob) - 1))
         assert len(parts) == int(blob[b"size"])
-        decode_chunk(BufferSource(np.frombuffer(parts, dtype=np.uint8)), name.decode().rpartition(":")[2])
+        decode_chunk(BufferSource(np.frombuffer(bytearray(parts), dtype=np.uint8)), name.decode().rpartition(":")[2])
     for name in redis.client.keys("kvlinker:temporary:*"):
         assert redis.client.ttl(name) != -1, "it would stay for ever"
 
