@@ -45,6 +45,7 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "VirtualSequences",
     "bind_caller",
+    "require_linkable",
     "require_tested_version",
 ]
 
@@ -59,6 +60,24 @@ def require_tested_version(*, allow_untested: bool = False) -> None:
             f"vLLM {vllm.__version__} is installed, but kvlinker was tested with {', '.join(TESTED)} only, and relies "
             'on names inside vLLM. Install one of these, or set "allow_untested": true in kv_connector_extra_config '
             "and check answers yourself."
+        )
+
+
+def require_linkable(*, pipeline_parallel_size: int, speculative_config: object, lora: object) -> None:
+    """Raises UnsupportedModelError for ways of vLLM's to run a model in which kvlinker does not link."""
+    if pipeline_parallel_size > 1:
+        raise UnsupportedModelError(
+            f"pipeline_parallel_size is {pipeline_parallel_size}, but kvlinker does not link in vLLM with pipeline "
+            "parallelism; use tensor_parallel_size instead."
+        )
+    if speculative_config:
+        raise UnsupportedModelError(
+            "kvlinker does not link in vLLM with speculative decoding; leave speculative_config out."
+        )
+    if lora:
+        raise UnsupportedModelError(
+            "kvlinker does not link in vLLM with LoRA adapters; leave enable_lora out, and merge the adapter into the "
+            "model."
         )
 
 
@@ -118,7 +137,6 @@ class BoundModel:
         self.model: nn.Module = runner.get_model()
         self.device: torch.device = runner.device
         self.dtype: torch.dtype = self._config.model_config.dtype
-        _check_parallel(self._config)
         self.rank: int = get_tensor_model_parallel_rank()
         (groups,) = _single(runner.attn_groups, "groups of KV cache layers")
         (self._group,) = _single(groups, "attention backends")
@@ -286,16 +304,6 @@ def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _check_parallel(config: Any) -> None:
-    parallel = config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise UnsupportedModelError(
-            "kvlinker does not link in vLLM with pipeline parallelism; use tensor parallelism instead."
-        )
-    if config.speculative_config is not None:
-        raise UnsupportedModelError("kvlinker does not link in vLLM with speculative decoding; leave it out.")
 
 
 def _single(values: Any, what: str) -> tuple[Any]:

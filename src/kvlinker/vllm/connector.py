@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlinker.config import Settings, load_settings
+from kvlinker.config import Settings
 from kvlinker.store.encryption import Sealing, load_cipher
 from kvlinker.vllm.adapter import (
     KVConnectorBase_V1,
@@ -16,12 +16,13 @@ from kvlinker.vllm.adapter import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     bind_caller,
+    require_linkable,
     require_tested_version,
 )
 from kvlinker.vllm.linking_scheduler import LinkingScheduler, StepLimits
 from kvlinker.vllm.linking_worker import LinkingWorker, Results
 from kvlinker.vllm.metadata import StepOrders, StepReport
-from kvlinker.vllm.options import ConnectorOptions
+from kvlinker.vllm.options import ConnectorOptions, connector_settings
 from kvlinker.vllm.order_seal import OrderSeal
 from kvlinker.vllm.worker_chunks import WorkerChunks
 
@@ -54,7 +55,12 @@ class KVLinkerConnector(KVConnectorBase_V1):
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         own = ConnectorOptions.taken_from(options)
         require_tested_version(allow_untested=own.allow_untested)
-        self._settings = settings = load_settings(**options)
+        require_linkable(
+            pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
+            speculative_config=vllm_config.speculative_config,
+            lora=vllm_config.lora_config,
+        )
+        self._settings = settings = connector_settings(options)
         scheduler_config = vllm_config.scheduler_config
         self._limits = StepLimits(
             slice_tokens=min(own.slice_tokens, scheduler_config.max_num_batched_tokens),
