@@ -54,6 +54,7 @@ class ChunkProvider:
         self._token_bytes = token_bytes
         self._longest = longest
         self._building: dict[str, asyncio.Task[None]] = {}
+        self._refusing = False
         self._room = asyncio.Semaphore(BUILT_AT_ONCE)
 
     def key(self, chunk: Chunk, tenant: str) -> str:
@@ -81,7 +82,7 @@ class ChunkProvider:
             try:
                 await self._build(key, chunk)
             except ChunkNotStoredError as error:
-                logger.warning("A request is computed in full: %s", error)
+                self._note_refused(error)
                 return None
             found, scores = await self._in_executor(self._fetch, key)
         return scores
@@ -120,6 +121,13 @@ class ChunkProvider:
                 f"Chunk {key} could not be computed and stored: see the log of vLLM's processes, and whether the state "
                 "directory can be written to."
             )
+        self._refusing = False
+
+    def _note_refused(self, error: ChunkNotStoredError) -> None:
+        """Logged once, until a chunk is stored again."""
+        if not self._refusing:
+            self._refusing = True
+            logger.warning("Prompts with chunks that are not stored are computed in full. %s", error)
 
     def _fetch(self, key: str) -> tuple[bool, ChunkScores | None]:
         """Whether the chunk's file is there now, and its scores. What a shared tier has is brought to the disk."""
