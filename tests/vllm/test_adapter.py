@@ -1,3 +1,7 @@
+import multiprocessing
+import time
+
+import psutil
 import pytest
 
 pytest.importorskip("vllm")
@@ -32,3 +36,29 @@ def test_what_is_not_linked_is_refused_with_the_way_out(name, value, told):
     adapter.require_linkable(**plain)
     with pytest.raises(UnsupportedModelError, match=told):
         adapter.require_linkable(**(plain | {name: value}))
+
+
+def test_vllms_engine_core_ends_with_a_server_that_is_killed():
+    spawning = multiprocessing.get_context("spawn")
+    told = spawning.Queue()
+    server = spawning.Process(target=serve, args=(told,))
+    server.start()
+    core = psutil.Process(told.get(timeout=60))
+    server.kill()
+    server.join()
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(core.pid) and core.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def serve(told):
+    core = multiprocessing.get_context("spawn").Process(target=compute, args=(told,), name="EngineCore")
+    core.start()
+    core.join()
+
+
+def compute(told):
+    adapter.end_with_parent()
+    told.put(multiprocessing.current_process().pid)
+    time.sleep(120)

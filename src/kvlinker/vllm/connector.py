@@ -16,6 +16,7 @@ from kvlinker.vllm.adapter import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     bind_caller,
+    end_with_parent,
     require_linkable,
     require_tested_version,
 )
@@ -74,6 +75,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
         self._chunks = _open_chunks(settings, memory_bytes=settings.host_memory if is_worker else 0)
         self._scheduler: LinkingScheduler | None = None
         if not is_worker:
+            end_with_parent()
             seal = OrderSeal.of(settings.state_dir)
             self._scheduler = LinkingScheduler(limits=self._limits, seal=seal, is_stored=self._chunks.contains)
         self._worker: LinkingWorker | None = None
