@@ -323,3 +323,33 @@ def test_threads_meet_without_harm(tmp_path: Path, recorder: Recorder) -> None:
     assert files_in(tmp_path) == sorted(f"{key}.safetensors" for key in tier.keys())  # noqa: SIM118
     assert tier.used_bytes == sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert tier.check().damaged == ()
+
+
+def test_room_for_another_processs_file_is_made_as_for_ones_own(tmp_path: Path, recorder: Recorder) -> None:
+    size = put_size(tmp_path / "measured", recorder)
+    tier = open_tier(tmp_path / "tier", recorder, 3 * size)
+    for number in range(3):
+        assert tier.put(key_of(number), chunk_kv(number))
+    tier.set_pinned({key_of(0)})
+    assert tier.make_room(key_of(9), size)
+    assert set(tier.keys()) == {key_of(0), key_of(2)}
+    assert not tier.make_room(key_of(9), 3 * size)
+    assert set(tier.keys()) == {key_of(0), key_of(2)}
+
+
+def test_a_tier_that_does_not_yield_leaves_a_full_disk_to_others(tmp_path: Path, recorder: Recorder) -> None:
+    tier = DiskTier(tmp_path, BUDGET, recorder.events, yields=False)
+    assert tier.put(key_of(0), chunk_kv(0))
+    full = OSError(errno.ENOSPC, "no space left")
+    with mock.patch.object(tier._folder, "shortage", return_value=BUDGET):
+        assert tier.put(key_of(1), chunk_kv(1))
+        with mock.patch.object(tier._folder, "write", side_effect=full):
+            assert not tier.put(key_of(2), chunk_kv(2))
+    assert set(tier.keys()) == {key_of(0), key_of(1)}
+
+
+def put_size(folder: Path, recorder: Recorder) -> int:
+    """Bytes that a chunk takes."""
+    tier = open_tier(folder, recorder)
+    assert tier.put(key_of(0), chunk_kv(0))
+    return tier.used_bytes

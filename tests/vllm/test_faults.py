@@ -120,6 +120,17 @@ def test_a_damaged_chunk_is_computed_and_its_file_removed(linked, prompt):
     assert not file.exists()
 
 
+def test_one_request_finds_all_damaged_chunks(linked, prompt, caplog):
+    files = [linked.chunk_file(chunk) for chunk in prompt.chunks]
+    forget(linked)
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-1])
+    assert not outcome_of(linked.answer(prompt, "naive")).linked
+    for chunk, file in zip(prompt.chunks, files, strict=True):
+        assert not file.exists()
+        assert f"Chunk {key_of(chunk)} is gone, or was damaged" in caplog.text
+
+
 def test_a_chunk_that_vanishes_between_scheduling_and_loading_is_computed(linked, prompt, monkeypatch):
     """Also where it is to be placed within the request's own step, as with chunks that workers had in memory."""
     for at_hand in (False, True):

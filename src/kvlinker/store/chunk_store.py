@@ -16,6 +16,7 @@ from kvlinker.store.bandwidth import Bandwidths, LoadTime
 from kvlinker.store.base import Tier, TierCheck, TierUsage
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.device import DeviceTier
+from kvlinker.store.disk import DiskTier
 from kvlinker.store.eviction import use_weight
 from kvlinker.store.layer_loader import LayerLoader
 from kvlinker.store.pacing import Pacing
@@ -162,6 +163,11 @@ class ChunkStore:
         """Keep the KV; ``get`` sees it from now on. The caller must not modify it any more."""
         with self._lock:
             self._place(key, kv, self._tiers)
+
+    def make_room(self, key: str, nbytes: int) -> bool:
+        """Have the disk's tier evict for a file of so many bytes that another process will write there; whether it has
+        room for it then."""
+        return any(isinstance(tier, DiskTier) and tier.make_room(key, nbytes) for tier in self._tiers)
 
     def note_use(self, key: str, recomputed: float) -> None:
         """A request has used the chunk, computing this share of its tokens again: the smaller, the more the use counts

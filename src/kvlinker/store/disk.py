@@ -69,8 +69,10 @@ class DiskTier:
         sealing: Sealing = NOT_SEALED,
         codec: Codec = RAW,
         eviction: Eviction = "lru",
+        yields: bool = True,
     ) -> None:
-        """Open the folder, create it where missing, evict down to the budget.
+        """Open the folder, create it where missing, evict down to the budget. ``yields``: evict where the disk itself
+        has no room, too; else that is another process's business.
 
         Raises StoreError where the folder cannot be created or listed.
         """
@@ -81,6 +83,7 @@ class DiskTier:
         self._index = EvictionIndex(budget_bytes, pinned, eviction)
         self._sealing = sealing
         self._codec = codec
+        self._yields = yields
         self._reserved_bytes = 0
         self._refusing = False
         self._doomed: set[str] = set()  # deleted, but the disk would not let the file go
@@ -139,11 +142,7 @@ class DiskTier:
         encoded = encode_chunk(key, kv, self._codec, rest)
         nbytes = self._sealing.nbytes(encoded.nbytes)
         with self._lock:
-            if not self._index.fits(nbytes + self._reserved_bytes):
-                return False
-            self._evict_for(nbytes)
-            if not self._leave_room(nbytes):
-                self._refused(key, "the disk is almost full, and the rest is for the catalog")
+            if not self.make_room(key, nbytes):
                 return False
             self._reserved_bytes += nbytes
         try:
@@ -158,6 +157,17 @@ class DiskTier:
             with self._lock:
                 self._reserved_bytes -= nbytes
         return self._commit(key, temporary, nbytes)
+
+    def make_room(self, key: str, nbytes: int) -> bool:
+        """Evict for a chunk's file of so many bytes, which may be another process's to write; whether it has room."""
+        with self._lock:
+            if not self._index.fits(nbytes + self._reserved_bytes):
+                return False
+            self._evict_for(nbytes)
+            if not self._leave_room(nbytes):
+                self._refused(key, "the disk is almost full, and the rest is for the catalog")
+                return False
+            return True
 
     def note_use(self, key: str, weight: float) -> None:
         with self._lock:
@@ -295,6 +305,8 @@ class DiskTier:
 
         Where it cannot have it, only as much is evicted as others have to find free.
         """
+        if not self._yields:
+            return True  # writing will tell
         try:
             lacking = self._folder.shortage(nbytes + self._reserved_bytes)
             possible = self._index.fits(self._unused_bytes + lacking)
@@ -308,8 +320,9 @@ class DiskTier:
 
     def _give_up(self, nbytes: int) -> None:
         """Evict so many bytes, or what can be evicted."""
-        with self._lock:
-            self._evict(self._unused_bytes + nbytes)
+        if self._yields:
+            with self._lock:
+                self._evict(self._unused_bytes + nbytes)
 
     @property
     def _unused_bytes(self) -> int:

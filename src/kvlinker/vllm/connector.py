@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlinker.config import Settings, load_settings
+from kvlinker.config import Settings
 from kvlinker.store.encryption import Sealing, load_cipher
 from kvlinker.vllm.adapter import (
     KVConnectorBase_V1,
@@ -16,9 +16,11 @@ from kvlinker.vllm.adapter import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     bind_caller,
+    end_with_parent,
+    require_linkable,
     require_tested_version,
 )
-from kvlinker.vllm.options import ConnectorOptions
+from kvlinker.vllm.options import ConnectorOptions, connector_settings
 from kvlinker.vllm.orders.metadata import StepOrders, StepReport
 from kvlinker.vllm.orders.order_seal import OrderSeal
 from kvlinker.vllm.scheduler.linking_scheduler import LinkingScheduler, StepLimits
@@ -54,7 +56,12 @@ class KVLinkerConnector(KVConnectorBase_V1):
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         own = ConnectorOptions.taken_from(options)
         require_tested_version(allow_untested=own.allow_untested)
-        self._settings = settings = load_settings(**options)
+        require_linkable(
+            pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
+            speculative_config=vllm_config.speculative_config,
+            lora=vllm_config.lora_config,
+        )
+        self._settings = settings = connector_settings(options)
         scheduler_config = vllm_config.scheduler_config
         self._limits = StepLimits(
             slice_tokens=min(own.slice_tokens, scheduler_config.max_num_batched_tokens),
@@ -68,6 +75,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
         self._chunks = _open_chunks(settings, memory_bytes=settings.host_memory if is_worker else 0)
         self._scheduler: LinkingScheduler | None = None
         if not is_worker:
+            end_with_parent()
             seal = OrderSeal.of(settings.state_dir)
             self._scheduler = LinkingScheduler(limits=self._limits, seal=seal, is_stored=self._chunks.contains)
         self._worker: LinkingWorker | None = None

@@ -18,7 +18,7 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
-from kvlinker.config import Settings, load_settings
+from kvlinker.config import Settings
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM
 from kvlinker.server.app import create_app
@@ -26,7 +26,7 @@ from kvlinker.server.service import Service
 from kvlinker.vllm.frontend.client import VLLMClient
 from kvlinker.vllm.frontend.model_facts import CHANGES_KV, read_facts
 from kvlinker.vllm.frontend.source import VLLMSource
-from kvlinker.vllm.options import ConnectorOptions
+from kvlinker.vllm.options import ConnectorOptions, connector_settings
 from kvlinker.vllm.orders.order_seal import OrderSeal
 from kvlinker.vllm.plugin import NAME
 
@@ -105,8 +105,8 @@ def settings_of(vllm_config: Any, args: Namespace) -> Settings:
     model = vllm_config.model_config
     changes = {name: value for name in CHANGES_KV if (value := getattr(args, name, None)) and value != "auto"}
     served = getattr(args, "served_model_name", None)
-    return load_settings(
-        **{
+    return connector_settings(
+        {
             "engine": "vllm",
             "model": model.model,
             "served_model_name": served[0] if served else None,

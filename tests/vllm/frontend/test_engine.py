@@ -23,6 +23,7 @@ from kvlinker.errors import (
 from kvlinker.events import ChunkLookup
 from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
+from kvlinker.store import StoreError
 from kvlinker.vllm.frontend.engine import salt_of
 from kvlinker.vllm.orders.order import LinkOrder
 from tests.engine.conftest import linked_prompt, random_tokens
@@ -284,3 +285,20 @@ def test_when_vllm_dies_requests_fail_and_closing_ends(vllm_settings, tmp_path):
             dying.completion("The cat", max_tokens=2)
     with pytest.raises(EngineClosedError, match="shutting down"):
         dying.completion("The cat", max_tokens=2)
+
+
+def test_without_room_for_chunks_prompts_are_computed_and_creation_says_so(llm, monkeypatch):
+    ids = llm.generate_context_cache([f"No room: {text}" for text in TEXTS])
+    expected = llm.chat_completion(question(ids), policy="full", **GREEDY)
+    for cache in ids:
+        llm.store.delete(cache.chunk_key)
+    monkeypatch.setattr(llm.store, "make_room", lambda *_: False)
+    with pytest.raises(StoreError, match="no room for chunk"):
+        llm.generate_context_cache(["This one is new, and there is no room for it either. "])
+    for policy in ("legolink-4", "h2o-20", "cacheblend-40-onestep"):
+        answer = llm.chat_completion(question(ids), policy=policy, **GREEDY)
+        assert answer.text == expected.text
+        assert answer.usage.cached_tokens == 0
+        assert answer.usage.recomputed_tokens == sum(cache.tokens for cache in ids)
+    monkeypatch.undo()
+    assert llm.chat_completion(question(ids), policy="naive", **GREEDY).usage.recomputed_tokens == 0

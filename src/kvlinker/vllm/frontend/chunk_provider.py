@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
@@ -10,39 +11,57 @@ from typing import TypeVar
 
 from kvlinker.chunk_scores import ChunkScores
 from kvlinker.chunks import Chunk, chunk_key
-from kvlinker.errors import ContextLengthError, KVLinkerError
-from kvlinker.store import ChunkStore
+from kvlinker.errors import ContextLengthError
+from kvlinker.store import ChunkStore, StoreError
 from kvlinker.vllm.frontend.client import VLLMClient
 from kvlinker.vllm.orders.order import order_of_capture
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 DISK = "disk"
 BUILT_AT_ONCE = 2
 """Chunks that nobody's answer waits for: more would only be in the way of answers."""
+TOKEN_OVERHEAD_BYTES = 16
+FILE_OVERHEAD_BYTES = 1 << 14
+"""Of scores, header and encryption, about."""
+
+
+class ChunkNotStoredError(StoreError):
+    """A chunk is not in the store's folder after it was to be computed for it."""
 
 
 class ChunkProvider:
     """All methods are called in the client's loop."""
 
     def __init__(
-        self, client: VLLMClient, store: ChunkStore, executor: Executor, *, fingerprint: str, longest: int
+        self,
+        client: VLLMClient,
+        store: ChunkStore,
+        executor: Executor,
+        *,
+        fingerprint: str,
+        token_bytes: int,
+        longest: int,
     ) -> None:
-        """``executor`` runs what waits for the store. ``longest``: tokens that a chunk may have, with what stands
-        before it."""
+        """``executor`` runs what waits for the store. ``token_bytes``: of a token's KV. ``longest``: tokens that a
+        chunk may have, with what stands before it."""
         self._client = client
         self._store = store
         self._executor = executor
         self._fingerprint = fingerprint
+        self._token_bytes = token_bytes
         self._longest = longest
         self._building: dict[str, asyncio.Task[None]] = {}
+        self._refusing = False
         self._room = asyncio.Semaphore(BUILT_AT_ONCE)
 
     def key(self, chunk: Chunk, tenant: str) -> str:
         return chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant)
 
     async def cache(self, chunk: Chunk, tenant: str) -> int:
-        """Bytes of the chunk's file, which is there then. Raises KVLinkerError."""
+        """Bytes of the chunk's file, which is there then. Raises KVLinkerError, ChunkNotStoredError among them."""
         key = self.key(chunk, tenant)
         async with self._room:
             stored = await self._in_executor(self._store.nbytes, key)
@@ -52,14 +71,19 @@ class ChunkProvider:
         return stored or 0
 
     async def provide(self, chunk: Chunk, tenant: str) -> ChunkScores | None:
-        """The scores that are stored with the chunk's KV, if any. Its file is there then, and has been used.
+        """The scores that are stored with the chunk's KV, if any. Its file is there then, and has been used, unless
+        the store has no room for it: vLLM's scheduler sees that, and has the request computed in full.
 
         Raises KVLinkerError.
         """
         key = self.key(chunk, tenant)
         found, scores = await self._in_executor(self._fetch, key)
         if not found:
-            await self._build(key, chunk)
+            try:
+                await self._build(key, chunk)
+            except ChunkNotStoredError as error:
+                self._note_refused(error)
+                return None
             found, scores = await self._in_executor(self._fetch, key)
         return scores
 
@@ -84,12 +108,26 @@ class ChunkProvider:
                 f"{self._longest}. Split it: send it as 'input' with 'split'.",
                 param="chunks",
             )
+        nbytes = len(chunk.tokens) * (self._token_bytes + TOKEN_OVERHEAD_BYTES) + FILE_OVERHEAD_BYTES
+        if not await self._in_executor(self._store.make_room, key, nbytes):
+            raise ChunkNotStoredError(
+                f"There is no room for chunk {key} of {len(chunk.tokens)} tokens, about {nbytes} bytes. Give it more "
+                "disk_space, or the disk itself more room, or unpin context caches."
+            )
         order = order_of_capture(key, begin=len(chunk.prefix), end=len(tokens))
         outcome = await self._client.follow(order, tokens)
         if not outcome.linked or not await self._in_executor(self._store.nbytes, key):
-            raise KVLinkerError(
-                "A chunk could not be computed and stored; see the server's log, and whether the disk has room."
+            raise ChunkNotStoredError(
+                f"Chunk {key} could not be computed and stored: see the log of vLLM's processes, and whether the state "
+                "directory can be written to."
             )
+        self._refusing = False
+
+    def _note_refused(self, error: ChunkNotStoredError) -> None:
+        """Logged once, until a chunk is stored again."""
+        if not self._refusing:
+            self._refusing = True
+            logger.warning("Prompts with chunks that are not stored are computed in full. %s", error)
 
     def _fetch(self, key: str) -> tuple[bool, ChunkScores | None]:
         """Whether the chunk's file is there now, and its scores. What a shared tier has is brought to the disk."""

@@ -164,7 +164,7 @@ async def _start(settings: Settings, dtype: str) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from kvlinker.vllm.adapter import require_tested_version
+    from kvlinker.vllm.adapter import require_linkable, require_tested_version
 
     options = dict(settings.vllm_options)
     connector = ConnectorOptions.taken_from(options)
@@ -204,6 +204,11 @@ async def _start(settings: Settings, dtype: str) -> Any:
         )
     except TypeError as error:
         raise InvalidRequestError(f"vllm_options {json.dumps(options)}: {error}", param="vllm_options") from error
+    require_linkable(
+        pipeline_parallel_size=arguments.pipeline_parallel_size,
+        speculative_config=arguments.speculative_config,
+        lora=arguments.enable_lora,
+    )
     try:
         return AsyncLLM.from_engine_args(arguments)
     except Exception as error:  # vLLM raises whatever it meets, the reason being in its log

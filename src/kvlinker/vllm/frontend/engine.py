@@ -66,7 +66,14 @@ class VLLMEngine:
         self._limits = RequestLimits(facts.vocabulary, self.max_model_len)
         self._executor = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="kvlinker-store")
         longest = self.max_model_len - SPARE_TOKENS
-        self._chunks = ChunkProvider(client, store, self._executor, fingerprint=facts.fingerprint, longest=longest)
+        self._chunks = ChunkProvider(
+            client,
+            store,
+            self._executor,
+            fingerprint=facts.fingerprint,
+            token_bytes=facts.kv_bytes_per_token,
+            longest=longest,
+        )
         self._planner = Planner(client, self._chunks, self._executor, layers=len(facts.layers), longest=longest)
         self._closing = False
         self._active: dict[str, Generation] = {}  # single operations on it are atomic

@@ -24,7 +24,7 @@ from kvlinker.engine.loading import choose_device, choose_dtype, fingerprint, re
 logger = logging.getLogger(__name__)
 
 FINGERPRINTS = "fingerprints.json"
-CHANGES_KV = ("enable_lora", "hf_overrides", "kv_cache_dtype", "quantization", "revision")
+CHANGES_KV = ("hf_overrides", "kv_cache_dtype", "quantization", "revision")
 """Options of vLLM's with which KV is not what the model alone makes of its tokens."""
 
 

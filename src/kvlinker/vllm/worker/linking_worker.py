@@ -127,18 +127,19 @@ class LinkingWorker:
         return Task(begun, loaded, captures, comparison)
 
     def _load(self, keys: Sequence[str]) -> dict[str, ChunkKV] | None:
-        """Runs in the loader's thread."""
+        """Runs in the loader's thread. Every chunk is looked at, so that one request finds all that are damaged."""
         kvs = {}
         for key in keys:
             try:
                 kv = self._chunks.get(key)
             except Exception:
                 logger.exception("Chunk %s could not be loaded.", key)
-                return None
-            if kv is None or not self._fits(key, kv):
-                return None
-            kvs[key] = kv
-        return kvs
+                continue
+            if kv is None:
+                logger.warning("Chunk %s is gone, or was damaged and has been removed.", key)
+            elif self._fits(key, kv):
+                kvs[key] = kv
+        return kvs if len(kvs) == len(keys) else None
 
     def _fits(self, key: str, kv: ChunkKV) -> bool:
         reason = check_chunk(self._layers, [tuple(layer.key.shape) for layer in kv.layers])

@@ -22,8 +22,8 @@ class WorkerChunks:
 
     def __init__(self, directory: Path, *, memory_bytes: int, sealing: Sealing) -> None:
         """Raises StoreError where the folder cannot be used."""
+        self._disk = DiskTier(directory, _NO_LIMIT, Events(), sealing=sealing, yields=False)
         self._folder = ChunkFolder(directory)
-        self._disk = DiskTier(directory, _NO_LIMIT, Events(), sealing=sealing)
         self._index = EvictionIndex(memory_bytes)
         self._memory: dict[str, ChunkKV] = {}
         self._evicted: set[str] = set()
