@@ -30,6 +30,8 @@ from tests.engine.reference import Reference, reference_model
 from tests.toy_models import tiny_model
 from tests.vllm.conftest import HEAD_DIM
 
+NO_EVIDENCE = PromptEvidence()
+
 
 @cache
 def model_folder(family: str, folder: Path) -> Path:
@@ -106,15 +108,20 @@ class LinkedVLLM:
     def params(self, order, tokens):
         return OrderSeal.of(self.state).params(order, tokens)
 
-    def submit(self, prompt, policy, *, salt="salt", **options):
+    def submit(self, prompt, policy, *, salt="salt", evidence=NO_EVIDENCE, **options):
         """Queue a linked request, salted as the engine does it: by all that its KV depends on but the tokens."""
-        order = order_for(prompt, policy)
+        order = order_for(prompt, policy, evidence)
         return self.add(prompt.tokens.tolist(), order, f"{salt} {order}", **options)
 
     async def follow(self, order, tokens):
         """What ``VLLMClient`` does under that name."""
         name = self.add([*tokens, 0], order, secrets.token_hex(8), max_tokens=1)
         return outcome_of(self.run()[name])
+
+    def evidence(self, prompt):
+        """The scores that vLLM's workers stored with the prompt's chunks."""
+        chunks = vllm.distributed.kv_transfer.get_kv_transfer_group()._worker._chunks
+        return PromptEvidence(tuple(chunks.get(key_of(chunk)).scores for chunk in prompt.chunks))
 
     def refined(self, prompt, policy):
         """The link of a policy that refines, when it has compared."""
@@ -173,13 +180,13 @@ def key_of(chunk):
     return chunk_key(chunk, fingerprint="toy", tenant="default")
 
 
-def planned(prompt, policy):
-    plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
+def planned(prompt, policy, evidence=NO_EVIDENCE):
+    plan = make_plan(prompt, parse_policy(policy), evidence)
     return plan, tuple(key_of(placement.chunk) for placement in plan.placements)
 
 
-def order_for(prompt, policy):
-    return order_of_plan(*planned(prompt, policy))
+def order_for(prompt, policy, evidence=NO_EVIDENCE):
+    return order_of_plan(*planned(prompt, policy, evidence))
 
 
 def outcome_of(output):
@@ -194,11 +201,11 @@ def reference(prompt, family, positioned=True):
     return Reference(prompt, family, positioned, head_dim=HEAD_DIM)
 
 
-def difference(output, prompt, policy, family):
+def difference(output, prompt, policy, family, evidence=NO_EVIDENCE):
     """The largest difference of a log probability that vLLM tells of from the oracle's, over all steps."""
     parsed = parse_policy(policy)
     oracle = reference(prompt, family, parsed.positioned)
-    selected = parsed.select(prompt, PromptEvidence()) & prompt.cached
+    selected = parsed.select(prompt, evidence) & prompt.cached
     return difference_from(output, oracle, [selected] * oracle.layers)
 
 

@@ -11,6 +11,7 @@ from kvlinker.chunks import Chunk
 from kvlinker.engine.link_loading import PromptEvidence
 from kvlinker.linking import parse_policy
 from kvlinker.linking.explanation import layer_masks
+from kvlinker.linking.library import NoVariants
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from tests.engine.conftest import linked_prompt, random_tokens
 from tests.engine.test_policy_references import blended
@@ -46,6 +47,22 @@ def test_every_policy_equals_the_oracle(linked, prompt, policy):
     assert difference(output, prompt, policy, linked.family) < TOLERANCE
     assert outcome_of(output).linked
     assert outcome_of(output).queued > 0
+
+
+@pytest.mark.parametrize("policy", ["h2o-20", "cachecraft-0.7", "cachecraft-1.4", "h2o-10+cachecraft-0.5+legolink-2"])
+def test_policies_that_look_at_scores_equal_the_oracle(linked, prompt, policy):
+    """Over the scores that vLLM's own passes collected; the engine's tests compare these with the embedded engine's."""
+    evidence = linked.evidence(prompt)
+    recomputed = parse_policy(policy).select(prompt, evidence).sum()
+    assert 0 < recomputed < prompt.inexact.sum()
+    output = linked.answer(prompt, policy, evidence=evidence)
+    assert difference(output, prompt, policy, linked.family, evidence) < TOLERANCE
+
+
+def test_set_prefix_puts_the_exact_chunks_first(linked, prompt):
+    arranged = parse_policy("set-prefix").arrange(prompt, NoVariants())
+    output = linked.answer(arranged, "set-prefix")
+    assert difference(output, arranged, "set-prefix", linked.family) < TOLERANCE
 
 
 @pytest.mark.parametrize(
