@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-SLOWDOWN = 1.4
+SLOWDOWN = 1.35
 LEAST_TOKENS = 16
 """That a pass computes: it has its fixed price."""
 
