@@ -11,9 +11,13 @@ from torch import Tensor
 from kvlinker.engine.base import GenerationRequest
 from kvlinker.engine.cost import CostModel
 from kvlinker.engine.future_request import FutureRequest
+from kvlinker.engine.refinement import Refinement
 from kvlinker.errors import KVLinkerError
+from kvlinker.linking.evidence import Evidence
 from kvlinker.linking.explanation import Explanation, LinkCost, layer_masks, layer_ranges, linked_segments
+from kvlinker.linking.forecast import Forecast
 from kvlinker.linking.plan import LinkPlan, probe_plan
+from kvlinker.linking.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -41,28 +45,48 @@ class Explaining(FutureRequest[Explanation]):
         assert self.plan is not None
         assert self.sequence is not None
         assert self._link is not None
-        plan, prompt, refinement = self.plan, self.plan.prompt, self.sequence.refinement
-        dropped = [] if refinement is None else refinement.dropped
-        shown = () if refinement is None else refinement.shown
-        masks = layer_masks(plan, self._layers, dropped)
-        usage = self.usage()
-        probed = self._flops(probe_plan(prompt, plan.policy)) if plan.policy.probes else 0.0
-        return Explanation(
-            policy=self.request.policy.name,
-            settled=plan.policy.name,
+        return explanation_of(
+            self.plan,
+            self.sequence.refinement,
+            self._link.evidence,
+            asked=self.request.policy,
             forecast=self._link.forecast,
-            tokens=plan.length,
-            segments=linked_segments(prompt),
-            layers=layer_ranges(prompt, masks),
-            scores=(*plan.policy.explain(prompt, self._link.evidence), *shown),
-            cost=LinkCost(
-                cached_tokens=usage.cached_tokens,
-                recomputed_tokens=usage.recomputed_tokens,
-                fresh_tokens=usage.fresh_tokens,
-                flops=self._cost.flops(masks) + probed,
-                full_flops=self._cost.flops([np.ones(plan.length, dtype=np.bool_)] * self._layers),
-            ),
+            layers=self._layers,
+            cost=self._cost,
         )
 
-    def _flops(self, plan: LinkPlan) -> float:
-        return self._cost.flops(layer_masks(plan, self._layers, []))
+
+def explanation_of(
+    plan: LinkPlan,
+    refinement: Refinement | None,
+    evidence: Evidence,
+    *,
+    asked: Policy,
+    forecast: Forecast | None = None,
+    layers: int,
+    cost: CostModel,
+) -> Explanation:
+    """Of a plan that was made by this evidence, and what became of it in a model of so many ``layers``. ``asked``: the
+    request's policy, which may have settled for the plan's."""
+    prompt, policy = plan.prompt, plan.policy
+    dropped = () if refinement is None else refinement.dropped
+    shown = () if refinement is None else refinement.shown
+    recomputed = plan.recomputed_tokens if refinement is None else refinement.recomputed_tokens
+    masks = layer_masks(plan, layers, dropped)
+    probed = cost.flops(layer_masks(probe_plan(prompt, policy), layers, ())) if policy.probes else 0.0
+    return Explanation(
+        policy=asked.name,
+        settled=policy.name,
+        forecast=forecast,
+        tokens=plan.length,
+        segments=linked_segments(prompt),
+        layers=layer_ranges(prompt, masks),
+        scores=(*policy.explain(prompt, evidence), *shown),
+        cost=LinkCost(
+            cached_tokens=plan.cached_tokens + plan.recomputed_tokens - recomputed,
+            recomputed_tokens=recomputed,
+            fresh_tokens=plan.fresh_tokens,
+            flops=cost.flops(masks) + probed,
+            full_flops=cost.flops([np.ones(plan.length, dtype=np.bool_)] * layers),
+        ),
+    )

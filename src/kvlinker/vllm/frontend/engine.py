@@ -18,10 +18,11 @@ import numpy as np
 
 from kvlinker.chunks import Chunk
 from kvlinker.engine.base import EngineLoad, GenerationRequest, PromptLogprobs, Sink
+from kvlinker.engine.explaining import explanation_of
 from kvlinker.engine.request_limits import RequestLimits
 from kvlinker.errors import EngineClosedError, InvalidRequestError, KVLinkerError, OverloadedError
 from kvlinker.events import Events
-from kvlinker.linking.explanation import Explanation, LinkCost, layer_masks, layer_ranges, linked_segments
+from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.uses import chunk_uses
 from kvlinker.store import ChunkStore
 from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
@@ -193,25 +194,13 @@ class VLLMEngine:
 
     async def _explain(self, request: GenerationRequest) -> Explanation:
         link = await self._planner.refine(await self._planner.link(request), explains=True)
-        plan = link.plan
-        layers = len(self._facts.layers)
-        masks = layer_masks(plan, layers, link.dropped)
-        shown = () if link.refinement is None else link.refinement.shown
-        return Explanation(
-            policy=plan.policy.name,
-            settled=plan.policy.name,
-            forecast=None,
-            tokens=plan.length,
-            segments=linked_segments(plan.prompt),
-            layers=layer_ranges(plan.prompt, masks),
-            scores=(*plan.policy.explain(plan.prompt, link.evidence), *shown),
-            cost=LinkCost(
-                cached_tokens=plan.cached_tokens + plan.recomputed_tokens - link.recomputed_tokens,
-                recomputed_tokens=link.recomputed_tokens,
-                fresh_tokens=plan.fresh_tokens,
-                flops=self._facts.cost.flops(masks),
-                full_flops=self._facts.cost.flops([np.ones(plan.length, dtype=np.bool_)] * layers),
-            ),
+        return explanation_of(
+            link.plan,
+            link.refinement,
+            link.evidence,
+            asked=request.policy,
+            layers=len(self._facts.layers),
+            cost=self._facts.cost,
         )
 
     async def _translated(self, work: Coroutine[Any, Any, T]) -> T:

@@ -18,6 +18,7 @@ from kvlinker.engine.link_loading import PromptEvidence, asking
 from kvlinker.engine.refinement import Refinement
 from kvlinker.errors import KVLinkerError, PolicyError
 from kvlinker.linking import Policy, make_plan
+from kvlinker.linking.explanation import layer_masks
 from kvlinker.linking.library import NoVariants
 from kvlinker.linking.plan import LinkPlan, ranges
 from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
@@ -51,9 +52,7 @@ class PlannedLink:
 
     @property
     def order(self) -> LinkOrder:
-        computed = _computed(self.plan)
-        for _, positions in self.dropped:
-            computed[positions] = False
+        *_, computed = layer_masks(self.plan, COMPARED_LAYER + 1, self.dropped)
         return order_of_plan(replace(self.plan, runs=ranges(computed)), self.keys)
 
 
@@ -95,7 +94,7 @@ class Planner:
         compared = any(selection.any() for selection in plan.selections) and self._layers > COMPARED_LAYER
         deviation = await self._compare(link) if compared else None
         if deviation is not None:
-            positions = np.flatnonzero(_computed(plan))
+            positions = np.flatnonzero(layer_masks(plan, COMPARED_LAYER, ())[0])
             await self._run(lambda: refinement.keep(COMPARED_LAYER, positions, deviation.at(positions)))
         if refinement.error is not None:
             name = plan.policy.name
@@ -125,14 +124,6 @@ def check_policy(policy: Policy) -> None:
             "that decides before, such as legolink-16 or cacheblend-15-onestep, or the embedded engine.",
             param="link.policy",
         )
-
-
-def _computed(plan: LinkPlan) -> NDArray[np.bool_]:
-    """Positions to compute, [length]."""
-    computed = np.zeros(plan.length, dtype=np.bool_)
-    for begin, end in plan.runs:
-        computed[begin:end] = True
-    return computed
 
 
 def _asked(policy: Policy, question: Callable[[], T]) -> T:

@@ -4,7 +4,7 @@ by (CacheBlend, section 4.3). In the first layer none does, for it looks at each
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -71,8 +71,5 @@ def comparing(bound: BoundModel, layers: Sequence[LinkedLayer], rows: Sequence[C
                     each.comparison.note(part.begin, index, new[index][own], placed)
         raise _PassIsOver
 
-    try:
-        with watched(bound, rotated=lambda *_: None, attended=attended):
-            yield
-    except _PassIsOver:
-        pass
+    with suppress(_PassIsOver), watched(bound, rotated=lambda *_: None, attended=attended):
+        yield
