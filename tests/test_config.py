@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvlinker.config import load_settings
-from kvlinker.tenants import SHARED_TENANT, UNLIMITED, Quota, tenant_of_key
+from kvlinker.types.tenants import SHARED_TENANT, UNLIMITED, Quota, tenant_of_key
 
 
 def test_quotas_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

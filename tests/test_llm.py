@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from kvlinker import LLM
-from kvlinker.chunks import chunk_key
 from kvlinker.config import load_settings
-from kvlinker.engine.loading import prepare_model
+from kvlinker.embedded.model.loading import prepare_model
 from kvlinker.errors import (
     ContextCacheNotFoundError,
     ContextLengthError,
@@ -20,6 +19,7 @@ from kvlinker.errors import (
 )
 from kvlinker.linking import Policy
 from kvlinker.store import TenantUsage
+from kvlinker.types.chunks import chunk_key
 from tests.toy_models import loaded_model, tiny_model
 
 TEXTS = ["The first chunk speaks of plums.", "The second, of pears and their trees.", "The third says nothing."]

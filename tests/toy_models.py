@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvlinker.bench.shapes import byte_tokenizer
-from kvlinker.engine.loading import LoadedModel, prepare_model
+from kvlinker.embedded.model.loading import LoadedModel, prepare_model
+from kvlinker.research.bench.shapes import byte_tokenizer
 
 VOCABULARY = 300
 WINDOW = 48

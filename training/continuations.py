@@ -1,4 +1,4 @@
-"""Prose to be scored behind chunks of the prose before it: records of ``kvlinker.evaluation.datasets.continuations``.
+"""Prose to be scored behind chunks of the prose before it: records of ``research.evaluation.datasets.continuations``.
 
 Paragraphs follow each other as they stand in their source, with an empty line between. Texts are cut in front of words,
 wherever they are long enough, so that chunks begin and end anywhere, as windows over documents do.

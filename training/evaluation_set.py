@@ -38,7 +38,7 @@ MOST_WORLDS = 1000
 
 
 def evaluation_set(per_kind: int, words: tuple[int, int], seed: int) -> Iterator[dict[str, Any]]:
-    """Records of ``kvlinker.evaluation.datasets.passages``, the kinds in turn, so that any beginning is balanced.
+    """Records of ``research.evaluation.datasets.passages``, the kinds in turn, so that any beginning is balanced.
 
     A world has about as many words as drawn from ``words``, and is asked about once.
     """

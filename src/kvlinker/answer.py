@@ -7,18 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvlinker.engine.base import (
-    Delta,
-    Engine,
-    Failed,
-    Finished,
-    GenerationEvent,
-    GenerationRequest,
-    RequestHandle,
-    Timing,
-    TokenLogprob,
-    Usage,
-)
+from kvlinker.engine.contract import Engine, Failed, GenerationEvent, GenerationRequest, RequestHandle
+from kvlinker.types.answers import Delta, Finished, Timing, TokenLogprob, Usage
 
 ChoiceSink = Callable[[int, GenerationEvent], None]
 """Takes the index of a choice (0 to n-1) and its next event."""

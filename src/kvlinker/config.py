@@ -28,17 +28,17 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from kvlinker.chunks import GenerationContext
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import parse_policy
-from kvlinker.tenants import SHARED_TENANT, Quota, Quotas, tenant_of_key
+from kvlinker.types.chunks import GenerationContext
+from kvlinker.types.tenants import SHARED_TENANT, Quota, Quotas, tenant_of_key
 
 BUNDLED_MODEL = Path(__file__).parent / "models" / "reader"
 CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
 SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
 CodecName = Literal["raw", "int8", "int4", "raw+zstd", "int8+zstd", "int4+zstd"]
-"""Of ``kvlinker.store.codecs``."""
+"""Of ``kvlinker.store.format.codecs``."""
 
 
 def _split_commas(value: object) -> object:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvlinker.chunks import Chunk
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ContextCache
+from kvlinker.types.chunks import Chunk
 
 ContentPart = str | ContextCache | Mapping[str, Any]
 """Text, a context cache, or one of the HTTP API's parts."""

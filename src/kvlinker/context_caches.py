@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvlinker.chunks import Chunk, GenerationContext, chunk_key
-from kvlinker.engine.base import Engine
+from kvlinker.engine.contract import Engine
 from kvlinker.errors import (
     ContextCacheNotFoundError,
     ContextLengthError,
@@ -35,8 +34,9 @@ from kvlinker.store import (
     Unchanged,
     new_context_cache_id,
 )
-from kvlinker.store.deletions import Deletions
-from kvlinker.tenants import NO_QUOTAS, SHARED_TENANT, UNLIMITED, Quota, Quotas, Scope
+from kvlinker.store.catalog.deletions import Deletions
+from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
+from kvlinker.types.tenants import NO_QUOTAS, SHARED_TENANT, UNLIMITED, Quota, Quotas, Scope
 
 MAX_CHUNKS = 10_000
 DELETED_AT_ONCE = 1000

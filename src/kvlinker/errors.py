@@ -128,3 +128,10 @@ class EngineClosedError(KVLinkerError):
 
     status = 503
     code = "engine_closed"
+
+
+class StoreError(KVLinkerError):
+    """The state directory or the catalog file cannot be used; the message names it and the way out."""
+
+    code = "store_unusable"
+    summary = "The server cannot use its store, or this entry in it."

@@ -9,23 +9,24 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvlinker.answer import Answer, ChoiceSink, submit_choices, wait_for_answer
-from kvlinker.chunks import GenerationContext, parse_context
 from kvlinker.config import Settings, load_settings
 from kvlinker.content import CompletionContent, ContentPart, ContentReader, Message
 from kvlinker.context_caches import CachesUsage, ContextCaches
-from kvlinker.engine.base import Engine, EngineLoad, GenerationRequest, PromptLogprobs, RequestHandle, SamplingParams
-from kvlinker.engine.loading import LoadedModel
-from kvlinker.engine_sources import EmbeddedSource, EngineSource, engine_source
+from kvlinker.embedded.model.loading import LoadedModel
+from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
 from kvlinker.linking import Explanation, Policy, as_policy
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import SplitMethod, split_text
-from kvlinker.state import open_state
+from kvlinker.startup import EmbeddedSource, EngineSource, engine_source, open_state
 from kvlinker.store import UNCHANGED, ContextCache, Page, Speeds, Unchanged
-from kvlinker.store.speeds import FILE_NAME
-from kvlinker.tenants import DEFAULT_TENANT, Scope, parse_scope
+from kvlinker.store.loading.speeds import FILE_NAME
+from kvlinker.types.answers import PromptLogprobs
+from kvlinker.types.chunks import GenerationContext, parse_context
+from kvlinker.types.sampling import SamplingParams
+from kvlinker.types.tenants import DEFAULT_TENANT, Scope, parse_scope
 
 __all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Message"]
 
@@ -51,7 +52,7 @@ class LLM:
 
     @classmethod
     def from_model(cls, loaded: LoadedModel, settings: Settings) -> Self:
-        """Start on a model that is in memory already (see ``kvlinker.engine.loading.prepare_model``)."""
+        """Start on a model that is in memory already (see ``kvlinker.embedded.model.loading.prepare_model``)."""
         return cls.from_source(EmbeddedSource(loaded), settings)
 
     @classmethod

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvlinker.bench import advising
-from kvlinker.bench.probing import ProbeStoppedError
-from kvlinker.bench.shapes import random_model
 from kvlinker.cli import app
 from kvlinker.config import load_settings
-from kvlinker.engine.loading import choose_device, choose_dtype
+from kvlinker.engine.model_files import choose_device, choose_dtype
 from kvlinker.llm import LLM
+from kvlinker.research.bench import advising
+from kvlinker.research.bench.probing import ProbeStoppedError
+from kvlinker.research.bench.shapes import random_model
 from kvlinker.store import ChunkKV, Tier
 
 OPTIONS = ["--shape", "tiny", "--context-tokens", "96", "--disk-space", "64MiB"]

@@ -35,7 +35,7 @@ def library(tmp_path: Path) -> Path:
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The state directory of ingests in this process, on the tiny model."""
-    monkeypatch.setattr("kvlinker.engine_sources.load_model", lambda _: tiny_model())
+    monkeypatch.setattr("kvlinker.startup.load_model", lambda _: tiny_model())
     monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("KVLINKER_CHAT_TEMPLATE", TEMPLATE)
     return tmp_path / "state"
@@ -154,7 +154,7 @@ def test_through_a_server_with_keys(library: Path, keyed: Served) -> None:
 
 
 def test_tenant_of_a_key(library: Path, state: Path) -> None:
-    from kvlinker.tenants import tenant_of_key
+    from kvlinker.types.tenants import tenant_of_key
 
     ((cache_id, _),) = lines(ingest(library / "deep", "--api-key", "key-alpha"))
     with LLM.from_model(tiny_model(), tiny_settings(state)) as llm:

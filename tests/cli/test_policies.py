@@ -9,21 +9,21 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlinker.cli import app
-from kvlinker.linking import policies
+from kvlinker.linking import known_policies
 
 runner = CliRunner()
 
 
 def test_policies_are_listed() -> None:
     shown = runner.invoke(app, ["policies"], env={"COLUMNS": "200"}).output
-    for family in policies():
+    for family in known_policies():
         assert family in shown
     assert "cacheblend-<percent, 0 to 100>[-onestep][-k|v]" in shown
 
 
 def test_policies_are_listed_as_json() -> None:
     listed = json.loads(runner.invoke(app, ["policies", "--json"]).output)
-    assert listed == [policy.describe() for policy in policies().values()]
+    assert listed == [policy.describe() for policy in known_policies().values()]
 
 
 @pytest.fixture

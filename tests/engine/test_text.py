@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlinker.bench.shapes import byte_tokenizer
-from kvlinker.engine.text import TextStream
+from kvlinker.engine.output import TextStream
+from kvlinker.research.bench.shapes import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 

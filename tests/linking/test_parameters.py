@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.errors import PolicyError
-from kvlinker.linking import parse_policy, policies
+from kvlinker.linking import known_policies, parse_policy
 from kvlinker.linking.parameters import Choice, declared
 
 RANGES = {
@@ -29,7 +29,7 @@ def values_of(parameter):
 
 @st.composite
 def any_policy(draw):
-    cls = draw(st.sampled_from(list(policies().values())))
+    cls = draw(st.sampled_from(list(known_policies().values())))
     return cls(**{name: draw(values_of(parameter)) for name, (parameter, _) in declared(cls).items()})
 
 
@@ -99,12 +99,12 @@ def test_bad_words_are_answered_with_what_is_allowed(name, words):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, True, "15", None, 100.0001])
 def test_values_from_code_are_checked_too(value):
     with pytest.raises(PolicyError, match=f"is {value!r}, but must be a number from 0 to 100"):
-        policies()["random"](percent=value)
+        known_policies()["random"](percent=value)
 
 
 @pytest.mark.parametrize(("value", "name"), [(0.1 + 0.2, "random-0.3"), (1e-12, "random-0"), (-0.0, "random-0")])
 def test_values_from_code_are_as_exact_as_they_are_written(value, name):
-    policy = policies()["random"](percent=value)
+    policy = known_policies()["random"](percent=value)
     assert policy.name == name
     assert parse_policy(name) == policy
 
@@ -112,9 +112,9 @@ def test_values_from_code_are_as_exact_as_they_are_written(value, name):
 def test_words_from_code_are_checked_too():
     for word in ("twostep", None, 3):
         with pytest.raises(PolicyError, match=f"is {word!r}, but must be gradual or onestep"):
-            policies()["cacheblend"](15, schedule=word)
+            known_policies()["cacheblend"](15, schedule=word)
     with pytest.raises(PolicyError, match="a whole number from 1 to 4096"):
-        policies()["legolink"](tokens=2.5)
+        known_policies()["legolink"](tokens=2.5)
 
 
 def test_words_in_another_order_mean_the_same():
@@ -126,7 +126,7 @@ def test_defaults_are_not_written():
     assert parse_policy("cachecraft-0.50-w2").name == "cachecraft-0.5"
 
 
-@pytest.mark.parametrize("cls", policies().values(), ids=lambda cls: cls.family)
+@pytest.mark.parametrize("cls", known_policies().values(), ids=lambda cls: cls.family)
 def test_descriptions_name_every_parameter(cls):
     described = cls.describe()
     assert described["name"] == cls.family

@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.chunk_scores import ChunkScores, ContextChunk, Contextualization
-from kvlinker.chunks import Chunk
-from kvlinker.engine.link_loading import PromptEvidence
-from kvlinker.linking import parse_policy, policies
+from kvlinker.embedded.link_loading import PromptEvidence
+from kvlinker.linking import known_policies, parse_policy
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
+from kvlinker.types.chunk_scores import ChunkScores, ContextChunk, Contextualization
+from kvlinker.types.chunks import Chunk
 
 NOTHING = PromptEvidence()
 
@@ -122,7 +122,7 @@ def test_shares_grow_with_their_parameter(lengths, header, one, other, seed):
     evidence = evidence_for(prompt, seed)
     low, high = sorted([one, other])
     for family, unit in (("random", 1), ("h2o", 1), ("query", 1), ("cachecraft", 0.02)):
-        cls = policies()[family]
+        cls = known_policies()[family]
         smaller, larger = (cls(value * unit).select(prompt, evidence) for value in (low, high))
         assert (larger | ~smaller).all(), family
         assert not (larger & ~prompt.inexact).any(), family

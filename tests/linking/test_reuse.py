@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.chunk_scores import ContextChunk, Contextualization
-from kvlinker.linking.focus import focused_chunks, settled_focus
-from kvlinker.linking.reuse import (
+from kvlinker.linking.policies.cachecraft import (
     adjusted_overlap,
     context_impact,
     fix_overhead,
+    focused_chunks,
     order_penalty,
     prefix_overlap,
+    settled_focus,
 )
+from kvlinker.types.chunk_scores import ContextChunk, Contextualization
 
 BY_HAND = Contextualization(4, intra=1.6, context=(ContextChunk("A", 2, 0.8), ContextChunk("B", 5, 1.0)))
 ALONE = Contextualization(7, intra=3.0)

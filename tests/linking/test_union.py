@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kvlinker.engine.link_loading import PromptEvidence
+from kvlinker.embedded.link_loading import PromptEvidence
 from kvlinker.errors import PolicyError
 from kvlinker.linking import Policy, make_plan, parse_policy
 from kvlinker.linking.registry import MOST_PARTS

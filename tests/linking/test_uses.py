@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvlinker.linking import make_plan, parse_policy
-from kvlinker.linking.uses import chunk_uses
+from kvlinker.linking.plan import chunk_uses
 from tests.linking.test_policies import NOTHING, chunk_prompt
 
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from kvlinker.chunks import Chunk, GenerationContext
 from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.segments import CachedSegment, FreshSegment
+from kvlinker.types.chunks import Chunk, GenerationContext
 from tests.toy_tokenizers import byte_level, metaspace, word_level
 
 ALONE, BOS, PREFIX = GenerationContext

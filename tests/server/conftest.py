@@ -18,7 +18,7 @@ def engine() -> FakeEngine:
 @pytest.fixture
 def faked(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A server on the fake engine."""
-    monkeypatch.setattr("kvlinker.engine_sources.EmbeddedEngine", lambda *_, **__: engine)
+    monkeypatch.setattr("kvlinker.startup.EmbeddedEngine", lambda *_, **__: engine)
     settings = tiny_settings(tmp_path)
     with serving(LLM.from_model(tiny_model(), settings), settings) as running:
         yield running

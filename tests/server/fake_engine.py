@@ -6,18 +6,10 @@ import itertools
 import threading
 from concurrent.futures import Future
 
-from kvlinker.chunks import Chunk
-from kvlinker.engine.base import (
-    Delta,
-    EngineLoad,
-    Failed,
-    Finished,
-    GenerationRequest,
-    Sink,
-    Timing,
-    Usage,
-)
+from kvlinker.engine.contract import EngineLoad, Failed, GenerationRequest, Sink
 from kvlinker.errors import EngineClosedError, KVLinkerError, OverloadedError
+from kvlinker.types.answers import Delta, Finished, Timing, Usage
+from kvlinker.types.chunks import Chunk
 
 
 class FakeEngine:

@@ -17,7 +17,7 @@ import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvlinker.config import Settings, load_settings
-from kvlinker.engine.loading import LoadedModel, prepare_model
+from kvlinker.embedded.model.loading import LoadedModel, prepare_model
 from kvlinker.llm import LLM
 from kvlinker.server.address import bind, url_of
 from kvlinker.server.app import create_app

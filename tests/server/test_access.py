@@ -11,7 +11,7 @@ import pytest
 
 from kvlinker.errors import InvalidRequestError, KVLinkerError
 from kvlinker.server.address import bind, check_address, url_of
-from kvlinker.tenants import tenant_of_key
+from kvlinker.types.tenants import tenant_of_key
 from tests.server.serving import Served
 
 CACHES = "/v1/context_caches"

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlinker import context_caches
-from kvlinker.chunks import chunk_key
 from kvlinker.cli import app
 from kvlinker.llm import LLM
 from kvlinker.store import ContextCache
+from kvlinker.types.chunks import chunk_key
 from tests.server.serving import tiny_model, tiny_settings
 
 TEXTS = ("The first chunk speaks of plums.", "The second, of pears and their trees.")

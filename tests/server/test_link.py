@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvlinker.linking import policies
+from kvlinker.linking import known_policies
 from tests.server.serving import MODEL_NAME, Served
 
 TEXTS = ("the first chunk of this text, about plums", "and the second one, which speaks of pears and more pears")
@@ -21,7 +21,7 @@ def test_all_policies_are_listed_with_their_parameters(served: Served) -> None:
     answer = served.get("/v1/policies").json()
     assert (answer["object"], answer["default"]) == ("list", "legolink-4")
     listed = {entry["name"]: entry for entry in answer["data"]}
-    assert list(listed) == list(policies())
+    assert list(listed) == list(known_policies())
     assert listed["legolink"]["usage"] == "legolink-<tokens, 1 to 4096>"
     assert listed["legolink"]["parameters"][0] == {
         "name": "tokens",

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvlinker.chunks import GenerationContext
 from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.encoding import TextEncoder
 from kvlinker.splitting import MAX_PIECE_TOKENS, SplitMethod, split_text
+from kvlinker.types.chunks import GenerationContext
 from tests.toy_tokenizers import byte_level, metaspace, word_level
 
 ENCODER = TextEncoder(byte_level())

@@ -20,7 +20,6 @@ from store_chunks import chunk_kv
 from tests.server.serving import tiny_model, tiny_settings
 from typer.testing import CliRunner, Result
 
-from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.cli import app
 from kvlinker.config import load_settings
 from kvlinker.context_caches import ContextCaches
@@ -29,8 +28,9 @@ from kvlinker.events import Events
 from kvlinker.llm import LLM
 from kvlinker.store import Catalog, ChunkKV, ChunkStore, Cipher, ContextCache, Tier, open_store
 from kvlinker.store.rekeying import rekey
-from kvlinker.store.remote import shared_tiers
-from kvlinker.tenants import NO_QUOTAS, Quotas
+from kvlinker.store.tiers import shared_tiers
+from kvlinker.types.chunks import Chunk, chunk_key
+from kvlinker.types.tenants import NO_QUOTAS, Quotas
 
 FINGERPRINT = "sha256:weights"
 CONTENTS = 24

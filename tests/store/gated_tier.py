@@ -6,7 +6,7 @@ import threading
 
 from kvlinker.events import Events
 from kvlinker.store import ChunkKV, HostTier
-from kvlinker.store.pacing import Rest, no_rest
+from kvlinker.store.throttle import Rest, no_rest
 
 TIMEOUT = 10.0
 

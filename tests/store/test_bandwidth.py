@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from kvlinker.events import Events
 from kvlinker.store import DiskTier, Speeds
-from kvlinker.store.bandwidth import Bandwidths, LoadTime
-from kvlinker.store.codecs import find_codec
-from kvlinker.store.encryption import Cipher, Sealing
-from kvlinker.store.remote import object_tier, redis_tier
-from kvlinker.store.speeds import DRIFT_NOTES
+from kvlinker.store.format.codecs import find_codec
+from kvlinker.store.format.encryption import Cipher, Sealing
+from kvlinker.store.loading.bandwidth import Bandwidths, LoadTime
+from kvlinker.store.loading.speeds import DRIFT_NOTES
+from kvlinker.store.tiers import object_tier, redis_tier
 
 
 def noted(*rates: float) -> Bandwidths:

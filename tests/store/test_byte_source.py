@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.store.byte_source import AheadSource, Bytes
+from kvlinker.store.format.byte_source import AheadSource, Bytes
 
 DATA = np.random.default_rng(1).integers(0, 256, 1000, dtype=np.uint8)
 

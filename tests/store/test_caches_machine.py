@@ -40,12 +40,12 @@ from hypothesis.stateful import (
 from store_chunks import same_kv
 from tests.redis_server import RedisServer
 
-from kvlinker.chunks import chunk_key
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import ContextCacheNotFoundError, PermissionDeniedError, PinLimitError, QuotaExceededError
-from kvlinker.store.chunk_file import read_chunk_file
-from kvlinker.store.chunk_header import ChunkFileError
-from kvlinker.tenants import SHARED_TENANT, Quota, Quotas, Scope
+from kvlinker.store.format.chunk_file import read_chunk_file
+from kvlinker.store.format.header import ChunkFileError
+from kvlinker.types.chunks import chunk_key
+from kvlinker.types.tenants import SHARED_TENANT, Quota, Quotas, Scope
 
 OWNERS = (*TENANTS, SHARED_TENANT)
 PINNABLE_BYTES = DISK_BYTES // 2

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_chunks import run_threads
 
-from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.errors import ContextCacheNotFoundError
 from kvlinker.store import Catalog, ContextCache, StoreError, new_context_cache_id
-from kvlinker.store.schema import SCHEMA_VERSION
+from kvlinker.store.catalog.schema import SCHEMA_VERSION
+from kvlinker.types.chunks import Chunk, chunk_key
 
 NOW = 1000.0
 

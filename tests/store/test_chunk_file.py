@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from store_chunks import chunk_kv, key_of, same_kv
 
-from kvlinker.store import ChunkKV, LayerKV, chunk_header
-from kvlinker.store.byte_source import BufferSource
-from kvlinker.store.chunk_file import decode_chunk, encode_chunk, open_chunk, read_chunk_file, write_chunk_file
-from kvlinker.store.chunk_header import ChunkFileError
-from kvlinker.store.codecs import CODECS, RAW, Codec
+from kvlinker.store import ChunkKV, LayerKV
+from kvlinker.store.format import header as chunk_header
+from kvlinker.store.format.byte_source import BufferSource
+from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk, open_chunk, read_chunk_file, write_chunk_file
+from kvlinker.store.format.codecs import CODECS, RAW, Codec
+from kvlinker.store.format.header import ChunkFileError
 
 KEY = key_of(1)
 

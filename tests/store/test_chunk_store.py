@@ -20,7 +20,7 @@ from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, ChunkLoaded, ChunkLookup
 from kvlinker.store import ChunkStore, DeviceTier, DiskTier, HostTier, TierUsage, open_store
-from kvlinker.store.chunk_file import encode_chunk
+from kvlinker.store.format.chunk_file import encode_chunk
 
 SIZE = chunk_kv(0).nbytes
 FILE_SIZE = encode_chunk(key_of(0), chunk_kv(0)).nbytes

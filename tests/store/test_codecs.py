@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.store.codecs import CODECS, find_codec
+from kvlinker.store.format.codecs import CODECS, find_codec
 
 PLAIN = [name for name, codec in CODECS.items() if not codec.compresses]
 

@@ -18,13 +18,14 @@ from safetensors.torch import load
 from store_chunks import Recorder, key_of, same_kv
 
 from kvlinker.events import ChunkDamaged
-from kvlinker.store import ChunkKV, DiskTier, LayerKV, StoreError, compression
-from kvlinker.store.byte_source import BufferSource, Bytes
-from kvlinker.store.chunk_file import decode_chunk, encode_chunk, open_chunk
-from kvlinker.store.chunk_header import ChunkFileError
-from kvlinker.store.codecs import CODECS, find_codec
-from kvlinker.store.compression import MOST_EXPANSION, compressed, decompressed
-from kvlinker.store.remote import object_tier
+from kvlinker.store import ChunkKV, DiskTier, LayerKV, StoreError
+from kvlinker.store.format import compression
+from kvlinker.store.format.byte_source import BufferSource, Bytes
+from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk, open_chunk
+from kvlinker.store.format.codecs import CODECS, find_codec
+from kvlinker.store.format.compression import MOST_EXPANSION, compressed, decompressed
+from kvlinker.store.format.header import ChunkFileError
+from kvlinker.store.tiers import object_tier
 
 KEY = key_of(1)
 COMPRESSING = [name for name, codec in CODECS.items() if codec.compresses]
@@ -153,7 +154,7 @@ def test_layers_are_read_alone() -> None:
     data[-1] ^= 1
     reader = open_chunk(BufferSource(buffer(data)), KEY)
     assert same_kv(ChunkKV((reader.read(0), reader.read(1))), ChunkKV(kv.layers[:2]))
-    with mock.patch("kvlinker.store.chunk_file.decompressed") as untouched, pytest.raises(ChunkFileError):
+    with mock.patch("kvlinker.store.format.chunk_file.decompressed") as untouched, pytest.raises(ChunkFileError):
         reader.read(2)
     assert untouched.call_count == 1, "the key is sound; the value is not decompressed before it is verified"
 

@@ -36,13 +36,13 @@ from store_chunks import same_kv
 from tests.redis_server import RedisServer
 from tests.server.serving import tiny_model, tiny_settings
 
-from kvlinker.chunks import chunk_key
 from kvlinker.events import Events
 from kvlinker.llm import LLM
 from kvlinker.store import Catalog, Cipher, StoreError
-from kvlinker.store.byte_source import BufferSource
-from kvlinker.store.chunk_file import decode_chunk
+from kvlinker.store.format.byte_source import BufferSource
+from kvlinker.store.format.chunk_file import decode_chunk
 from kvlinker.store.rekeying import rekey
+from kvlinker.types.chunks import chunk_key
 
 POINTS = int(os.environ.get("KVLINKER_CRASH_POINTS", "15"))
 SEED = int(os.environ.get("KVLINKER_CRASH_SEED", "5"))

@@ -10,8 +10,8 @@ import pytest
 from crash_work import Shared, State, chunk_of, open_state
 from tests.redis_server import RedisServer
 
-from kvlinker.store.deletions import LONGEST_REQUEST_SECONDS, LONGEST_TRANSACTION_SECONDS
-from kvlinker.tenants import Quota, Quotas
+from kvlinker.store.catalog.deletions import LONGEST_REQUEST_SECONDS, LONGEST_TRANSACTION_SECONDS
+from kvlinker.types.tenants import Quota, Quotas
 
 
 class Clock:

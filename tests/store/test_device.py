@@ -16,8 +16,8 @@ from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import ChunkEvicted, ChunkLookup
 from kvlinker.store import ChunkKV, ChunkStore, DeviceTier, HostTier, TierUsage, device_tier, open_store
-from kvlinker.store.bandwidth import LoadTime
-from kvlinker.store.wanted import Urgency
+from kvlinker.store.loading.bandwidth import LoadTime
+from kvlinker.store.loading.wanted import Urgency
 
 PLENTY = 1 << 20
 SIZE = chunk_kv(0).nbytes

@@ -80,7 +80,7 @@ def test_what_cannot_be_read_is_damage_but_a_lack_of_handles_is_not(recorder: Re
     for code in (errno.EMFILE, errno.EIO, errno.EACCES):
         recorder.seen.clear()
         tier.put(key_of(1), chunk_kv(1))
-        with mock.patch("kvlinker.store.disk.read_chunk_file", side_effect=OSError(code, os.strerror(code))):
+        with mock.patch("kvlinker.store.tiers.disk.read_chunk_file", side_effect=OSError(code, os.strerror(code))):
             assert tier.get(key_of(1)) is None
         assert bool(recorder.of(ChunkDamaged)) == (not tier.contains(key_of(1))) == (code != errno.EMFILE)
 
@@ -184,7 +184,7 @@ def test_what_is_no_file_gives_way(tmp_path: Path, recorder: Recorder, tier: Dis
 def test_failed_writes_free_the_room_that_they_had_reserved(tmp_path: Path, recorder: Recorder) -> None:
     tier = open_tier(tmp_path, recorder, 5000)
     for _ in range(10):
-        with mock.patch("kvlinker.store.disk.write_chunk_file", side_effect=OSError(errno.ENOSPC, "full")):
+        with mock.patch("kvlinker.store.tiers.disk.write_chunk_file", side_effect=OSError(errno.ENOSPC, "full")):
             assert not tier.put(key_of(1), chunk_kv(1))
         with mock.patch("os.replace", side_effect=OSError(errno.EROFS, "read-only")):
             assert not tier.put(key_of(2), chunk_kv(2))
@@ -200,7 +200,9 @@ def test_room_is_made_before_the_file_is_written(tmp_path: Path, recorder: Recor
         tier.put(key_of(number), chunk_kv(number))
     tier = open_tier(tmp_path, recorder, tier.used_bytes)
     present = []
-    with mock.patch("kvlinker.store.disk.write_chunk_file", side_effect=lambda *_: present.extend(files_in(tmp_path))):
+    with mock.patch(
+        "kvlinker.store.tiers.disk.write_chunk_file", side_effect=lambda *_: present.extend(files_in(tmp_path))
+    ):
         tier.put(key_of(3), chunk_kv(3))
     assert [name for name in present if not name.endswith(".tmp")] == [f"{key_of(2)}.safetensors"]
 
@@ -284,7 +286,7 @@ def test_a_delete_while_reading_is_a_miss_without_damage(recorder: Recorder, tie
         raise FileNotFoundError
 
     tier.put(key_of(1), chunk_kv(1))
-    with mock.patch("kvlinker.store.disk.read_chunk_file", side_effect=read):
+    with mock.patch("kvlinker.store.tiers.disk.read_chunk_file", side_effect=read):
         assert tier.get(key_of(1)) is None
     assert recorder.of(ChunkDamaged) == []
 
@@ -296,7 +298,7 @@ def test_a_reader_does_not_wait_for_a_writer(tier: DiskTier) -> None:
     def write(*_: object) -> None:
         run_threads(lambda: seen.append(tier.get(key_of(1))), lambda: seen.append(tier.nbytes(key_of(2))))
 
-    with mock.patch("kvlinker.store.disk.write_chunk_file", side_effect=write):
+    with mock.patch("kvlinker.store.tiers.disk.write_chunk_file", side_effect=write):
         tier.put(key_of(2), chunk_kv(2))
     assert len(seen) == 2
     assert None in seen

@@ -17,7 +17,7 @@ from store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 from kvlinker.events import ChunkEvicted, Events
 from kvlinker.store import Catalog, DiskTier, StoreError
-from kvlinker.store.chunk_folder import SPARE_SHARE
+from kvlinker.store.tiers.chunk_folder import SPARE_SHARE
 
 
 @pytest.fixture

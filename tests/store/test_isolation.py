@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.errors import ContextCacheNotFoundError
 from kvlinker.store import Catalog, ContextCache, new_context_cache_id
+from kvlinker.types.chunks import Chunk, chunk_key
 
 NOW = 1000.0
 

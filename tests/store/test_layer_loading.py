@@ -14,27 +14,16 @@ from hypothesis import strategies as st
 from store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 from kvlinker.events import ChunkDamaged, ChunkLoaded, ChunkLookup
-from kvlinker.store import (
-    ChunkKV,
-    ChunkStore,
-    DiskTier,
-    HostTier,
-    LayerKV,
-    Speeds,
-    bandwidth,
-    layer_loader,
-    load_job,
-    reader_threads,
-)
-from kvlinker.store.bandwidth import Bandwidths, LoadTime
-from kvlinker.store.joined_reader import UnderWay
-from kvlinker.store.layer_loader import LayerLoader
-from kvlinker.store.layer_stream import ChunkReader, HeldReader, LayerLostError, LayerStream
-from kvlinker.store.load_job import LoadJob
-from kvlinker.store.preloading import preload_depth
-from kvlinker.store.reader_threads import ReaderThreads
-from kvlinker.store.remote import object_tier
-from kvlinker.store.wanted import Loaded, Opened, Urgency, Wanted
+from kvlinker.store import ChunkKV, ChunkStore, DiskTier, HostTier, LayerKV, Speeds
+from kvlinker.store.loading import bandwidth, layer_loader, load_job, reader_threads
+from kvlinker.store.loading.bandwidth import Bandwidths, LoadTime
+from kvlinker.store.loading.joined_reader import UnderWay
+from kvlinker.store.loading.layer_loader import LayerLoader
+from kvlinker.store.loading.layer_stream import ChunkReader, HeldReader, LayerLostError, LayerStream
+from kvlinker.store.loading.load_job import LoadJob
+from kvlinker.store.loading.reader_threads import ReaderThreads
+from kvlinker.store.loading.wanted import Loaded, Opened, Urgency, Wanted, preload_depth
+from kvlinker.store.tiers import object_tier
 
 PLENTY = 1 << 24
 TIMEOUT = 10.0
@@ -231,7 +220,7 @@ def test_a_slow_tier_is_tried_again_after_a_while(loader: LayerLoader, monkeypat
     loader.bandwidths.note("slow", 1000, 1.0)
     assert loader.worth_loading("slow", 1000, Urgency(prefill=1.5))
     assert not loader.worth_loading("slow", 1000, Urgency(prefill=0.5))
-    monkeypatch.setattr("kvlinker.store.bandwidth.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("kvlinker.store.loading.bandwidth.FRESH_SECONDS", 0.0)
     assert loader.worth_loading("slow", 1000, Urgency(prefill=0.5))
 
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_chunks import run_threads
 
-from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.errors import PinLimitError, QuotaExceededError
 from kvlinker.store import Catalog, ContextCache, Limits, TenantUsage, new_context_cache_id
-from kvlinker.tenants import SHARED_TENANT, Quota, Quotas
+from kvlinker.types.chunks import Chunk, chunk_key
+from kvlinker.types.tenants import SHARED_TENANT, Quota, Quotas
 
 NOW = 1000.0
 

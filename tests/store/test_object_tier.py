@@ -20,9 +20,9 @@ from test_tiers import KV, TierMachine
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, TierUnavailable
 from kvlinker.store import StoreError
-from kvlinker.store.chunk_file import encode_chunk
-from kvlinker.store.remote import BlobTier, object_tier
-from kvlinker.store.remote.object_medium import ObjectMedium
+from kvlinker.store.format.chunk_file import encode_chunk
+from kvlinker.store.tiers import BlobTier, object_tier
+from kvlinker.store.tiers.object import ObjectMedium
 
 PLENTY = 1 << 30
 

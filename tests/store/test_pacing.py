@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from kvlinker.store import pacing
-from kvlinker.store.pacing import Pacing
+from kvlinker.store import throttle as pacing
+from kvlinker.store.throttle import Pacing
 
 WORK = 0.01
 TIMEOUT = 10.0

@@ -17,11 +17,11 @@ from tests.redis_server import RedisServer
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, TierUnavailable
 from kvlinker.store import StoreError
-from kvlinker.store.chunk_file import encode_chunk
-from kvlinker.store.remote import BlobTier, redis_tier
-from kvlinker.store.remote.medium import KEYS_AT_ONCE
-from kvlinker.store.remote.redis_medium import PART_BYTES
-from kvlinker.store.remote.redis_scripts import BEGIN
+from kvlinker.store.format.chunk_file import encode_chunk
+from kvlinker.store.tiers import BlobTier, redis_tier
+from kvlinker.store.tiers.medium import KEYS_AT_ONCE
+from kvlinker.store.tiers.redis import PART_BYTES
+from kvlinker.store.tiers.redis_scripts import BEGIN
 
 PLENTY = 1 << 30
 

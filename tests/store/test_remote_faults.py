@@ -16,9 +16,9 @@ from tests.redis_server import RedisServer
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, TierUnavailable
 from kvlinker.store import ChunkStore, DiskTier, HostTier
-from kvlinker.store.remote import redis_tier
-from kvlinker.store.remote.redis_medium import RedisMedium
-from kvlinker.store.remote.tier import BlobTier
+from kvlinker.store.tiers import redis_tier
+from kvlinker.store.tiers.redis import RedisMedium
+from kvlinker.store.tiers.remote import BlobTier
 
 PLENTY = 1 << 30
 TIMEOUT = 0.5

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.store import Catalog, TenantUsage
-from kvlinker.store.schema import _FIRST, _SECOND, SCHEMA_VERSION
-from kvlinker.store.token_blobs import TokenBlobs
+from kvlinker.store.catalog.schema import _FIRST, _SECOND, SCHEMA_VERSION
+from kvlinker.store.catalog.token_blobs import TokenBlobs
+from kvlinker.types.chunks import Chunk, chunk_key
 
 NOW = 1000.0
 KEYS = {

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.store import speeds as module
-from kvlinker.store.speeds import DRIFT_NOTES, STALE_SECONDS, Speeds
+from kvlinker.store.loading import speeds as module
+from kvlinker.store.loading.speeds import DRIFT_NOTES, STALE_SECONDS, Speeds
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from store_chunks import run_threads
 
-from kvlinker.store import Catalog, Cipher, StoreError, state_lock
-from kvlinker.store.state_lock import StateLock
+from kvlinker.store import Catalog, Cipher, StoreError
+from kvlinker.store.catalog import database as state_lock
+from kvlinker.store.catalog.database import StateLock
 
 KEY = bytes(32)
 
@@ -18,7 +19,7 @@ KEY = bytes(32)
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_lock, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr("kvlinker.store.catalog_encryption.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("kvlinker.store.catalog.encryption.PATIENCE_SECONDS", 0.2)
 
 
 def test_shared_or_alone(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_a_first_key_waits_for_those_who_have_none(tmp_path: Path) -> None:
 
 def test_many_start_at_once_on_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cryptography")
-    monkeypatch.setattr("kvlinker.store.catalog_encryption.PATIENCE_SECONDS", 10.0)
+    monkeypatch.setattr("kvlinker.store.catalog.encryption.PATIENCE_SECONDS", 10.0)
     path = tmp_path / "catalog.sqlite"
     opened: list[Catalog] = []
     run_threads(*[lambda: opened.append(Catalog(path, Cipher(KEY)))] * 8)

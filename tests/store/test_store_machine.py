@@ -14,7 +14,7 @@ from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 
 from kvlinker.events import ChunkDamaged
 from kvlinker.store import ChunkStore, open_store
-from kvlinker.store.chunk_file import encode_chunk
+from kvlinker.store.format.chunk_file import encode_chunk
 
 KV = {number: chunk_kv(number, tokens=8 * number + 4) for number in range(8)}
 SIZES = {key_of(number): encode_chunk(key_of(number), kv).nbytes for number, kv in KV.items()}

@@ -16,7 +16,7 @@ from store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 from kvlinker.events import ChunkEvicted
 from kvlinker.store import DiskTier, HostTier, Tier
-from kvlinker.store.chunk_file import encode_chunk
+from kvlinker.store.format.chunk_file import encode_chunk
 
 NUMBERS = st.integers(0, 5)
 KV = {number: chunk_kv(number, tokens=2 * number + 1) for number in range(6)}  # 80 to 880 bytes

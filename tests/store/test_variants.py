@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from test_catalog import record
 
-from kvlinker.chunk_scores import Contextualization
 from kvlinker.store import Catalog
+from kvlinker.store.catalog.variants import StoredVariant, VariantIndex, VariantOwner
 from kvlinker.store.eviction import MOST_REUSE
-from kvlinker.store.variants import StoredVariant, VariantIndex, VariantOwner
+from kvlinker.types.chunk_scores import Contextualization
 
 HELD = record(1)
 OWNER = VariantOwner(HELD.fingerprint, HELD.tenant, HELD.chunk.content)

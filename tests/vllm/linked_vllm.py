@@ -19,14 +19,14 @@ import vllm
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-from kvlinker.bench.shapes import byte_tokenizer
-from kvlinker.chunks import chunk_key
-from kvlinker.engine.link_loading import PromptEvidence
+from kvlinker.embedded.link_loading import PromptEvidence
 from kvlinker.linking import make_plan, parse_policy
+from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.types.chunks import chunk_key
 from kvlinker.vllm.frontend.planning import PlannedLink, Planner
-from kvlinker.vllm.orders.order import PARAM, Outcome, order_of_capture, order_of_plan
-from kvlinker.vllm.orders.order_seal import OrderSeal
-from tests.engine.reference import Reference, reference_model
+from kvlinker.vllm.protocol.signature import OrderSeal
+from kvlinker.vllm.protocol.transfer_plan import PARAM, Outcome, order_of_capture, order_of_plan
+from tests.embedded.reference import Reference, reference_model
 from tests.toy_models import tiny_model
 from tests.vllm.conftest import HEAD_DIM
 

@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvlinker.bench.subject import Subject
-from kvlinker.bench.ttft import Workload
-from kvlinker.bench.vllm_ttft import COLUMNS, run_vllm_ttft
+from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.ttft import Workload
+from kvlinker.research.bench.vllm_ttft import COLUMNS, run_vllm_ttft
 from tests.server.serving import tiny_model
 from tests.vllm.conftest import HEAD_DIM
 

@@ -7,14 +7,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvlinker.chunks import Chunk
-from kvlinker.engine.link_loading import PromptEvidence
+from kvlinker.embedded.link_loading import PromptEvidence
 from kvlinker.linking import parse_policy
-from kvlinker.linking.explanation import layer_masks
-from kvlinker.linking.library import NoVariants
+from kvlinker.linking.evidence import NoVariants
+from kvlinker.linking.plan import layer_masks
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
-from tests.engine.conftest import linked_prompt, random_tokens
-from tests.engine.test_policy_references import blended
+from kvlinker.types.chunks import Chunk
+from tests.embedded.conftest import linked_prompt, random_tokens
+from tests.embedded.test_policy_references import blended
 from tests.vllm.linked_vllm import LinkedVLLM, difference, difference_from, outcome_of, reference
 
 TOLERANCE = 1e-5

@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvlinker.prompt.segments import FreshSegment, Prompt
-from kvlinker.vllm.orders.order import PARAM
-from kvlinker.vllm.orders.order_seal import SEAL
-from tests.engine.conftest import linked_prompt, random_tokens
+from kvlinker.vllm.protocol.signature import SEAL
+from kvlinker.vllm.protocol.transfer_plan import PARAM
+from tests.embedded.conftest import linked_prompt, random_tokens
 from tests.vllm.linked_vllm import LinkedVLLM, difference, key_of, order_for, outcome_of
 
 TOLERANCE = 2e-5

@@ -6,7 +6,7 @@ import pytest
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.store import StoreError
-from kvlinker.store.encryption import Sealing
+from kvlinker.store.format.encryption import Sealing
 from kvlinker.vllm.options import ConnectorOptions, connector_settings
 from kvlinker.vllm.worker.worker_chunks import WorkerChunks
 

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvlinker.chunks import Chunk
 from kvlinker.llm import LLM
 from kvlinker.prompt.segments import Prompt
-from tests.engine.conftest import linked_prompt
+from kvlinker.types.chunks import Chunk
+from tests.embedded.conftest import linked_prompt
 from tests.vllm.conftest import vllm_settings_for
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 20}

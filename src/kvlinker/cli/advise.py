@@ -16,11 +16,11 @@ from kvlinker.cli.bench.common import MODEL_OPTIONS, Json, Shape, command_line, 
 from kvlinker.cli.failures import BAD_USAGE, FAILURE, fail, failures, warn
 from kvlinker.cli.options import settings_options
 from kvlinker.config import SHARED_TIER_SETTINGS, Settings
-from kvlinker.prices import EXAMPLE_PRICES, parse_prices
+from kvlinker.research.advice import EXAMPLE_PRICES, parse_prices
 
 if TYPE_CHECKING:
-    from kvlinker.advice import TierFigures
-    from kvlinker.bench.report import Row
+    from kvlinker.research.advice import TierFigures
+    from kvlinker.research.bench.report import Row
 
 TIER_OPTIONS = ("state_dir", "host_memory", "disk_space", "disk_codec", *SHARED_TIER_SETTINGS)
 CODEC_OPTIONS = ("redis_codec", "object_codec")
@@ -70,10 +70,10 @@ def advise(
     Samples are written to each configured tier, beside what it holds, read layer by layer, and removed. What is
     measured is kept in the state directory, where servers begin with it.
     """
-    from kvlinker.advice import recommended
-    from kvlinker.bench.advising import measure
-    from kvlinker.bench.subject import make_subject
     from kvlinker.linking import parse_policy
+    from kvlinker.research.advice import recommended
+    from kvlinker.research.bench.advising import measure
+    from kvlinker.research.bench.subject import make_subject
 
     with failures(BAD_USAGE), _ending_at_signals(), progress_line() as progress:
         require_folders(json)
@@ -101,7 +101,7 @@ def advise(
 def _recommendation(
     tiers: Sequence[TierFigures], chosen: TierFigures | None, policy: str, percent: float, context_tokens: int
 ) -> str:
-    from kvlinker.advice import cheaper, ways_out
+    from kvlinker.research.advice import cheaper, ways_out
 
     what = f"{policy}, which recomputes {percent:.3g}% of {context_tokens} tokens"
     if chosen is not None:

@@ -166,7 +166,7 @@ def check_caches(
 def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
     """Catalog and store of a state directory that exists."""
     from kvlinker.events import Events
-    from kvlinker.state import open_state
+    from kvlinker.startup import open_state
 
     if not (settings.state_dir / "catalog.sqlite").is_file():
         raise fail(f"nothing is stored in {settings.state_dir}", FAILURE)

@@ -10,7 +10,7 @@ from kvlinker.cli.bench.common import MODEL_OPTIONS, progress_bar
 from kvlinker.cli.failures import BAD_USAGE, FAILURE, failures
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
-from kvlinker.evaluation.contexts import ContextSplit
+from kvlinker.research.evaluation.contexts import ContextSplit
 
 ALPHAS = "0.05,0.1,0.2,0.3,0.5,0.75,1,1.5,2"
 
@@ -36,11 +36,11 @@ def calibrate(
     from rich.console import Console
     from rich.table import Table
 
-    from kvlinker.bench.subject import make_subject
-    from kvlinker.evaluation.answers import Examiner
-    from kvlinker.evaluation.calibration import calibrate, settings_of
-    from kvlinker.evaluation.contexts import ContextSplitter
-    from kvlinker.evaluation.datasets import load_dataset
+    from kvlinker.research.bench.subject import make_subject
+    from kvlinker.research.evaluation.answers import Examiner
+    from kvlinker.research.evaluation.calibration import calibrate, settings_of
+    from kvlinker.research.evaluation.contexts import ContextSplitter
+    from kvlinker.research.evaluation.datasets import load_dataset
 
     with failures(BAD_USAGE):
         policies = settings_of(policy, values.split(","))

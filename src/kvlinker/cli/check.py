@@ -18,8 +18,8 @@ def check(
     from rich.console import Console
     from rich.table import Table
 
-    from kvlinker.engine.loading import read_model
-    from kvlinker.engine.selftest import self_test
+    from kvlinker.embedded.model.selftest import self_test
+    from kvlinker.engine.model_files import read_model
 
     with failures(FAILURE):
         transformer, _ = read_model(load_settings(model=model, trust_remote_code=trust_remote_code))

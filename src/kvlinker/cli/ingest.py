@@ -137,7 +137,7 @@ def _here(settings: Settings, job: Job) -> Iterator[Cacher]:
     """Load the model, and work on the state directory."""
     with Console(stderr=True).status(f"Loading and checking {settings.model}"):
         from kvlinker.llm import LLM
-        from kvlinker.tenants import DEFAULT_TENANT, tenant_of_key
+        from kvlinker.types.tenants import DEFAULT_TENANT, tenant_of_key
 
         llm = LLM.from_settings(settings)
     tenant = DEFAULT_TENANT if job.api_key is None else tenant_of_key(job.api_key)

@@ -17,7 +17,7 @@ def policies(
 
     from kvlinker import linking
 
-    described = [policy.describe() for policy in linking.policies().values()]
+    described = [policy.describe() for policy in linking.known_policies().values()]
     if as_json:
         typer.echo(json.dumps(described, indent=2, ensure_ascii=False))
         return

@@ -61,7 +61,7 @@ def _summary(settings: Settings, name: str, window: int, address: str) -> Table:
 
 def _shared_places(settings: Settings) -> list[str]:
     """The remote tiers, without their credentials."""
-    from kvlinker.store.remote.redaction import place_of
+    from kvlinker.store.tiers.medium import place_of
 
     tiers = ((settings.redis_url, settings.redis_space), (settings.object_url, settings.object_space))
     return [f"{place_of(url.get_secret_value())} ({space.human_readable()})" for url, space in tiers if url and space]

@@ -12,7 +12,6 @@ from urllib.parse import quote
 
 import httpx
 
-from kvlinker.engine.base import Timing, Usage
 from kvlinker.errors import (
     AuthenticationError,
     ContextCacheNotFoundError,
@@ -27,6 +26,7 @@ from kvlinker.errors import (
     PolicyError,
     QuotaExceededError,
 )
+from kvlinker.types.answers import Timing, Usage
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 CACHES = "v1/context_caches"

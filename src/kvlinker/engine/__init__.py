@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching of runs over unmodified transformers models."""
+"""What both engines share, and the contract that the rest of kvlinker knows them by."""

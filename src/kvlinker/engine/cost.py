@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.engine.anatomy import LayerShape
+from kvlinker.embedded.model.anatomy import LayerShape
 
 
 class CostModel:

@@ -1,59 +1,15 @@
-"""A request that wants to know how its prompt is linked."""
+"""How a prompt was linked, told by either engine."""
 
 from __future__ import annotations
 
-import logging
-from typing import ClassVar
-
 import numpy as np
-from torch import Tensor
 
-from kvlinker.engine.base import GenerationRequest
 from kvlinker.engine.cost import CostModel
-from kvlinker.engine.future_request import FutureRequest
-from kvlinker.engine.refinement import Refinement
-from kvlinker.errors import KVLinkerError
-from kvlinker.linking.evidence import Evidence
-from kvlinker.linking.explanation import Explanation, LinkCost, layer_masks, layer_ranges, linked_segments
-from kvlinker.linking.forecast import Forecast
-from kvlinker.linking.plan import LinkPlan, probe_plan
+from kvlinker.linking.evidence import Evidence, Forecast
+from kvlinker.linking.explanation import Explanation, LinkCost, layer_ranges, linked_segments
+from kvlinker.linking.plan import LinkPlan, layer_masks, probe_plan
 from kvlinker.linking.policy import Policy
-
-logger = logging.getLogger(__name__)
-
-
-class Explaining(FutureRequest[Explanation]):
-    """Ends with an explanation."""
-
-    explains: ClassVar[bool] = True
-
-    def __init__(self, request: GenerationRequest, *, layers: int, cost: CostModel) -> None:
-        super().__init__(request, max_tokens=1)
-        self._layers = layers
-        self._cost = cost
-
-    def accept(self, logits: Tensor) -> None:
-        try:
-            explanation = self._explain()
-        except Exception as error:
-            logger.exception("A policy could not be explained.")
-            self.fail(KVLinkerError(f"Policy {self.request.policy.name} could not be explained: {error}"))
-        else:
-            self.finish(explanation)
-
-    def _explain(self) -> Explanation:
-        assert self.plan is not None
-        assert self.sequence is not None
-        assert self._link is not None
-        return explanation_of(
-            self.plan,
-            self.sequence.refinement,
-            self._link.evidence,
-            asked=self.request.policy,
-            forecast=self._link.forecast,
-            layers=self._layers,
-            cost=self._cost,
-        )
+from kvlinker.linking.refinement import Refinement
 
 
 def explanation_of(

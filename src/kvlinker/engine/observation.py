@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.chunk_scores import ChunkScores, ContextChunk, Contextualization
 from kvlinker.engine.attention import AttentionOptions, Queries, attention_weights
 from kvlinker.prompt.segments import ChunkSpan
+from kvlinker.types.chunk_scores import ChunkScores, ContextChunk, Contextualization
 
 QUERIES_AT_ONCE = 64
 

@@ -1,14 +1,17 @@
-"""What a policy may look at besides the prompt: scores of chunks, the question's attention, deviations in a layer."""
+"""What a policy may look at besides the prompt: stored scores, attention, deviations, forecasts and variants."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.chunk_scores import ChunkScores
 from kvlinker.prompt.segments import Prompt
+from kvlinker.types.chunk_scores import ChunkScores, Contextualization
+from kvlinker.types.chunks import Chunk
 
 
 class Evidence(Protocol):
@@ -73,3 +76,55 @@ class LayerEvidence(Protocol):
         with the first layer in which no policy asks for it.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Seconds; None is not measured yet. ``load``: reading the prompt's chunks from the tiers in which they lie (what
+    is in memory takes none), T_load. ``prefill``: computing all of their tokens as one text, T_prefill(L).
+    ``overlaps``: computation can go on beside the loading; else one comes after the other."""
+
+    load: float | None
+    prefill: float | None
+    overlaps: bool = True
+
+    @property
+    def worth_loading(self) -> bool:
+        """Loading takes no longer than computing everything."""
+        return self.load is not None and self.prefill is not None and self.load <= self.prefill
+
+    def hidden_percent(self, least: float) -> float:
+        """Percent of the tokens that can be computed again while the chunks are loaded, at no cost in time, but at
+        least ``least`` (CacheBlend, section 5.1): the r with r · T_prefill = T_load, then max(r, r*), at most 100.
+
+        Loading that overlaps with nothing hides nothing: the least, unless it would be quicker to compute everything.
+        """
+        if self.load is None or not self.prefill:
+            return least
+        percent = 100 * (self.load / self.prefill)
+        if not self.overlaps:
+            return 100.0 if percent + least > 100 else least
+        return min(100.0, max(percent, least))
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A chunk whose KV was computed behind ``chunk.prefix``, and how it depends on the chunks in there."""
+
+    chunk: Chunk
+    contextualization: Contextualization
+
+
+class Library(Protocol):
+    """The variants that are stored."""
+
+    def variants(self, chunk: Chunk) -> Sequence[Variant]:
+        """Variants with the same tokens as ``chunk``, besides itself."""
+        ...
+
+
+class NoVariants:
+    """A ``Library`` of nothing."""
+
+    def variants(self, chunk: Chunk) -> Sequence[Variant]:
+        return ()

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.linking.forecast import Forecast
-from kvlinker.linking.plan import LinkPlan, ranges
-from kvlinker.linking.score import Score
+from kvlinker.linking.evidence import Forecast
+from kvlinker.linking.plan import ranges
+from kvlinker.linking.selection import Score
 from kvlinker.prompt.segments import CachedSegment, Prompt
 
 
@@ -145,23 +145,6 @@ def linked_segments(prompt: Prompt) -> tuple[LinkedSegment, ...]:
             found.append(LinkedSegment("fresh", start, size))
         start += size
     return tuple(found)
-
-
-def layer_masks(
-    plan: LinkPlan, layers: int, dropped: Sequence[tuple[int, NDArray[np.int64]]]
-) -> list[NDArray[np.bool_]]:
-    """The positions that each layer computes, [length] each; ``dropped``: (first layer without them, positions)."""
-    mask = np.zeros(plan.length, dtype=np.bool_)
-    for begin, end in plan.runs:
-        mask[begin:end] = True
-    masks = []
-    for layer in range(layers):
-        for first, positions in dropped:
-            if first == layer:
-                mask = mask.copy()
-                mask[positions] = False
-        masks.append(mask)
-    return masks
 
 
 def layer_ranges(prompt: Prompt, masks: Sequence[NDArray[np.bool_]]) -> tuple[LayerRange, ...]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.chunks import Chunk
 from kvlinker.linking.evidence import Evidence
 from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt
+from kvlinker.types.chunks import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +96,39 @@ def ranges(mask: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
     """Maximal ranges [begin, end) where ``mask`` is true."""
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
     return tuple((int(begin), int(end)) for begin, end in edges.reshape(-1, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkUse:
+    """``recomputed``: the share of the chunk's tokens that were computed again, mean over the layers."""
+
+    chunk: Chunk
+    recomputed: float
+
+
+def chunk_uses(
+    plan: LinkPlan, layers: int, dropped: Sequence[tuple[int, NDArray[np.int64]]] = ()
+) -> tuple[ChunkUse, ...]:
+    """A use for each placement, in order; ``dropped`` between the layers: (first layer without them, positions)."""
+    computed = np.mean(layer_masks(plan, layers if dropped else 1, dropped), axis=0)
+    return tuple(
+        ChunkUse(placement.chunk, float(computed[placement.start : placement.start + len(placement.chunk)].mean()))
+        for placement in plan.placements
+    )
+
+
+def layer_masks(
+    plan: LinkPlan, layers: int, dropped: Sequence[tuple[int, NDArray[np.int64]]]
+) -> list[NDArray[np.bool_]]:
+    """The positions that each layer computes, [length] each; ``dropped``: (first layer without them, positions)."""
+    mask = np.zeros(plan.length, dtype=np.bool_)
+    for begin, end in plan.runs:
+        mask[begin:end] = True
+    masks = []
+    for layer in range(layers):
+        for first, positions in dropped:
+            if first == layer:
+                mask = mask.copy()
+                mask[positions] = False
+        masks.append(mask)
+    return masks

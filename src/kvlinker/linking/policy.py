@@ -10,10 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.linking import parameters
-from kvlinker.linking.evidence import Evidence, LayerEvidence
-from kvlinker.linking.forecast import Forecast
-from kvlinker.linking.library import Library
-from kvlinker.linking.score import Score
+from kvlinker.linking.evidence import Evidence, Forecast, LayerEvidence, Library
+from kvlinker.linking.selection import Score
 from kvlinker.prompt.segments import Prompt
 
 

@@ -33,7 +33,7 @@ def register(policy: P) -> P:
     return policy
 
 
-def policies() -> Mapping[str, type[Policy]]:
+def known_policies() -> Mapping[str, type[Policy]]:
     """All registered policies by family, installed plugins included, sorted by name."""
     _load_plugins()
     return MappingProxyType(dict(sorted(_families.items())))
@@ -56,7 +56,7 @@ def as_policy(policy: str | Policy) -> Policy:
 
 
 def _parse_one(text: str) -> Policy:
-    known = policies()
+    known = known_policies()
     matches = [name for name in known if text == name or text.startswith(f"{name}-")]
     if not matches:
         raise PolicyError(

@@ -9,11 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.errors import PolicyError
-from kvlinker.linking.evidence import Evidence
-from kvlinker.linking.forecast import Forecast
-from kvlinker.linking.library import Library
+from kvlinker.linking.evidence import Evidence, Forecast, Library
 from kvlinker.linking.policy import Policy
-from kvlinker.linking.score import Score
+from kvlinker.linking.selection import Score
 from kvlinker.prompt.segments import Prompt
 
 SIGN = "+"

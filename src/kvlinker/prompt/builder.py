@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvlinker.chunks import Chunk, GenerationContext
 from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.chat import ChatMessage, ChatTemplate
 from kvlinker.prompt.encoding import TextEncoder, require_unicode
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
+from kvlinker.types.chunks import Chunk, GenerationContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

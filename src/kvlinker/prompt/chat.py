@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from jinja2 import TemplateSyntaxError
 
-from kvlinker.chunks import Chunk
 from kvlinker.errors import InvalidRequestError, ModelLoadError
 from kvlinker.prompt.encoding import require_unicode
+from kvlinker.types.chunks import Chunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.chunks import Chunk
+from kvlinker.types.chunks import Chunk
 
 
 @dataclass(frozen=True, slots=True)

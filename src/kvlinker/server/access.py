@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvlinker.errors import AuthenticationError
 from kvlinker.server.errors import error_response
-from kvlinker.tenants import DEFAULT_TENANT, tenant_of_key
+from kvlinker.types.tenants import DEFAULT_TENANT, tenant_of_key
 
 OPEN_PATHS = frozenset({"/", "/health", "/openapi.json"})
 

@@ -9,18 +9,11 @@ from dataclasses import dataclass
 
 from starlette.types import Receive
 
-from kvlinker.engine.base import (
-    Delta,
-    Failed,
-    Finished,
-    GenerationEvent,
-    RequestHandle,
-    SamplingParams,
-    Timing,
-    TokenLogprob,
-)
+from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
 from kvlinker.llm import LLM
 from kvlinker.prompt.segments import Prompt
+from kvlinker.types.answers import Delta, Finished, Timing, TokenLogprob
+from kvlinker.types.sampling import SamplingParams
 
 
 class Generation:

@@ -10,12 +10,12 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvlinker.engine.base import Finished, Usage
 from kvlinker.errors import KVLinkerError
 from kvlinker.server.errors import body_of
 from kvlinker.server.formats.base import AnswerFormat
 from kvlinker.server.formats.usage import usage_body
 from kvlinker.server.generation import Generation
+from kvlinker.types.answers import Finished, Usage
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _DONE = b"data: [DONE]\n\n"

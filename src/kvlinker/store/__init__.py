@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from pathlib import Path
 
+from kvlinker.errors import StoreError
 from kvlinker.events import Events
-from kvlinker.store.base import Tier, TierCheck, TierUsage
-from kvlinker.store.catalog import UNCHANGED, Catalog, Page, Unchanged
+from kvlinker.store.catalog.catalog import Catalog
+from kvlinker.store.catalog.limits import Limits, TenantUsage
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.chunk_store import ChunkStore
-from kvlinker.store.codecs import RAW, Codec
-from kvlinker.store.context_cache import ContextCache, new_context_cache_id
-from kvlinker.store.device import DeviceTier, device_tier
-from kvlinker.store.disk import DiskTier
-from kvlinker.store.encryption import Cipher, Sealing, load_cipher
-from kvlinker.store.errors import StoreError
 from kvlinker.store.eviction import Eviction
-from kvlinker.store.host import HostTier
-from kvlinker.store.limits import Limits, TenantUsage
-from kvlinker.store.speeds import Speeds
+from kvlinker.store.format.codecs import RAW, Codec
+from kvlinker.store.format.encryption import Cipher, Sealing, load_cipher
+from kvlinker.store.loading.speeds import Speeds
+from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage
+from kvlinker.store.tiers.device import DeviceTier, device_tier
+from kvlinker.store.tiers.disk import DiskTier
+from kvlinker.store.tiers.host import HostTier
+from kvlinker.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged, new_context_cache_id
 
 __all__ = [
     "UNCHANGED",

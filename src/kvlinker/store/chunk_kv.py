@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvlinker.chunk_scores import ChunkScores
+from kvlinker.types.chunk_scores import ChunkScores
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,16 @@ from dataclasses import replace
 from functools import partial
 
 from kvlinker.events import ChunkLoaded, ChunkLookup, Events
-from kvlinker.store.bandwidth import Bandwidths, LoadTime
-from kvlinker.store.base import Tier, TierCheck, TierUsage
 from kvlinker.store.chunk_kv import ChunkKV
-from kvlinker.store.device import DeviceTier
-from kvlinker.store.disk import DiskTier
 from kvlinker.store.eviction import use_weight
-from kvlinker.store.layer_loader import LayerLoader
-from kvlinker.store.pacing import Pacing
-from kvlinker.store.speeds import Speeds
-from kvlinker.store.wanted import Loaded, Opened, Urgency, Wanted
+from kvlinker.store.loading.bandwidth import Bandwidths, LoadTime
+from kvlinker.store.loading.layer_loader import LayerLoader
+from kvlinker.store.loading.speeds import Speeds
+from kvlinker.store.loading.wanted import Loaded, Opened, Urgency, Wanted
+from kvlinker.store.throttle import Pacing
+from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage
+from kvlinker.store.tiers.device import DeviceTier
+from kvlinker.store.tiers.disk import DiskTier
 from kvlinker.store.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)

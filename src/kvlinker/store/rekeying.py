@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from kvlinker.store.byte_source import Bytes, FileSource
-from kvlinker.store.catalog_encryption import change_key
-from kvlinker.store.chunk_file import open_chunk, open_regular
-from kvlinker.store.chunk_folder import ChunkFolder
-from kvlinker.store.chunk_header import ChunkFileError
-from kvlinker.store.compression import MissingLibraryError
-from kvlinker.store.database import Database
-from kvlinker.store.encryption import Cipher, SealedDataError, Sealing
-from kvlinker.store.errors import StoreError
-from kvlinker.store.state_lock import StateLock
+from kvlinker.errors import StoreError
+from kvlinker.store.catalog.database import Database, StateLock
+from kvlinker.store.catalog.encryption import change_key
+from kvlinker.store.format.byte_source import Bytes, FileSource
+from kvlinker.store.format.chunk_file import open_chunk, open_regular
+from kvlinker.store.format.compression import MissingLibraryError
+from kvlinker.store.format.encryption import Cipher, SealedDataError, Sealing
+from kvlinker.store.format.header import ChunkFileError
+from kvlinker.store.tiers.chunk_folder import ChunkFolder
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import threading
 import time
 from dataclasses import dataclass
 
-from kvlinker.store.base import Tier
 from kvlinker.store.chunk_kv import ChunkKV
-from kvlinker.store.pacing import Pacing
+from kvlinker.store.throttle import Pacing
+from kvlinker.store.tiers.base import Tier
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlinker.config import Settings
-from kvlinker.store.encryption import Sealing, load_cipher
+from kvlinker.store.format.encryption import Sealing, load_cipher
 from kvlinker.vllm.adapter import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -21,8 +21,8 @@ from kvlinker.vllm.adapter import (
     require_tested_version,
 )
 from kvlinker.vllm.options import ConnectorOptions, connector_settings
-from kvlinker.vllm.orders.metadata import StepOrders, StepReport
-from kvlinker.vllm.orders.order_seal import OrderSeal
+from kvlinker.vllm.protocol.messages import StepOrders, StepReport
+from kvlinker.vllm.protocol.signature import OrderSeal
 from kvlinker.vllm.scheduler.linking_scheduler import LinkingScheduler, StepLimits
 from kvlinker.vllm.worker.linking_worker import LinkingWorker, Results
 from kvlinker.vllm.worker.worker_chunks import WorkerChunks

@@ -27,8 +27,8 @@ from kvlinker.vllm.frontend.client import VLLMClient
 from kvlinker.vllm.frontend.model_facts import CHANGES_KV, read_facts
 from kvlinker.vllm.frontend.source import VLLMSource
 from kvlinker.vllm.options import ConnectorOptions, connector_settings
-from kvlinker.vllm.orders.order_seal import OrderSeal
 from kvlinker.vllm.plugin import NAME
+from kvlinker.vllm.protocol.signature import OrderSeal
 
 LEFT_TO_VLLM = frozenset({"/health", "/metrics", "/openapi.json"})
 

@@ -11,22 +11,18 @@ pytest.importorskip("vllm")
 import numpy as np
 import psutil
 
-from kvlinker.chunks import Chunk, GenerationContext
-from kvlinker.engine.base import Delta, Failed, Finished, GenerationRequest, SamplingParams
-from kvlinker.errors import (
-    ContextLengthError,
-    EngineClosedError,
-    InvalidRequestError,
-    OverloadedError,
-    PolicyError,
-)
+from kvlinker.engine.contract import Failed, GenerationRequest
+from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError, OverloadedError, PolicyError
 from kvlinker.events import ChunkLookup
 from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
 from kvlinker.store import StoreError
+from kvlinker.types.answers import Delta, Finished
+from kvlinker.types.chunks import Chunk, GenerationContext
+from kvlinker.types.sampling import SamplingParams
 from kvlinker.vllm.frontend.engine import salt_of
-from kvlinker.vllm.orders.order import LinkOrder
-from tests.engine.conftest import linked_prompt, random_tokens
+from kvlinker.vllm.protocol.transfer_plan import LinkOrder
+from tests.embedded.conftest import linked_prompt, random_tokens
 from tests.vllm.conftest import vllm_settings_for
 
 TOLERANCE = 1e-4

@@ -2,13 +2,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.engine.link_loading import PromptEvidence
+from kvlinker.embedded.link_loading import PromptEvidence
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import make_plan, parse_policy
-from kvlinker.vllm.orders.order import PARAM, LinkOrder, PlacedChunk, order_of_capture, order_of_params, order_of_plan
-from kvlinker.vllm.orders.order_seal import SEAL, OrderSeal
-from kvlinker.vllm.orders.slices import Budget, Progress
-from tests.engine.conftest import linked_prompt
+from kvlinker.vllm.protocol.signature import SEAL, OrderSeal
+from kvlinker.vllm.protocol.slices import Budget, Progress
+from kvlinker.vllm.protocol.transfer_plan import (
+    PARAM,
+    LinkOrder,
+    PlacedChunk,
+    order_of_capture,
+    order_of_params,
+    order_of_plan,
+)
+from tests.embedded.conftest import linked_prompt
 
 KEY = "0" * 64
 POLICIES = ["full", "naive", "naive-unpositioned", "legolink-4", "attnlink-5", "random-30", "random-100", "prefix"]

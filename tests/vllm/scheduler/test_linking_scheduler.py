@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvlinker.vllm.orders.metadata import StepReport
-from kvlinker.vllm.orders.order import PARAM, LinkOrder, PlacedChunk
-from kvlinker.vllm.orders.order_seal import SEAL, OrderSeal
+from kvlinker.vllm.protocol.messages import StepReport
+from kvlinker.vllm.protocol.signature import SEAL, OrderSeal
+from kvlinker.vllm.protocol.transfer_plan import PARAM, LinkOrder, PlacedChunk
 from kvlinker.vllm.scheduler.linking_scheduler import LinkingScheduler, StepLimits
 from kvlinker.vllm.scheduler.pace import StepPace
 

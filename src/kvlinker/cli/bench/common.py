@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from kvlinker.bench.report import Report
+    from kvlinker.research.bench.report import Report
 
 Shape = Annotated[str | None, typer.Option(help="Random weights of this shape (tiny, 285m, 8b) in place of --model.")]
 Json = Annotated[Path | None, typer.Option(help="Write the results to this file.")]

@@ -9,12 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvlinker.cli.bench.common import (
-    MODEL_OPTIONS,
-    QUALITY_OPTIONS,
-    described_progress,
-    require_folders,
-)
+from kvlinker.cli.bench.common import MODEL_OPTIONS, QUALITY_OPTIONS, described_progress, require_folders
 from kvlinker.cli.failures import BAD_USAGE, failures
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
@@ -32,9 +27,9 @@ def figure(
     redraw: Annotated[bool, typer.Option("--redraw", help="Measure nothing: show stored results again.")] = False,
 ) -> None:
     """A figure of the papers, measured anew: a plot, a table, and the paper's claim beside them."""
-    from kvlinker.figures.lab import Lab
-    from kvlinker.figures.page import show_figure, write_figure
-    from kvlinker.figures.registry import FIGURES, find_figure
+    from kvlinker.research.figures.lab import Lab
+    from kvlinker.research.figures.page import show_figure, write_figure
+    from kvlinker.research.figures.registry import FIGURES, find_figure
 
     if name == "list":
         for one in FIGURES.values():

@@ -26,7 +26,7 @@ from kvlinker.cli.bench.common import (
 from kvlinker.cli.failures import BAD_USAGE, failures, warn
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
-from kvlinker.evaluation.contexts import ContextSplit
+from kvlinker.research.evaluation.contexts import ContextSplit
 
 SKIPS_SHOWN = 5
 
@@ -69,10 +69,10 @@ def quality(
     plot: Plot = None,
 ) -> None:
     """Quality of answers, and of predictions of given text, by policy, beside those of a full prefill."""
-    from kvlinker.bench.plots import plot_quality
-    from kvlinker.bench.quality import COLUMNS, QualityOptions, main_rows, run_quality
-    from kvlinker.bench.subject import make_subject
-    from kvlinker.store.codecs import find_codec
+    from kvlinker.research.bench.plots import plot_quality
+    from kvlinker.research.bench.quality import COLUMNS, QualityOptions, main_rows, run_quality
+    from kvlinker.research.bench.subject import make_subject
+    from kvlinker.store.format.codecs import find_codec
 
     with failures(BAD_USAGE):
         require_folders(json, plot, resume)

@@ -47,9 +47,9 @@ def ttft(
 
     With --engine vllm, vLLM's beside the embedded engine's, and the pace of a neighbour that decodes meanwhile.
     """
-    from kvlinker.bench.plots import plot_ttft
-    from kvlinker.bench.subject import make_subject
-    from kvlinker.bench.ttft import COLUMNS, Workload, run_ttft, scaling_exponents
+    from kvlinker.research.bench.plots import plot_ttft
+    from kvlinker.research.bench.subject import make_subject
+    from kvlinker.research.bench.ttft import COLUMNS, Workload, run_ttft, scaling_exponents
 
     with failures(BAD_USAGE), progress_line() as progress:
         workloads = [Workload(count, chunk_tokens, fresh_tokens) for count in counts(chunks)]
@@ -67,8 +67,8 @@ def ttft(
             progress=progress,
         )
         if with_vllm:
-            from kvlinker.bench.vllm_ttft import COLUMNS as VLLM_COLUMNS
-            from kvlinker.bench.vllm_ttft import run_vllm_ttft
+            from kvlinker.research.bench.vllm_ttft import COLUMNS as VLLM_COLUMNS
+            from kvlinker.research.bench.vllm_ttft import run_vllm_ttft
 
             rows = run_vllm_ttft(subject, settings, workloads, names, repeat=repeat, progress=progress)
             report = replace(report, rows=[*report.rows, *rows])
@@ -91,8 +91,8 @@ def decode(
     json: Json = None,
 ) -> None:
     """Time per decoded token, beside transformers' own cached decoding."""
-    from kvlinker.bench.decode import COLUMNS, run_decode
-    from kvlinker.bench.subject import make_subject
+    from kvlinker.research.bench.decode import COLUMNS, run_decode
+    from kvlinker.research.bench.subject import make_subject
 
     with failures(BAD_USAGE), progress_line() as progress:
         sizes = counts(batches)
@@ -114,9 +114,9 @@ def memory(
     json: Json = None,
 ) -> None:
     """Peak memory of one request, beside the KV that it needs in any case."""
-    from kvlinker.bench.memory import COLUMNS, run_memory
-    from kvlinker.bench.subject import make_subject
-    from kvlinker.bench.ttft import Workload
+    from kvlinker.research.bench.memory import COLUMNS, run_memory
+    from kvlinker.research.bench.subject import make_subject
+    from kvlinker.research.bench.ttft import Workload
 
     with failures(BAD_USAGE), progress_line() as progress:
         names = policy_names(policies)
@@ -134,8 +134,8 @@ def creation(
     json: Json = None,
 ) -> None:
     """Time to compute a chunk, with and without the attention scores that some policies use."""
-    from kvlinker.bench.creation import COLUMNS, run_creation
-    from kvlinker.bench.subject import make_subject
+    from kvlinker.research.bench.creation import COLUMNS, run_creation
+    from kvlinker.research.bench.subject import make_subject
 
     with failures(BAD_USAGE), progress_line() as progress:
         subject = make_subject(settings, shape=shape, command=command_line(), repeat=repeat)
@@ -154,9 +154,9 @@ def overhead(
     json: Json = None,
 ) -> None:
     """What HTTP adds to a request, beside the same request in Python."""
-    from kvlinker.bench.overhead import COLUMNS, run_overhead
-    from kvlinker.bench.subject import make_subject
-    from kvlinker.bench.ttft import Workload
+    from kvlinker.research.bench.overhead import COLUMNS, run_overhead
+    from kvlinker.research.bench.subject import make_subject
+    from kvlinker.research.bench.ttft import Workload
 
     with failures(BAD_USAGE), progress_line() as progress:
         (name,) = policy_names(policy)

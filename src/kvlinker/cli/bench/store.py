@@ -45,11 +45,11 @@ def store(
     plot: Plot = None,
 ) -> None:
     """What the store's tiers cost a request, what writes cost it, and what it costs to keep many chunks."""
-    from kvlinker.bench.plots import plot_store
-    from kvlinker.bench.store import COLUMNS, run_store
-    from kvlinker.bench.subject import make_subject
-    from kvlinker.bench.ttft import Workload
-    from kvlinker.store.codecs import find_codec
+    from kvlinker.research.bench.plots import plot_store
+    from kvlinker.research.bench.store import COLUMNS, run_store
+    from kvlinker.research.bench.subject import make_subject
+    from kvlinker.research.bench.ttft import Workload
+    from kvlinker.store.format.codecs import find_codec
 
     with failures(BAD_USAGE), progress_line() as progress:
         require_folders(json, plot)
@@ -82,8 +82,8 @@ def codecs(
     json: Json = None,
 ) -> None:
     """What tiers' codecs make of the KV of prose: room, error, and time on the processor."""
-    from kvlinker.bench.codecs import COLUMNS, run_codecs
-    from kvlinker.bench.subject import make_subject
+    from kvlinker.research.bench.codecs import COLUMNS, run_codecs
+    from kvlinker.research.bench.subject import make_subject
 
     with failures(BAD_USAGE), progress_line() as progress:
         require_folders(json)
@@ -100,8 +100,8 @@ def isolation(
     json: Json = None,
 ) -> None:
     """Whether a tenant can tell by time what other tenants have: lookups of theirs beside lookups of nothing."""
-    from kvlinker.bench.isolation import COLUMNS, run_isolation
-    from kvlinker.bench.subject import make_subject
+    from kvlinker.research.bench.isolation import COLUMNS, run_isolation
+    from kvlinker.research.bench.subject import make_subject
 
     with failures(BAD_USAGE), progress_line() as progress:
         subject = make_subject(settings, shape=shape, command=command_line(), lookups=lookups)

@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from kvlinker.engine.base import SamplingParams
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.bodies.base import Body, Text
 from kvlinker.server.bodies.generation import GenerationBody
 from kvlinker.server.bodies.parts import Part
+from kvlinker.types.sampling import SamplingParams
 
 _Content = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[Part], Field(min_length=1), Tag("<parts>")],

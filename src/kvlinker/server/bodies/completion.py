@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
-from kvlinker.engine.base import SamplingParams
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.bodies.base import Text
 from kvlinker.server.bodies.generation import MAX_CHOICES, GenerationBody
 from kvlinker.server.bodies.parts import Part
+from kvlinker.types.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""

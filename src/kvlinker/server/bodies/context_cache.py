@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvlinker.chunks import GenerationContext
 from kvlinker.context_caches import MAX_CHUNKS
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.bodies.base import Body, Metadata, Name, Text
+from kvlinker.types.chunks import GenerationContext
 
 MAX_TTL = 100 * 365 * 24 * 3600.0
 END_OF_TIME = 253_402_300_799.0

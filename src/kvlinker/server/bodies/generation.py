@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
 
-from kvlinker.engine.base import SamplingParams
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.bodies.base import Body, Text
+from kvlinker.types.sampling import SamplingParams
 
 MAX_CHOICES = 128
 

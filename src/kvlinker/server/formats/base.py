@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from kvlinker.engine.base import Delta, Finished
 from kvlinker.server.generation import Outcome
+from kvlinker.types.answers import Delta, Finished
 
 Choice = Mapping[str, Any]
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvlinker.engine.base import Delta, Finished, TokenLogprob
 from kvlinker.server.formats.base import Choice
 from kvlinker.server.formats.logprobs import finite
 from kvlinker.server.generation import Outcome
+from kvlinker.types.answers import Delta, Finished, TokenLogprob
 
 
 class ChatFormat:

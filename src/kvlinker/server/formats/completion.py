@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from kvlinker.engine.base import Delta, Finished, TokenLogprob
 from kvlinker.server.formats.base import Choice
 from kvlinker.server.formats.logprobs import finite
 from kvlinker.server.generation import Outcome
+from kvlinker.types.answers import Delta, Finished, TokenLogprob
 
 
 class CompletionFormat:

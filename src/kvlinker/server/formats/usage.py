@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvlinker.engine.base import Usage
+from kvlinker.types.answers import Usage
 
 
 def usage_body(usages: Sequence[Usage], n: int) -> dict[str, Any]:

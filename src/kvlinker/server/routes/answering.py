@@ -11,7 +11,6 @@ from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from kvlinker.engine.base import SamplingParams
 from kvlinker.errors import ContextCacheNotFoundError, ContextLengthError
 from kvlinker.prompt.segments import Prompt
 from kvlinker.server.bodies.generation import GenerationBody
@@ -20,6 +19,7 @@ from kvlinker.server.formats.usage import usage_body
 from kvlinker.server.generation import Generation, server_timing
 from kvlinker.server.service import Service
 from kvlinker.server.streaming import EventStream
+from kvlinker.types.sampling import SamplingParams
 
 
 async def answer(

@@ -15,7 +15,7 @@ from kvlinker.server.bodies.context_cache import CreateBody, Split, UpdateBody
 from kvlinker.server.metadata_query import METADATA_PARAMETER, MetadataParam
 from kvlinker.server.service import CallerParam, Service, ServiceParam, TenantParam
 from kvlinker.store import ContextCache, TierUsage
-from kvlinker.tenants import Scope
+from kvlinker.types.tenants import Scope
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
 

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 
-from kvlinker.linking import Explanation, policies
+from kvlinker.linking import Explanation, known_policies
 from kvlinker.server.bodies.link import ExplainBody
 from kvlinker.server.routes.answering import errors_name
 from kvlinker.server.service import Service, ServiceParam, TenantParam
@@ -18,7 +18,7 @@ router = APIRouter(prefix="/v1", tags=["linking"])
 @router.get("/policies")
 async def list_policies(service: ServiceParam) -> dict[str, Any]:
     """All linking policies with their parameters, and the one that requests get that name none."""
-    data = [{"object": "policy", **policy.describe()} for policy in policies().values()]
+    data = [{"object": "policy", **policy.describe()} for policy in known_policies().values()]
     return {"object": "list", "data": data, "default": service.settings.policy}
 
 

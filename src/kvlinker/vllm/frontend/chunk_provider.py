@@ -9,12 +9,12 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import TypeVar
 
-from kvlinker.chunk_scores import ChunkScores
-from kvlinker.chunks import Chunk, chunk_key
 from kvlinker.errors import ContextLengthError
 from kvlinker.store import ChunkStore, StoreError
+from kvlinker.types.chunk_scores import ChunkScores
+from kvlinker.types.chunks import Chunk, chunk_key
 from kvlinker.vllm.frontend.client import VLLMClient
-from kvlinker.vllm.orders.order import order_of_capture
+from kvlinker.vllm.protocol.transfer_plan import order_of_capture
 
 T = TypeVar("T")
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvlinker.config import Settings
-from kvlinker.engine.base import SamplingParams
 from kvlinker.errors import InvalidRequestError, ModelLoadError
+from kvlinker.types.sampling import SamplingParams
 from kvlinker.vllm.options import ConnectorOptions
-from kvlinker.vllm.orders.order import PARAM, LinkOrder, Outcome
-from kvlinker.vllm.orders.order_seal import OrderSeal
 from kvlinker.vllm.plugin import NAME
+from kvlinker.vllm.protocol.signature import OrderSeal
+from kvlinker.vllm.protocol.transfer_plan import PARAM, LinkOrder, Outcome
 
 T = TypeVar("T")
 

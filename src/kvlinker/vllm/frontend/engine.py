@@ -16,21 +16,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvlinker.chunks import Chunk
-from kvlinker.engine.base import EngineLoad, GenerationRequest, PromptLogprobs, Sink
+from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engine.explaining import explanation_of
-from kvlinker.engine.request_limits import RequestLimits
+from kvlinker.engine.limits import RequestLimits
 from kvlinker.errors import EngineClosedError, InvalidRequestError, KVLinkerError, OverloadedError
 from kvlinker.events import Events
 from kvlinker.linking.explanation import Explanation
-from kvlinker.linking.uses import chunk_uses
+from kvlinker.linking.plan import chunk_uses
 from kvlinker.store import ChunkStore
+from kvlinker.types.answers import PromptLogprobs
+from kvlinker.types.chunks import Chunk
 from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.vllm.frontend.client import SPARE_TOKENS, VLLMClient
 from kvlinker.vllm.frontend.generation import Generation
 from kvlinker.vllm.frontend.model_facts import ModelFacts
 from kvlinker.vllm.frontend.planning import PlannedLink, Planner, check_policy
-from kvlinker.vllm.orders.order import LinkOrder
+from kvlinker.vllm.protocol.transfer_plan import LinkOrder
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ CLOSE_SECONDS = 30.0
 
 
 class VLLMEngine:
-    """See ``kvlinker.engine.base`` for the contract."""
+    """See ``kvlinker.engine.contract`` for the contract."""
 
     def __init__(
         self,

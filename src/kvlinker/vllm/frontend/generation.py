@@ -6,13 +6,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from kvlinker.engine.base import Delta, GenerationRequest, Sink, Timing, TokenLogprob, Usage
+from kvlinker.engine.contract import GenerationRequest, Sink
 from kvlinker.engine.output import Output
 from kvlinker.errors import KVLinkerError
 from kvlinker.events import Events
+from kvlinker.types.answers import Delta, Timing, TokenLogprob, Usage
 from kvlinker.vllm.frontend.client import NewTokens
 from kvlinker.vllm.frontend.planning import PlannedLink
-from kvlinker.vllm.orders.order import Outcome
+from kvlinker.vllm.protocol.transfer_plan import Outcome
 
 
 class Generation:

@@ -17,9 +17,16 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
 
 from kvlinker.config import Settings
-from kvlinker.engine.anatomy import LayerShape
+from kvlinker.embedded.model.anatomy import LayerShape
 from kvlinker.engine.cost import CostModel
-from kvlinker.engine.loading import choose_device, choose_dtype, fingerprint, read_config, read_model, read_tokenizer
+from kvlinker.engine.model_files import (
+    choose_device,
+    choose_dtype,
+    fingerprint,
+    read_config,
+    read_model,
+    read_tokenizer,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -13,18 +13,17 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.engine.base import GenerationRequest
-from kvlinker.engine.link_loading import PromptEvidence, asking
-from kvlinker.engine.refinement import Refinement
+from kvlinker.embedded.link_loading import PromptEvidence, asking
+from kvlinker.engine.contract import GenerationRequest
 from kvlinker.errors import KVLinkerError, PolicyError
 from kvlinker.linking import Policy, make_plan
-from kvlinker.linking.explanation import layer_masks
-from kvlinker.linking.library import NoVariants
-from kvlinker.linking.plan import LinkPlan, ranges
+from kvlinker.linking.evidence import NoVariants
+from kvlinker.linking.plan import LinkPlan, layer_masks, ranges
+from kvlinker.linking.refinement import Refinement
 from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.vllm.frontend.client import VLLMClient
-from kvlinker.vllm.orders.deviation import KVDeviation
-from kvlinker.vllm.orders.order import COMPARED_LAYER, LinkOrder, order_of_comparison, order_of_plan
+from kvlinker.vllm.protocol.messages import KVDeviation
+from kvlinker.vllm.protocol.transfer_plan import COMPARED_LAYER, LinkOrder, order_of_comparison, order_of_plan
 
 T = TypeVar("T")
 

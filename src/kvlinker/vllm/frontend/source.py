@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from kvlinker.config import Settings
-from kvlinker.engine.base import Engine
+from kvlinker.engine.contract import Engine
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
 from kvlinker.store import Catalog, ChunkStore, Speeds

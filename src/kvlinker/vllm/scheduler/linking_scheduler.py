@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.vllm.orders.metadata import Begun, StepOrders, StepReport
-from kvlinker.vllm.orders.order import COMPARED_LAYER, PARAM, LinkOrder, Outcome
-from kvlinker.vllm.orders.order_seal import OrderSeal
-from kvlinker.vllm.orders.slices import Budget, Progress, Slice
+from kvlinker.vllm.protocol.messages import Begun, StepOrders, StepReport
+from kvlinker.vllm.protocol.signature import OrderSeal
+from kvlinker.vllm.protocol.slices import Budget, Progress, Slice
+from kvlinker.vllm.protocol.transfer_plan import COMPARED_LAYER, PARAM, LinkOrder, Outcome
 from kvlinker.vllm.scheduler.pace import PLACED_PER_COMPUTED, SLOWDOWN, StepPace, StepWork
 
 logger = logging.getLogger(__name__)

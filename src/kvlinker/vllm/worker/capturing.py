@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.chunk_scores import ChunkScores
-from kvlinker.chunks import content_of
 from kvlinker.engine.attention import AttentionOptions
 from kvlinker.engine.observation import ScoreCollector
 from kvlinker.store import ChunkKV, LayerKV
+from kvlinker.types.chunk_scores import ChunkScores
+from kvlinker.types.chunks import content_of
 from kvlinker.vllm.adapter import BoundModel, watched
-from kvlinker.vllm.orders.order import CapturedChunk
+from kvlinker.vllm.protocol.transfer_plan import CapturedChunk
 from kvlinker.vllm.worker.anatomy import LinkedLayer
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvlinker.vllm.adapter import BoundModel, watched
-from kvlinker.vllm.orders.deviation import KVDeviation
-from kvlinker.vllm.orders.order import COMPARED_LAYER
+from kvlinker.vllm.protocol.messages import KVDeviation
+from kvlinker.vllm.protocol.transfer_plan import COMPARED_LAYER
 from kvlinker.vllm.worker.anatomy import LinkedLayer
 from kvlinker.vllm.worker.placing import ChunkPart, placed_kv
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvlinker.store import ChunkKV
 from kvlinker.vllm.adapter import BoundModel
-from kvlinker.vllm.orders.metadata import Begun, StepOrders, StepReport
-from kvlinker.vllm.orders.slices import Slice
+from kvlinker.vllm.protocol.messages import Begun, StepOrders, StepReport
+from kvlinker.vllm.protocol.slices import Slice
 from kvlinker.vllm.worker.anatomy import check_chunk, trace_layers
 from kvlinker.vllm.worker.capturing import Capture
 from kvlinker.vllm.worker.comparing import Comparison

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvlinker.vllm.adapter import BoundModel, VirtualSequences
-from kvlinker.vllm.orders.slices import Slice
+from kvlinker.vllm.protocol.slices import Slice
 from kvlinker.vllm.worker.anatomy import LinkedLayer
 from kvlinker.vllm.worker.capturing import CapturedRows, capturing
 from kvlinker.vllm.worker.comparing import FIRST_LAYERS, ComparedRows, comparing

@@ -11,8 +11,8 @@ import torch
 
 from kvlinker.store import ChunkKV
 from kvlinker.vllm.adapter import BoundModel
-from kvlinker.vllm.orders.metadata import Begun
-from kvlinker.vllm.orders.slices import PlacedPart
+from kvlinker.vllm.protocol.messages import Begun
+from kvlinker.vllm.protocol.slices import PlacedPart
 from kvlinker.vllm.worker.capturing import Capture
 from kvlinker.vllm.worker.comparing import Comparison
 from kvlinker.vllm.worker.placing import ChunkPart

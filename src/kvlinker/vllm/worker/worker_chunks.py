@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kvlinker.events import Events
 from kvlinker.store import ChunkKV, DiskTier
-from kvlinker.store.chunk_folder import ChunkFolder
-from kvlinker.store.encryption import Sealing
 from kvlinker.store.eviction import EvictionIndex
+from kvlinker.store.format.encryption import Sealing
+from kvlinker.store.tiers.chunk_folder import ChunkFolder
 
 _NO_LIMIT = 1 << 62
 

@@ -1,0 +1,170 @@
+"""What one step computes: runs of many requests, and the chunks that are placed before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlinker.embedded.logprobs import LogprobCollector
+from kvlinker.embedded.model.anatomy import LayerShape
+from kvlinker.engine.observation import Observer, ScoreCollector
+from kvlinker.linking.refinement import Refinement
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Tokens [first, last) of a chunk's KV, to be written to the slots from ``slot`` on with the rotary embedding
+    of the positions from ``rotary_start`` on (both meant for token ``first``)."""
+
+    kv: ChunkKV
+    first: int
+    last: int
+    slot: int
+    rotary_start: int
+
+    @property
+    def tokens(self) -> int:
+        return self.last - self.first
+
+
+class Capture:
+    """Collects the KV of chunks while a sequence that holds them is computed: keys without rotary embedding."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        spans: Sequence[tuple[int, int]],
+        *,
+        dtype: torch.dtype,
+        scores: ScoreCollector | None = None,
+    ) -> None:
+        """``spans``: positions [start, end) of the chunks. ``scores`` collects theirs, in the same order."""
+        self._shapes = layers
+        self._spans = tuple(spans)
+        self._dtype = dtype
+        self.scores = scores
+
+    @cached_property
+    def _chunks(self) -> tuple[tuple[LayerKV, ...], ...]:
+        """Per chunk and layer; allocated when the sequence's turn comes, not while it waits."""
+        return tuple(
+            tuple(
+                LayerKV(
+                    key=torch.empty(shape.kv_heads, end - start, shape.key_dim, dtype=self._dtype),
+                    value=torch.empty(shape.kv_heads, end - start, shape.value_dim, dtype=self._dtype),
+                )
+                for shape in self._shapes
+            )
+            for start, end in self._spans
+        )
+
+    def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
+        """Take one run's un-rotated ``key`` and ``value`` [kv_heads, run, head_dim] from position ``start`` on."""
+        for (first, last), chunk in zip(self._spans, self._chunks, strict=True):
+            begin, end = max(start, first), min(start + key.shape[1], last)
+            if begin < end:
+                rows, columns = slice(begin - start, end - start), slice(begin - first, end - first)
+                chunk[layer].key[:, columns] = key[:, rows]
+                chunk[layer].value[:, columns] = value[:, rows]
+
+    def finish(self) -> tuple[ChunkKV, ...]:
+        """The KV of every chunk, once all layers have seen all tokens."""
+        scores = [None] * len(self._spans) if self.scores is None else self.scores.finish()
+        return tuple(ChunkKV(layers, found) for layers, found in zip(self._chunks, scores, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Positions [start, start + len(tokens)) of one request, to be computed now.
+
+    ``slot``: where the request's position 0 lies. ``wants_logits``: the last token's logits are needed.
+    ``capture`` collects the KV of chunks; ``refinement`` may drop tokens between layers, the same for all runs of a
+    request and never with ``capture``; ``observer`` sees the attention; ``logprobs`` takes the logits of fresh tokens.
+    """
+
+    slot: int
+    start: int
+    tokens: NDArray[np.int64]
+    wants_logits: bool = False
+    capture: Capture | None = None
+    refinement: Refinement | None = None
+    observer: Observer | None = None
+    logprobs: LogprobCollector | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step. Within a request, runs are disjoint and ascending; placements come before all runs."""
+
+    runs: tuple[Run, ...]
+    placed: tuple[Placed, ...] = field(default=())
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """All runs' token ids: [tokens]."""
+        return np.concatenate([run.tokens for run in self.runs])
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Of every token in its own request: [tokens]."""
+        return np.concatenate([np.arange(run.start, run.end) for run in self.runs])
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """Where every token's KV lies in the pool: [tokens]."""
+        return np.concatenate([np.arange(run.slot + run.start, run.slot + run.end) for run in self.runs])
+
+    @property
+    def logit_rows(self) -> list[int]:
+        """The tokens whose logits are wanted, by their index in the batch."""
+        return [rows.stop - 1 for run, rows in self.rows() if run.wants_logits]
+
+    def rows(self) -> Iterator[tuple[Run, slice]]:
+        """Every run with the tokens of the batch that it takes."""
+        begin = 0
+        for run in self.runs:
+            yield run, slice(begin, begin + len(run.tokens))
+            begin += len(run.tokens)
+
+    def refinements(self) -> Iterator[tuple[Refinement, NDArray[np.int64]]]:
+        """Every request whose policy refines, with its tokens' indices in the batch."""
+        found: dict[int, tuple[Refinement, list[NDArray[np.int64]]]] = {}
+        for run, rows in self.rows():
+            if run.refinement is not None:
+                _, parts = found.setdefault(id(run.refinement), (run.refinement, []))
+                parts.append(np.arange(rows.start, rows.stop))
+        for refinement, parts in found.values():
+            yield refinement, np.concatenate(parts)
+
+    def narrowed(self, keep: NDArray[np.bool_]) -> Batch:
+        """The batch without the tokens where ``keep`` [tokens] is false; nothing is left to place."""
+        found = list(self.rows())
+        run_of = np.repeat(np.arange(1, len(found) + 1), [len(run.tokens) for run in self.runs])
+        labels = np.where(keep, run_of, 0)  # a kept token's run, 0 for dropped ones
+        edges = np.flatnonzero(np.diff(labels, prepend=0, append=0)).tolist()
+        runs = []
+        for begin, end in pairwise(edges):
+            if labels[begin]:
+                run, rows = found[labels[begin] - 1]
+                part = slice(begin - rows.start, end - rows.start)
+                runs.append(
+                    replace(
+                        run,
+                        start=run.start + part.start,
+                        tokens=run.tokens[part],
+                        wants_logits=run.wants_logits and end == rows.stop,
+                    )
+                )
+        return Batch(tuple(runs))

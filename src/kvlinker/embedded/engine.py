@@ -1,0 +1,215 @@
+"""The embedded engine: one model in this process, put together from its parts."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import psutil
+import torch
+
+from kvlinker.config import Settings
+from kvlinker.embedded.admission import Admission
+from kvlinker.embedded.captures import Captures
+from kvlinker.embedded.chunk_builder import ChunkBuilder
+from kvlinker.embedded.commands import CommandQueue
+from kvlinker.embedded.explaining import Explaining
+from kvlinker.embedded.generation import Generation
+from kvlinker.embedded.link_loading import LinkLoader
+from kvlinker.embedded.loop import EngineLoop
+from kvlinker.embedded.model.loading import LoadedModel
+from kvlinker.embedded.pool import KVPool, SlotAllocator
+from kvlinker.embedded.runner import Runner
+from kvlinker.embedded.scheduler import Scheduler
+from kvlinker.embedded.scoring import Scoring
+from kvlinker.embedded.throughput import Pace, pace_name
+from kvlinker.embedded.variants import VariantBuilder, VariantLibrary
+from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
+from kvlinker.engine.cost import CostModel
+from kvlinker.engine.limits import RequestLimits
+from kvlinker.errors import ModelLoadError
+from kvlinker.events import Events
+from kvlinker.futures import gather
+from kvlinker.linking.explanation import Explanation
+from kvlinker.prompt.segments import Prompt
+from kvlinker.store import ChunkStore, Speeds
+from kvlinker.types.answers import PromptLogprobs
+from kvlinker.types.chunks import Chunk, chunk_key
+
+POOL_SHARE = 0.25
+"""Part of the available memory that the pool takes."""
+
+POOL_WINDOWS = 16
+"""Context windows that it holds at most."""
+
+FEWEST_SLOTS = 1024
+"""A pool smaller than this, and than a context window, is refused."""
+
+
+def default_slots(loaded: LoadedModel, window: int) -> int:
+    """Slots of the pool, for requests of up to ``window`` tokens. Raises ModelLoadError when memory is too tight."""
+    available = psutil.virtual_memory().available
+    if loaded.device.type == "cuda":
+        available = torch.cuda.mem_get_info(loaded.device)[0]
+    affordable = int(available * POOL_SHARE) // loaded.kv_bytes_per_token
+    if affordable < min(window, FEWEST_SLOTS):
+        raise ModelLoadError(
+            f"A quarter of the {available / 2**30:.1f} GiB of memory that is available holds the KV of {affordable} "
+            "tokens only. Free memory, or set kv_slots."
+        )
+    return min(affordable, POOL_WINDOWS * window)
+
+
+LOADERS = 2
+"""Threads that fetch chunks' KV."""
+
+
+class EmbeddedEngine:
+    """``Engine`` over one model in this process. See ``kvlinker.engine.contract`` for the contract.
+
+    A request is checked (``RequestLimits``), waits for its chunks' KV (``Admission``), and is then stepped through by
+    the engine's thread (``EngineLoop``).
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        store: ChunkStore,
+        events: Events,
+        settings: Settings,
+        variants: VariantLibrary | None = None,
+        speeds: Speeds | None = None,
+    ) -> None:
+        """``speeds`` keeps how fast the model computes."""
+        self.fingerprint = loaded.fingerprint
+        self.kv_bytes_per_token = loaded.kv_bytes_per_token
+        self._loaded = loaded
+        self._store = store
+        self._events = events
+        self._cost = CostModel(loaded.model, loaded.layers)
+        window = min(loaded.context_window, settings.max_model_len or loaded.context_window)
+        slots = settings.kv_slots or default_slots(loaded, window)
+        longest = self.max_model_len = min(window, slots)
+        self._limits = RequestLimits(loaded.vocabulary, longest)
+        pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
+        self._runner = Runner(loaded.model, loaded.layers, pool, native_attention=settings.native_attention)
+        self._allocator = SlotAllocator(slots)
+        self._scheduler = Scheduler(
+            self._allocator, pool.move, max_step_tokens=settings.max_step_tokens, max_running=settings.max_running
+        )
+        on_host = loaded.device.type == "cpu"
+        commands = CommandQueue()
+        pace = self._pace = Pace(self._cost, speeds, pace_name(loaded), on_host=on_host)
+        self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
+        self._chunks = ChunkBuilder(
+            loaded,
+            store,
+            self._scheduler,
+            longest=longest,
+            with_scores=settings.chunk_scores,
+            command=commands.put,
+        )
+        builder = None if variants is None else VariantBuilder(loaded, variants, longest=longest)
+        links = LinkLoader(loaded.fingerprint, len(loaded.layers), store, self._chunks, variants, self._pace)
+        self._admission = Admission(
+            links,
+            self._scheduler,
+            commands,
+            self._loaders,
+            max_waiting=settings.max_waiting,
+        )
+        self._loop = EngineLoop(
+            self._scheduler,
+            self._runner,
+            commands,
+            self._admission,
+            Captures(self._chunks, builder, self._scheduler, commands, self._loaders),
+            pace,
+            layers=len(loaded.layers),
+            linked=lambda *linked: self._loaders.submit(links.note_use, *linked),
+            computing=store.pacing.computing if on_host else nullcontext,
+        )
+        self._loop.start()
+        atexit.register(self.close)  # a thread inside torch when the interpreter goes would abort the process
+
+    @property
+    def healthy(self) -> bool:
+        return self._loop.healthy
+
+    @property
+    def runner(self) -> Runner:
+        """For benchmarks and tests, while no request is under way."""
+        return self._runner
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For tests, while no request is under way."""
+        return self._scheduler
+
+    def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
+        self._limits.check_vocabulary(np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks")
+        key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant)
+        stored = self._store.nbytes(key)
+        if stored is not None:
+            known: Future[int] = Future()
+            known.set_result(stored)
+            return known
+        return gather([self._chunks.build(key, chunk)], lambda computed: computed[0].nbytes)
+
+    def cache_prompt(self, prompt: Prompt, *, tenant: str) -> Future[Prompt]:
+        """Compute and store the KV of all chunks of ``prompt`` where they stand there, behind one another, with scores
+        that tell how they look at one another. The result is the prompt with these variants for chunks.
+
+        Raises ContextLengthError and EngineClosedError at once; later errors are the future's.
+        """
+        self._limits.check_vocabulary(prompt.tokens, param="prompt")
+        known = prompt.with_chunks(prompt.variant(index) for index in range(len(prompt.chunks)))
+        keys = [chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant) for chunk in known.chunks]
+        return gather([self._chunks.build_prompt(keys, known)] if keys else [], lambda _: known)
+
+    def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
+        max_tokens = self._limits.max_tokens(request)
+        generation = Generation(request, sink, loaded=self._loaded, max_tokens=max_tokens, events=self._events)
+        self._loop.submit(generation)
+        return _Handle(partial(self._loop.cancel, generation))
+
+    def explain(self, request: GenerationRequest) -> Future[Explanation]:
+        self._limits.max_tokens(request)
+        explaining = Explaining(request, layers=len(self._loaded.layers), cost=self._cost)
+        self._loop.submit(explaining)
+        return explaining.future
+
+    def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
+        self._limits.check_scorable(request.prompt)
+        scoring = Scoring(request, head=self._runner.head, vocabulary=self._loaded.vocabulary)
+        self._loop.submit(scoring)
+        return scoring.future
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            running=self._scheduler.running,
+            waiting=self._admission.waiting,
+            slots_used=self._allocator.used,
+            slots_total=self._allocator.slots,
+        )
+
+    def prefill_seconds(self, tokens: int) -> float | None:
+        return self._pace.prefill_seconds(tokens)
+
+    def close(self) -> None:
+        self._loop.close()
+        self._loaders.shutdown()
+        atexit.unregister(self.close)
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """``RequestHandle`` of the embedded engine."""
+
+    cancel: Callable[[], None]

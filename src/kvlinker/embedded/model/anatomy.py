@@ -1,0 +1,145 @@
+"""What the engine must know of a model's layers, found by watching one small forward pass: no family code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvlinker.embedded.model.interception import ATTENTION_NAME, RotaryFunction, attention_of, intercepted, prepare
+from kvlinker.embedded.model.rotary import Rotary
+from kvlinker.errors import UnsupportedModelError
+
+TRACED_TOKENS = 8
+
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings whose angles change once a sequence passes the length that the model was pretrained with."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One layer's attention: its KV per token, and how its keys are rotated (None: no rotary embedding)."""
+
+    query_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    rotary: Rotary | None
+
+    @property
+    def values_per_token(self) -> int:
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+
+def trace_layers(model: Any) -> tuple[LayerShape, ...]:
+    """The shape of every attention layer, in layer order.
+
+    Raises UnsupportedModelError when a layer's attention or positions do not pass through the two places that
+    kvlinker steps into.
+    """
+    prepare(model)
+    device = model.get_input_embeddings().weight.device
+    ids = torch.arange(TRACED_TOKENS, device=device)[None] % model.config.get_text_config().vocab_size
+    tracer = _Tracer(context_window(model))
+    name = type(model).__name__
+    try:
+        with (
+            _watch_rotary_modules(model, tracer),
+            attention_of(model, ATTENTION_NAME),
+            intercepted(tracer),
+            torch.inference_mode(),
+        ):
+            model(input_ids=ids, position_ids=torch.arange(TRACED_TOKENS, device=device)[None], use_cache=False)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"{name} does not run with kvlinker's attention: {error}") from error
+    expected = model.config.get_text_config().num_hidden_layers
+    if sorted(tracer.layers) != list(range(expected)):
+        raise UnsupportedModelError(
+            f"{name} has {expected} layers, but attention with a KV cache was seen in layers {sorted(tracer.layers)} "
+            "only. State-space and other hybrid models cannot be linked."
+        )
+    if all(layer.rotary is None for layer in tracer.layers.values()):
+        raise UnsupportedModelError(
+            f"{name} applies no rotary embedding: with learned or ALiBi positions, KV cannot be moved."
+        )
+    return tuple(tracer.layers[index] for index in range(expected))
+
+
+def context_window(model: Any) -> int:
+    """Positions that the model is made for, and over which its rotary embedding stays the same."""
+    config = model.config.get_text_config()
+    window = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            window = min(window, int(parameters.get("original_max_position_embeddings") or window))
+    return window
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's decoder layers, in order."""
+    wanted = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
+    return next(part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == wanted)
+
+
+class _Tracer:
+    """Records, for every layer, its shapes and the rotary embedding that preceded its attention."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self.layers: dict[int, LayerShape] = {}
+        self._tables: list[tuple[Tensor, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+        self._kinds: dict[tuple[int, str, int], Rotary] = {}
+        self._pending: Rotary | None = None
+
+    def saw_tables(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]
+    ) -> None:
+        self._tables.append((output[0], module, args, kwargs))
+
+    def rotary(self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
+        for table, module, args, kwargs in reversed(self._tables):
+            if table is cos or (table.shape == cos.shape and torch.equal(table, cos)):
+                constants = repr([a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)])
+                identity = (id(module), constants, key.shape[-1])
+                if identity not in self._kinds:
+                    self._kinds[identity] = Rotary(
+                        module, args, kwargs, apply, width=key.shape[-1], longest=self._window
+                    )
+                self._pending = self._kinds[identity]
+                return
+        raise UnsupportedModelError("the model's rotary embedding does not come from a rotary embedding module")
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int):
+            raise UnsupportedModelError(f"{type(module).__name__} does not say which layer it belongs to")
+        self.layers[index] = LayerShape(
+            query_heads=query.shape[1],
+            kv_heads=key.shape[1],
+            key_dim=key.shape[-1],
+            value_dim=value.shape[-1],
+            rotary=self._pending,
+        )
+        self._pending = None
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
+@contextmanager
+def _watch_rotary_modules(model: nn.Module, tracer: _Tracer) -> Iterator[None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        tracer.saw_tables(module, args, kwargs, output)
+
+    watched = [part for part in model.modules() if "rotary" in type(part).__name__.lower()]
+    handles = [part.register_forward_hook(hook, with_kwargs=True) for part in watched]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

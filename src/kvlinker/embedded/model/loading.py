@@ -1,0 +1,75 @@
+"""Models from a path or hub id to something that the engine can run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from kvlinker.config import Settings
+from kvlinker.embedded.model.anatomy import LayerShape, context_window, trace_layers
+from kvlinker.embedded.model.interception import ATTENTION_NAME
+from kvlinker.embedded.model.selftest import require_exact
+from kvlinker.engine.model_files import fingerprint, read_model
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal language model ready for the runner: its attention is kvlinker's."""
+
+    model: Any
+    tokenizer: Any
+    layers: tuple[LayerShape, ...]
+    fingerprint: str
+    dtype: torch.dtype
+    device: torch.device
+    context_window: int
+    eos_token_ids: frozenset[int]
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the model knows: 0 to this, exclusive."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What a token's KV takes, over all layers."""
+        return sum(layer.values_per_token for layer in self.layers) * self.dtype.itemsize
+
+
+def load_model(settings: Settings) -> LoadedModel:
+    """Load ``settings.model`` with its tokenizer, ready for the runner.
+
+    Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be linked exactly.
+    """
+    return prepare_model(*read_model(settings))
+
+
+def prepare_model(model: Any, tokenizer: Any) -> LoadedModel:
+    """Check that a transformers model can be linked exactly, and give it kvlinker's attention.
+
+    Raises UnsupportedModelError when its KV cannot be linked.
+    """
+    transformers_logging.set_verbosity_error()
+    layers = trace_layers(model)
+    require_exact(model)
+    model.set_attn_implementation(ATTENTION_NAME)
+    parameter = next(model.parameters())
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        layers=layers,
+        fingerprint=fingerprint(model),
+        dtype=parameter.dtype,
+        device=parameter.device,
+        context_window=context_window(model),
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+    )
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(i for i in (*ids, getattr(tokenizer, "eos_token_id", None)) if i is not None)

@@ -1,0 +1,142 @@
+"""Is linking exact with this model? Checks that run when a model is loaded, and under ``kvlinker check``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlinker.embedded.batch import Batch, Capture, Placed, Run
+from kvlinker.embedded.model.anatomy import LayerShape, trace_layers
+from kvlinker.embedded.model.interception import ATTENTION_NAME, attention_of
+from kvlinker.embedded.pool import KVPool
+from kvlinker.embedded.runner import Runner
+from kvlinker.errors import UnsupportedModelError
+
+PROMPT_TOKENS = 96
+SCATTERED = ((5, 6), (17, 40), (61, 62), (70, 96))
+"""Ranges that the recomputation check overwrites with garbage; the last one ends the prompt."""
+
+CHUNK = (23, 80)
+"""The range that the placement checks treat as a chunk."""
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest ‖ours − model's‖ / ‖model's‖ that passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check's verdict; ``error`` is relative: ‖ours − expected‖ / ‖expected‖."""
+
+    name: str
+    meaning: str
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance  # false for NaN
+
+
+def self_test(model: Any) -> tuple[Check, ...]:
+    """Compare kvlinker's computation with the model's own forward pass on a fixed random prompt of 96 tokens.
+
+    Rounding hides small mistakes, so a copy of the model in fp32 is checked where memory allows.
+    """
+    size = sum(weight.numel() for weight in model.parameters()) * torch.float32.itemsize
+    if next(model.parameters()).dtype != torch.float32 and size < psutil.virtual_memory().available // 2:
+        model = copy.deepcopy(model).float()
+    subject = _Subject(model)
+    tokens = subject.tokens
+    expected = subject.own_logits()
+    tolerance = TOLERANCES[subject.dtype]
+    runner = subject.new_runner()
+    capture = Capture(subject.layers, [CHUNK], dtype=subject.dtype)
+
+    whole = runner.step(Batch((Run(0, 0, tokens, True, capture),)))[0]
+    prefill = Check("prefill", "a prompt computed at once", _error(whole, expected), tolerance)
+
+    for begin, end in SCATTERED:
+        _spoil(runner.pool, begin, end)
+    runs = tuple(Run(0, begin, tokens[begin:end], end == len(tokens)) for begin, end in SCATTERED)
+    again = runner.step(Batch(runs))[0]
+    recompute = Check("recompute", "scattered tokens computed again over garbage", _error(again, expected), tolerance)
+
+    _spoil(runner.pool, *CHUNK)
+    placed = Placed(capture.finish()[0], 0, CHUNK[1] - CHUNK[0], slot=CHUNK[0], rotary_start=CHUNK[0])
+    last = Run(0, CHUNK[1], tokens[CHUNK[1] :], True)
+    linked = runner.step(Batch((last,), (placed,)))[0]
+    link = Check("link", "a chunk's stored KV placed back", _error(linked, expected), tolerance)
+
+    moved = Check("relocate", "first-layer keys moved to another position", _relocation_error(subject), tolerance)
+    return prefill, recompute, link, moved
+
+
+def require_exact(model: Any) -> None:
+    """Raises UnsupportedModelError, with the figures, unless all checks pass."""
+    failed = [check for check in self_test(model) if not check.passed]
+    if failed:
+        figures = "; ".join(f"{check.name} ({check.meaning}): {check.error:.1e}" for check in failed)
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be linked exactly. Relative errors over {failed[0].tolerance:.0e}: "
+            f"{figures}. Serve it without kvlinker, or report the model."
+        )
+
+
+class _Subject:
+    """The model under test, with its layers and the prompt."""
+
+    def __init__(self, model: Any) -> None:
+        weight = next(model.parameters())
+        self.dtype: torch.dtype = weight.dtype
+        self._device: torch.device = weight.device
+        self.layers: Sequence[LayerShape] = trace_layers(model)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self._model = model
+        vocabulary = model.config.get_text_config().vocab_size
+        self.tokens: NDArray[np.int64] = np.random.default_rng(0).integers(0, vocabulary, PROMPT_TOKENS)
+
+    def new_runner(self) -> Runner:
+        pool = KVPool(self.layers, PROMPT_TOKENS, dtype=self.dtype, device=self._device)
+        return Runner(self._model, self.layers, pool)
+
+    @torch.inference_mode()
+    def own_logits(self) -> Tensor:
+        """Last logits of the model's own forward pass, with transformers' plainest attention."""
+        with attention_of(self._model, "eager"):
+            output = self._model(input_ids=torch.from_numpy(self.tokens)[None].to(self._device), use_cache=False)
+        logits: Tensor = output.logits[0, -1].float()
+        return logits
+
+
+def _relocation_error(subject: _Subject) -> float:
+    """A first-layer key depends on its token and position alone: stored anywhere, placed here, it must be the same."""
+    if subject.layers[0].rotary is None:
+        return 0.0  # it carries no position
+    begin, end = CHUNK
+    tokens = subject.tokens
+    runner = subject.new_runner()
+    capture = Capture(subject.layers, [(0, end - begin)], dtype=subject.dtype)
+    runner.step(Batch((Run(0, 0, tokens[begin:end], False, capture),)))
+    runner.step(Batch((Run(0, 0, tokens),)))
+    expected = runner.pool.keys[0][:, begin:end].clone()
+    _spoil(runner.pool, begin, end)
+    placed = Placed(capture.finish()[0], 0, end - begin, slot=begin, rotary_start=begin)
+    runner.step(Batch((Run(0, end, tokens[end:]),), (placed,)))
+    return _error(runner.pool.keys[0][:, begin:end], expected)
+
+
+def _spoil(pool: KVPool, begin: int, end: int) -> None:
+    for tensor in (*pool.keys, *pool.values):
+        tensor[:, begin:end] = 100.0
+
+
+def _error(ours: Tensor, expected: Tensor) -> float:
+    return float((ours.float() - expected.float()).norm() / expected.float().norm())

@@ -1,0 +1,118 @@
+"""The KV pool: all running requests' KV, one contiguous range of slots for each."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlinker.embedded.model.anatomy import LayerShape
+
+MOVED_TOGETHER = 1024
+"""Slots that are copied at once when a range moves."""
+
+
+@dataclass(slots=True)
+class SlotRange:
+    """Slots [start, start + size) of one request; position p lies in slot start + p. Only the allocator moves it."""
+
+    start: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+
+class SlotAllocator:
+    """Hands out contiguous ranges of a fixed number of slots, best fit first."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._ranges: list[SlotRange] = []  # ascending, disjoint
+
+    @property
+    def used(self) -> int:
+        return sum(held.size for held in self._ranges)
+
+    @property
+    def free(self) -> int:
+        return self.slots - self.used
+
+    def allocate(self, size: int) -> SlotRange | None:
+        """A range of ``size`` slots from the smallest gap that holds it; None when there is no such gap."""
+        fitting = [(gap_size, start) for start, gap_size in self._gaps() if gap_size >= size]
+        if not fitting:
+            return None
+        allocated = SlotRange(min(fitting)[1], size)
+        insort(self._ranges, allocated, key=lambda held: held.start)
+        return allocated
+
+    def extend(self, held: SlotRange, size: int) -> bool:
+        """Grow ``held`` in place to ``size`` slots, if the slots behind it are free."""
+        following = self._ranges.index(held) + 1
+        limit = self._ranges[following].start if following < len(self._ranges) else self.slots
+        if held.start + size > limit:
+            return False
+        held.size = max(held.size, size)
+        return True
+
+    def release(self, held: SlotRange) -> None:
+        self._ranges.remove(held)
+
+    def compact(self) -> list[tuple[int, int, int]]:
+        """Close all gaps; returns the moves (from, to, size) that the KV must follow, in order."""
+        moves = []
+        next_free = 0
+        for held in self._ranges:
+            if held.start != next_free:
+                moves.append((held.start, next_free, held.size))
+                held.start = next_free
+            next_free = held.end
+        return moves
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the ranges are ordered, disjoint and inside the pool."""
+        end = 0
+        for held in self._ranges:
+            assert held.size > 0, held
+            assert held.start >= end, (held, end)
+            end = held.end
+        assert end <= self.slots, (end, self.slots)
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        gaps = []
+        end = 0
+        for held in self._ranges:
+            if held.start > end:
+                gaps.append((end, held.start - end))
+            end = held.end
+        if end < self.slots:
+            gaps.append((end, self.slots - end))
+        return gaps
+
+
+class KVPool:
+    """Keys (with rotary embedding) and values of all layers: per layer [kv_heads, slots, head_dim] each.
+
+    A request's range of slots is a strided view that attention reads without a copy.
+    """
+
+    def __init__(self, layers: Sequence[LayerShape], slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.slots = slots
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for layer in layers:
+            self.keys.append(torch.empty(layer.kv_heads, slots, layer.key_dim, dtype=dtype, device=device))
+            self.values.append(torch.empty(layer.kv_heads, slots, layer.value_dim, dtype=dtype, device=device))
+
+    def move(self, source: int, target: int, size: int) -> None:
+        """Copy ``size`` slots from ``source`` to ``target``; the two may overlap when moving down."""
+        for tensor in (*self.keys, *self.values):
+            for offset in range(0, size, MOVED_TOGETHER):
+                length = min(MOVED_TOGETHER, size - offset)
+                moved = tensor[:, source + offset : source + offset + length].clone()
+                tensor[:, target + offset : target + offset + length] = moved

@@ -1,0 +1,94 @@
+"""The model on a batch of runs: one forward pass over the KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvlinker.embedded.attention.kernels import choose_kernel
+from kvlinker.embedded.batch import Batch
+from kvlinker.embedded.logprobs import Head
+from kvlinker.embedded.model.anatomy import LayerShape, decoder_layers
+from kvlinker.embedded.model.interception import active_interceptor, intercepted
+from kvlinker.embedded.pool import KVPool
+from kvlinker.embedded.step import Profile, Step
+
+
+class Runner:
+    """Runs one model over one KV pool. Not thread safe: the engine's thread owns it."""
+
+    def __init__(
+        self, model: Any, layers: Sequence[LayerShape], pool: KVPool, *, native_attention: bool = True
+    ) -> None:
+        """``model`` is a transformers causal language model whose attention is kvlinker's. ``native_attention``: take a
+        kernel that is compiled for the CPU, where there is one for the model."""
+        self._model = model
+        self._layers = tuple(layers)
+        self.pool = pool
+        self.device = pool.keys[0].device
+        self.profile: Profile | None = None
+        self._kernel = choose_kernel(
+            self._layers, dtype=pool.keys[0].dtype, device=self.device, use_native=native_attention
+        )
+
+    @cached_property
+    def head(self) -> Head:
+        """For texts to be scored with. Raises InvalidRequestError for a model whose head is not apart."""
+        return Head(self._model)
+
+    @torch.inference_mode()
+    def step(self, batch: Batch) -> Tensor:
+        """Compute all runs; returns the logits [runs that want them, vocabulary], in batch order, fp32, on the CPU."""
+        step = Step(self._layers, self.pool, batch, kernel=self._kernel, profile=self.profile)
+        wanted = len(step.logit_rows)
+        refined = any(run.refinement is not None for run in batch.runs)
+        scored = any(run.logprobs is not None for run in batch.runs)
+        watching: AbstractContextManager[list[Tensor]] = self.head.watching(step) if scored else nullcontext([])
+        with intercepted(step), _narrowing(self._model, step) if refined else nullcontext(), watching as hidden:
+            output = self._model(
+                input_ids=torch.from_numpy(batch.tokens)[None].to(self.device),
+                position_ids=torch.from_numpy(batch.positions)[None].to(self.device),
+                use_cache=False,
+                logits_to_keep=step.logit_rows if wanted else 1,
+            )
+        for states in hidden:
+            for run, rows in step.remaining.rows():
+                if run.logprobs is not None:
+                    run.logprobs.collect(run.start, states[rows])
+        logits: Tensor = output.logits[0, :wanted].float().cpu()
+        return logits
+
+
+@contextmanager
+def _narrowing(model: Any, step: Step) -> Iterator[None]:
+    """Let the step take tokens out of the hidden states before every decoder layer."""
+
+    def enter(
+        index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if active_interceptor() is not step:
+            return args, kwargs  # another engine's thread runs the same model
+
+        def with_input(hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+        def compute(hidden: Tensor) -> object:
+            changed_args, changed_kwargs = with_input(hidden)
+            return layer.forward(*changed_args, **changed_kwargs)
+
+        return with_input(step.enter_layer(index, args[0] if args else kwargs["hidden_states"], compute))
+
+    handles = [
+        layer.register_forward_pre_hook(partial(enter, index), with_kwargs=True)
+        for index, layer in enumerate(decoder_layers(model))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

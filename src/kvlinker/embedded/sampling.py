@@ -1,0 +1,98 @@
+"""Choosing the next token of one request, with transformers' logits processors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kvlinker.types.answers import TokenLogprob
+from kvlinker.types.sampling import SamplingParams
+
+COLDEST = 1e-5
+"""Lower temperatures are greedy: logits divided by less would overflow."""
+
+
+class OutputPenalty(LogitsProcessor):  # type: ignore[misc]
+    """OpenAI's presence and frequency penalties: they count generated tokens only.
+
+    logit ← logit − frequency_penalty · count − presence_penalty · [count > 0]
+    """
+
+    def __init__(self, prompt_length: int, *, presence: float, frequency: float) -> None:
+        self._prompt_length = prompt_length
+        self._presence = presence
+        self._frequency = frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """``input_ids`` [1, tokens], ``scores`` [1, vocabulary]."""
+        generated = input_ids[0, self._prompt_length :]
+        counts = torch.bincount(generated, minlength=scores.shape[-1])[None].to(scores)
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+class Sampler:
+    """One request's way from logits to tokens; reproducible with a seed, whatever the batch around it."""
+
+    def __init__(self, params: SamplingParams, *, prompt_length: int) -> None:
+        self._logprobs = params.logprobs
+        self._greedy = params.temperature < COLDEST
+        self._processors = LogitsProcessorList()
+        if params.repetition_penalty != 1:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+        if params.presence_penalty or params.frequency_penalty:
+            self._processors.append(
+                OutputPenalty(prompt_length, presence=params.presence_penalty, frequency=params.frequency_penalty)
+            )
+        if not self._greedy:
+            self._add_warpers(params)
+            self._generator = torch.Generator()
+            if params.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(params.seed % 2**63)
+
+    def sample(self, logits: Tensor, tokens: Callable[[], Tensor]) -> int:
+        """The next token from ``logits`` [vocabulary], fp32, on the CPU.
+
+        ``tokens`` gives prompt and output so far: [tokens].
+        """
+        scores = logits[None]
+        if self._processors:
+            scores = self._processors(tokens()[None], scores)
+        if self._greedy:
+            return int(scores.argmax())
+        probabilities = torch.softmax(scores[0], dim=-1)
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+    def logprob(self, logits: Tensor, token: int, text_of: Callable[[int], str]) -> TokenLogprob | None:
+        """Log probabilities of the token and the best alternatives, if the request wants them."""
+        if self._logprobs is None:
+            return None
+        logprobs = torch.log_softmax(logits, dim=-1)
+        best = logprobs.topk(min(self._logprobs, len(logprobs)))
+        top = tuple(
+            TokenLogprob(index, text_of(index), value)
+            for value, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        )
+        return TokenLogprob(token, text_of(token), float(logprobs[token]), top)
+
+    def _add_warpers(self, params: SamplingParams) -> None:
+        if params.temperature != 1:
+            self._processors.append(TemperatureLogitsWarper(params.temperature))
+        if params.top_k:
+            self._processors.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            self._processors.append(TopPLogitsWarper(params.top_p))
+        if params.min_p:
+            self._processors.append(MinPLogitsWarper(params.min_p))

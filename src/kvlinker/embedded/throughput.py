@@ -1,0 +1,137 @@
+"""How fast the engine computes, as measured while it does."""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvlinker.embedded.batch import Batch
+from kvlinker.embedded.model.loading import LoadedModel
+from kvlinker.engine.cost import CostModel
+from kvlinker.store.loading.layer_stream import LayerStream
+from kvlinker.store.loading.speeds import Speeds
+from kvlinker.store.loading.wanted import Urgency
+
+
+def processor() -> str:
+    """The processor's name, as the system gives it."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+_WEIGHT = 0.1
+"""Of a new measurement, beside all earlier ones, if it is of ``_USUAL_TOKENS`` or more; of fewer, in proportion."""
+
+_STIFFNESS = 0.01
+"""Weight of leaving a and b as they are."""
+
+_LEAST_SHARE = 0.01
+"""Of what arithmetic says of a or b alone: what is zero could not grow."""
+
+_USUAL_TOKENS = 512
+_LEAST_TOKENS = 8
+"""Steps whose runs are all shorter mostly wait for memory, and tell nothing of prompts."""
+
+Range = tuple[int, int]
+Vector = NDArray[np.float64]
+
+
+class Pace:
+    """Seconds that tokens take: a · tokens + b · pairs, a pair being a token and one that it sees. A prompt of L tokens
+    has L(L + 1)/2 pairs, so that T_prefill(L) grows faster than L. a and b follow what steps take.
+
+    The engine's thread notes, any thread may ask.
+    """
+
+    def __init__(
+        self, cost: CostModel, speeds: Speeds | None = None, name: str = "prefill", *, on_host: bool = False
+    ) -> None:
+        """``cost`` says how a and b compare until that is measured. ``speeds`` keeps a and b, under ``name``.
+        ``on_host``: the engine computes where chunks are read."""
+        self.on_host = on_host
+        self._shape = np.array([cost.per_token, cost.per_pair])
+        self._speeds = speeds or Speeds()
+        self._name = name
+        self._lock = threading.Lock()
+        self._squares: Vector = np.zeros((2, 2))
+        self._sums: Vector = np.zeros(2)
+
+    def note(self, batch: Batch, seconds: float) -> None:
+        """A step computed ``batch`` in ``seconds``. Steps that leave tokens out, or may have waited for KV, do not
+        count."""
+        narrowed = any(run.refinement is not None for run in batch.runs)
+        streamed = any(isinstance(placed.kv.layers, LayerStream) for placed in batch.placed)
+        ranges = [(run.start, run.end) for run in batch.runs]
+        if not narrowed and not streamed and max(end - begin for begin, end in ranges) >= _LEAST_TOKENS:
+            self._follow(_amounts(ranges), seconds)
+
+    def seconds(self, ranges: Sequence[Range]) -> float | None:
+        """Expected of computing these positions [begin, end) of a prompt; None where nothing was measured."""
+        known = self._known()
+        return None if known is None else float(known @ _amounts(ranges))
+
+    def prefill_seconds(self, tokens: int) -> float | None:
+        """T_prefill(``tokens``); None where nothing was measured."""
+        return self.seconds([(0, tokens)])
+
+    def urgency(self, computed: Sequence[Range], *, cached: int, decided: bool = False) -> Urgency:
+        """Of loading ``cached`` tokens' KV for a prompt of which the positions ``computed`` are computed."""
+        compute, prefill = self.seconds(computed), self.prefill_seconds(cached)
+        if compute is None or prefill is None:
+            return Urgency(shares_processors=self.on_host)
+        return Urgency(compute, prefill, self.on_host, decided)
+
+    def _known(self) -> Vector | None:
+        """a and b."""
+        values = self._speeds.of(self._name)
+        return np.array(values) if values is not None and len(values) == 2 else None
+
+    def _follow(self, amounts: Vector, seconds: float) -> None:
+        """Least squares of relative errors over the last steps, older ones fading; and of how far a and b move, so that
+        they stay where steps that are all alike say nothing of one beside the other."""
+        if seconds <= 0:
+            return
+        weight = _WEIGHT * min(1.0, amounts[0] / _USUAL_TOKENS)
+        step = amounts / seconds
+        with self._lock:
+            known = self._known()
+            by_arithmetic = self._shape / (self._shape @ step)
+            known = by_arithmetic if known is None else np.maximum(known, _LEAST_SHARE * by_arithmetic)
+            self._squares += weight * (np.outer(step, step) - self._squares)
+            self._sums += weight * (step - self._sums)
+            squares, sums = known[:, None] * self._squares * known, known * self._sums
+            change = np.linalg.lstsq(squares + _STIFFNESS * np.eye(2), sums + _STIFFNESS, rcond=None)[0]
+            self._speeds.note(self._name, (known * change.clip(0.5, 2)).tolist())
+
+
+def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """a and b, not negative, of measured (tokens, seconds of their prefill): least squares of relative errors."""
+    rows = np.array([_amounts([(0, tokens)]) / seconds for tokens, seconds in points])
+    both = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
+    if (both >= 0).all():
+        return float(both[0]), float(both[1])
+    alone = rows.sum(0) / np.square(rows).sum(0)  # either one, without the other
+    errors = np.square(rows * alone - 1).sum(0)
+    return (float(alone[0]), 0.0) if errors[0] <= errors[1] else (0.0, float(alone[1]))
+
+
+def pace_name(loaded: LoadedModel) -> str:
+    """What a model's pace is remembered under: all that it depends on."""
+    cuda = loaded.device.type == "cuda"
+    place = torch.cuda.get_device_name(loaded.device) if cuda else f"{torch.get_num_threads()} threads of {processor()}"
+    return f"prefill {loaded.fingerprint} {str(loaded.dtype).removeprefix('torch.')} {place}"
+
+
+def _amounts(ranges: Sequence[Range]) -> Vector:
+    """Tokens and pairs of these positions."""
+    tokens = sum(end - begin for begin, end in ranges)
+    pairs = sum((end - begin) * (begin + end + 1) / 2 for begin, end in ranges)
+    return np.array([tokens, pairs], dtype=np.float64)

@@ -1,0 +1,82 @@
+"""The two ends of the scale, the ablation of positions, and prefix caching: what other policies are compared with."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.linking.evidence import Evidence, Library
+from kvlinker.linking.policy import Policy
+from kvlinker.linking.registry import register
+from kvlinker.prompt.segments import Prompt
+from kvlinker.types.chunks import Chunk
+
+
+@register
+class Full(Policy):
+    """Recompute everything: the quality oracle."""
+
+    family = "full"
+
+    def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
+        return np.ones(len(prompt), dtype=np.bool_)
+
+
+@register
+class Naive(Policy):
+    """Recompute nothing (EPIC's Naive, Prompt Cache, Cache-Craft's Full-Cache)."""
+
+    family = "naive"
+
+    def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
+        return np.zeros(len(prompt), dtype=np.bool_)
+
+
+@register
+class NaiveUnpositioned(Naive):
+    """Recompute nothing, and leave keys at the positions they were computed at (Cache-Craft, Table 3)."""
+
+    family = "naive-unpositioned"
+    positioned = False
+
+
+@register
+class Prefix(Policy):
+    """Keep the chunks at the start that are exact, recompute all that follows: prefix caching, as in vLLM and SGLang.
+    A chunk behind others is exact where a variant of it was computed behind just these."""
+
+    family = "prefix"
+    uses_variants = True
+
+    reorders: ClassVar[bool] = False
+
+    def arrange(self, prompt: Prompt, library: Library) -> Prompt:
+        best: list[Chunk] = []
+        partial: list[tuple[list[Chunk], list[Chunk]]] = [([], list(prompt.chunks))]
+        longest = -1
+        while partial:
+            found, rest = partial.pop()
+            if len(found) > longest:
+                longest, best = len(found), [*found, *rest]
+            if not rest or longest == len(prompt.chunks):
+                continue
+            before = tuple(prompt.with_chunks([*found, *rest]).tokens_before(len(found)))
+            for index in reversed(range(len(rest) if self.reorders else 1)):
+                stored = [rest[index], *(variant.chunk for variant in library.variants(rest[index]))]
+                exact = [chunk for chunk in stored if chunk.prefix == before]
+                partial += [([*found, chunk], rest[:index] + rest[index + 1 :]) for chunk in exact]
+        return prompt.with_chunks(best)
+
+    def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
+        return prompt.inexact
+
+
+@register
+class SetPrefix(Prefix):
+    """Like ``prefix``, after putting the chunks into the order of the longest prefix that is cached (Cache-Craft's
+    Set-Cache). The model then reads them in that order."""
+
+    family = "set-prefix"
+    reorders = True

@@ -1,0 +1,176 @@
+"""Cache-Craft's scores: how reusable a chunk's KV is behind other chunks than those it was computed behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.linking.evidence import Evidence, LayerEvidence, Library, Variant
+from kvlinker.linking.parameters import choice, number
+from kvlinker.linking.policy import Policy
+from kvlinker.linking.registry import register
+from kvlinker.linking.selection import Score, highest
+from kvlinker.prompt.segments import Prompt
+from kvlinker.types.chunk_scores import Contextualization
+from kvlinker.types.chunks import Chunk
+
+
+def context_impact(chunk: Contextualization) -> float:
+    """CCI = 1 / (1 + exp(-a / b)): from 0.5, for a chunk that looked at nothing before it, to 1 (equations 9 to 11)."""
+    outside = sum(before.attention / (chunk.tokens * before.tokens) for before in chunk.context)
+    inside = chunk.intra / chunk.tokens**2
+    if not outside:
+        return 0.5
+    return 1 / (1 + math.exp(-min(outside / inside, 700))) if inside else 1.0
+
+
+def prefix_overlap(chunk: Contextualization, new: Sequence[str]) -> float:
+    """β: the share of the chunk's attention on earlier chunks that went to those that stand before it now, whatever
+    their order (equation 6). ``new``: contents of the chunks before it.
+
+    Where it was computed behind no chunk: 1 if none stands before it now either, else 0.
+    """
+    total = sum(before.attention for before in chunk.context)
+    if not total:
+        return 0.0 if new else float(not chunk.context)
+    common = set(new)
+    return sum(before.attention for before in chunk.context if before.content in common) / total
+
+
+def order_penalty(chunk: Contextualization, new: Sequence[str]) -> float:
+    """γ: normalised Kendall tau distance of the common chunks' old and new order (equation 7); 0 for fewer than 2."""
+    place = {content: index for index, content in reversed(list(enumerate(new)))}
+    common = [place[content] for content in dict.fromkeys(b.content for b in chunk.context) if content in place]
+    if len(common) < 2:
+        return 0.0
+    discordant = sum(first > second for first, second in combinations(common, 2))
+    return discordant / math.comb(len(common), 2)
+
+
+def adjusted_overlap(chunk: Contextualization, new: Sequence[str]) -> float:
+    """β′ = β·(1 - γ) (equation 8)."""
+    return prefix_overlap(chunk, new) * (1 - order_penalty(chunk, new))
+
+
+def fix_overhead(chunk: Contextualization, new: Sequence[str], alpha: float = 1.0) -> float:
+    """CFO = α·CCI·(1 - β′), clipped to [0, 1]: the share of the chunk's tokens to recompute (equation 12)."""
+    return min(1.0, alpha * context_impact(chunk) * (1 - adjusted_overlap(chunk, new)))
+
+
+def in_focus(evidence: LayerEvidence, window: int) -> NDArray[np.bool_] | None:
+    """The active tokens of focused chunks, [active], in the layer in which the focus settles; None in all others."""
+    if evidence.cached.sum() < evidence.selected:
+        return None  # it has settled before
+    settled = settled_focus(evidence.chunk_attention(), window)
+    if settled is None or settled[1] != evidence.layer:
+        return None
+    chunk_of = np.full(len(evidence.prompt), -1)
+    for index, span in enumerate(evidence.prompt.spans):
+        chunk_of[span.start : span.end] = index
+    return np.isin(chunk_of[evidence.positions], list(settled[0]))
+
+
+def focused_chunks(attention: NDArray[np.floating]) -> frozenset[int]:
+    """The chunks that the question's ``attention`` [chunks] singles out (Algorithm 1, lines 4 to 9).
+
+    Sorted in descending order, the differences of neighbours are normalised to p; the set ends where the running
+    entropy of p grows most. With fewer than three chunks, and where all get the same, all are focused.
+    """
+    order = np.argsort(-attention, kind="stable")
+    gaps = -np.diff(attention[order].astype(np.float64))
+    if len(attention) < 3 or not gaps.sum() > 0:
+        return frozenset(range(len(attention)))
+    share = gaps / gaps.sum()
+    growth = -share * np.log(np.where(share > 0, share, 1.0))  # h[i] - h[i-1]
+    return frozenset(order[: int(np.argmax(growth[1:])) + 1].tolist())
+
+
+def settled_focus(attention: NDArray[np.floating], window: int) -> tuple[frozenset[int], int] | None:
+    """The focused chunks and the layer after which they were the same for ``window`` layers (Algorithm 1).
+
+    ``attention`` [layers, chunks]: the question's attention in each layer; sums run over the layers. None while they
+    have not settled.
+    """
+    history = [focused_chunks(total) for total in np.cumsum(attention, axis=0)]
+    for layer in range(window, len(history) + 1):
+        if len(set(history[layer - window : layer])) == 1:
+            return history[layer - 1], layer
+    return None
+
+
+@register
+class CacheCraft(Policy):
+    """Of every chunk the CFO = α·CCI·(1 - β') share of its tokens that looked at earlier chunks most when its KV was
+    computed (Cache-Craft, section 3); of a chunk that was computed behind none, the first ones. The variant with the
+    lowest CFO is taken. With ``focus``, tokens of chunks that the question does not focus on are dropped once the
+    focus has been the same for w layers."""
+
+    family = "cachecraft"
+    uses_scores = True
+    uses_variants = True
+
+    alpha: float = number("alpha", 0, 1000, whole=False)
+    termination: str = choice("whether tokens of unfocused chunks are dropped", "no", "focus")
+    window: int = number("layers that the focus must last", 1, 1000, prefix="w", default=2)
+
+    @property
+    def refines(self) -> bool:  # type: ignore[override]
+        return self.termination == "focus"
+
+    @property
+    def watches(self) -> bool:  # type: ignore[override]
+        return self.refines
+
+    def arrange(self, prompt: Prompt, library: Library) -> Prompt:
+        return prompt.with_chunks(self._best(prompt, index, library) for index in range(len(prompt.chunks)))
+
+    def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
+        selected = np.zeros(len(prompt), dtype=np.bool_)
+        for index, span in enumerate(prompt.spans):
+            scores = evidence.scores(index)
+            looked = np.zeros(span.length) if scores is None else scores.inter
+            count = int(np.ceil(round(self._overhead(prompt, evidence, index) * span.length, 6)))
+            selected[span.start : span.end] = highest(looked, count)
+        return selected
+
+    def explain(self, prompt: Prompt, evidence: Evidence) -> tuple[Score, ...]:
+        known = [self._known(prompt, evidence, index) for index in range(len(prompt.spans))]
+        new = [prompt.contents[:index] for index in range(len(known))]
+        overheads = [self._overhead(prompt, evidence, index) for index in range(len(known))]
+        inter = [
+            Score("inter_attention", scores.inter, np.arange(span.start, span.end))
+            for index, span in enumerate(prompt.spans)
+            if (scores := evidence.scores(index)) is not None
+        ]
+        return (
+            Score("cci", np.array([context_impact(chunk) for chunk in known])),
+            Score("beta", np.array([prefix_overlap(*pair) for pair in zip(known, new, strict=True)])),
+            Score("gamma", np.array([order_penalty(*pair) for pair in zip(known, new, strict=True)])),
+            Score("cfo", np.array(overheads)),
+            *inter,
+        )
+
+    @staticmethod
+    def _best(prompt: Prompt, index: int, library: Library) -> Chunk:
+        """The variant with the lowest CFO; of equal ones, one that is exact."""
+        chunk, new = prompt.chunks[index], prompt.contents[:index]
+        before = tuple(prompt.tokens_before(index))
+        stored = [Variant(chunk, Contextualization(len(chunk), intra=0.0)), *library.variants(chunk)]
+        best = min(stored, key=lambda known: (fix_overhead(known.contextualization, new), known.chunk.prefix != before))
+        return best.chunk
+
+    def _known(self, prompt: Prompt, evidence: Evidence, index: int) -> Contextualization:
+        scores = evidence.scores(index)
+        return Contextualization(len(prompt.chunks[index]), intra=0.0) if scores is None else scores.contextualization
+
+    def _overhead(self, prompt: Prompt, evidence: Evidence, index: int) -> float:
+        if prompt.spans[index].exact:
+            return 0.0
+        return fix_overhead(self._known(prompt, evidence, index), prompt.contents[:index], self.alpha)
+
+    def refine(self, evidence: LayerEvidence) -> NDArray[np.bool_] | None:
+        return in_focus(evidence, self.window) if self.refines else None

@@ -1,0 +1,1 @@
+"""Benchmarks, evaluations and figures; only the command line imports them."""

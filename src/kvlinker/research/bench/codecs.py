@@ -1,0 +1,105 @@
+"""What tiers' codecs make of a chunk's KV: room, error, and time on the CPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvlinker.research.bench.report import Report, Row
+from kvlinker.research.bench.subject import Subject
+from kvlinker.research.evaluation.datasets import BUNDLED
+from kvlinker.research.evaluation.datasets.records import Record, read_records
+from kvlinker.store import ChunkKV
+from kvlinker.store.format.byte_source import BufferSource
+from kvlinker.store.format.chunk_file import EncodedKV, decode_chunk, encode_chunk
+from kvlinker.store.format.codecs import CODECS, find_codec
+
+COLUMNS = ("codec", "bytes_per_token", "key_error", "value_error", "encode_ms", "decode_ms")
+
+_KEY = "0" * 64
+
+
+def codec_rows(
+    kvs: Sequence[ChunkKV],
+    *,
+    repeat: int,
+    codecs: Sequence[str] = tuple(CODECS),
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Row]:
+    """A row for each codec, of chunk files of these chunks.
+
+    ``bytes_per_token``: of whole files, scores and header included. ``key_error`` and ``value_error``: L2 norm of what
+    is off over that of the numbers, all layers together. ``encode_ms`` and ``decode_ms``: CPU time per chunk, checksums
+    included, the mean over the chunks and the median of ``repeat`` rounds; in each round all codecs take turns.
+    """
+    found = [find_codec(name) for name in codecs]
+    files = {codec.name: [encode_chunk(_KEY, kv, codec) for kv in kvs] for codec in found}
+    data = {name: [_bytes_of(file) for file in made] for name, made in files.items()}
+    encoding: dict[str, list[float]] = {name: [] for name in files}
+    decoding: dict[str, list[float]] = {name: [] for name in files}
+    for turn in range(repeat):
+        progress(f"turn {turn + 1} of {repeat}")
+        for codec in found:
+            begin = time.process_time()
+            for kv in kvs:
+                encode_chunk(_KEY, kv, codec)
+            middle = time.process_time()
+            for source in data[codec.name]:
+                decode_chunk(source, _KEY)
+            encoding[codec.name].append(middle - begin)
+            decoding[codec.name].append(time.process_time() - middle)
+    rows: list[Row] = []
+    for name in files:
+        decoded = [decode_chunk(source, _KEY) for source in data[name]]
+        rows.append(
+            {
+                "codec": name,
+                "bytes_per_token": sum(file.nbytes for file in files[name]) / sum(kv.tokens for kv in kvs),
+                "key_error": _relative_error(kvs, decoded, "key"),
+                "value_error": _relative_error(kvs, decoded, "value"),
+                "encode_ms": 1e3 * statistics.median(encoding[name]) / len(kvs),
+                "decode_ms": 1e3 * statistics.median(decoding[name]) / len(kvs),
+            }
+        )
+    return rows
+
+
+def run_codecs(
+    subject: Subject,
+    *,
+    chunks: int,
+    chunk_tokens: int,
+    repeat: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """``codec_rows`` of the model's own KV of prose."""
+    progress(f"computing {chunks} chunks of prose")
+    kvs = prose_kvs(subject, chunks=chunks, chunk_tokens=chunk_tokens)
+    return subject.report(list(codec_rows(kvs, repeat=repeat, progress=progress)))
+
+
+def prose_kvs(subject: Subject, *, chunks: int, chunk_tokens: int) -> list[ChunkKV]:
+    """The KV that the model computes of the prose that ships with kvlinker, in chunks of so many tokens."""
+    records = [record for record in read_records(BUNDLED["prose"]) if isinstance(record, Record)]
+    text = "".join(passage for record in records for passage in record.fields["passages"])
+    with subject.llm(kv_slots=4 * chunk_tokens, disk_space=0) as llm:
+        pieces = llm.split(text, method="fixed", max_tokens=chunk_tokens)[:chunks]
+        made = [llm.store.get(cache.chunk_key) for cache in llm.generate_context_cache(pieces)]
+    return [kv for kv in made if kv is not None]
+
+
+def _bytes_of(file: EncodedKV) -> BufferSource:
+    return BufferSource(np.frombuffer(bytearray(b"".join(file.pieces())), dtype=np.uint8))
+
+
+def _relative_error(kvs: Sequence[ChunkKV], decoded: Sequence[ChunkKV], part: str) -> float:
+    given = _all_numbers(kvs, part)
+    return float((_all_numbers(decoded, part) - given).norm() / given.norm())
+
+
+def _all_numbers(kvs: Sequence[ChunkKV], part: str) -> torch.Tensor:
+    return torch.cat([getattr(layer, part).double().flatten() for kv in kvs for layer in kv.layers])

@@ -1,0 +1,122 @@
+"""Whether time tells a tenant what other tenants have: lookups of what another has, beside lookups of nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import httpx
+import numpy as np
+
+from kvlinker.errors import ContextCacheNotFoundError
+from kvlinker.llm import LLM
+from kvlinker.research.bench.report import Report, Row
+from kvlinker.research.bench.served import served
+from kvlinker.research.bench.subject import Subject
+from kvlinker.store import new_context_cache_id
+from kvlinker.types.tenants import tenant_of_key
+
+COLUMNS = ("case", "unknown_us", "foreign_us", "difference_us", "p")
+
+OWNER, STRANGER = "owner-key", "stranger-key"
+CACHES = "/v1/context_caches"
+WARM_UP = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Seconds of interleaved lookups; ``p``: how probable such a difference is if there is none."""
+
+    unknown: tuple[float, ...]
+    foreign: tuple[float, ...]
+
+    @property
+    def p(self) -> float:
+        return mann_whitney(self.unknown, self.foreign)
+
+    def row(self, case: str) -> Row:
+        """Medians in microseconds."""
+        unknown, foreign = 1e6 * statistics.median(self.unknown), 1e6 * statistics.median(self.foreign)
+        return {
+            "case": case,
+            "unknown_us": unknown,
+            "foreign_us": foreign,
+            "difference_us": foreign - unknown,
+            "p": self.p,
+        }
+
+
+def mann_whitney(first: Sequence[float], second: Sequence[float]) -> float:
+    """Two-sided p of the Mann-Whitney U test, in its normal approximation with ties."""
+    values = np.array([*first, *second])
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
+    m, n = len(first), len(second)
+    u = float(ranks[:m].sum()) - m * (m + 1) / 2
+    ties = float((counts**3 - counts).sum()) / ((m + n) * (m + n - 1))
+    deviation = math.sqrt(m * n / 12 * (m + n + 1 - ties))
+    return 1.0 if deviation == 0 else 2 * NormalDist().cdf(-abs(u - m * n / 2) / deviation)
+
+
+def compare(look_up: Callable[[str], object], unknown: Sequence[str], foreign: Sequence[str]) -> Comparison:
+    """Time one lookup of each in turn, in a random order within each pair."""
+    order = random.Random(0)
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    for pair in zip(unknown, foreign, strict=True):
+        for is_foreign in order.sample((False, True), 2):
+            begin = time.perf_counter()
+            look_up(pair[is_foreign])
+            taken[is_foreign].append(time.perf_counter() - begin)
+    return Comparison(tuple(taken[False]), tuple(taken[True]))
+
+
+def run_isolation(subject: Subject, *, lookups: int, progress: Callable[[str], None] = lambda _: None) -> Report:
+    """By id in Python and over HTTP, in a prompt, and by content: ``lookups`` of each kind and case."""
+    rows = []
+    with (
+        subject.llm(api_keys=f"{OWNER},{STRANGER}") as llm,
+        served(llm) as url,
+        httpx.Client(base_url=url, headers={"Authorization": f"Bearer {STRANGER}"}, timeout=60) as http,
+    ):
+        texts = [f"{index:06d} belongs to the owner" for index in range(lookups)]
+        progress(f"{lookups} context caches of another tenant")
+        foreign = [cache.id for cache in llm.generate_context_cache(texts, tenant=tenant_of_key(OWNER))]
+        unknown = [new_context_cache_id() for _ in foreign]
+        unknown_texts = [f"{index:06d} belongs to nobody" for index in range(lookups)]
+        for case, look_up, theirs, nobodys in (
+            ("id, in Python", _by_id(llm), foreign, unknown),
+            ("id, over HTTP", lambda i: _refused(http.get(f"{CACHES}/{i}")), foreign, unknown),
+            ("id, in a prompt", lambda i: _refused(http.post("/v1/completions", json=_prompt(i))), foreign, unknown),
+            ("content", lambda text: _created(http.post(CACHES, json={"chunks": [text]})), texts, unknown_texts),
+        ):
+            progress(case)
+            if case != "content":  # which finds the caller's own the second time
+                compare(look_up, nobodys[:WARM_UP], theirs[:WARM_UP])
+            rows.append(compare(look_up, nobodys, theirs).row(case))
+    return subject.report(rows)
+
+
+def _by_id(llm: LLM) -> Callable[[str], object]:
+    def look_up(cache_id: str) -> None:
+        with suppress(ContextCacheNotFoundError):
+            llm.caches.get(cache_id, tenant=tenant_of_key(STRANGER))
+
+    return look_up
+
+
+def _prompt(cache_id: str) -> dict[str, object]:
+    return {"prompt": [{"type": "context_cache", "id": cache_id}], "max_tokens": 1}
+
+
+def _refused(response: httpx.Response) -> None:
+    assert response.status_code == ContextCacheNotFoundError.status, response.text
+
+
+def _created(response: httpx.Response) -> None:
+    response.raise_for_status()

@@ -1,0 +1,53 @@
+"""The chunk store: what its tiers cost a request, and what it costs to keep many chunks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.research.bench.report import Report
+from kvlinker.research.bench.store.crowd import crowd_rows
+from kvlinker.research.bench.store.first_token import first_token_rows
+from kvlinker.research.bench.store.rows import COLUMNS
+from kvlinker.research.bench.store.throughput import throughput_rows
+from kvlinker.research.bench.store.writing import writing_rows
+from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.ttft import Workload
+
+__all__ = ["COLUMNS", "run_store"]
+
+
+def run_store(
+    subject: Subject,
+    workload: Workload,
+    *,
+    policies: Sequence[str],
+    tiers: Sequence[str],
+    codecs: Sequence[str],
+    entries: int,
+    cases: Sequence[str],
+    repeat: int,
+    redis_url: str | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Measure the named cases, each with its competitors in turn.
+
+    ``tiers``: besides the host's memory. ``entries``: how many chunks are many. ``redis_url``: of the tier ``redis``.
+
+    Raises InvalidRequestError for an unknown case, and where the page cache cannot be emptied.
+    """
+    measured = {
+        "ttft": lambda: first_token_rows(
+            subject, workload, policies, tiers, codecs, redis_url=redis_url, repeat=repeat, progress=progress
+        ),
+        "writing": lambda: writing_rows(subject, workload, policies, repeat=repeat, progress=progress),
+        "throughput": lambda: throughput_rows(subject, workload, codecs, repeat=repeat, progress=progress),
+        "crowd": lambda: crowd_rows(entries, progress=progress),
+    }
+    if not hasattr(os, "posix_fadvise"):
+        raise InvalidRequestError("This system has no posix_fadvise, which cold reads need: run it on Linux.")
+    for case in cases:
+        if case not in measured:
+            raise InvalidRequestError(f"Unknown case {case!r}; known are {', '.join(measured)}.", param="cases")
+    return subject.report([row for case in cases for row in measured[case]()])

@@ -1,0 +1,99 @@
+"""The cheapest setting of a policy that is good enough: Cache-Craft's equation 13, for any policy with a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.linking import parse_policy
+from kvlinker.research.evaluation.answers import REFERENCE, Examiner
+from kvlinker.research.evaluation.examples import Example, Question, Skipped
+from kvlinker.research.evaluation.results import Result
+from kvlinker.research.evaluation.runner import evaluate
+from kvlinker.research.evaluation.scores import main_score
+
+PLACE = "{}"
+"""Stands for the number in a policy's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A policy with its mean score on ``n`` examples, what that is of full's, and how much it computes again."""
+
+    policy: str
+    n: int
+    score: float
+    of_full: float
+    recomputed_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """All settings that were tried, the examples that could not be asked, and the setting to take.
+
+    ``chosen``: of those that reach ``target`` (a share of full's score), the one that computes least; None if none
+    does.
+    """
+
+    target: float
+    settings: tuple[Setting, ...]
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def chosen(self) -> Setting | None:
+        reached = [setting for setting in self.settings if setting.of_full >= self.target]
+        return min(reached, key=lambda setting: setting.recomputed_fraction, default=None)
+
+
+def settings_of(template: str, values: Sequence[str]) -> tuple[str, ...]:
+    """The policies that ``template``, such as ``cachecraft-{}-focus``, names with each of the values.
+
+    Raises InvalidRequestError without a place for the value, and PolicyError for a bad policy.
+    """
+    if template.count(PLACE) != 1:
+        raise InvalidRequestError(
+            f"{template!r} must have one {PLACE} where the number goes, as in cachecraft-{PLACE}.", param="policy"
+        )
+    return tuple(parse_policy(template.replace(PLACE, value.strip())).name for value in values)
+
+
+def calibrate(
+    examiner: Examiner,
+    examples: Sequence[Example],
+    policies: Sequence[str],
+    *,
+    target: float,
+    progress: Callable[[int, int], None] = lambda _, __: None,
+) -> Calibration:
+    """Score every policy on the examples, each by the metric that its task is usually measured by.
+
+    Raises InvalidRequestError for examples without answers, when none could be asked, and when full answers none of
+    them right.
+    """
+    questions = [example for example in examples if isinstance(example, Question)]
+    if len(questions) < len(examples):
+        raise InvalidRequestError("Settings are chosen by answers: give a data set of questions.", param="dataset")
+    asked = list(dict.fromkeys((*policies, REFERENCE)))
+    skipped: list[Skipped] = []
+    found: dict[str, list[tuple[float, Result]]] = {policy: [] for policy in asked}
+    for done, (example, outcome) in enumerate(evaluate(examiner, examples, asked)):
+        progress(done + 1, len(examples))
+        if isinstance(outcome, Skipped):
+            skipped.append(outcome)
+            continue
+        for result in outcome:
+            found[result.policy].append((main_score(example, result), result))
+    full = fmean(score for score, _ in found[REFERENCE]) if found[REFERENCE] else 0.0
+    if not full:
+        reason = f"{skipped[0].where}: {skipped[0].reason}" if skipped else "full prefill answers none of them right"
+        raise InvalidRequestError(f"These examples cannot tell settings apart: {reason}.", param="dataset")
+    settings = tuple(_setting(policy, found[policy], full) for policy in dict.fromkeys(policies))
+    return Calibration(target, settings, tuple(skipped))
+
+
+def _setting(policy: str, results: Sequence[tuple[float, Result]], full: float) -> Setting:
+    score = fmean(score for score, _ in results)
+    recomputed = fmean(result.recomputed_fraction for _, result in results)
+    return Setting(policy, len(results), score, score / full, recomputed)

@@ -1,0 +1,113 @@
+"""Opens what an LLM stands on, as its settings say: the catalog, the chunk store, and the engine."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from kvlinker.config import Settings
+from kvlinker.embedded.engine import EmbeddedEngine
+from kvlinker.embedded.model.loading import LoadedModel, load_model
+from kvlinker.embedded.variants import VariantLibrary
+from kvlinker.engine.contract import Engine
+from kvlinker.events import Events
+from kvlinker.store import Catalog, ChunkStore, Speeds, device_tier, load_cipher, open_store
+from kvlinker.store.format.codecs import find_codec
+from kvlinker.store.tiers import shared_tiers
+
+
+class EngineSource(Protocol):
+    """A model that is loaded, or known, and can be started once."""
+
+    uses_host_memory: bool
+    """Whether the engine computes in this process, and takes chunks from the store's memory."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the engine takes chunks from the store's copies on the device; None where it takes none."""
+        ...
+
+    def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:
+        """The engine, which belongs to the caller."""
+        ...
+
+
+class EmbeddedSource:
+    """The embedded engine on a model in memory."""
+
+    uses_host_memory = True
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self.tokenizer = loaded.tokenizer
+        self.device: torch.device | None = loaded.device
+
+    def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:
+        variants = VariantLibrary(
+            catalog.variants, store, fingerprint=self._loaded.fingerprint, limit=settings.max_variants
+        )
+        return EmbeddedEngine(
+            self._loaded, store=store, events=events, settings=settings, variants=variants, speeds=speeds
+        )
+
+
+def engine_source(settings: Settings) -> EngineSource:
+    """What ``settings.engine`` names, on ``settings.model``.
+
+    Raises ModelLoadError and UnsupportedModelError, and InvalidRequestError where the engine is not installed.
+    """
+    if settings.engine == "vllm":
+        from kvlinker.vllm.frontend.source import own_vllm
+
+        return own_vllm(settings)
+    return EmbeddedSource(load_model(settings))
+
+
+class State(NamedTuple):
+    """To be closed by its owner, the store first: it may still write what the catalog holds."""
+
+    catalog: Catalog
+    store: ChunkStore
+
+
+def open_state(
+    settings: Settings,
+    events: Events,
+    *,
+    host_bytes: int,
+    device: torch.device | None = None,
+    speeds: Speeds | None = None,
+) -> State:
+    """The catalog and the store that the settings name, the store with ``host_bytes`` in memory; ``device``: where a
+    model runs that takes chunks from it. ``speeds`` keeps what is measured of its tiers.
+
+    Raises StoreError where one of them cannot be used, and InvalidRequestError for a budget of a device without memory
+    of its own.
+    """
+    copies = None
+    if device is not None:
+        copies = device_tier(settings.device_memory, device, events, eviction=settings.eviction)
+    cipher = load_cipher(settings.encryption_key)
+    catalog = Catalog(settings.state_dir / "catalog.sqlite", cipher)
+    try:
+        store = open_store(
+            settings.state_dir / "chunks",
+            host_bytes=host_bytes,
+            disk_bytes=settings.disk_space,
+            events=events,
+            pinned=catalog.pinned(),
+            cipher=cipher,
+            disk_codec=find_codec(settings.disk_codec),
+            eviction=settings.eviction,
+            device=copies,
+            shared=shared_tiers(settings, events, cipher),
+            speeds=speeds,
+        )
+    except BaseException:
+        catalog.close()
+        raise
+    return State(catalog, store)

@@ -1,0 +1,273 @@
+"""The catalog of context caches and their chunks' token ids, in one SQLite file; the server is its caller.
+
+The token ids stay for as long as a context cache holds the chunk, so KV that the store evicted can be computed again.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from kvlinker.errors import ContextCacheNotFoundError
+from kvlinker.store.catalog.check import check_catalog
+from kvlinker.store.catalog.database import Database, StateLock
+from kvlinker.store.catalog.encryption import open_encrypted
+from kvlinker.store.catalog.limits import NO_LIMITS, PINNED_BYTES, TENANT_USAGE, Limits, TenantUsage, enforced
+from kvlinker.store.catalog.releases import forget_released, release, released
+from kvlinker.store.catalog.rows import BY_OWNER, CHUNK, COLUMNS, LIVE, insert_rows, matching, pack_metadata, read_row
+from kvlinker.store.catalog.schema import index_metadata
+from kvlinker.store.catalog.token_blobs import TokenBlobs
+from kvlinker.store.catalog.variants import VariantIndex
+from kvlinker.store.format.encryption import Cipher
+from kvlinker.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
+from kvlinker.types.tenants import SHARED_TENANT
+
+_IDS_PER_QUERY = 500
+
+
+class Catalog:
+    """Context caches by id and tenant. Another tenant's, an expired and an unknown one are alike: absent.
+
+    A context cache has expired when ``now`` (Unix seconds) reaches ``expires_at``; ``expire`` removes those rows.
+    Several processes may use one file. All methods may be called from any thread, and raise StoreError when SQLite
+    cannot do its work. What they change survives the end of the process; a power cut only after ``persist``.
+    """
+
+    def __init__(self, path: Path, cipher: Cipher | None = None) -> None:
+        """Open or create the file; with a cipher, token ids are encrypted, also those that were not before.
+
+        Raises StoreError where it is damaged, foreign, from a newer kvlinker, or encrypted with another key.
+        """
+        self._database = Database(path)
+        self._blobs = TokenBlobs(cipher)
+        with ExitStack() as stack:
+            stack.callback(self._database.close)
+            lock = StateLock(path.parent)
+            stack.callback(lock.close)
+            open_encrypted(self._database, lock, cipher, path)
+            self._close = stack.pop_all().close
+        self.variants = VariantIndex(self._database, self._blobs)
+
+    def add(self, records: Sequence[ContextCache], limits: Limits = NO_LIMITS) -> None:
+        """Record context caches and the chunks they hold: all of them or, on an error, none.
+
+        Raises QuotaExceededError and PinLimitError.
+        """
+        with self._database.transaction() as connection:
+            _add(connection, self._blobs, records, limits)
+
+    def check_room(self, records: Sequence[ContextCache], limits: Limits) -> None:
+        """Raise what ``add`` would raise now, and record nothing."""
+        with self._database.transaction() as connection:
+            connection.execute("SAVEPOINT rehearsal")
+            _add(connection, self._blobs, records, limits)
+            connection.execute("ROLLBACK TO rehearsal")
+
+    def get(self, cache_id: str, tenant: str, now: float) -> ContextCache | None:
+        """The tenant's context cache of this id, or the shared one."""
+        return self.get_many([cache_id], tenant, now).get(cache_id)
+
+    def get_many(self, cache_ids: Sequence[str], tenant: str, now: float) -> dict[str, ContextCache]:
+        """Those of the ids that exist, the tenant's own and shared ones, by id."""
+        wanted = list(dict.fromkeys(cache_ids))
+        found = {}
+        for start in range(0, len(wanted), _IDS_PER_QUERY):
+            batch = wanted[start : start + _IDS_PER_QUERY]
+            ids = {f"id{index}": cache_id for index, cache_id in enumerate(batch)}
+            places = ", ".join(f":{name}" for name in ids)
+            rows = self._database.query(
+                f"SELECT {COLUMNS} FROM {BY_OWNER} {CHUNK}"
+                f" WHERE c.tenant IN (:tenant, :shared) AND c.id IN ({places}) AND {LIVE}",
+                {**ids, "tenant": tenant, "shared": SHARED_TENANT, "now": now},
+            )
+            found.update({row[0]: read_row(row, self._blobs) for row in rows})
+        return found
+
+    def list(
+        self,
+        tenant: str,
+        now: float,
+        *,
+        limit: int,
+        after: str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+        metadata: Mapping[str, str] = MappingProxyType({}),
+    ) -> Page:
+        """At most ``limit`` of the tenant's own context caches by time of creation, those that follow ``after`` where
+        it is given, and only those with all pairs of ``metadata``.
+
+        Pages that follow one another neither repeat nor skip an item, whatever is added or removed between them.
+        Raises ContextCacheNotFoundError where ``after`` does not exist.
+        """
+        follows, direction = (">", "ASC") if order == "asc" else ("<", "DESC")
+        found = matching(tenant, metadata, now)
+        condition, values, position = found.condition, dict(found.values), found.position
+        if after is not None:
+            cursor = self._database.query(
+                f"SELECT c.created_at, c.number FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {LIVE}",
+                {"id": after, "tenant": tenant, "now": now},
+            )
+            if not cursor:
+                raise ContextCacheNotFoundError(after)
+            values["created_at"], values["number"] = cursor[0]
+            condition += f" AND ({position}) {follows} (:created_at, :number)"
+        order_by = position.replace(",", f" {direction},")
+        rows = self._database.query(
+            f"SELECT {COLUMNS} FROM {found.tables} {CHUNK} WHERE {condition}"
+            f" ORDER BY {order_by} {direction} LIMIT :limit",
+            {**values, "limit": limit + 1},
+        )
+        return Page(tuple(read_row(row, self._blobs) for row in rows[:limit]), has_more=len(rows) > limit)
+
+    def update(
+        self,
+        cache_id: str,
+        tenant: str,
+        now: float,
+        *,
+        expires_at: float | Unchanged | None = UNCHANGED,
+        name: str | Unchanged | None = UNCHANGED,
+        metadata: Mapping[str, str] | Unchanged = UNCHANGED,
+        pinned: bool | Unchanged = UNCHANGED,
+        limits: Limits = NO_LIMITS,
+    ) -> ContextCache:
+        """Change the given fields; returns the result. Raises ContextCacheNotFoundError and PinLimitError."""
+        changes = {
+            "expires_at": expires_at,
+            "name": name,
+            "metadata": metadata if metadata is UNCHANGED else pack_metadata(metadata),
+            "pinned": pinned,
+        }
+        changes = {column: value for column, value in changes.items() if value is not UNCHANGED}
+        with self._database.transaction() as connection:
+            row = connection.execute(
+                f"SELECT c.number FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {LIVE}",
+                {"id": cache_id, "tenant": tenant, "now": now},
+            ).fetchone()
+            if row is None:
+                raise ContextCacheNotFoundError(cache_id)
+            with enforced(connection, limits, pins=pinned is True):
+                for column, value in changes.items():
+                    connection.execute(f"UPDATE context_caches SET {column} = ? WHERE number = ?", (value, *row))
+                if metadata is not UNCHANGED:
+                    connection.execute("DELETE FROM metadata WHERE number = ?", row)
+                    index_metadata(connection, row[0], metadata)
+            changed = connection.execute(f"SELECT {COLUMNS} FROM context_caches c {CHUNK} WHERE c.number = ?", row)
+            return read_row(changed.fetchone(), self._blobs)
+
+    def delete(self, cache_id: str, tenant: str, now: float) -> tuple[str, ...]:
+        """Remove one context cache; returns the chunk keys that no context cache holds any more.
+
+        The caller deletes their KV from the store; until it has, ``released`` tells of them. Raises
+        ContextCacheNotFoundError.
+        """
+        with self._database.transaction() as connection:
+            removed = connection.execute(
+                f"DELETE FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {LIVE} RETURNING chunk_key",
+                {"id": cache_id, "tenant": tenant, "now": now},
+            ).fetchall()
+            if not removed:
+                raise ContextCacheNotFoundError(cache_id)
+            return release(connection, {key for (key,) in removed}, now)
+
+    def delete_matching(
+        self, tenant: str, now: float, metadata: Mapping[str, str], *, limit: int
+    ) -> tuple[int, tuple[str, ...]]:
+        """Remove up to ``limit`` of the tenant's context caches that have all the pairs; returns how many it removed,
+        and the released chunk keys as ``delete`` does."""
+        found = matching(tenant, metadata, now)
+        with self._database.transaction() as connection:
+            removed = connection.execute(
+                "DELETE FROM context_caches WHERE number IN"
+                f" (SELECT c.number FROM {found.tables} WHERE {found.condition} LIMIT :limit) RETURNING chunk_key",
+                {**found.values, "limit": limit},
+            ).fetchall()
+            return len(removed), release(connection, {key for (key,) in removed}, now)
+
+    def expire(self, now: float) -> tuple[int, tuple[str, ...]]:
+        """Remove all expired context caches of all tenants; returns how many, and released chunk keys as ``delete``
+        does."""
+        with self._database.transaction() as connection:
+            removed = connection.execute(
+                "DELETE FROM context_caches WHERE expires_at <= ? RETURNING chunk_key", (now,)
+            ).fetchall()
+            return len(removed), release(connection, {key for (key,) in removed}, now)
+
+    def released(self, after: float, until: float, *, limit: int = -1) -> dict[str, float]:
+        """Chunk keys that were released in this time and are held by nothing now, and when; any ``limit`` of them."""
+        return released(self._database, after, until, limit=limit)
+
+    def forget_released(self, chunk_keys: Iterable[str], until: float) -> None:
+        """``released`` need not tell of these any more, for no tier holds their KV; nor of what was released until then
+        and is held again."""
+        forget_released(self._database, chunk_keys, until)
+
+    def unheld(self, chunk_keys: Iterable[str]) -> tuple[str, ...]:
+        """Those of the keys that no context cache holds, directly or as a variant of its chunk."""
+        query = "SELECT 1 FROM chunks WHERE key = :key UNION SELECT 1 FROM variants WHERE key = :key"
+        return tuple(key for key in dict.fromkeys(chunk_keys) if not self._database.query(query, {"key": key}))
+
+    def usage(self, tenant: str) -> TenantUsage:
+        """What the tenant has, expired context caches that remain included."""
+        rows = self._database.query(TENANT_USAGE, {"tenant": tenant})
+        return TenantUsage(*rows[0]) if rows else TenantUsage()
+
+    def pinned_bytes(self, tenant: str) -> int:
+        """Of the tenant's KV as computed, each chunk once."""
+        pinned: dict[str, int] = dict(self._database.query(PINNED_BYTES, {}))
+        return pinned.get(tenant, 0)
+
+    def pinned(self) -> frozenset[str]:
+        """The chunk keys of all pinned context caches."""
+        rows = self._database.query("SELECT DISTINCT chunk_key FROM context_caches WHERE pinned", {})
+        return frozenset(key for (key,) in rows)
+
+    def set_sizes(self, fingerprint: str, bytes_per_token: int) -> None:
+        """Tell the size of the model's chunks that an older kvlinker recorded without it."""
+        with self._database.transaction() as connection:
+            connection.execute(
+                "UPDATE chunks SET nbytes = length * ? WHERE fingerprint = ? AND nbytes = 0",
+                (bytes_per_token, fingerprint),
+            )
+
+    def tenants(self) -> tuple[str, ...]:
+        """All tenants that have context caches, expired ones that remain included, sorted by name."""
+        rows = self._database.query("SELECT DISTINCT tenant FROM context_caches ORDER BY tenant", {})
+        return tuple(tenant for (tenant,) in rows)
+
+    def keys_of(self, tenant: str) -> frozenset[str]:
+        """The keys of the tenant's chunks and their variants."""
+        rows = self._database.query(
+            "SELECT key FROM chunks WHERE tenant = :tenant UNION SELECT key FROM variants WHERE tenant = :tenant",
+            {"tenant": tenant},
+        )
+        return frozenset(key for (key,) in rows)
+
+    def chunk_keys(self) -> dict[str, str]:
+        """The model fingerprint of every chunk that some context cache holds, and of its variants, by chunk key."""
+        return dict(
+            self._database.query("SELECT key, fingerprint FROM chunks UNION SELECT key, fingerprint FROM variants", {})
+        )
+
+    def check(self, *, repair: bool = False) -> tuple[str, ...]:
+        """Where the catalog contradicts itself, a line for each fault; ``repair`` mends. See ``check_catalog``."""
+        return check_catalog(self._database, self._blobs, time.time(), repair=repair)
+
+    def persist(self) -> None:
+        """Wait until a power cut could not undo what was changed so far."""
+        self._database.persist()
+
+    def close(self) -> None:
+        """Idempotent; no other method may be called afterwards."""
+        self._close()
+
+
+def _add(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequence[ContextCache], limits: Limits) -> None:
+    tenants = (record.tenant for record in records)
+    with enforced(connection, limits, tenants=tenants, pins=any(record.pinned for record in records)):
+        insert_rows(connection, blobs, records)

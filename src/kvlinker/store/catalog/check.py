@@ -1,0 +1,65 @@
+"""Finds where the catalog contradicts itself, and mends it; the catalog calls it."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from kvlinker.store.catalog.database import Database
+from kvlinker.store.catalog.releases import release
+from kvlinker.store.catalog.rows import is_genuine
+from kvlinker.store.catalog.token_blobs import TokenBlobs
+
+_COUNTED = """SELECT tenant, sum(caches), sum(chunks), sum(tokens), sum(nbytes) FROM (
+        SELECT tenant, count(*) AS caches, 0 AS chunks, 0 AS tokens, 0 AS nbytes FROM context_caches GROUP BY tenant
+        UNION ALL SELECT tenant, 0, count(*), sum(length), sum(nbytes) FROM chunks GROUP BY tenant
+    ) GROUP BY tenant"""
+_KEPT = "SELECT name, caches, chunks, tokens, nbytes FROM tenants WHERE caches OR chunks OR tokens OR nbytes"
+
+
+def check_catalog(database: Database, blobs: TokenBlobs, now: float, *, repair: bool) -> tuple[str, ...]:
+    """Where the catalog contradicts itself, a line for each fault; takes time for large catalogs.
+
+    ``repair`` mends: context caches whose token ids are not what they were cannot be answered, and are removed;
+    accounts are counted again. Each step is one transaction. ``now``: Unix seconds, noted with what is released.
+    """
+    faults = list(database.check())
+    if faults and repair:
+        with database.transaction() as connection:
+            connection.execute("REINDEX")
+            connection.execute("DELETE FROM context_caches WHERE chunk_key NOT IN (SELECT key FROM chunks)")
+            connection.execute("DELETE FROM metadata WHERE number NOT IN (SELECT number FROM context_caches)")
+    rows = database.query("SELECT key, fingerprint, tenant, tokens, prefix FROM chunks", {})
+    changed = [row[0] for row in rows if not is_genuine(blobs, *row)]
+    faults += [f"the token ids of chunk {key} are not what they were" for key in changed]
+    with database.transaction() as connection:
+        unheld = _unheld_chunks(connection)
+        faults += [f"chunk {key} is held by no context cache" for key in unheld]
+        if repair:
+            connection.executemany("DELETE FROM context_caches WHERE chunk_key = ?", [(key,) for key in changed])
+            release(connection, (*changed, *unheld), now)
+        faults += [f"the account of tenant {tenant} is wrong" for tenant in _wrong_accounts(connection)]
+        if repair:
+            _count_again(connection)
+    return tuple(faults)
+
+
+def _unheld_chunks(connection: sqlite3.Connection) -> list[str]:
+    """Keys of rows that should have gone with their last context cache."""
+    rows = connection.execute(
+        "SELECT key FROM chunks WHERE NOT EXISTS (SELECT 1 FROM context_caches WHERE chunk_key = key)"
+    )
+    return [key for (key,) in rows]
+
+
+def _wrong_accounts(connection: sqlite3.Connection) -> list[str]:
+    """Tenants of which more or less is recorded than they have."""
+    counted, kept = (
+        {name: account for name, *account in connection.execute(query).fetchall()} for query in (_COUNTED, _KEPT)
+    )
+    return sorted(name for name in counted.keys() | kept.keys() if counted.get(name) != kept.get(name))
+
+
+def _count_again(connection: sqlite3.Connection) -> None:
+    """Set all accounts right."""
+    connection.execute("DELETE FROM tenants")
+    connection.execute(f"INSERT INTO tenants (name, caches, chunks, tokens, nbytes) {_COUNTED}")

@@ -1,0 +1,221 @@
+"""The catalog's SQLite file: connections, transactions, and the lock that keeps a state directory to one version."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from kvlinker.errors import StoreError
+from kvlinker.store.catalog.schema import SCHEMA_VERSION, upgrade
+from kvlinker.store.format.durability import synchronize
+
+_BUSY_SECONDS = 10.0
+_CHECKED_AT_ONCE_BYTES = 64 << 20
+"""Files up to this size are checked when they are opened; reading all of a larger one would hold up the start."""
+
+
+class Database:
+    """The catalog's file. Methods may be called from any thread; all raise StoreError when SQLite fails.
+
+    A transaction survives the end of the process at once, and a power cut once ``persist`` has returned: SQLite does
+    not wait for the disk while others wait for the lock. A power cut before loses the last transactions, whole ones
+    from the end, and damages nothing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file. Raises StoreError where it is damaged, foreign or from a newer kvlinker."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._log_identity: tuple[int, int] | None = None  # of the write-ahead log whose name is on the disk
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not path.exists():  # closing the file would take away locks that this process has on it
+                path.touch(mode=0o600)
+            self._connection = sqlite3.connect(
+                path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(
+                f"The catalog {path} cannot be opened: {error}. Choose another state directory."
+            ) from error
+        try:
+            self._identity = _identify(path)
+            self._open()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def query(self, statement: str, values: dict[str, Any]) -> Sequence[Any]:
+        """All rows of a SELECT."""
+        with self._lock, self._errors():
+            return self._connection.execute(statement, values).fetchall()
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Everything in the block happens, or nothing does."""
+        with self._lock, self._errors():
+            if _identify(self._path) != self._identity:
+                raise StoreError(
+                    f"The catalog {self._path} was removed or replaced while it was in use: what is changed now would "
+                    "be lost. Restart kvlinker; it goes on with the file that is there, or makes a new one."
+                )
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def compact(self) -> None:
+        """Rewrite the file, so that nothing of what was changed or deleted remains in it."""
+        with self._lock, self._errors():
+            self._connection.execute("VACUUM")
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def persist(self) -> None:
+        """Wait until the disk has every transaction that has ended. Others need not wait meanwhile."""
+        try:
+            with suppress(FileNotFoundError):  # then SQLite has moved it all to the file, and synchronised that
+                log = self._path.with_name(f"{self._path.name}-wal")
+                synchronize(log)
+                identity = _identify(log)
+                if identity != self._log_identity:
+                    synchronize(log.parent)
+                    self._log_identity = identity
+        except OSError as error:
+            raise StoreError(f"The catalog {self._path} was not written to the disk: {error}.") from error
+
+    def check(self) -> tuple[str, ...]:
+        """What SQLite finds wrong with the whole file, which takes time for large ones."""
+        with self._lock, self._errors():
+            faults = [fault for (fault,) in self._connection.execute("PRAGMA integrity_check") if fault != "ok"]
+            keys = self._connection.execute("PRAGMA foreign_key_check").fetchall()
+        return (*faults, *(f"row {row} of {table} refers to nothing in {parent}" for table, row, parent, _ in keys))
+
+    def close(self) -> None:
+        """Idempotent; no other method may be called afterwards."""
+        with suppress(StoreError):
+            self.persist()
+        with self._lock:
+            self._connection.close()
+
+    def _open(self) -> None:
+        with self._errors():
+            self._check_version()
+            self._use_write_ahead_log()
+            self._connection.execute("PRAGMA synchronous = NORMAL")
+            self._connection.execute("PRAGMA foreign_keys = ON")
+            self._connection.execute("PRAGMA secure_delete = ON")  # deleted token ids do not stay in free pages
+            small = self._path.stat().st_size <= _CHECKED_AT_ONCE_BYTES
+            faults = self._connection.execute("PRAGMA quick_check(1)").fetchall() if small else [("ok",)]
+            if faults != [("ok",)]:
+                raise sqlite3.DatabaseError(faults[0][0])
+        with self.transaction() as connection:
+            upgrade(connection, self._check_version())
+
+    def _use_write_ahead_log(self) -> None:
+        """Switching to it is the one thing for which SQLite does not wait until others are done."""
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.005)
+
+    def _check_version(self) -> int:
+        """The file's schema version, 0 for an empty file. Raises StoreError where this build cannot use it."""
+        # one statement sees one state of the file, even while another process creates the tables
+        version, tables = self._connection.execute(
+            "SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version"
+        ).fetchone()
+        if version > SCHEMA_VERSION:
+            raise StoreError(
+                f"The catalog {self._path} was written by a newer kvlinker (schema {version}, this one knows up to "
+                f"{SCHEMA_VERSION}). Upgrade kvlinker, or choose another state directory."
+            )
+        if version == 0 and tables:
+            raise StoreError(f"{self._path} is another program's database. Choose another state directory.")
+        return int(version)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """SQLite's errors become StoreErrors that name the file and the way out."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            if isinstance(error, (sqlite3.OperationalError, sqlite3.IntegrityError, sqlite3.ProgrammingError)):
+                raise StoreError(f"The catalog {self._path} failed: {error}.") from error
+            raise StoreError(
+                f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and -shm files) and start "
+                "again: a new one is made, and the context caches of the old one have to be created again."
+            ) from error
+
+
+def _identify(path: Path) -> tuple[int, int] | None:
+    """Which file lies there, None for none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+PATIENCE_SECONDS = 10.0
+_TRY_AGAIN_SECONDS = 0.02
+
+
+class StateLock:
+    """A lock on the file ``lock`` in a directory; it goes with the process, however that ends."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open the file, create it where missing; nothing is locked yet. Raises StoreError."""
+        self._directory = directory
+        try:
+            self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def share(self) -> None:
+        """Use the directory as others may at the same time. Raises StoreError where one has it alone for long."""
+        self._lock(fcntl.LOCK_SH, PATIENCE_SECONDS, "is being encrypted anew, which takes a while. Wait for its end.")
+
+    def take_alone(self, patience: float = 0.0) -> None:
+        """Keep all others out. Raises StoreError where others use it for longer than ``patience`` seconds."""
+        self._lock(
+            fcntl.LOCK_EX, patience, "is in use by a server or another command. Stop it first: its key is to change."
+        )
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _lock(self, kind: int, patience: float, refusal: str) -> None:
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                return fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    raise StoreError(f"The state directory {self._directory} {refusal}") from error
+                time.sleep(_TRY_AGAIN_SECONDS)
+            except OSError as error:
+                raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> StoreError:
+        return StoreError(
+            f"The state directory {self._directory} cannot be locked: {error}. Choose another, on a local disk."
+        )

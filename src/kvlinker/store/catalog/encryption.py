@@ -1,0 +1,124 @@
+"""Which of the catalog's columns are encrypted, and how a catalog comes to be."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvlinker.errors import StoreError
+from kvlinker.store.catalog.database import PATIENCE_SECONDS, Database, StateLock
+from kvlinker.store.catalog.token_blobs import TokenBlobs
+from kvlinker.store.format.encryption import KEY_VARIABLE, Cipher, SealedDataError
+
+_PLACE = b"catalog"
+_ROWS_AT_ONCE = 500
+
+
+def tokens_of(chunk_key: str) -> str:
+    """The place of a chunk's token ids."""
+    return f"chunks.tokens.{chunk_key}"
+
+
+def prefix_of(chunk_key: str) -> str:
+    """The place of the token ids that stood before a chunk."""
+    return f"chunks.prefix.{chunk_key}"
+
+
+def variant_of(chunk_key: str) -> str:
+    """The place of the token ids that stood before a variant."""
+    return f"variants.prefix.{chunk_key}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """``place``: of the blob in a chunk's row."""
+
+    table: str
+    name: str
+    place: Callable[[str], str]
+
+
+_COLUMNS = (
+    _Column("chunks", "tokens", tokens_of),
+    _Column("chunks", "prefix", prefix_of),
+    _Column("variants", "prefix", variant_of),
+)
+
+
+def open_encrypted(database: Database, lock: StateLock, cipher: Cipher | None, path: Path) -> None:
+    """Share the state directory, and encrypt a catalog that is not encrypted yet, if there is a cipher.
+
+    Raises StoreError where the cipher is not the catalog's.
+    """
+    lock.share()
+    if cipher is None or _key_check(database) is not None:
+        _check(_key_check(database), cipher, path)
+        return
+    lock.take_alone(PATIENCE_SECONDS)  # others would go on without the key
+    if change_key(database, None, cipher, path):
+        database.compact()
+    lock.share()
+
+
+def change_key(database: Database, old: Cipher | None, new: Cipher | None, path: Path) -> bool:
+    """Have the catalog encrypted with ``new``, or with nothing, in one transaction; returns whether it held anything
+    that was not. A catalog that was not encrypted does not need ``old``.
+
+    Raises StoreError where it is encrypted with neither, or an entry does not open.
+    """
+    with database.transaction() as connection:
+        row = connection.execute("SELECT sealed FROM encryption").fetchone()
+        sealed = None if row is None else row[0]
+        if _is_of(sealed, new):
+            return False
+        if sealed is not None:
+            _check(sealed, old, path)
+        before, after = TokenBlobs(None if sealed is None else old), TokenBlobs(new)
+        connection.execute("DELETE FROM encryption")
+        if new is not None:
+            connection.execute("INSERT INTO encryption VALUES (?)", (new.seal(b"", _PLACE),))
+        changed = [_reseal(connection, column, before, after) for column in _COLUMNS]
+    return any(changed)
+
+
+def _key_check(database: Database) -> bytes | None:
+    """What opens with the catalog's key; None where it is not encrypted."""
+    rows = database.query("SELECT sealed FROM encryption", {})
+    return rows[0][0] if rows else None
+
+
+def _is_of(sealed: bytes | None, cipher: Cipher | None) -> bool:
+    """Whether a catalog with this check is encrypted with the cipher, or not at all without one."""
+    if sealed is None or cipher is None:
+        return sealed is None and cipher is None
+    try:
+        cipher.open(sealed, _PLACE)
+    except SealedDataError:
+        return False
+    return True
+
+
+def _check(sealed: bytes | None, cipher: Cipher | None, path: Path) -> None:
+    """Raises StoreError where ``_is_of`` is not so."""
+    if _is_of(sealed, cipher):
+        return
+    if cipher is None:
+        raise StoreError(f"The catalog {path} is encrypted. Give its key in {KEY_VARIABLE}.")
+    raise StoreError(
+        f"{KEY_VARIABLE} is not the key that the catalog {path} is encrypted with. Give that one, or choose another "
+        "state directory."
+    )
+
+
+def _reseal(connection: sqlite3.Connection, column: _Column, before: TokenBlobs, after: TokenBlobs) -> bool:
+    """Encrypt all blobs of a column anew; whether there were any."""
+    select = f"SELECT key, {column.name} FROM {column.table} WHERE key > ? ORDER BY key LIMIT {_ROWS_AT_ONCE}"
+    update = f"UPDATE {column.table} SET {column.name} = ? WHERE key = ?"
+    last = ""
+    while rows := connection.execute(select, (last,)).fetchall():
+        last = rows[-1][0]
+        resealed = [(after.seal(before.open(blob, column.place(key)), column.place(key)), key) for key, blob in rows]
+        connection.executemany(update, resealed)
+    return bool(last)

@@ -1,0 +1,128 @@
+"""Context caches as the catalog's rows: how they are written, looked up, and read back."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvlinker.errors import StoreError
+from kvlinker.store.catalog.encryption import prefix_of, tokens_of
+from kvlinker.store.catalog.schema import index_metadata
+from kvlinker.store.catalog.token_blobs import TokenBlobs, changed_entry
+from kvlinker.types.chunks import Chunk, packed_chunk_key
+from kvlinker.types.context_cache import ContextCache
+from kvlinker.types.tenants import SHARED_TENANT
+
+COLUMNS = """c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned, c.chunk_key,
+    k.fingerprint, k.tokens, k.prefix, k.nbytes"""
+"""What ``read_row`` takes, of context caches ``c`` that are joined with ``CHUNK``."""
+
+CHUNK = "JOIN chunks k ON k.key = c.chunk_key"
+
+BY_OWNER = "context_caches AS c INDEXED BY context_caches_by_owner"
+"""Looked up by owner and id in one index, another tenant's id takes exactly the way of an unknown one."""
+
+LIVE = "(c.expires_at IS NULL OR c.expires_at > :now)"
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """Context caches ``c`` to be selected: ``values`` are those of ``condition``, which another may follow."""
+
+    tables: str
+    condition: str
+    values: Mapping[str, Any]
+    position: str
+    """The columns that order them by time of creation."""
+
+
+def matching(tenant: str, metadata: Mapping[str, str], now: float) -> Matching:
+    """A tenant's live context caches that have all these pairs."""
+    values: dict[str, Any] = {"tenant": tenant, "now": now}
+    if not metadata:
+        return Matching("context_caches c", f"c.tenant = :tenant AND {LIVE}", values, "c.created_at, c.number")
+    conditions = ["m.tenant = :tenant AND m.key = :key0 AND m.value = :value0", LIVE]
+    for index, (key, value) in enumerate(metadata.items()):
+        values |= {f"key{index}": key, f"value{index}": value}
+        if index:
+            conditions.append(
+                f"EXISTS (SELECT 1 FROM metadata WHERE number = c.number AND key = :key{index}"
+                f" AND value = :value{index})"
+            )
+    tables = "metadata m CROSS JOIN context_caches c ON c.number = m.number"
+    return Matching(tables, " AND ".join(conditions), values, "m.created_at, m.number")
+
+
+def insert_rows(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequence[ContextCache]) -> None:
+    """Record context caches, findable by their metadata, and the chunks that they hold."""
+    connection.executemany(
+        "INSERT OR IGNORE INTO chunks (key, fingerprint, tenant, tokens, prefix, created_at, content, length, nbytes)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [
+            (
+                r.chunk_key,
+                r.fingerprint,
+                r.tenant,
+                blobs.pack(r.chunk.tokens, tokens_of(r.chunk_key)),
+                blobs.pack(r.chunk.prefix, prefix_of(r.chunk_key)),
+                r.created_at,
+                r.chunk.content,
+                r.tokens,
+                r.kv_bytes,
+            )
+            for r in records
+        ],
+    )
+    for r in records:
+        metadata = pack_metadata(r.metadata)
+        number = connection.execute(
+            "INSERT INTO context_caches"
+            " (id, tenant, model, name, metadata, created_at, expires_at, pinned, chunk_key)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (r.id, r.tenant, r.model, r.name, metadata, r.created_at, r.expires_at, r.pinned, r.chunk_key),
+        ).lastrowid
+        assert number is not None
+        index_metadata(connection, number, r.metadata)
+
+
+def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
+    """The context cache of a row of ``COLUMNS``. Raises StoreError where its token ids were changed from outside."""
+    cache_id, tenant, model, name, metadata, created_at, expires_at, pinned, *chunk = row
+    chunk_key, fingerprint, tokens, prefix, nbytes = chunk
+    if not is_genuine(blobs, chunk_key, fingerprint, tenant, tokens, prefix):
+        raise changed_entry(tokens_of(chunk_key), "its token ids are not those that it is named by")
+    return ContextCache(
+        id=cache_id,
+        tenant=tenant,
+        model=model,
+        fingerprint=fingerprint,
+        chunk=Chunk(
+            blobs.unpack(tokens, tokens_of(chunk_key)),
+            blobs.unpack(prefix, prefix_of(chunk_key)),
+            shared=tenant == SHARED_TENANT,
+        ),
+        chunk_key=chunk_key,
+        created_at=created_at,
+        expires_at=expires_at,
+        name=name,
+        metadata=json.loads(metadata),
+        pinned=bool(pinned),
+        kv_bytes=nbytes,
+    )
+
+
+def is_genuine(blobs: TokenBlobs, key: str, fingerprint: str, tenant: str, tokens: bytes, prefix: bytes) -> bool:
+    """Whether a chunk's token ids, as its row has them, are those that its key names: SQLite has no checksums."""
+    try:
+        packed = blobs.open(tokens, tokens_of(key)), blobs.open(prefix, prefix_of(key))
+    except StoreError:
+        return False
+    return packed_chunk_key(*packed, fingerprint=fingerprint, owner=tenant) == key
+
+
+def pack_metadata(metadata: Mapping[str, str]) -> str:
+    """What the column ``metadata`` holds."""
+    return json.dumps(dict(metadata))

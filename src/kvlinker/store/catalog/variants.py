@@ -1,0 +1,150 @@
+"""Which variants of a chunk are stored, how they depend on their context, and how much they are reused."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from kvlinker.store.catalog.database import Database
+from kvlinker.store.catalog.encryption import variant_of
+from kvlinker.store.catalog.token_blobs import TokenBlobs
+from kvlinker.store.eviction import MOST_REUSE, use_weight
+from kvlinker.types.chunk_scores import Contextualization
+from kvlinker.types.tenants import SHARED_TENANT
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVariant:
+    """``key``: of its KV in the store. ``prefix``: the token ids that it was computed behind."""
+
+    key: str
+    prefix: tuple[int, ...]
+    contextualization: Contextualization
+
+
+@dataclass(frozen=True, slots=True)
+class VariantOwner:
+    """What variants belong to: one tenant's chunk under one model. A shared chunk's variants are each tenant's own,
+    for they tell what stood before it."""
+
+    fingerprint: str
+    tenant: str
+    content: str
+
+
+class VariantIndex:
+    """Variants by owner, in the catalog's file. All methods may be called from any thread."""
+
+    def __init__(self, database: Database, blobs: TokenBlobs) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._lock = threading.Lock()
+        self._uses: defaultdict[str, float] = defaultdict(float)  # not yet written
+
+    def find(self, owner: VariantOwner) -> tuple[StoredVariant, ...]:
+        """All variants, the most reused first."""
+        rows = self._database.query(
+            "SELECT key, prefix, contextualization FROM variants WHERE fingerprint = :fingerprint"
+            " AND tenant = :tenant AND content = :content ORDER BY reuse DESC, key",
+            asdict(owner),
+        )
+        return tuple(
+            StoredVariant(key, self._blobs.unpack(prefix, variant_of(key)), Contextualization.from_json(text))
+            for key, prefix, text in rows
+        )
+
+    def add(self, variants: Sequence[tuple[VariantOwner, StoredVariant]], *, limit: int) -> tuple[str, ...]:
+        """Record variants whose chunks a context cache holds; returns the keys that had to go, or may not stay, as
+        ``Catalog.delete`` does.
+
+        Of more than ``limit`` variants in all, those with the lowest f_r make room for the new ones, which begin one
+        above them: f_r ages as tiers' priorities do (``LeastReused``).
+        """
+        with self._lock:
+            uses, self._uses = self._uses, defaultdict(float)
+        gone: list[str] = []
+        with self._database.transaction() as connection:
+            _write_uses(connection, uses)
+            known = [variant for _, variant in variants if _exists(connection, variant.key)]
+            evicted = _evict(connection, keep=max(0, limit - (len(variants) - len(known))))
+            reuse = max(evicted.values(), default=0.0) + use_weight(1.0)
+            gone += evicted
+            for owner, variant in variants:
+                if not _insert(connection, self._blobs, owner, variant, reuse):
+                    gone.append(variant.key)
+            gone += _evict(connection, keep=limit)
+            note_released(connection, gone, time.time())
+        return tuple(gone)
+
+    def note_use(self, key: str, recomputed: float) -> None:
+        """Add to the variant's f_r what a use that computes this share of it again counts; written with the next
+        ``add``."""
+        with self._lock:
+            self._uses[key] += use_weight(recomputed)
+
+    def forget(self, key: str) -> None:
+        """The variant's KV is gone."""
+        with self._database.transaction() as connection:
+            connection.execute("DELETE FROM variants WHERE key = ?", (key,))
+
+
+def note_released(connection: sqlite3.Connection, keys: Iterable[str], now: float) -> None:
+    """Have ``Catalog.released`` tell of these keys until no tier holds their KV."""
+    connection.executemany("INSERT OR REPLACE INTO released VALUES (?, ?)", [(key, now) for key in keys])
+
+
+def release_variants(connection: sqlite3.Connection, fingerprint: str, content: str) -> list[str]:
+    """Remove all variants of a chunk that no context cache of their tenant's, and no shared one, holds in any form;
+    returns their keys."""
+    rows = connection.execute(
+        "DELETE FROM variants AS v WHERE fingerprint = :fingerprint AND content = :content AND NOT EXISTS"
+        " (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant IN (v.tenant, :shared)"
+        " AND content = :content) RETURNING key",
+        {"fingerprint": fingerprint, "content": content, "shared": SHARED_TENANT},
+    ).fetchall()
+    return [key for (key,) in rows]
+
+
+def _insert(
+    connection: sqlite3.Connection, blobs: TokenBlobs, owner: VariantOwner, variant: StoredVariant, reuse: float
+) -> bool:
+    """Whether the variant is recorded now: only while some context cache holds its chunk in any form."""
+    connection.execute(
+        "INSERT OR IGNORE INTO variants SELECT :key, :fingerprint, :tenant, :content, :prefix, :text, :reuse"
+        " WHERE EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant IN (:tenant, :shared)"
+        " AND content = :content)",
+        asdict(owner)
+        | {
+            "shared": SHARED_TENANT,
+            "key": variant.key,
+            "prefix": blobs.pack(variant.prefix, variant_of(variant.key)),
+            "text": variant.contextualization.to_json(),
+            "reuse": reuse,
+        },
+    )
+    return _exists(connection, variant.key)
+
+
+def _evict(connection: sqlite3.Connection, *, keep: int) -> dict[str, float]:
+    """The keys that went, with their f_r."""
+    rows = connection.execute(
+        "DELETE FROM variants WHERE key IN (SELECT key FROM variants ORDER BY reuse, rowid"
+        " LIMIT max(0, (SELECT count(*) FROM variants) - :keep)) RETURNING key, reuse",
+        {"keep": keep},
+    ).fetchall()
+    return dict(rows)
+
+
+def _write_uses(connection: sqlite3.Connection, uses: dict[str, float]) -> None:
+    connection.executemany(
+        "UPDATE variants SET reuse = max(reuse, min(reuse + ?, (SELECT min(reuse) FROM variants) + ?)) WHERE key = ?",
+        [(added, MOST_REUSE, key) for key, added in uses.items()],
+    )
+
+
+def _exists(connection: sqlite3.Connection, key: str) -> bool:
+    return connection.execute("SELECT 1 FROM variants WHERE key = ?", (key,)).fetchone() is not None

@@ -1,0 +1,1 @@
+"""Chunk files: their layout, checksums, codecs, compression and encryption."""

@@ -1,0 +1,76 @@
+"""zstd below the codecs: a stored tensor in fewer bytes, without loss; chunk files are its caller.
+
+Numbers of several bytes are shuffled first: all lowest bytes, then the next ones. Signs and exponents, which are alike,
+so come together, and digits, which are noise, apart.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from kvlinker.store.format.byte_source import Bytes
+
+LEVEL = 3
+
+_LEAST_WINDOW = 1024
+"""That a frame of zstd can ask for."""
+
+MOST_EXPANSION = 64
+"""Of what is stored: nothing that is read may claim more memory. What would shrink further is stored as it is."""
+
+
+class MissingLibraryError(Exception):
+    """zstandard is not installed; the message says how to install it."""
+
+
+def require_zstd() -> None:
+    """Raises MissingLibraryError."""
+    _zstandard()
+
+
+def compressed(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The contiguous CPU tensor's bytes [length], uint8, compressed; None where that does not pay, or too well.
+
+    Raises MissingLibraryError.
+    """
+    shuffled = tensor.view(-1).view(torch.uint8).view(-1, tensor.element_size()).numpy().T.copy()
+    data = _zstandard().ZstdCompressor(level=LEVEL, write_content_size=True).compress(shuffled)
+    if not len(data) < tensor.nbytes <= MOST_EXPANSION * len(data):
+        return None
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
+def decompressed(data: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """What ``compressed`` was given. Takes no more memory than the tensor and ``data``.
+
+    Raises ValueError for bytes that are not exactly that, and MissingLibraryError.
+    """
+    zstandard = _zstandard()
+    count = math.prod(shape)
+    try:
+        frame = zstandard.get_frame_parameters(data)
+        if frame.content_size != count * dtype.itemsize:
+            raise ValueError(f"it says that it holds {frame.content_size} bytes instead of {count * dtype.itemsize}")
+        if frame.window_size > max(frame.content_size, _LEAST_WINDOW):
+            raise ValueError(f"it asks for {frame.window_size} bytes of memory")
+        plain = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from error
+    numbers: Bytes = np.empty((count, dtype.itemsize), dtype=np.uint8)
+    for place, values in enumerate(np.frombuffer(plain, dtype=np.uint8).reshape(dtype.itemsize, count)):
+        numbers[:, place] = values
+    return torch.from_numpy(numbers).view(-1).view(dtype).view(shape)
+
+
+@cache
+def _zstandard() -> ModuleType:
+    try:
+        import zstandard
+    except ModuleNotFoundError as error:
+        raise MissingLibraryError("zstandard is missing: install it with  pip install 'kvlinker[zstd]'") from error
+    return zstandard

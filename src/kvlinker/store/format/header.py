@@ -1,0 +1,241 @@
+"""The header of a chunk file: what is written says all that reading believes, and nothing else is believed.
+
+The first eight bytes are the length of the JSON that follows, as in any safetensors file. The only caller,
+``store.chunk_file``, says what the tensors are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from kvlinker.store.format.byte_source import ByteSource
+from kvlinker.store.format.codecs import CODECS, Codec
+from kvlinker.store.format.compression import MOST_EXPANSION
+from kvlinker.store.throttle import Rest, no_rest
+from kvlinker.types.chunk_scores import Contextualization
+
+FORMAT = "kvlinker-chunk"
+FORMAT_VERSION = 3
+COMPRESSED_VERSION = 4
+"""Of files some of whose tensors are compressed; all else is as in version 3."""
+
+SCORE_NAMES = ("scores.inter", "scores.received")
+KV_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+_METADATA = "__metadata__"
+_CHECKSUM = "xxh3_128"
+_PLAIN = "plain"
+_SCORES = "scores"
+_CODEC = "codec"
+_DTYPE = "dtype"
+_LENGTH_BYTES = 8
+_DTYPES = KV_DTYPES | {"I8": torch.int8, "U8": torch.uint8}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class ChunkFileError(Exception):
+    """The file is not a whole, undamaged chunk file of the key that it was read for; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """``stored``: ``tensor`` itself, or its bytes compressed."""
+
+    name: str
+    tensor: torch.Tensor
+    stored: torch.Tensor
+
+    @property
+    def compressed(self) -> bool:
+        return self.stored is not self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file, as it is once read. ``start`` and ``end`` count bytes from the end of the header;
+    ``checksum`` is that of the bytes between them."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    checksum: str
+    compressed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the header says of the tensors, which begin at byte ``start``; the scores' come first, where there are."""
+
+    entries: list[Entry]
+    start: int
+    codec: Codec
+    dtype: torch.dtype
+    contextualization: Contextualization | None
+
+
+def compose_header(
+    key: str,
+    tensors: Sequence[StoredTensor],
+    *,
+    codec: Codec,
+    dtype: torch.dtype,
+    contextualization: Contextualization | None,
+    rest: Rest = no_rest,
+) -> bytes:
+    """All bytes before the tensors, which follow one another; ``rest`` is called between these."""
+    compressed = any(tensor.compressed for tensor in tensors)
+    metadata = {
+        "format": FORMAT,
+        "version": str(COMPRESSED_VERSION if compressed else FORMAT_VERSION),
+        "key": key,
+        _CODEC: codec.name,
+        _DTYPE: _DTYPE_NAMES[dtype],
+    }
+    header: dict[str, Any] = {_METADATA: metadata}
+    if contextualization is not None:
+        metadata[_SCORES] = contextualization.to_json()
+    offset = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": _DTYPE_NAMES[tensor.stored.dtype],
+            "shape": list(tensor.stored.shape),
+            "data_offsets": [offset, offset + tensor.stored.nbytes],
+        }
+        if tensor.compressed:
+            plain = [_DTYPE_NAMES[tensor.tensor.dtype], *tensor.tensor.shape]
+            metadata[f"{_PLAIN}.{tensor.name}"] = json.dumps(plain)
+        metadata[f"{_CHECKSUM}.{tensor.name}"] = checksum_of(raw_bytes(tensor.stored))
+        offset += tensor.stored.nbytes
+        rest()
+    metadata[f"{_CHECKSUM}.header"] = checksum_of(_dump(header))
+    text = _dump(header)
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def read_header(source: ByteSource, key: str) -> Header:
+    """Read and verify the header of the chunk of this key. Raises ChunkFileError, and what the source raises."""
+    room = source.size - _LENGTH_BYTES
+    length = int.from_bytes(source.read(0, _LENGTH_BYTES).data, "little") if room >= 0 else 0
+    if length > room:
+        raise ChunkFileError("truncated, or not a safetensors file")
+    text = bytes(source.read(_LENGTH_BYTES, length).data)
+    try:
+        header = _parse(json.loads(text), key, start=_LENGTH_BYTES + length)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ChunkFileError(f"its header is not a chunk file's ({type(error).__name__}: {error})") from error
+    expected = header.start + header.entries[-1].end
+    if source.size != expected:
+        raise ChunkFileError(f"it has {source.size} bytes instead of {expected}")
+    return header
+
+
+def heads_names(layers: int) -> list[str]:
+    """Of all layers' keys and values, in order."""
+    width = max(2, len(str(layers - 1)))
+    return [f"layer.{index:0{width}d}.{part}" for index in range(layers) for part in ("key", "value")]
+
+
+def part_name(heads: str, part: str) -> str:
+    """Of one of the parts that a codec makes of heads."""
+    return f"{heads}.{part}" if part else heads
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """A view of a contiguous CPU tensor's bytes."""
+    return tensor.view(torch.uint8).reshape(-1).numpy().data
+
+
+def checksum_of(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def _dump(header: dict[str, Any]) -> bytes:
+    return json.dumps(header, separators=(",", ":")).encode()
+
+
+def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
+    metadata = header[_METADATA]
+    if metadata["format"] != FORMAT or metadata["version"] not in (str(FORMAT_VERSION), str(COMPRESSED_VERSION)):
+        raise ChunkFileError(
+            f"it is of format {metadata['format']} {metadata['version']}, not {FORMAT} {FORMAT_VERSION} or "
+            f"{COMPRESSED_VERSION}"
+        )
+    checksum = metadata.pop(f"{_CHECKSUM}.header")
+    if checksum_of(_dump(header)) != checksum:
+        raise ChunkFileError("its header does not match its checksum")
+    if metadata["key"] != key:
+        raise ChunkFileError(f"it holds chunk {metadata['key']}")
+    del header[_METADATA]
+    parsed = Header(
+        [_entry(name, fields, metadata) for name, fields in header.items()],
+        start,
+        CODECS[metadata[_CODEC]],
+        KV_DTYPES[metadata[_DTYPE]],
+        Contextualization.from_json(metadata[_SCORES]) if _SCORES in metadata else None,
+    )
+    _check_layout(parsed)
+    return parsed
+
+
+def _entry(name: str, fields: dict[str, Any], metadata: dict[str, str]) -> Entry:
+    begin, end = fields["data_offsets"]
+    dtype, shape = fields["dtype"], fields["shape"]
+    plain = metadata.get(f"{_PLAIN}.{name}")
+    if plain is not None:
+        if (dtype, shape) != ("U8", [end - begin]):
+            raise ValueError(f"{name} is not compressed bytes")
+        dtype, *shape = json.loads(plain)
+    checksum = metadata[f"{_CHECKSUM}.{name}"]
+    return Entry(name, _DTYPES[dtype], tuple(shape), begin, end, checksum, compressed=plain is not None)
+
+
+def _check_layout(header: Header) -> None:
+    """Raises ValueError unless the tensors are all layers' keys and values of one chunk, end to end."""
+    entries = header.entries
+    score_names = () if header.contextualization is None else SCORE_NAMES
+    scores, layers = entries[: len(score_names)], entries[len(score_names) :]
+    if tuple(entry.name for entry in scores) != score_names:
+        raise ValueError("the scores are not where they belong")
+    parts = header.codec.layout(header.dtype)
+    names = heads_names(len(layers) // (2 * len(parts)))
+    if not names or [entry.name for entry in layers] != [part_name(name, part) for name in names for part in parts]:
+        raise ValueError("the tensors are not layers in order")
+    tokens = layers[0].shape[1:2]
+    for index in range(0, len(layers), len(parts)):
+        main = layers[index]
+        for entry, (dtype, dimensions) in zip(layers[index : index + len(parts)], parts.values(), strict=True):
+            if entry.dtype != dtype or len(entry.shape) != dimensions:
+                raise ValueError(f"{entry.name} is not what the codec {header.codec.name} makes of {header.dtype}")
+            if entry.shape[:2] != main.shape[:1] + tokens:
+                raise ValueError("a layer's tensors differ in heads or tokens")
+    if any(entry.dtype != torch.float32 or entry.shape != tokens for entry in scores):
+        raise ValueError("the scores are not one per token")
+    offset = 0
+    for entry in entries:
+        if any(type(size) is not int or size < 1 for size in entry.shape) or entry.start != offset:
+            raise ValueError(f"{entry.name} has an impossible shape or offset")
+        _check_size(header, entry)
+        offset = entry.end
+
+
+def _check_size(header: Header, entry: Entry) -> None:
+    """Raises ValueError for a size that is not the shape's, or that compression does not make of it."""
+    stored = entry.end - entry.start
+    plain = math.prod(entry.shape) * entry.dtype.itemsize
+    if not entry.compressed:
+        if stored != plain:
+            raise ValueError(f"{entry.name} has a size that is not its shape's")
+    elif not header.codec.compresses or entry.name in SCORE_NAMES:
+        raise ValueError(f"{entry.name} is compressed, but the codec is {header.codec.name}")
+    elif not stored < plain <= MOST_EXPANSION * stored:
+        raise ValueError(f"{entry.name} claims {plain} bytes, but has {stored} compressed ones")

@@ -1,0 +1,1 @@
+"""Loading chunks from slower tiers, layer by layer, ahead of the computation."""

@@ -1,0 +1,69 @@
+"""The tier before all others: copies of chunks in the memory of the device that computes, where it has its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Set
+
+import torch
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.events import Events
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.eviction import Eviction
+from kvlinker.store.throttle import Rest, no_rest
+from kvlinker.store.tiers.host import HostTier
+
+logger = logging.getLogger(__name__)
+
+FREE_SHARE = 0.1
+"""Of a CUDA device's free memory: what the tier takes if nothing is said."""
+
+
+class DeviceTier(HostTier):
+    """As the host tier, but what it keeps, and gives, lies on ``device``.
+
+    It holds what is used, so that it is placed without a copy over the bus; the store puts nothing else here. Each of
+    its chunks was in host memory when it came, so that evicting it loses nothing that the host still has.
+    """
+
+    def __init__(self, budget_bytes: int, device: torch.device, events: Events, *, eviction: Eviction = "lru") -> None:
+        super().__init__(budget_bytes, events, name="device", eviction=eviction)
+        self._device = device
+
+    def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
+        copied = self.copied(kv)
+        return copied is not None and super().put(key, copied)
+
+    def copied(self, kv: ChunkKV) -> ChunkKV | None:
+        """The KV on the device, itself where it is there already; None where there is no room for it."""
+        if kv.nbytes > self.budget_bytes:
+            return None
+        try:
+            layers = tuple(LayerKV(layer.key.to(self._device), layer.value.to(self._device)) for layer in kv.layers)
+        except torch.OutOfMemoryError as error:
+            logger.warning("A chunk stays out of the memory of %s: %s", self._device, error)
+            return None
+        return ChunkKV(layers, kv.scores)
+
+    def set_pinned(self, keys: Set[str]) -> None:
+        """Does nothing: the tiers behind keep what is pinned."""
+
+
+def device_tier(
+    budget_bytes: int | None, device: torch.device, events: Events, *, eviction: Eviction = "lru"
+) -> DeviceTier | None:
+    """The tier of the device that a model runs on, None for a budget of 0; without a budget, FREE_SHARE of what is free
+    now on a CUDA device, and none elsewhere.
+
+    Raises InvalidRequestError for a budget where the device's memory is the host's.
+    """
+    if budget_bytes is None:
+        budget_bytes = int(torch.cuda.mem_get_info(device)[0] * FREE_SHARE) if device.type == "cuda" else 0
+    elif budget_bytes and device.type == "cpu":
+        raise InvalidRequestError(
+            f"device_memory is {budget_bytes:,} bytes, but the model runs on the CPU, whose memory is the host's. "
+            "Leave device_memory out, and set host_memory.",
+            param="device_memory",
+        )
+    return DeviceTier(budget_bytes, device, events, eviction=eviction) if budget_bytes else None

@@ -1,0 +1,104 @@
+"""The fastest tier: chunk caches in this process's memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Set
+
+from kvlinker.events import ChunkEvicted, Events
+from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.eviction import Eviction, EvictionIndex
+from kvlinker.store.loading.layer_stream import ChunkReader, HeldReader
+from kvlinker.store.throttle import Rest, no_rest
+from kvlinker.store.tiers.base import TierCheck
+
+
+class HostTier:
+    """Keeps the very tensors that were put, without a copy; a chunk's size here is its ``ChunkKV.nbytes``."""
+
+    shared = False
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        events: Events,
+        *,
+        name: str = "host",
+        pinned: Set[str] = frozenset(),
+        eviction: Eviction = "lru",
+    ) -> None:
+        self.name = self.speed_name = name
+        self._events = events
+        self._lock = threading.RLock()
+        self._index = EvictionIndex(budget_bytes, pinned, eviction)
+        self._kv: dict[str, ChunkKV] = {}
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._index.budget_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._index.used_bytes
+
+    def get(self, key: str) -> ChunkKV | None:
+        with self._lock:
+            self._index.touch(key)
+            return self._kv.get(key)
+
+    def open(self, key: str) -> ChunkReader | None:
+        kv = self.get(key)
+        return None if kv is None else HeldReader(kv)
+
+    def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
+        nbytes = kv.nbytes
+        with self._lock:
+            if self._index.touch(key):
+                return True
+            if not self._index.fits(nbytes):
+                return False
+            for evicted, size in self._index.make_room(nbytes):
+                del self._kv[evicted]
+                self._events.publish(ChunkEvicted(self.name, size))
+            self._index.add(key, nbytes)
+            self._kv[key] = kv
+            return True
+
+    def note_use(self, key: str, weight: float) -> None:
+        with self._lock:
+            self._index.touch(key, weight)
+
+    def contains(self, key: str) -> bool:
+        return key in self._kv
+
+    def delete(self, key: str) -> bool:
+        with self._lock:
+            if self._index.remove(key):
+                del self._kv[key]
+        return True
+
+    def set_pinned(self, keys: Set[str]) -> None:
+        with self._lock:
+            self._index.set_pinned(keys)
+
+    def keys(self) -> tuple[str, ...]:
+        with self._lock:
+            return self._index.keys()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def nbytes(self, key: str) -> int | None:
+        return self._index.nbytes(key)
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        with self._lock:
+            return self._index.sizes(keys)
+
+    def check(self) -> TierCheck:
+        return TierCheck(self.name, checked=len(self), damaged=())
+
+    def close(self) -> None:
+        with self._lock:
+            self._index = EvictionIndex(self.budget_bytes)
+            self._kv.clear()

@@ -1,0 +1,95 @@
+"""What a request comes to: pieces of output, log probabilities, usage and timing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability of one token before any sampling filter; ``text`` is the token alone, decoded."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Prompt tokens by what became of them: cached + recomputed + fresh is the prompt's length."""
+
+    cached_tokens: int
+    recomputed_tokens: int
+    fresh_tokens: int
+    output_tokens: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.cached_tokens + self.recomputed_tokens + self.fresh_tokens
+
+    @property
+    def recomputed_fraction(self) -> float:
+        """Tokens computed again over all that chunk caches held."""
+        held = self.cached_tokens + self.recomputed_tokens
+        return self.recomputed_tokens / held if held else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """How likely the tokens behind a prompt's last chunk are, each after all that stands before it, in nats.
+
+    The first of them is left out: what stands before it is a chunk, whose last token a policy may not compute. Prompts
+    without chunks are scored from their second token on. ``token_ids`` and ``logprobs`` are [scored]; ``top_ids`` and
+    ``top_logprobs`` [scored, top] are the most likely tokens, best first, as many as were asked for.
+    """
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    top_ids: NDArray[np.int64]
+    top_logprobs: NDArray[np.float32]
+    usage: Usage
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return -float(self.logprobs.mean(dtype=np.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a request's time went, in seconds.
+
+    ``queue``: until its first step; ``load``: fetching (or computing again) its chunks' KV; ``link``: from the
+    first step to the first token; ``decode``: from the first token to the last.
+    """
+
+    queue: float = 0.0
+    load: float = 0.0
+    link: float = 0.0
+    decode: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        return self.queue + self.load + self.link
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output: ``text`` may be empty while a character or a possible stop string is incomplete."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a request that was served. ``reason`` is ``stop``, ``length`` or ``cancelled``."""
+
+    reason: str
+    usage: Usage
+    timing: Timing

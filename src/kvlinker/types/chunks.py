@@ -1,0 +1,85 @@
+"""Chunks: token ids cached as one unit, the context they are computed in, and the key that names their KV."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.types.tenants import SHARED_TENANT
+
+
+class GenerationContext(StrEnum):
+    """What stands before a chunk while its KV is computed.
+
+    ``ALONE``: nothing. ``BOS``: the model's BOS token, as a part of the chunk itself (EPIC's public code).
+    ``PREFIX``: the server's prefix (BOS and chat header, or a system prompt), whose own KV is dropped.
+    """
+
+    ALONE = "alone"
+    BOS = "bos"
+    PREFIX = "prefix"
+
+
+def parse_context(name: str) -> GenerationContext:
+    """The named generation context. Raises InvalidRequestError for others."""
+    try:
+        return GenerationContext(name)
+    except ValueError as error:
+        known = ", ".join(GenerationContext)
+        raise InvalidRequestError(f"Unknown context {name!r}; known are {known}.", param="context") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Token ids cached as one unit.
+
+    ``tokens`` are those that appear in a prompt (with ``BOS``, the BOS token is the first of them);
+    ``prefix`` are the tokens that stood before them when their KV was computed, and do not appear with them.
+    ``shared``: its KV is that of all tenants.
+    """
+
+    tokens: tuple[int, ...]
+    prefix: tuple[int, ...] = ()
+    shared: bool = False
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def content(self) -> str:
+        """SHA-256 (hex) of the token ids alone: the same for all variants of a chunk."""
+        return content_of(np.asarray(self.tokens, dtype="<u4").tobytes())
+
+
+def content_of(tokens: bytes) -> str:
+    """SHA-256 (hex) of token ids as little-endian uint32."""
+    return hashlib.sha256(tokens).hexdigest()
+
+
+def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
+    """Name of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and token ids.
+
+    A shared chunk's tenant is SHARED_TENANT, whoever asks.
+    """
+    return packed_chunk_key(
+        np.asarray(chunk.tokens, dtype="<u4").tobytes(),
+        np.asarray(chunk.prefix, dtype="<u4").tobytes(),
+        fingerprint=fingerprint,
+        owner=SHARED_TENANT if chunk.shared else tenant,
+    )
+
+
+def packed_chunk_key(tokens: bytes, prefix: bytes, *, fingerprint: str, owner: str) -> str:
+    """``chunk_key`` of token ids as little-endian uint32.
+
+    Every part is length-prefixed, so that no two different inputs share their bytes.
+    """
+    digest = hashlib.sha256(b"kvlinker-chunk-1")
+    for part in (fingerprint.encode(), owner.encode(), prefix, tokens):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

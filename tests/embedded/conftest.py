@@ -1,0 +1,188 @@
+"""Engines over tiny models, and the requests and oracles that tests hold against them."""
+
+from __future__ import annotations
+
+import queue
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from kvlinker.config import load_settings
+from kvlinker.embedded.engine import EmbeddedEngine
+from kvlinker.embedded.model.interception import attention_of
+from kvlinker.engine.contract import Failed, GenerationRequest
+from kvlinker.events import Events
+from kvlinker.linking import parse_policy
+from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
+from kvlinker.store import ChunkStore, HostTier
+from kvlinker.types.answers import Delta, Finished
+from kvlinker.types.chunks import Chunk
+from kvlinker.types.sampling import SamplingParams
+from tests.toy_models import VOCABULARY, loaded_model
+
+EVERY_POLICY = [
+    "full",
+    "naive",
+    "naive-unpositioned",
+    "prefix",
+    "set-prefix",
+    "legolink-4",
+    "attnlink-5",
+    "random-30",
+    "h2o-30",
+    "cacheblend-20",
+    "cacheblend-20-onestep-v",
+    "cacheblend-auto",
+    "cachecraft-0.7",
+    "cachecraft-1-focus-w1",
+    "query-10",
+    "random-10+h2o-10",
+    "query-10+legolink-2",
+    "cacheblend-20+legolink-2",
+    "query-10+cacheblend-20+cachecraft-1-focus-w1",
+]
+"""Every family, and unions of every kind: static, probing, refining, and all at once."""
+
+
+@dataclass
+class Outcome:
+    """What a request's sink received."""
+
+    events: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
+    deltas: list = field(default_factory=list)
+    finished: Finished | None = None
+    failed: Failed | None = None
+
+    def wait(self, timeout=60):
+        while self.finished is None and self.failed is None:
+            self.note(self.events.get(timeout=timeout))
+        return self
+
+    def wait_for_token(self, timeout=60):
+        self.note(self.events.get(timeout=timeout))
+        return self
+
+    def note(self, event):
+        if isinstance(event, Delta):
+            self.deltas.append(event)
+        elif isinstance(event, Finished):
+            self.finished = event
+        else:
+            self.failed = event
+
+    @property
+    def tokens(self):
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def logprobs(self):
+        return [entry.logprob for delta in self.deltas for entry in delta.logprobs]
+
+    @property
+    def text(self):
+        return "".join(delta.text for delta in self.deltas)
+
+
+class Bench:
+    """One engine over a tiny model with a store of its own."""
+
+    def __init__(self, family="llama", changes=None, slower=None, device=None, **options):
+        """``changes``: to the model's configuration. ``slower``: makes tiers behind the host's, given the events;
+        ``device``: one before it. ``options``: settings."""
+        self.loaded = loaded_model(family, **(changes or {}))
+        self.events = Events()
+        slower = slower(self.events) if slower else []
+        device = device(self.events) if device else None
+        self.store = ChunkStore([HostTier(1 << 28, self.events), *slower], self.events, device=device)
+        settings = load_settings(**({"kv_slots": 4096, "max_step_tokens": 64} | options))
+        self.engine = EmbeddedEngine(self.loaded, store=self.store, events=self.events, settings=settings)
+
+    def submit(self, prompt, policy="legolink-4", tenant="default", sink=None, **sampling):
+        outcome = Outcome()
+        params = SamplingParams(**({"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True} | sampling))
+        request = GenerationRequest(prompt, as_policy(policy), params, tenant)
+        handle = self.engine.generate(request, sink or outcome.events.put)
+        return outcome, handle
+
+    def answer(self, prompt, policy="legolink-4", **sampling):
+        return self.submit(prompt, policy, **sampling)[0].wait()
+
+    def explain(self, prompt, policy, tenant="default"):
+        """What a request for one token would do, and why."""
+        return self.engine.explain(request_for(prompt, policy, tenant)).result(timeout=60)
+
+    def cache(self, prompt, tenant="default"):
+        for future in [self.engine.cache_chunk(chunk, tenant=tenant) for chunk in prompt.chunks]:
+            future.result(timeout=60)
+
+    def settle(self):
+        """Wait until the engine is idle, and check that it has freed everything."""
+        deadline = time.monotonic() + 10
+        while not self.engine.scheduler.idle and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self.engine.scheduler.check_integrity()
+        load = self.engine.load()
+        assert (load.running, load.waiting, load.slots_used) == (0, 0, 0)
+
+    def close(self):
+        if self.engine.healthy:
+            self.settle()
+        self.engine.close()
+        self.store.close()
+
+
+def as_policy(policy):
+    return parse_policy(policy) if isinstance(policy, str) else policy
+
+
+def request_for(prompt, policy, tenant="default"):
+    """A request for one token."""
+    return GenerationRequest(prompt, as_policy(policy), SamplingParams(max_tokens=1), tenant)
+
+
+@pytest.fixture
+def bench():
+    """Makes engines, and checks at the end of the test that each has freed everything."""
+    with ExitStack() as stack:
+
+        def make(family="llama", changes=None, **options):
+            made = Bench(family, changes, **options)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def random_tokens(count, seed):
+    return tuple(np.random.default_rng(seed).integers(3, 256, count).tolist())
+
+
+def linked_prompt(*chunk_lengths, header=0, fresh=11, seed=0, middle=0):
+    """A prompt of unaligned chunks, with fresh tokens before, between and behind them."""
+    segments = [FreshSegment(random_tokens(header, seed))]
+    for index, length in enumerate(chunk_lengths):
+        segments.append(CachedSegment(Chunk(random_tokens(length, [seed, index]))))
+        segments.append(FreshSegment(random_tokens(middle, [seed, index, 1])))
+    segments.append(FreshSegment(random_tokens(fresh, [seed, 99])))
+    return Prompt(tuple(segments))
+
+
+@torch.inference_mode()
+def full_forward(family, prompt, steps):
+    """Greedy tokens and their log probabilities by the model's own forward pass over the whole text each time."""
+    loaded = loaded_model(family)
+    ids = list(prompt.tokens)
+    tokens, logprobs = [], []
+    with attention_of(loaded.model, "eager"):
+        for _ in range(steps):
+            logits = loaded.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            token = int(logits.argmax())
+            tokens.append(token)
+            logprobs.append(float(torch.log_softmax(logits.float(), -1)[token]))
+            ids.append(token)
+    assert max(tokens) < VOCABULARY
+    return tokens, logprobs

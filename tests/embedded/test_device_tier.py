@@ -1,0 +1,50 @@
+"""Engines place what the device tier gives, and no such tier is made where the device is the CPU."""
+
+import pytest
+import torch
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.events import ChunkLookup
+from kvlinker.llm import LLM
+from kvlinker.server.metrics import Metrics
+from kvlinker.store import DeviceTier
+from tests.embedded.conftest import linked_prompt
+from tests.server.serving import tiny_model, tiny_settings
+
+
+def test_answers_are_the_same_from_the_device(bench):
+    made = bench(device=lambda events: DeviceTier(1 << 28, torch.device("cpu"), events))
+    seen = []
+    made.events.subscribe(lambda event: seen.append(event.tier) if isinstance(event, ChunkLookup) else None)
+    prompt = linked_prompt(40, 33, middle=3)
+    made.cache(prompt)
+    answers = [made.answer(prompt, "legolink-4") for _ in range(2)]
+    assert seen == ["host", "host", "device", "device"]
+    assert answers[0].logprobs == answers[1].logprobs
+
+
+def test_figures_tell_of_the_device_as_of_other_tiers(tmp_path, monkeypatch):
+    def on_the_cpu(budget_bytes, device, events, **options):
+        return DeviceTier(budget_bytes, device, events, **options)
+
+    monkeypatch.setattr("kvlinker.startup.device_tier", on_the_cpu)
+    with LLM.from_model(tiny_model(), tiny_settings(tmp_path, device_memory=1 << 20)) as llm:
+        metrics = Metrics(llm)
+        llm.events.subscribe(metrics.count)
+        (cache,) = llm.generate_context_cache(["The kettle stands in the kitchen."])
+        assert llm.caches.tier(cache) == "host"
+        llm.completion([cache, "Where?"], max_tokens=1)
+        assert llm.caches.tier(cache) == "device"
+        llm.completion([cache, "Where?"], max_tokens=1)
+        said = metrics.exposition().decode()
+        used = llm.store.usage()[0].used_bytes
+        assert used > 0
+    assert f'kvlinker:store_bytes{{tier="device"}} {float(used)}' in said
+    assert 'kvlinker:chunk_lookups_total{result="hit",tier="device"} 1.0' in said
+
+
+def test_a_device_tier_on_the_cpu_is_refused(tmp_path):
+    with pytest.raises(InvalidRequestError, match="host_memory"):
+        LLM.from_model(tiny_model(), tiny_settings(tmp_path, device_memory=1000))
+    with LLM.from_model(tiny_model(), tiny_settings(tmp_path)) as llm:
+        assert [tier.name for tier in llm.store.usage()] == ["host", "disk"]

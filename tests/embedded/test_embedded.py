@@ -1,0 +1,348 @@
+import gc
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from kvlinker.engine.contract import Failed
+from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError, OverloadedError
+from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
+from kvlinker.types.chunks import Chunk, chunk_key
+from tests.embedded.conftest import full_forward, linked_prompt, random_tokens
+
+FAMILIES = ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "mistral-window"]
+
+
+def requests():
+    """Requests of every kind, of unaligned lengths."""
+    return [
+        (linked_prompt(33, 47, 21, header=3, seed=1), "legolink-4"),
+        (linked_prompt(90, seed=2, fresh=5), "naive"),
+        (linked_prompt(seed=3, fresh=70), "full"),
+        (linked_prompt(40, 41, 42, seed=4, middle=2), "random-25"),
+        (linked_prompt(30, 30, seed=5), "attnlink-6"),
+        (linked_prompt(17, 90, seed=6), "prefix"),
+        (linked_prompt(seed=7, fresh=1), "legolink-16"),
+    ]
+
+
+def same(outcome, expected):
+    assert outcome.failed is None, outcome.failed
+    assert outcome.tokens == expected.tokens
+    np.testing.assert_allclose(outcome.logprobs, expected.logprobs, atol=3e-5)
+
+
+def alone(bench, family, max_tokens):
+    made = bench(family, max_step_tokens=4096, kv_slots=8192)
+    for prompt, _ in requests():
+        made.cache(prompt)
+    return [made.answer(prompt, policy, max_tokens=max_tokens) for prompt, policy in requests()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_in_one_batch_equal_requests_alone(bench, family):
+    expected = alone(bench, family, 12)
+    made = bench(family, max_step_tokens=53, kv_slots=8192)
+    outcomes = [made.submit(prompt, policy, max_tokens=12)[0] for prompt, policy in requests()]
+    for outcome, single in zip(outcomes, expected, strict=True):
+        same(outcome.wait(), single)
+    assert made.engine.load().slots_used == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_full_pool_preempts_and_resumes(bench, family):
+    expected = alone(bench, family, 180)
+    made = bench(family, max_step_tokens=64, kv_slots=400)
+    outcomes = [made.submit(prompt, policy, max_tokens=180)[0] for prompt, policy in requests()]
+    for outcome, single in zip(outcomes, expected, strict=True):
+        same(outcome.wait(), single)
+    assert made.engine.scheduler.preemptions > 0
+    assert made.engine.load().slots_used == 0
+
+
+def test_cancelled_neighbours_disturb_nobody_and_free_their_slots(bench):
+    expected = alone(bench, "llama", 20)
+    made = bench(max_step_tokens=64, kv_slots=8192)
+    neighbours = [made.submit(linked_prompt(50, 60, seed=s), max_tokens=500) for s in (50, 51, 52)]
+    outcomes = [made.submit(prompt, policy, max_tokens=20)[0] for prompt, policy in requests()]
+    neighbours[0][1].cancel()
+    for outcome, handle in neighbours[1:]:
+        outcome.wait_for_token()
+        handle.cancel()
+        handle.cancel()
+    for outcome, _ in neighbours:
+        assert outcome.wait().finished.reason == "cancelled"
+    for outcome, single in zip(outcomes, expected, strict=True):
+        same(outcome.wait(), single)
+    load = made.engine.load()
+    assert (load.running, load.waiting, load.slots_used) == (0, 0, 0)
+
+
+def test_decoding_goes_on_while_a_long_prefill_runs(bench):
+    made = bench(max_step_tokens=16, kv_slots=8192)
+    decoding, handle = made.submit(linked_prompt(fresh=5), "full", max_tokens=1500)
+    decoding.wait_for_token()
+    long, _ = made.submit(linked_prompt(fresh=600, seed=9), "full", max_tokens=1)
+    long.wait()
+    seen = decoding.events.qsize()
+    handle.cancel()
+    assert seen >= 600 // 16
+
+
+def test_the_same_chunk_is_computed_once_for_all_who_ask_at_once(bench):
+    made = bench()
+    chunk = Chunk(random_tokens(200, 3))
+    puts = []
+    original = made.store.put
+    made.store.put = lambda key, kv: (puts.append(key), original(key, kv))
+    futures = []
+    barrier = threading.Barrier(8)
+
+    def ask():
+        barrier.wait()
+        futures.append(made.engine.cache_chunk(chunk, tenant="default"))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sizes = {future.result(timeout=60) for future in futures}
+    assert sizes == {200 * (made.loaded.kv_bytes_per_token + 8)}  # 8: its scores
+    assert len(puts) == 1
+
+
+def test_tenants_share_no_kv(bench):
+    made = bench()
+    prompt = linked_prompt(30, 30)
+    made.cache(prompt, tenant="a")
+    keys = {t: chunk_key(prompt.chunks[0], fingerprint=made.engine.fingerprint, tenant=t) for t in "ab"}
+    assert made.store.tier_of(keys["a"]) == "host"
+    assert made.store.tier_of(keys["b"]) is None
+
+
+def test_lost_kv_is_computed_again(bench):
+    made = bench()
+    prompt = linked_prompt(30, 44)
+    made.cache(prompt)
+    before = made.answer(prompt)
+    stored = made.store.keys()
+    for key in stored:
+        made.store.delete(key)
+    after = made.answer(prompt)
+    same(after, before)
+    assert after.finished.usage == before.finished.usage
+    assert len(made.store.keys()) == 2
+
+
+def test_a_chunk_may_stand_twice(bench):
+    made = bench()
+    chunk = CachedSegment(Chunk(random_tokens(25, 1)))
+    prompt = Prompt((chunk, FreshSegment((5, 6)), chunk, FreshSegment((7,))))
+    made.cache(prompt)
+    outcome = made.answer(prompt, "random-100", max_tokens=3)
+    tokens, logprobs = full_forward("llama", prompt, 3)
+    assert outcome.tokens == tokens
+    np.testing.assert_allclose(outcome.logprobs, logprobs, atol=2e-5)
+
+
+def test_prompts_over_the_limit_are_refused_with_the_figures(bench):
+    made = bench(kv_slots=100)
+    with pytest.raises(ContextLengthError, match="at most 100 tokens"):
+        made.submit(linked_prompt(fresh=100))
+    with pytest.raises(ContextLengthError, match="at most 10 tokens"):
+        made.submit(linked_prompt(fresh=90), max_tokens=11)
+    assert made.answer(linked_prompt(fresh=90), max_tokens=10).finished.reason == "length"
+    assert len(made.answer(linked_prompt(fresh=90), max_tokens=None).tokens) == 10
+
+
+def test_a_long_queue_is_refused_not_hung(bench):
+    made = bench(max_waiting=3, max_running=1)
+    outcomes = []
+
+    def flood():
+        for seed in range(50):
+            outcomes.append(made.submit(linked_prompt(seed=seed, fresh=50), max_tokens=200))
+
+    with pytest.raises(OverloadedError) as caught:
+        flood()
+    assert caught.value.retry_after >= 1
+    for _, handle in outcomes:
+        handle.cancel()
+    for outcome, _ in outcomes:
+        outcome.wait()
+    assert made.answer(linked_prompt(seed=77)).finished.reason == "length"
+
+
+def test_closing_fails_what_is_under_way(bench):
+    made = bench()
+    outcome, handle = made.submit(linked_prompt(fresh=20), max_tokens=1000)
+    outcome.wait_for_token()
+    made.engine.close()
+    outcome.wait()
+    assert isinstance(outcome.failed, Failed)
+    assert isinstance(outcome.failed.error, EngineClosedError)
+    handle.cancel()
+    with pytest.raises(EngineClosedError):
+        made.submit(linked_prompt())
+    with pytest.raises(EngineClosedError):
+        made.engine.cache_chunk(Chunk((1, 2, 3)), tenant="default")
+
+
+def test_a_sink_that_raises_cancels_its_own_request_only(bench, caplog):
+    made = bench()
+    good, _ = made.submit(linked_prompt(seed=1), max_tokens=50)
+
+    def broken(event):
+        raise RuntimeError("the receiver is gone")
+
+    made.submit(linked_prompt(seed=2), max_tokens=1000, sink=broken)
+    assert good.wait().finished.reason == "length"
+    assert made.answer(linked_prompt(seed=3)).finished.reason == "length"
+    assert "the receiver is gone" in caplog.text
+
+
+def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(bench, monkeypatch):
+    made = bench()
+    original = made.engine.runner.step
+
+    def fail_once(batch):
+        monkeypatch.setattr(made.engine.runner, "step", original)
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(made.engine.runner, "step", fail_once)
+    outcome = made.answer(linked_prompt())
+    assert "MemoryError" in outcome.failed.error.message
+    assert made.answer(linked_prompt()).finished.reason == "length"
+    assert made.engine.load().slots_used == 0
+
+
+def test_a_chunk_whose_computation_fails_fails_its_request(bench, monkeypatch):
+    made = bench()
+    original = made.engine.runner.step
+
+    def fail_once(batch):
+        monkeypatch.setattr(made.engine.runner, "step", original)
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(made.engine.runner, "step", fail_once)
+    outcome = made.answer(linked_prompt(30, 30))
+    assert outcome.failed is not None
+    assert made.answer(linked_prompt(30, 30)).finished.reason == "length"
+
+
+def test_timing_adds_up_to_the_time_to_first_token(bench):
+    made = bench()
+    timing = made.answer(linked_prompt(30, 30)).finished.timing
+    assert min(timing.load, timing.queue, timing.link, timing.decode) >= 0
+    assert timing.link > 0
+    assert timing.decode > 0
+    assert timing.ttft < 60
+
+
+def test_ids_outside_the_vocabulary_are_refused_before_they_harm_others(bench):
+    made = bench()
+    good, _ = made.submit(linked_prompt(seed=1), max_tokens=100)
+    for token in (-1, 300):
+        with pytest.raises(InvalidRequestError, match="0 to 299"):
+            made.submit(Prompt((FreshSegment((5, token)),)))
+        with pytest.raises(InvalidRequestError, match=str(token)):
+            made.engine.cache_chunk(Chunk((token,)), tenant="default")
+    assert good.wait().finished.reason == "length"
+
+
+def test_answers_do_not_wait_for_a_queue_of_chunks(bench):
+    made = bench(max_waiting=4, max_running=4)
+    chunks = [made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default") for i in range(150)]
+    outcome = made.answer(linked_prompt(fresh=30), "full")
+    assert outcome.finished.reason == "length"
+    assert not all(future.done() for future in chunks)
+    scores = 60 * 2 * 4  # two fp32 figures per token
+    assert {future.result(timeout=60) for future in chunks} == {60 * made.loaded.kv_bytes_per_token + scores}
+
+
+def test_a_chunk_that_a_request_waits_for_comes_before_other_chunks(bench):
+    made = bench(max_running=4)
+    chunks = [made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default") for i in range(150)]
+    prompt = Prompt((CachedSegment(Chunk(random_tokens(60, [9, 149]))), FreshSegment((5, 6, 7))))
+    assert made.answer(prompt).finished.reason == "length"
+    assert not all(future.done() for future in chunks)
+    for future in chunks:
+        future.result(timeout=60)
+
+
+def test_cancelling_while_chunks_are_fetched_answers_at_once(bench):
+    made = bench()
+    chunks = [made.engine.cache_chunk(Chunk(random_tokens(200, [9, i])), tenant="default") for i in range(40)]
+    outcome, handle = made.submit(linked_prompt(*[100] * 20, seed=4))
+    handle.cancel()
+    outcome.wait()
+    assert outcome.finished.reason == "cancelled"
+    assert outcome.finished.usage.prompt_tokens == 0
+    assert not all(future.done() for future in chunks)
+    for future in chunks:
+        future.result(timeout=60)
+
+
+def test_an_engine_that_breaks_answers_everybody_and_says_so(bench, monkeypatch):
+    made = bench()
+    outcome, _ = made.submit(linked_prompt(fresh=20), max_tokens=1000)
+    outcome.wait_for_token()
+
+    def broken():
+        raise MemoryError("no slots")
+
+    monkeypatch.setattr(made.engine.scheduler, "schedule", broken)
+    assert isinstance(outcome.wait().failed.error, EngineClosedError)
+    assert not made.engine.healthy
+    with pytest.raises(EngineClosedError):
+        made.submit(linked_prompt())
+
+
+def test_a_listener_that_raises_harms_nobody(bench):
+    made = bench()
+
+    def broken(event):
+        raise RuntimeError("no metrics today")
+
+    made.events.subscribe(broken)
+    assert made.answer(linked_prompt(30, 30)).finished.reason == "length"
+
+
+def test_all_who_wait_for_a_chunk_hear_of_the_closing(bench):
+    made = bench()
+    futures = [made.engine.cache_chunk(Chunk(random_tokens(300, 5)), tenant="default") for _ in range(3)]
+    made.engine.close()
+    for future in futures:
+        try:
+            future.result(timeout=10)
+        except EngineClosedError:
+            continue
+
+
+def test_a_stop_string_completed_at_the_limit_is_a_stop(bench):
+    made = bench()
+    prompt = linked_prompt(fresh=9)
+    text = made.answer(prompt, max_tokens=4).text
+    outcome = made.answer(prompt, max_tokens=4, stop=(text[-1],))
+    assert outcome.finished.reason == "stop"
+
+
+def test_an_idle_engine_keeps_no_kv_alive(bench):
+    made = bench()
+    prompt = linked_prompt(30, 30)
+    made.cache(prompt)
+    key = chunk_key(prompt.chunks[0], fingerprint=made.engine.fingerprint, tenant="default")
+    gone = weakref.ref(made.store.get(key).layers[0].key)
+    made.answer(prompt)
+    made.settle()
+    stored = made.store.keys()
+    for other in stored:
+        made.store.delete(other)
+    deadline = time.monotonic() + 5
+    while gone() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert gone() is None

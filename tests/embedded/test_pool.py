@@ -1,0 +1,89 @@
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvlinker.embedded.model.anatomy import LayerShape
+from kvlinker.embedded.pool import KVPool, SlotAllocator
+
+SLOTS = 40
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Ranges never overlap, and the KV in them survives whatever happens to the others."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [LayerShape(query_heads=2, kv_heads=1, key_dim=2, value_dim=2, rotary=None)]
+        self.pool = KVPool(layers, SLOTS, dtype=torch.float32, device=torch.device("cpu"))
+        self.allocator = SlotAllocator(SLOTS)
+        self.held = []
+        self.stamp = 0.0
+
+    def fill(self, held):
+        self.stamp += 1
+        self.pool.keys[0][:, held.start : held.end] = self.stamp
+        self.pool.values[0][:, held.start : held.end] = -self.stamp
+        return self.stamp
+
+    @rule(size=st.integers(1, SLOTS))
+    def allocate(self, size):
+        held = self.allocator.allocate(size)
+        if held is None:
+            assert all(gap < size for _, gap in self.allocator._gaps())
+        else:
+            assert held.size == size
+            self.held.append((held, self.fill(held)))
+
+    @rule(data=st.data())
+    def release(self, data):
+        if self.held:
+            held, _ = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+            self.allocator.release(held)
+
+    @rule(data=st.data(), extra=st.integers(1, 10))
+    def extend(self, data, extra):
+        if self.held:
+            index = data.draw(st.integers(0, len(self.held) - 1))
+            held, _ = self.held[index]
+            start, size = held.start, held.size
+            if self.allocator.extend(held, size + extra):
+                assert (held.start, held.size) == (start, size + extra)
+                self.held[index] = (held, self.fill(held))
+            else:
+                assert (held.start, held.size) == (start, size)
+
+    @rule()
+    def compact(self):
+        for source, target, size in self.allocator.compact():
+            self.pool.move(source, target, size)
+        assert len(self.allocator._gaps()) <= 1
+
+    @invariant()
+    def contents_survive(self):
+        self.allocator.check_integrity()
+        assert self.allocator.used == sum(held.size for held, _ in self.held)
+        for held, stamp in self.held:
+            assert (self.pool.keys[0][:, held.start : held.end] == stamp).all()
+            assert (self.pool.values[0][:, held.start : held.end] == -stamp).all()
+
+
+TestAllocator = AllocatorMachine.TestCase
+TestAllocator.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_the_smallest_gap_that_fits_is_taken():
+    allocator = SlotAllocator(100)
+    held = [allocator.allocate(size) for size in (10, 20, 10, 5, 10)]
+    allocator.release(held[1])
+    allocator.release(held[3])
+    assert allocator.allocate(4).start == 40
+
+
+def test_integrity_checks_can_fail():
+    allocator = SlotAllocator(10)
+    first, _ = allocator.allocate(4), allocator.allocate(4)
+    first.size = 6
+    with pytest.raises(AssertionError):
+        allocator.check_integrity()

@@ -1,0 +1,192 @@
+"""The benchmarks run on a tiny model and report what they promise; their figures are not looked at."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvlinker.cli import app
+from kvlinker.errors import InvalidRequestError
+from kvlinker.research.bench.decode import run_decode
+from kvlinker.research.bench.isolation import mann_whitney, run_isolation
+from kvlinker.research.bench.memory import run_memory
+from kvlinker.research.bench.overhead import run_overhead
+from kvlinker.research.bench.plots import plot_ttft
+from kvlinker.research.bench.report import Report
+from kvlinker.research.bench.shapes import byte_tokenizer, random_model
+from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.ttft import PARTS, Workload, run_ttft, scaling_exponents
+from tests.toy_models import loaded_model
+
+
+@pytest.fixture
+def subject():
+    return Subject("llama", "kvlinker bench …", loaded_model("llama"), {"repeat": 1})
+
+
+def test_ttft_rows_say_what_was_measured(subject):
+    report = run_ttft(
+        subject, [Workload(2, 30, 5), Workload(3, 30, 5)], ["full", "naive", "legolink-4"], repeat=1, full_limit=70
+    )
+    rows = {(row["context_tokens"], row["policy"], row["engine"]): row for row in report.rows}
+    assert set(rows) == {
+        (65, "full", "embedded"),
+        (65, "full", "transformers"),
+        (65, "naive", "embedded"),
+        (65, "legolink-4", "embedded"),
+        (95, "naive", "embedded"),
+        (95, "legolink-4", "embedded"),
+    }
+    full, lego = rows[65, "full", "embedded"], rows[65, "legolink-4", "embedded"]
+    assert full["speedup"] == 1
+    assert lego["speedup"] == pytest.approx(full["ttft_ms"] / lego["ttft_ms"])
+    assert (full["recomputed_tokens"], lego["recomputed_tokens"]) == (60, 4)
+    assert rows[95, "naive", "embedded"]["speedup"] is None
+    assert sum(lego[f"{part}_ms"] for part in PARTS) == pytest.approx(lego["ttft_ms"], rel=1e-6)
+    assert 0 < lego["floor_ms"] < full["floor_ms"]
+    assert report.machine["matmul_tflop_per_s"] > 0
+
+
+def test_disk_tier_reads_from_disk(subject):
+    (row, *_) = run_ttft(subject, [Workload(2, 30, 5)], ["naive"], repeat=1, tier="disk").rows
+    assert row["tier"] == "disk"
+    assert row["load_ms"] > 0
+    with pytest.raises(InvalidRequestError, match="host, disk"):
+        run_ttft(subject, [Workload(1, 30, 5)], ["naive"], repeat=1, tier="tape")
+
+
+def test_transformers_takes_part_only_where_wanted(subject):
+    rows = run_ttft(subject, [Workload(2, 30, 5)], ["full"], repeat=1, with_transformers=False).rows
+    assert [row["engine"] for row in rows] == ["embedded"]
+
+
+def test_exponents_are_fitted_from_three_lengths_on():
+    rows = [{"policy": "p", "engine": "e", "context_tokens": n, "ttft_ms": 3 * n**1.5} for n in (10, 100, 1000)]
+    assert scaling_exponents(rows) == {("p", "e"): pytest.approx(1.5)}
+    assert scaling_exponents(rows[:2]) == {}
+
+
+def test_decode_compares_with_transformers(subject):
+    rows = run_decode(subject, [1, 3], context_tokens=20, steps=8, repeat=1).rows
+    assert [(row["case"], row["system"]) for row in rows] == [
+        ("1 × 20", "kvlinker"),
+        ("1 × 20", "transformers"),
+        ("3 × 20", "kvlinker"),
+        ("3 × 20", "transformers"),
+    ]
+    assert all(row["ms_per_step"] > 0 for row in rows)
+    assert rows[0]["ratio_to_kvlinker"] == 1
+
+
+def test_memory_is_set_against_the_kv(subject):
+    (row,) = run_memory(subject, Workload(4, 100, 5), ["naive"]).rows
+    assert row["kv_mb"] == pytest.approx(405 * subject.loaded.kv_bytes_per_token / 1e6)
+    assert row["ratio_to_kv"] == pytest.approx(row["peak_mb"] / row["kv_mb"])
+
+
+def test_overhead_asks_the_same_both_ways(subject):
+    rows = run_overhead(subject, Workload(2, 40, 5), "naive", repeat=2).rows
+    assert [row["case"] for row in rows] == ["python", "http"]
+    assert rows[0]["over_python_ms"] == 0
+
+
+def test_isolation_compares_what_others_have_with_nothing(subject):
+    rows = run_isolation(subject, lookups=12).rows
+    assert len(rows) == 4
+    for row in rows:
+        assert row["unknown_us"] > 0 < row["foreign_us"]
+        assert 0 <= row["p"] <= 1
+
+
+def test_mann_whitney_tells_same_from_different():
+    # by scipy.stats.mannwhitneyu(..., use_continuity=False, method="asymptotic")
+    assert mann_whitney([1, 2, 3, 4], [5, 6, 7, 8]) == pytest.approx(0.0209213, abs=1e-6)
+    assert mann_whitney([1, 2, 2, 3], [2, 3, 3, 9]) == pytest.approx(0.1291550, abs=1e-6)
+    assert mann_whitney([1, 1], [1, 1]) == 1
+
+
+def test_reports_become_json_and_plots(tmp_path):
+    rows = [
+        {"policy": policy, "engine": "embedded", "context_tokens": 100, "ttft_ms": ms, "speedup": 10 / ms}
+        for policy, ms in (("full", 10.0), ("naive", 2.0))
+    ]
+    report = Report("kvlinker bench ttft", {"cores": 2}, {"torch": "2"}, {"repeat": 1}, rows)
+    report.write_json(tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text()) == {
+        "command": "kvlinker bench ttft",
+        "machine": {"cores": 2},
+        "versions": {"torch": "2"},
+        "settings": {"repeat": 1},
+        "results": rows,
+    }
+    plot_ttft(rows, tmp_path / "bars.png")
+    plot_ttft([*rows, *(row | {"context_tokens": 200} for row in rows)], tmp_path / "lines.svg")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "lines.svg").read_text()
+    with pytest.raises(InvalidRequestError, match=r"plot\.xyz"):
+        plot_ttft(rows, tmp_path / "plot.xyz")
+
+
+def test_shapes_are_what_they_say():
+    loaded = random_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
+    assert len(loaded.layers) == 4
+    assert loaded.layers[0].kv_heads == 4
+    with pytest.raises(InvalidRequestError, match="285m"):
+        random_model("9b", dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_the_byte_tokenizer_has_a_token_per_byte():
+    tokenizer = byte_tokenizer()
+    text = "añ日 x"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ttft", "--shape", "9b"], "Unknown shape"),
+        (["ttft", "--shape", "tiny", "--policies", "blend"], "Unknown policy"),
+        (["ttft", "--shape", "tiny", "--chunks", "2,x"], "whole numbers"),
+        (["ttft", "--shape", "tiny", "--chunks", "0"], "at least 1"),
+        (["decode", "--shape", "tiny", "--batches", ""], "whole numbers"),
+    ],
+)
+def test_bad_arguments_end_with_one_clear_line(arguments, message):
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_ttft_command_writes_what_it_prints(tmp_path):
+    arguments = [
+        "--shape",
+        "tiny",
+        "--chunks",
+        "2",
+        "--chunk-tokens",
+        "20",
+        "--repeat",
+        "1",
+        "--policies",
+        "full,naive",
+    ]
+    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    result = CliRunner().invoke(app, ["bench", "ttft", *arguments, *files])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert [row["policy"] for row in rows] == ["full", "naive", "full"]
+    assert "speedup" in result.output
+    assert (tmp_path / "r.png").exists()
+
+
+def test_check_command_gives_a_verdict(tmp_path):
+    loaded = loaded_model("llama")
+    loaded.model.save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["check", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("passed") == 4
+    assert CliRunner().invoke(app, ["check", str(tmp_path / "nothing")]).exit_code == 1

@@ -1,0 +1,47 @@
+"""A tiny random model with its engine, and examples for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvlinker.config import load_settings
+from kvlinker.llm import LLM
+from kvlinker.research.evaluation.examples import Continuation, Question
+from tests.toy_models import loaded_model
+
+WINDOW = 400
+
+
+def make_example(number: int = 0, **changes: object) -> Question:
+    fields = {
+        "id": str(number),
+        "dataset": "toys",
+        "task": "odd" if number % 2 else "even",
+        "passages": tuple(f"Passage {number}.{i} tells of something. " for i in range(3)),
+        "question": f"What of {number}?",
+        "answers": ("something",),
+        "max_tokens": 6,
+    }
+    return Question(**(fields | changes))
+
+
+def make_continuation(number: int = 0, **changes: object) -> Continuation:
+    fields = {
+        "id": str(number),
+        "dataset": "prose",
+        "task": "prose",
+        "passages": tuple(f"Passage {number}.{i} tells of something" for i in range(3)),
+        "continuation": " that goes on without an end.",
+    }
+    return Continuation(**(fields | changes))
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    settings = load_settings(
+        state_dir=tmp_path_factory.mktemp("state"), kv_slots=4 * WINDOW, max_model_len=WINDOW, disk_space=0
+    )
+    with LLM.from_model(loaded_model("llama"), settings) as running:
+        yield running

@@ -1,0 +1,62 @@
+"""The sets that ship with kvlinker, and the script that makes them."""
+
+import gzip
+import json
+import re
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from training.evaluation_set import BUNDLED as GENERATED
+from training.evaluation_set import SEED, evaluation_set
+from training.questions import KINDS
+from training.vocabulary import MEN, SURNAMES, WOMEN, is_held_out
+
+from kvlinker.prompt.encoding import TextEncoder
+from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.evaluation.contexts import ContextSplitter
+from kvlinker.research.evaluation.datasets import BUNDLED, load_dataset
+
+SPLITTER = ContextSplitter(TextEncoder(byte_tokenizer()))
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_files_are_what_the_script_writes(name: str):
+    records = gzip.decompress(BUNDLED[name].read_bytes()).decode().splitlines()
+    assert [json.loads(record) for record in records] == list(evaluation_set(*GENERATED[name], SEED))
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_bundled_sets_are_small_balanced_and_answerable(name: str):
+    dataset = load_dataset(name, SPLITTER)
+    assert BUNDLED[name].stat().st_size < 1_000_000
+    assert not dataset.skipped
+    counts = Counter(example.task for example in dataset.examples)
+    assert len(counts) >= 4
+    assert len(set(counts.values())) == 1
+    assert len({example.digest for example in dataset.examples}) == len(dataset.examples)
+    first = Counter(example.task for example in dataset.examples[: 2 * len(counts)])
+    assert set(first.values()) == {2}
+    for example in dataset.examples:
+        assert example.metric == "exact_match"
+        words = re.findall(r"\w+", " ".join(example.passages) + example.question)
+        assert set(re.findall(r"\w+", example.answers[0])) <= set(words)
+        assert all(passage.endswith("\n") for passage in example.passages)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_reader_met_nobody_who_is_asked_about(name: str):
+    known = set(WOMEN + MEN), set(SURNAMES)
+    for example in load_dataset(name, SPLITTER).examples:
+        words = example.question.strip("?.").split()
+        for first, last in pairwise(words):
+            if first in known[0] and last in known[1]:
+                assert is_held_out(f"{first} {last}"), example.question
+
+
+def test_equal_seeds_make_equal_sets_with_all_kinds_in_turn():
+    records = list(evaluation_set(2, (40, 80), seed=3))
+    assert records == list(evaluation_set(2, (40, 80), seed=3))
+    assert records != list(evaluation_set(2, (40, 80), seed=4))
+    assert [record["task"] for record in records] == [*KINDS, *KINDS]
+    assert json.loads(json.dumps(records)) == records

@@ -1,0 +1,31 @@
+"""The page on quality: its example runs, and its record is one."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from kvlinker.prompt.encoding import TextEncoder
+from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.evaluation.contexts import ContextSplitter
+from kvlinker.research.evaluation.datasets import load_dataset
+
+PAGE = (Path(__file__).parents[3] / "docs" / "quality.md").read_text()
+
+
+def test_the_example_runs(tmp_path):
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    environment = os.environ | {"KVLINKER_STATE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    full, lego = run.stdout.splitlines()
+    assert full == "full exact_match 1.0"
+    assert re.fullmatch(r"legolink-4 exact_match [01]\.[0-9]+", lego)
+
+
+def test_the_record_is_one(tmp_path):
+    (record,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "mine.jsonl").write_text(record)
+    dataset = load_dataset(str(tmp_path / "mine.jsonl"), ContextSplitter(TextEncoder(byte_tokenizer())))
+    assert dataset.examples[0].answers == ("1978",)
+    assert not dataset.skipped

@@ -1,0 +1,32 @@
+"""Every figure: measured on a few examples, drawn, told, and written to a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvlinker.config import load_settings
+from kvlinker.research.figures.lab import Lab
+from kvlinker.research.figures.page import write_figure
+from kvlinker.research.figures.registry import FIGURES, find_figure
+
+EXAMPLES = 7  # one of each kind of question
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_are_measured_drawn_and_told(name: str, tmp_path: Path) -> None:
+    lab = Lab(load_settings(), f"kvlinker bench figure {name}", limit=EXAMPLES, shape="tiny")
+    figure = find_figure(name)
+    rows = figure.measure(lab)
+    assert rows == json.loads(json.dumps(rows))
+    page = tmp_path / "page.md"
+    write_figure(page, figure, lab.report(rows, figure.shape), list(FIGURES))
+    text = page.read_text()
+    assert figure.finding(rows) in text
+    assert f"kvlinker bench figure {name}" in text
+    assert (tmp_path / "page" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    for row in figure.printed(rows):
+        assert set(figure.columns) <= set(row)
