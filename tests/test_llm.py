@@ -1,5 +1,6 @@
 """The Python library end to end, on a tiny model and on the one in the box."""
 
+import queue
 import time
 
 import numpy as np
@@ -17,9 +18,13 @@ from kvlinker.errors import (
     PolicyError,
     QuotaExceededError,
 )
-from kvlinker.linking import Policy
+from kvlinker.linking import Policy, known_policies
 from kvlinker.store import TenantUsage
+from kvlinker.store.catalog.database import Database
+from kvlinker.types.answers import Finished
 from kvlinker.types.chunks import chunk_key
+from kvlinker.types.messages import ChatMessage, ContextCacheReference
+from kvlinker.types.sampling import SamplingParams
 from tests.toy_models import loaded_model, tiny_model
 
 TEXTS = ["The first chunk speaks of plums.", "The second, of pears and their trees.", "The third says nothing."]
@@ -144,6 +149,71 @@ def test_generation_contexts(make_llm, context):
     assert answer.usage.recomputed_tokens == (0 if context == "prefix" else 4)
     keys = {chunk_key(cache.chunk, fingerprint=llm.engine.fingerprint, tenant="default"), cache.chunk_key}
     assert len(keys) == 1
+
+
+def test_the_catalog_is_asked_once_for_all_context_caches_of_a_prompt(make_llm, monkeypatch):
+    llm = make_llm()
+    caches = llm.generate_context_cache(TEXTS)
+    queries = []
+    query = Database.query
+
+    def counted(database, sql, values):
+        if "context_caches" in sql:
+            queries.append(sql)
+        return query(database, sql, values)
+
+    monkeypatch.setattr(Database, "query", counted)
+    messages = [{"role": "system", "content": [caches[2]]}, {"role": "user", "content": [*caches, "?", caches[0]]}]
+    for use in (llm.chat_prompt, llm.explain, lambda messages: llm.chat_completion(messages, max_tokens=1)):
+        queries.clear()
+        use(messages)
+        assert len(queries) == 1
+    queries.clear()
+    explained = llm.explain(prompt=[*caches, "?"])
+    assert [segment.context_cache for segment in explained.segments if segment.kind == "chunk"] == [
+        cache.id for cache in caches
+    ]
+    assert len(queries) == 1
+    queries.clear()
+    ask(llm, [])
+    assert queries == [], "nothing to look up"
+
+
+def test_the_place_of_an_unknown_context_cache_is_named(make_llm):
+    llm = make_llm()
+    (known,) = llm.generate_context_cache(TEXTS[:1])
+    lost = ContextCacheReference("cc_0")
+    with pytest.raises(ContextCacheNotFoundError, match="cc_0") as caught:
+        llm.chat_completion([ChatMessage("system", (known.id,)), {"role": "user", "content": [known, lost]}])
+    assert caught.value.param == "messages.1.content.1.id"
+    with pytest.raises(ContextCacheNotFoundError) as caught:
+        llm.explain(prompt=["a", {"type": "context_cache", "id": "cc_0"}])
+    assert caught.value.param == "prompt.1.id"
+
+
+def test_what_the_server_asks_is_told(make_llm):
+    llm = make_llm()
+    assert llm.healthy
+    assert [tier.name for tier in llm.tiers()] == ["host", "disk"]
+    assert llm.bandwidths().keys() <= {"host", "disk"}
+    assert list(llm.token_ids(TEXTS[0])) == llm.tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]
+    assert [policy["name"] for policy in llm.policies()] == list(known_policies())
+    llm.close()
+    assert not llm.healthy
+
+
+def test_choices_that_are_submitted_are_cancelled_together(make_llm):
+    llm = make_llm()
+    ended = queue.SimpleQueue()
+
+    def sink(index, event):
+        if isinstance(event, Finished):
+            ended.put((index, event.reason))
+
+    handle = llm.submit(llm.completion_prompt("a"), SamplingParams(ignore_eos=True), sink, n=3)
+    handle.cancel()
+    assert sorted(ended.get(timeout=10) for _ in range(3)) == [(index, "cancelled") for index in range(3)]
+    handle.cancel()
 
 
 def test_tenants_do_not_see_each_other(make_llm):

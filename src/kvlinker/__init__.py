@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlinker.client import AsyncClient, Client
-    from kvlinker.engine.base import SamplingParams
     from kvlinker.errors import KVLinkerError
     from kvlinker.llm import LLM
-    from kvlinker.store import ContextCache
+    from kvlinker.types.context_cache import ContextCache
+    from kvlinker.types.sampling import SamplingParams
 
 __all__ = ["LLM", "AsyncClient", "Client", "ContextCache", "KVLinkerError", "SamplingParams"]
 
@@ -21,9 +21,9 @@ _HOMES = {
     "LLM": "kvlinker.llm",
     "AsyncClient": "kvlinker.client",
     "Client": "kvlinker.client",
-    "ContextCache": "kvlinker.store",
+    "ContextCache": "kvlinker.types.context_cache",
     "KVLinkerError": "kvlinker.errors",
-    "SamplingParams": "kvlinker.engine.base",
+    "SamplingParams": "kvlinker.types.sampling",
 }
 
 

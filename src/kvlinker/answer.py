@@ -1,22 +1,22 @@
-"""Answers from an engine: several choices at once as they come, or one that is waited for."""
+"""The answer of a request, put together from its events; ``LLM`` waits for one, the server for several at once."""
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from typing import Self
 
-from kvlinker.engine.contract import Engine, Failed, GenerationEvent, GenerationRequest, RequestHandle
+from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
 from kvlinker.types.answers import Delta, Finished, Timing, TokenLogprob, Usage
 
 ChoiceSink = Callable[[int, GenerationEvent], None]
-"""Takes the index of a choice (0 to n-1) and its next event."""
+"""Takes the index of a choice (0 to n-1) and its next event, in the engine's thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request came to."""
+    """The whole output of one choice; ``finish_reason`` is ``stop``, ``length`` or ``cancelled``."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -25,30 +25,26 @@ class Answer:
     timing: Timing
     logprobs: tuple[TokenLogprob, ...] = ()
 
+    @classmethod
+    def from_events(cls, deltas: Sequence[Delta], finished: Finished) -> Self:
+        """Join the output of a choice that is finished."""
+        return cls(
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+            finish_reason=finished.reason,
+            usage=finished.usage,
+            timing=finished.timing,
+            logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        )
 
-def submit_choices(engine: Engine, request: GenerationRequest, n: int, sink: ChoiceSink) -> tuple[RequestHandle, ...]:
-    """Queue ``n`` choices for one request and return at once; events come from the engine's thread.
 
-    With a seed, choice i uses seed + i. When one choice cannot be queued, none is. Raises what ``Engine.generate``
-    does.
+def wait_for_answer(submit: Callable[[ChoiceSink], RequestHandle]) -> Answer:
+    """Submit a request for one choice and block until it is finished; the request is cancelled when waiting ends early.
+
+    Raises what ``submit`` raises, and the error of a request that failed.
     """
-    handles: list[RequestHandle] = []
-    try:
-        for index in range(n):
-            seed = None if request.sampling.seed is None else request.sampling.seed + index
-            choice = replace(request, sampling=replace(request.sampling, seed=seed))
-            handles.append(engine.generate(choice, partial(sink, index)))
-    except BaseException:
-        for handle in handles:
-            handle.cancel()
-        raise
-    return tuple(handles)
-
-
-def wait_for_answer(engine: Engine, request: GenerationRequest) -> Answer:
-    """The whole answer. Raises what ``Engine.generate`` does, and the error of a request that failed."""
     events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
-    handle = engine.generate(request, events.put)
+    handle = submit(lambda _, event: events.put(event))
     deltas: list[Delta] = []
     try:
         while isinstance(event := events.get(), Delta):
@@ -58,15 +54,4 @@ def wait_for_answer(engine: Engine, request: GenerationRequest) -> Answer:
         raise
     if isinstance(event, Failed):
         raise event.error
-    return _collect(deltas, event)
-
-
-def _collect(deltas: Sequence[Delta], finished: Finished) -> Answer:
-    return Answer(
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        finish_reason=finished.reason,
-        usage=finished.usage,
-        timing=finished.timing,
-        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
-    )
+    return Answer.from_events(deltas, event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,14 +39,19 @@ from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
 from kvlinker.types.tenants import NO_QUOTAS, SHARED_TENANT, UNLIMITED, Quota, Quotas, Scope
 
 MAX_CHUNKS = 10_000
+"""The most chunks that one call creates context caches of."""
+
 DELETED_AT_ONCE = 1000
-"""In one transaction of a deletion by metadata."""
+"""How many context caches a deletion by metadata removes in one transaction."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachesUsage:
-    """What a tenant has by the catalog, how much of it is pinned, what it may have, and what its KV takes up in each
-    tier."""
+    """Tells what a tenant has, and may have.
+
+    ``kept``: its context caches and chunks by the catalog; ``pinned_bytes``: its pinned KV as computed; ``tiers``: what
+    its KV takes up in each tier.
+    """
 
     kept: TenantUsage
     pinned_bytes: int
@@ -145,21 +150,15 @@ class ContextCaches:
             raise ContextCacheNotFoundError(cache_id)
         return found
 
-    def chunk(self, cache_id: str, *, tenant: str) -> Chunk:
-        """The tokens that a context cache stands for in a prompt.
+    def chunks(self, cache_ids: Iterable[str], *, tenant: str) -> dict[str, Chunk]:
+        """The chunks that context caches stand for in a prompt, by id, in the order given; asks the catalog once.
 
-        Raises ContextCacheNotFoundError, and InvalidRequestError for one that was made with another model: its
-        tokens would mean something else here.
+        Raises for the first id that has none: ContextCacheNotFoundError as ``get`` does, and InvalidRequestError for a
+        context cache that was made with another model, whose tokens would mean something else here.
         """
-        found = self.get(cache_id, tenant=tenant)
-        if found.fingerprint != self._engine.fingerprint:
-            raise InvalidRequestError(
-                f"Context cache {cache_id!r} was made with another model ({found.model}, or other weights or dtype) "
-                f"than the one served now ({self._model}). Create it again.",
-                param="id",
-                code="context_cache_model_mismatch",
-            )
-        return found.chunk
+        wanted = tuple(dict.fromkeys(cache_ids))
+        found = self._catalog.get_many(wanted, tenant, time.time())
+        return {cache_id: self._usable_chunk(cache_id, found.get(cache_id)) for cache_id in wanted}
 
     def list(
         self,
@@ -257,7 +256,7 @@ class ContextCaches:
         return expired
 
     def usage(self, *, tenant: str, scope: Scope = Scope.PRIVATE) -> CachesUsage:
-        """What the tenant, or the shared corpus, has, and how much it may have."""
+        """Tell what the tenant, or the shared corpus, has, and how much it may have."""
         owner = scope.owner(tenant)
         return CachesUsage(
             self._catalog.usage(owner),
@@ -317,6 +316,18 @@ class ContextCaches:
         found = self.get(cache_id, tenant=tenant)
         _check_rights(found.scope, admin)
         return found.tenant
+
+    def _usable_chunk(self, cache_id: str, found: ContextCache | None) -> Chunk:
+        if found is None:
+            raise ContextCacheNotFoundError(cache_id)
+        if found.fingerprint != self._engine.fingerprint:
+            raise InvalidRequestError(
+                f"Context cache {cache_id!r} was made with another model ({found.model}, or other weights or dtype) "
+                f"than the one served now ({self._model}). Create it again.",
+                param="id",
+                code="context_cache_model_mismatch",
+            )
+        return found.chunk
 
     def _pin(self) -> None:
         with self._pinning:

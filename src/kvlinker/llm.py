@@ -1,36 +1,43 @@
-"""kvlinker in Python: one model with its engine, store and catalog; the server and the CLI stand on it too."""
+"""The Python API: one model with its engine, store and catalog; the server and the command line stand on it, too."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from kvlinker.answer import Answer, ChoiceSink, submit_choices, wait_for_answer
+from kvlinker.answer import Answer, ChoiceSink, wait_for_answer
 from kvlinker.config import Settings, load_settings
-from kvlinker.content import CompletionContent, ContentPart, ContentReader, Message
+from kvlinker.content import CompletionContent, ContentPart, ContentReader, Message, parse_messages, parse_prompt
 from kvlinker.context_caches import CachesUsage, ContextCaches
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
-from kvlinker.linking import Explanation, Policy, as_policy
+from kvlinker.linking import Explanation, Policy, as_policy, known_policies
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import SplitMethod, split_text
 from kvlinker.startup import EmbeddedSource, EngineSource, engine_source, open_state
-from kvlinker.store import UNCHANGED, ContextCache, Page, Speeds, Unchanged
+from kvlinker.store import UNCHANGED, ContextCache, Page, Speeds, TierUsage, Unchanged
 from kvlinker.store.loading.speeds import FILE_NAME
 from kvlinker.types.answers import PromptLogprobs
 from kvlinker.types.chunks import GenerationContext, parse_context
+from kvlinker.types.messages import ChatMessage, CompletionPrompt, ContextCacheReference
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tenants import DEFAULT_TENANT, Scope, parse_scope
 
-__all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Message"]
+__all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Explanation", "Message", "Prompt"]
 
 PREFILL_TOKENS = 1024
+"""The length of the prompt that ``LLM.prefill_rate`` tells the rate of."""
+
+Messages = Sequence[Message | ChatMessage[ContextCacheReference]]
+"""A conversation, as dictionaries or as typed messages."""
 
 
 class LLM:
@@ -95,16 +102,34 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
+        """The most tokens that prompt and answer may have together."""
         return self.engine.max_model_len
 
+    @property
+    def healthy(self) -> bool:
+        """False once the engine was closed or has failed for good."""
+        return self.engine.healthy
+
     def load(self) -> EngineLoad:
-        """How busy the engine is."""
+        """Tell how busy the engine is."""
         return self.engine.load()
 
     def prefill_rate(self) -> float | None:
         """Tokens per second of a prompt of ``PREFILL_TOKENS``, going by what was computed; None where nothing was."""
         seconds = self.engine.prefill_seconds(PREFILL_TOKENS)
         return PREFILL_TOKENS / seconds if seconds else None
+
+    def tiers(self) -> tuple[TierUsage, ...]:
+        """Tell how full each tier of the store is, from the fastest to the slowest; a remote one may take its time."""
+        return self.store.usage()
+
+    def bandwidths(self) -> dict[str, float]:
+        """Bytes per second that tiers deliver, by name, for those that were measured."""
+        return self.store.bandwidths.known()
+
+    def policies(self) -> tuple[dict[str, Any], ...]:
+        """Describe all linking policies, sorted by name, as JSON: name, usage, description, parameters."""
+        return tuple(policy.describe() for policy in known_policies().values())
 
     def generate_context_cache(
         self,
@@ -141,9 +166,16 @@ class LLM:
         pieces = split_text(text, tokenizer=self.builder.encoder, method=method, max_tokens=max_tokens)
         return tuple(piece.text for piece in pieces)
 
+    def token_ids(self, text: str) -> tuple[int, ...]:
+        """Encode a text as a chunk's: no special tokens are added, and those that it spells are plain text.
+
+        Raises InvalidRequestError where the tokenizer cannot write such a text.
+        """
+        return self.builder.encoder.encode_data(text)
+
     def chat_completion(
         self,
-        messages: Sequence[Message] | Prompt,
+        messages: Messages | Prompt,
         *,
         policy: str | Policy | None = None,
         tenant: str = DEFAULT_TENANT,
@@ -154,8 +186,7 @@ class LLM:
         ``policy``: a name, or a policy, which need not be registered. ``sampling`` are the fields of SamplingParams,
         such as ``max_tokens`` and ``temperature``.
         """
-        prompt = self.chat_prompt(messages, tenant=tenant)
-        return wait_for_answer(self.engine, self._request(prompt, policy, tenant, SamplingParams(**sampling)))
+        return self._answer(self.chat_prompt(messages, tenant=tenant), policy, tenant, sampling)
 
     def completion(
         self,
@@ -166,8 +197,7 @@ class LLM:
         **sampling: Any,
     ) -> Answer:
         """Continue a text, token ids, or a list of texts and context caches; no chat template."""
-        built = self.completion_prompt(prompt, tenant=tenant)
-        return wait_for_answer(self.engine, self._request(built, policy, tenant, SamplingParams(**sampling)))
+        return self._answer(self.completion_prompt(prompt, tenant=tenant), policy, tenant, sampling)
 
     def score(
         self,
@@ -177,7 +207,7 @@ class LLM:
         tenant: str = DEFAULT_TENANT,
         logprobs: int | None = None,
     ) -> PromptLogprobs:
-        """How likely a prompt's last tokens are: those behind its last context cache, but for the first of them.
+        """Tell how likely a prompt's last tokens are: those behind its last context cache, but for the first of them.
 
         ``prompt`` is one of ``completion``; nothing is generated. ``logprobs``: how many of the most likely tokens to
         tell beside each. Raises what ``completion`` does, and InvalidRequestError where there is nothing to score.
@@ -188,27 +218,25 @@ class LLM:
 
     def explain(
         self,
-        messages: Sequence[Message] | None = None,
+        messages: Messages | None = None,
         *,
-        prompt: CompletionContent | None = None,
+        prompt: CompletionContent | CompletionPrompt[ContextCacheReference] | None = None,
         policy: str | Policy | None = None,
         tenant: str = DEFAULT_TENANT,
     ) -> Explanation:
-        """How a conversation, or a completion's ``prompt``, is linked: segments, recomputed tokens by layer, the scores
-        that chose them, and the cost. Nothing is generated.
+        """Tell how a conversation, or a completion's ``prompt``, is linked: segments, recomputed tokens by layer, the
+        scores that chose them, and the cost. Nothing is generated.
 
         Raises what ``chat_completion`` does.
         """
         if (messages is None) == (prompt is None):
             raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
         if messages is not None:
-            built = self.chat_prompt(messages, tenant=tenant)
+            read = self._content.chat(parse_messages(messages), tenant=tenant)
         else:
-            messages = [{"content": prompt}]
-            built = self.completion_prompt(prompt or "", tenant=tenant)
-        explained = self.engine.explain(self._request(built, policy, tenant, SamplingParams()))
-        ids = self._content.cache_ids(messages, tenant=tenant)
-        return explained.result().with_context_caches(ids)
+            read = self._content.completion(parse_prompt(prompt or ""), tenant=tenant)
+        explained = self.engine.explain(self._request(read.prompt, policy, tenant, SamplingParams())).result()
+        return explained.with_context_caches({chunk.content: cache_id for cache_id, chunk in read.chunks.items()})
 
     def expire_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> None:
         """Delete a context cache; its KV goes when no other holds it."""
@@ -252,7 +280,7 @@ class LLM:
         scope: Scope | str = Scope.PRIVATE,
         tenant: str = DEFAULT_TENANT,
     ) -> Page:
-        """At most ``limit`` context caches by time of creation, those behind ``after``; ``has_more`` tells of others.
+        """List at most ``limit`` context caches by time of creation, behind ``after``; ``has_more`` tells of others.
 
         Only those with all pairs of ``metadata``. ``scope``: the tenant's own, or the shared ones.
         """
@@ -262,21 +290,26 @@ class LLM:
         )
 
     def caches_usage(self, *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT) -> CachesUsage:
-        """How many context caches there are, what their KV takes, and the quota."""
+        """Tell how many context caches there are, what their KV takes up, and the quota."""
         return self.caches.usage(tenant=tenant, scope=parse_scope(scope))
 
-    def chat_prompt(self, messages: Sequence[Message] | Prompt, *, tenant: str = DEFAULT_TENANT) -> Prompt:
-        """The prompt of a conversation; a prompt is one already.
+    def chat_prompt(self, messages: Messages | Prompt, *, tenant: str = DEFAULT_TENANT) -> Prompt:
+        """Build the prompt of a conversation; a prompt stays as it is.
 
-        Raises InvalidRequestError and ContextCacheNotFoundError.
+        Raises InvalidRequestError, and ContextCacheNotFoundError whose ``param`` is the place of the id.
         """
         if isinstance(messages, Prompt):
             return messages
-        return self._content.chat(messages, tenant=tenant)
+        return self._content.chat(parse_messages(messages), tenant=tenant).prompt
 
-    def completion_prompt(self, prompt: CompletionContent, *, tenant: str = DEFAULT_TENANT) -> Prompt:
-        """The prompt of a completion. Raises InvalidRequestError and ContextCacheNotFoundError."""
-        return self._content.completion(prompt, tenant=tenant)
+    def completion_prompt(
+        self,
+        prompt: CompletionContent | CompletionPrompt[ContextCacheReference],
+        *,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Prompt:
+        """Build the prompt of a completion. Raises what ``chat_prompt`` does."""
+        return self._content.completion(parse_prompt(prompt), tenant=tenant).prompt
 
     def submit(
         self,
@@ -287,12 +320,24 @@ class LLM:
         policy: str | Policy | None = None,
         n: int = 1,
         tenant: str = DEFAULT_TENANT,
-    ) -> tuple[RequestHandle, ...]:
+    ) -> RequestHandle:
         """Queue ``n`` choices for one prompt and return at once; events come from the engine's thread.
 
-        With a seed, choice i uses seed + i. When one choice cannot be queued, none is.
+        With a seed, choice i uses seed + i. When one choice cannot be queued, none is. The handle cancels all. Raises
+        PolicyError, and what ``Engine.generate`` does.
         """
-        return submit_choices(self.engine, self._request(prompt, policy, tenant, sampling), n, sink)
+        request = self._request(prompt, policy, tenant, sampling)
+        handles: list[RequestHandle] = []
+        choices = _Choices(handles)
+        try:
+            for index in range(n):
+                seed = None if sampling.seed is None else sampling.seed + index
+                choice = replace(request, sampling=replace(sampling, seed=seed))
+                handles.append(self.engine.generate(choice, partial(sink, index)))
+        except BaseException:
+            choices.cancel()
+            raise
+        return choices
 
     def close(self) -> None:
         """Stop the engine and write what is still to be written. Idempotent."""
@@ -310,6 +355,11 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _answer(self, prompt: Prompt, policy: str | Policy | None, tenant: str, sampling: Mapping[str, Any]) -> Answer:
+        return wait_for_answer(
+            lambda sink: self.submit(prompt, SamplingParams(**sampling), sink, policy=policy, tenant=tenant)
+        )
+
     def _request(
         self, prompt: Prompt, policy: str | Policy | None, tenant: str, sampling: SamplingParams
     ) -> GenerationRequest:
@@ -317,8 +367,19 @@ class LLM:
         return GenerationRequest(prompt, chosen, sampling, tenant)
 
 
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """The ``RequestHandle`` of all choices for one prompt."""
+
+    handles: Sequence[RequestHandle]
+
+    def cancel(self) -> None:
+        for handle in self.handles:
+            handle.cancel()
+
+
 def _expiry(ttl: float) -> float:
-    """In Unix seconds. Raises InvalidRequestError."""
+    """The time in Unix seconds when a ``ttl`` from now is over. Raises InvalidRequestError."""
     if not ttl > 0:
         raise InvalidRequestError(f"ttl is {ttl}, but must be a positive number of seconds.", param="ttl")
     return time.time() + ttl

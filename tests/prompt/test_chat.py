@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlinker.errors import InvalidRequestError, ModelLoadError
-from kvlinker.prompt.builder import ChatMessage, PromptBuilder
+from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.types.chunks import Chunk, GenerationContext
+from kvlinker.types.messages import ChatMessage
 from tests.prompt import templates
 from tests.toy_tokenizers import byte_level, metaspace
 

@@ -21,6 +21,7 @@ from kvlinker.embedded.model.loading import LoadedModel, prepare_model
 from kvlinker.llm import LLM
 from kvlinker.server.address import bind, url_of
 from kvlinker.server.app import create_app
+from tests.server.openapi_contract import Contract
 from tests.toy_tokenizers import byte_level
 
 MODEL_NAME = "tiny"
@@ -95,14 +96,16 @@ def tiny_settings(state_dir: Path, **options: Any) -> Settings:
 
 @contextmanager
 def serving(llm: LLM, settings: Settings, *, headers: Mapping[str, str] | None = None) -> Iterator[Served]:
-    """Serve until the block ends; closes the LLM."""
+    """Serve until the block ends; closes the LLM. Every answer is checked against the server's OpenAPI document."""
     listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(llm, settings), log_level="critical", lifespan="on"))
+    app = create_app(llm, settings)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     url = url_of(listener)
     try:
-        with httpx.Client(base_url=url, headers=headers, timeout=30) as http:
+        hooks = {"response": [Contract(app.openapi()).check]}
+        with httpx.Client(base_url=url, headers=headers, timeout=30, event_hooks=hooks) as http:
             _wait_until_up(http)
             yield Served(url, llm, http)
     finally:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvlinker.server.body_limit import MAX_BODY_BYTES
+from kvlinker.server.errors import MAX_BODY_BYTES
 from tests.server.serving import Served
 
 PATH = "/v1/completions"

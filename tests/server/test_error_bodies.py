@@ -14,7 +14,7 @@ from starlette.types import Scope
 import kvlinker
 from kvlinker.errors import ContextCacheNotFoundError, KVLinkerError, OverloadedError
 from kvlinker.llm import LLM
-from kvlinker.server.errors import body_of, error_response
+from kvlinker.server.errors import error_body, error_response
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import Served, serving, tiny_model, tiny_settings
 
@@ -55,7 +55,7 @@ def test_bodies_of_all_errors(kind: type[KVLinkerError], caplog: pytest.LogCaptu
     else:
         assert INSIDE in body["message"], "it is the caller's own"
         assert not caplog.records
-    assert body_of(error, SCOPE)["error"] == body
+    assert error_body(error, SCOPE).model_dump()["error"] == body
 
 
 def test_every_answer_names_its_request(keyed: Served) -> None:
@@ -111,4 +111,4 @@ def test_a_store_that_fails_names_no_paths(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_not_found_is_told_in_full() -> None:
-    assert "cc_1" in body_of(ContextCacheNotFoundError("cc_1"), SCOPE)["error"]["message"]
+    assert "cc_1" in error_body(ContextCacheNotFoundError("cc_1"), SCOPE).error.message

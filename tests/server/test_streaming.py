@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
+import time
 from typing import Any
 
+import openai
+import pytest
+from sse_starlette.sse import AppStatus
+
+from kvlinker.server.answering import EventStream
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import Served
 
@@ -36,6 +44,55 @@ def test_chat_chunks(faked: Served) -> None:
     ]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["length"]
     assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_events_are_compact_json_on_one_line(faked: Served) -> None:
+    text = faked.post(CHAT, {"messages": MESSAGES, "max_tokens": 1, "stream": True}).text
+    same = re.sub(r'"id":"chatcmpl-\w{24}","created":\d+', "HEAD", text)
+    model = '"model":"tiny","object":"chat.completion.chunk"'
+    end = '"logprobs":null,"finish_reason":'
+    assert same == "".join(
+        f"data: {event}\n\n"
+        for event in (
+            f'{{HEAD,{model},"choices":[{{"index":0,"delta":{{"role":"assistant","content":""}},{end}null}}]}}',
+            f'{{HEAD,{model},"choices":[{{"index":0,"delta":{{"content":"w0 "}},{end}null}}]}}',
+            f'{{HEAD,{model},"choices":[{{"index":0,"delta":{{}},{end}"length"}}]}}',
+            "[DONE]",
+        )
+    )
+
+
+def test_comments_keep_a_silent_stream_open(faked: Served, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EventStream, "DEFAULT_PING_INTERVAL", 0.02)
+    engine.flowing.clear()
+    fields = {"messages": MESSAGES, "max_tokens": 2, "stream": True}
+    with faked.http.stream("POST", CHAT, json=fields) as answer:
+        lines = answer.iter_lines()
+        assert next(line for line in lines if line.startswith(":"))
+        engine.flowing.set()
+        assert [line for line in lines if line.startswith("data: ")][-1] == "data: [DONE]"
+    engine.flowing.clear()
+    threading.Timer(0.2, engine.flowing.set).start()
+    with openai.OpenAI(base_url=f"{faked.url}/v1", api_key="none") as client:
+        stream = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, stream=True)  # type: ignore[call-overload]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "w0 w1 "
+
+
+def test_a_server_that_stops_finishes_its_streams(
+    faked: Served, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would cut them at once; the server's own limit for shutting down is the only one."""
+    engine.flowing.clear()
+    fields = {"messages": MESSAGES, "max_tokens": 2, "stream": True}
+    monkeypatch.setattr(AppStatus, "should_exit", True)  # as the library notes it at SIGTERM
+    with faked.http.stream("POST", CHAT, json=fields) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        time.sleep(0.3)
+        engine.flowing.set()
+        *_, last, done = [line.removeprefix("data: ") for line in lines if line]
+    assert done == "[DONE]"
+    assert json.loads(last)["choices"][0]["finish_reason"] == "length"
 
 
 def test_completion_chunks(faked: Served) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvlinker.server.sweep import sweep_forever
+from kvlinker.server.app import sweep_forever
 from kvlinker.store import StoreError
 
 

@@ -322,4 +322,4 @@ def test_schema_tells_of_filters(tenants: Served) -> None:
         assert parameters["metadata"]["style"] == "deepObject"
         assert "scope" in parameters
     assert f"{CACHES}/usage" in schema["paths"]
-    assert {"pinned", "scope"} <= schema["components"]["schemas"]["CreateBody"]["properties"].keys()
+    assert {"pinned", "scope"} <= schema["components"]["schemas"]["CreateContextCachesRequest"]["properties"].keys()

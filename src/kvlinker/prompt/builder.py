@@ -7,10 +7,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.prompt.chat import ChatMessage, ChatTemplate
+from kvlinker.prompt.chat import ChatTemplate
 from kvlinker.prompt.encoding import TextEncoder, require_unicode
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.types.chunks import Chunk, GenerationContext
+from kvlinker.types.messages import ChatMessage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -35,7 +36,9 @@ class PromptBuilder:
         self.encoder = TextEncoder(tokenizer)
         self._template = ChatTemplate(tokenizer, chat_template)
         self._context = context
-        self._system = () if system_prompt is None else (ChatMessage("system", (system_prompt,)),)
+        self._system: tuple[ChatMessage[Chunk], ...] = (
+            () if system_prompt is None else (ChatMessage("system", (system_prompt,)),)
+        )
         self._bos: int | None = tokenizer.bos_token_id
 
     @cached_property
@@ -83,7 +86,7 @@ class PromptBuilder:
             case GenerationContext.PREFIX:
                 return Chunk(tokens, prefix=self.prefix)
 
-    def chat(self, messages: Sequence[ChatMessage]) -> Prompt:
+    def chat(self, messages: Sequence[ChatMessage[Chunk]]) -> Prompt:
         """The prompt of a conversation, up to where the assistant's answer begins.
 
         Messages of text alone give exactly the ids of the tokenizer's ``apply_chat_template``.

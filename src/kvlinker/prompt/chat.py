@@ -6,7 +6,6 @@ import hashlib
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jinja2 import TemplateSyntaxError
@@ -14,21 +13,10 @@ from jinja2 import TemplateSyntaxError
 from kvlinker.errors import InvalidRequestError, ModelLoadError
 from kvlinker.prompt.encoding import require_unicode
 from kvlinker.types.chunks import Chunk
+from kvlinker.types.messages import ChatMessage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message; ``content`` is texts and cached chunks in the order in which the model shall read them.
-
-    Texts are put together as they are: nothing is added between two parts.
-    """
-
-    role: str
-    content: Sequence[str | Chunk]
-    name: str | None = None
 
 
 class ChatTemplate:
@@ -53,7 +41,7 @@ class ChatTemplate:
     def exists(self) -> bool:
         return self._template is not None
 
-    def render(self, messages: Sequence[ChatMessage]) -> list[str | Chunk]:
+    def render(self, messages: Sequence[ChatMessage[Chunk]]) -> list[str | Chunk]:
         """The prompt's texts and chunks in order, up to where the assistant's answer begins.
 
         Raises InvalidRequestError (``messages``) when there is no template, when it raises, or when it does not show

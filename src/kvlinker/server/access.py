@@ -1,4 +1,4 @@
-"""Who may call: API keys, the tenant that each key stands for, and whether it is an admin's.
+"""Who may call: API keys, the tenant that each key stands for, and whether it is an admin's; for the app and routes.
 
 Without configured keys every caller is the default tenant, and an admin (see ``kvlinker.server.address``). With keys,
 every route asks for ``Authorization: Bearer <key>``, but for ``/health`` (probes have no keys), ``/`` (a page without
@@ -12,9 +12,10 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from fastapi import Depends, Request
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvlinker.errors import AuthenticationError
@@ -26,7 +27,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/openapi.json"})
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request. ``admin``: may write shared context caches."""
+    """Who sent a request: the ``tenant``, and whether it is an ``admin``, who may write shared context caches."""
 
     tenant: str
     admin: bool
@@ -36,17 +37,25 @@ OPERATOR = Caller(DEFAULT_TENANT, admin=True)
 """Everybody, where there are no keys: whoever reaches a loopback address is on the server's own machine."""
 
 
-def caller_of(request: Request) -> Caller:
+async def _caller(request: Request) -> Caller:
     """The caller that ``KeyCheck`` found."""
     caller: Caller = request.scope["state"]["caller"]
     return caller
+
+
+async def _tenant(request: Request) -> str:
+    return (await _caller(request)).tenant
+
+
+CallerParam = Annotated[Caller, Depends(_caller)]
+TenantParam = Annotated[str, Depends(_tenant)]
 
 
 class KeyCheck:
     """ASGI middleware: answers 401 before a body is read, and notes the caller in the request's state."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], admin_keys: Sequence[str]) -> None:
-        """``api_keys``: all that are accepted; ``admin_keys``: those of them that are admins'."""
+        """``api_keys`` are all that are accepted; ``admin_keys`` are those of them that are admins'."""
         self._app = app
         self._callers = {
             hashlib.sha256(key.encode()).digest(): Caller(tenant_of_key(key), key in admin_keys) for key in api_keys
@@ -61,7 +70,7 @@ class KeyCheck:
         return await self._app(scope, receive, send)
 
     def _caller(self, headers: Headers) -> Caller | None:
-        """None for a missing or unknown key. Compares with every key, in constant time."""
+        """The caller by the key; None for a missing or unknown one. Compares with every key, in constant time."""
         if not self._callers:
             return OPERATOR
         scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -16,7 +16,7 @@ class AddressError(KVLinkerError):
 
 
 def check_address(host: str, api_keys: Sequence[str]) -> None:
-    """Raises InvalidRequestError for an address that others can reach while no key protects it."""
+    """Raise InvalidRequestError for an address that others can reach while no key protects it."""
     if not api_keys and not _is_loopback(host):
         raise InvalidRequestError(
             f"Without API keys the server binds to loopback only, not to {host!r}. Configure keys "
@@ -26,7 +26,7 @@ def check_address(host: str, api_keys: Sequence[str]) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: clients are refused until a server does. Raises AddressError."""
+    """Bind a socket that does not listen yet: clients are refused until a server does. Raises AddressError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -40,7 +40,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where clients find the socket's server."""
+    """The address at which clients find the socket's server."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

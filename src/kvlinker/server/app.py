@@ -1,24 +1,35 @@
-"""The application: routes, errors, access, and the tasks that run beside them. The CLI and tests serve it."""
+"""The application: routes, errors, access, its description, and the task that runs beside it; for the CLI and tests."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
+from pydantic.json_schema import models_json_schema
 
 from kvlinker.config import Settings
+from kvlinker.context_caches import ContextCaches
+from kvlinker.errors import KVLinkerError
 from kvlinker.llm import LLM
-from kvlinker.server.access import KeyCheck
-from kvlinker.server.body_limit import BodyLimit
-from kvlinker.server.errors import install_error_handling
+from kvlinker.server import chat, completions, context_caches, link, models, status, tokenize
+from kvlinker.server.access import OPEN_PATHS, KeyCheck
+from kvlinker.server.bodies import UnknownPart
+from kvlinker.server.errors import BodyLimit, error_responses, install_error_handling
 from kvlinker.server.metrics import Metrics
-from kvlinker.server.routes import ROUTERS
-from kvlinker.server.service import Service
-from kvlinker.server.sweep import sweep_forever
+from kvlinker.server.models import Service
+
+SWEEP_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+_SCHEMA = "#/components/schemas/{model}"
+_STREAMED = (chat.ChatCompletionChunk, completions.CompletionChunk)
 
 
 def create_app(llm: LLM, settings: Settings) -> FastAPI:
@@ -40,11 +51,66 @@ def create_app(llm: LLM, settings: Settings) -> FastAPI:
                 await sweeper
             await run_in_threadpool(llm.close)
 
-    app = FastAPI(title="kvlinker", version=version("kvlinker"), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = _App(title="kvlinker", version=version("kvlinker"), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = Service(llm, settings, metrics)
+    app.state.keyed = bool(settings.accepted_keys)
     app.add_middleware(BodyLimit)
     app.add_middleware(KeyCheck, api_keys=settings.accepted_keys, admin_keys=settings.admin_keys)
     install_error_handling(app)
-    for router in ROUTERS:
-        app.include_router(router)
+    for resource in (chat, completions, context_caches, link, models, status, tokenize):
+        app.include_router(resource.router)
     return app
+
+
+async def sweep_forever(caches: ContextCaches, interval: float = SWEEP_SECONDS) -> None:
+    """Delete expired context caches every ``interval`` seconds until cancelled.
+
+    A sweep that fails is tried again, and logged unless the one before failed alike.
+    """
+    known = None
+    while True:
+        await asyncio.sleep(interval)
+        try:
+            await run_in_threadpool(caches.sweep)
+            known = None
+        except KVLinkerError as error:
+            if error.message != known:
+                known = error.message
+                logger.error("Expired context caches are not deleted for now: %s", error.message)
+        except Exception:
+            logger.exception("Expired context caches could not be deleted; trying again in %s s", interval)
+
+
+class _App(FastAPI):
+    """Describes what the framework does not know of: keys, errors that all routes share, and the events of streams."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            document = super().openapi()
+            schemas = document["components"]["schemas"]
+            for unused in ("HTTPValidationError", "ValidationError", UnknownPart.__name__):
+                schemas.pop(unused, None)
+            chunks = models_json_schema([(model, "validation") for model in _STREAMED], ref_template=_SCHEMA)[1]
+            schemas |= chunks["$defs"]
+            for path, operations in document["paths"].items():
+                for operation in operations.values():
+                    self._complete(operation, needs_key=self.state.keyed and path not in OPEN_PATHS)
+            if self.state.keyed:
+                document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        return self.openapi_schema or {}
+
+    @staticmethod
+    def _complete(operation: dict[str, Any], *, needs_key: bool) -> None:
+        """Add the errors that middlewares answer, and drop the framework's own, which nobody gets to see."""
+        responses = operation["responses"]
+        responses.pop("422", None)
+        shared = [500]
+        if "requestBody" in operation:
+            shared.append(413)
+        if needs_key:
+            operation["security"] = [{"key": []}]
+            shared.append(401)
+        for code, response in error_responses(*shared).items():
+            schema = {"$ref": _SCHEMA.format(model=response.pop("model").__name__)}
+            responses[str(code)] = {**response, "content": {"application/json": {"schema": schema}}}
+        operation["responses"] = dict(sorted(responses.items()))

@@ -1,50 +1,93 @@
-"""Errors as OpenAI shapes them: every exception that can reach the edge of the server becomes one here."""
+"""Errors as OpenAI shapes them: every exception that can reach the edge of the server becomes one here.
+
+The middlewares that belong to errors are here, too: ids by which a request is found in the log, the limit of bodies,
+and the last resort for bugs.
+"""
 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlinker.errors import AuthenticationError, KVLinkerError, OverloadedError
-from kvlinker.server.request_ids import RequestIds, request_id_of
+from kvlinker.server.bodies import ResponseBody
 
 logger = logging.getLogger(__name__)
 
+MAX_BODY_BYTES = 64 * 2**20
+REQUEST_ID_HEADER = "X-Request-Id"
+
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
+_RETRY_AFTER = {"description": "Seconds to wait before trying again.", "schema": {"type": "integer"}}
 
-def error_body(message: str, *, kind: str, param: str | None, code: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+_MEANINGS = {
+    400: "The request is wrong: `param` names the field, `code` the mistake.",
+    401: "The API key is missing or unknown (`invalid_api_key`).",
+    403: "Not permitted: `quota_exceeded`, `pin_limit_exceeded` or `permission_denied`.",
+    404: "Not found: `context_cache_not_found` or `model_not_found`.",
+    413: "The body is too large (`body_too_large`).",
+    429: "Too many requests wait already (`overloaded`): try again later.",
+    500: "The server failed; its log says why under the request's id.",
+    503: "The server is shutting down, or its engine has failed (`engine_closed`).",
+}
 
 
-def body_of(error: KVLinkerError, scope: Scope) -> dict[str, Any]:
-    """The body of an error answer, which is also the last event of a stream that fails.
+class ErrorDetails(ResponseBody):
+    """Tells what went wrong. ``param`` is the path of the field at fault, such as ``messages.0.content.1.id``."""
 
-    What is not the caller's fault is logged, and its body says no more than where to find that.
-    """
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(ResponseBody):
+    """Every error is answered by this body, and a stream that fails has it as its last event."""
+
+    error: ErrorDetails
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Describe the error answers that a route can give, for its ``responses``; the app adds those that all share."""
+    described: dict[int | str, dict[str, Any]] = {}
+    for status in statuses:
+        described[status] = {"model": ErrorBody, "description": _MEANINGS[status]}
+        if status == OverloadedError.status:
+            described[status]["headers"] = {"Retry-After": _RETRY_AFTER}
+    return described
+
+
+def error_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
+    """The body for an error. What is not the caller's fault is logged, and the body says no more than where to look."""
     if error.status == KVLinkerError.status:
         logger.error("Request %s failed: %s", request_id_of(scope), error.message)
         return _inner_body(error, scope)
-    return error_body(error.message, kind=error.type, param=error.param, code=error.code)
+    return _body(error.message, error.type, error.param, error.code)
 
 
 def error_response(error: KVLinkerError, scope: Scope) -> JSONResponse:
+    """The answer for an error, with the headers that go with it."""
     headers = {}
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(body_of(error, scope), status_code=error.status, headers=headers)
+    return JSONResponse(error_body(error, scope).model_dump(), status_code=error.status, headers=headers)
 
 
 def install_error_handling(app: FastAPI) -> None:
+    """Add the exception handlers, and the middlewares around all that was added before."""
     app.add_exception_handler(KVLinkerError, _on_kvlinker_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -52,29 +95,30 @@ def install_error_handling(app: FastAPI) -> None:
     app.add_middleware(RequestIds)
 
 
-async def _on_kvlinker_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, KVLinkerError)
-    return error_response(error, request.scope)
+def request_id_of(scope: Scope) -> str:
+    """The id that ``RequestIds`` gave the request."""
+    request_id: str = scope["state"]["request_id"]
+    return request_id
 
 
-async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
-    """The first complaint, with the path of the parameter, such as ``messages.0.content.1.id``."""
-    assert isinstance(error, RequestValidationError)
-    message, param, code = _describe(error.errors()[0])
-    return _invalid_request(400, message, param=param, code=code)
+class RequestIds:
+    """ASGI middleware around all others: names every request, in its answer's ``X-Request-Id`` and in the log."""
 
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
-async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
-    """Unknown routes, wrong methods, and bodies that are too large or not text."""
-    assert isinstance(error, HTTPException)
-    code = _HTTP_CODES.get(error.status_code, "invalid_json")
-    messages = {
-        "not_found": f"No such route: {request.method} {request.url.path}.",
-        "method_not_allowed": f"{request.url.path} does not take {request.method}.",
-        "body_too_large": f"The body is too large: {error.detail}.",
-        "invalid_json": "The body is not JSON in UTF-8.",
-    }
-    return _invalid_request(error.status_code, messages[code], param=None, code=code, headers=error.headers)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        request_id = f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def naming(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        return await self._app(scope, receive, naming)
 
 
 class UnexpectedErrors:
@@ -101,24 +145,76 @@ class UnexpectedErrors:
                 raise
             logger.exception("Request %s (%s %s) failed", request_id_of(scope), scope["method"], scope["path"])
             body = _inner_body(KVLinkerError(""), scope)
-            await JSONResponse(body, status_code=KVLinkerError.status)(scope, receive, send)
+            await JSONResponse(body.model_dump(), status_code=KVLinkerError.status)(scope, receive, send)
 
 
-def _inner_body(error: KVLinkerError, scope: Scope) -> dict[str, Any]:
-    """Of a failure that is none of the caller's business."""
-    message = f"{error.summary} Its log says why, under {request_id_of(scope)}."
-    return error_body(message, kind=error.type, param=error.param, code=error.code)
+class BodyLimit:
+    """ASGI middleware: answers 413 to bodies of more than ``max_bytes``, whether they announce their length or not."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {self._max_bytes} bytes")
+            return message
+
+        return await self._app(scope, limited, send)
+
+
+async def _on_kvlinker_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, KVLinkerError)
+    return error_response(error, request.scope)
+
+
+async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
+    """Answer with the first complaint, and the path of its field, such as ``messages.0.content.1.id``."""
+    assert isinstance(error, RequestValidationError)
+    message, param, code = _describe(error.errors()[0])
+    return _invalid_request(400, message, param=param, code=code)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    """Answer unknown routes, wrong methods, and bodies that are too large or not text."""
+    assert isinstance(error, HTTPException)
+    code = _HTTP_CODES.get(error.status_code, "invalid_json")
+    messages = {
+        "not_found": f"No such route: {request.method} {request.url.path}.",
+        "method_not_allowed": f"{request.url.path} does not take {request.method}.",
+        "body_too_large": f"The body is too large: {error.detail}.",
+        "invalid_json": "The body is not JSON in UTF-8.",
+    }
+    return _invalid_request(error.status_code, messages[code], param=None, code=code, headers=error.headers)
 
 
 def _invalid_request(
     status: int, message: str, *, param: str | None, code: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    body = error_body(message, kind="invalid_request_error", param=param, code=code)
-    return JSONResponse(body, status_code=status, headers=headers)
+    body = _body(message, "invalid_request_error", param, code)
+    return JSONResponse(body.model_dump(), status_code=status, headers=headers)
+
+
+def _inner_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
+    """The body for a failure of the server's own, which is none of the caller's business."""
+    message = f"{error.summary} Its log says why, under {request_id_of(scope)}."
+    return _body(message, error.type, error.param, error.code)
+
+
+def _body(message: str, kind: str, param: str | None, code: str) -> ErrorBody:
+    return ErrorBody(error=ErrorDetails(message=message, type=kind, param=param, code=code))
 
 
 def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:
-    """Message, param and code of one of pydantic's complaints."""
+    """Message, param and code for one of pydantic's complaints."""
     param = _path(complaint["loc"])
     match complaint["type"]:
         case "json_invalid":
@@ -139,5 +235,5 @@ def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:
 
 
 def _path(location: Sequence[str | int]) -> str | None:
-    """The parameter's path, without the source in front and without the tags of unions and keys."""
+    """The field's path, without the source in front and without the tags of unions and keys."""
     return ".".join(str(part) for part in location[1:] if not str(part).startswith(("<", "["))) or None

@@ -60,12 +60,12 @@ class Metrics:
         self._tier_errors = counter("tier_errors", "Times that a tier did not answer, or refused.", "tier")
         for source in SOURCES:
             self._prompt_tokens.labels(source)
-        for tier in llm.store.usage():
+        for tier in llm.tiers():
             self._evictions.labels(tier.name)
             self._tier_errors.labels(tier.name)
 
     def count(self, event: Event) -> None:
-        """A listener for ``kvlinker.events.Events``; may be called from any thread."""
+        """Listen to ``kvlinker.events.Events``; may be called from any thread."""
         match event:
             case FirstToken():
                 self._first_token.observe(event.seconds)
@@ -91,14 +91,15 @@ class Metrics:
         return generate_latest(self.registry)
 
     def prompt_tokens(self) -> dict[str, int]:
-        """Totals by source."""
+        """Prompt tokens since the start, by what became of them."""
         return {source: self._total("kvlinker:prompt_tokens_total", source=source) for source in SOURCES}
 
     def output_tokens(self) -> int:
+        """Tokens generated since the start."""
         return self._total("kvlinker:output_tokens_total")
 
     def finished(self) -> int:
-        """Requests that ended, whatever the reason."""
+        """Requests that ended since the start, whatever the reason."""
         (family,) = self._requests.collect()
         return int(sum(sample.value for sample in family.samples if sample.name.endswith("_total")))
 
@@ -123,7 +124,7 @@ class _Gauges(Collector):
             yield GaugeMetricFamily(f"kvlinker:{name}", text, value=value)
         stored = GaugeMetricFamily("kvlinker:store_bytes", "Bytes of KV in the store.", labels=["tier"])
         chunks = GaugeMetricFamily("kvlinker:store_chunks", "Chunks in the store.", labels=["tier"])
-        for usage in self._llm.store.usage():
+        for usage in self._llm.tiers():
             stored.add_metric([usage.name], usage.used_bytes)
             chunks.add_metric([usage.name], usage.chunks)
         yield stored
@@ -131,13 +132,13 @@ class _Gauges(Collector):
         bandwidth = GaugeMetricFamily(
             "kvlinker:tier_bandwidth_bytes_per_second", "Bytes that a tier delivers, as measured.", labels=["tier"]
         )
-        for tier, rate in self._llm.store.bandwidths.known().items():
-            bandwidth.add_metric([tier], rate)
+        for tier, bytes_per_second in self._llm.bandwidths().items():
+            bandwidth.add_metric([tier], bytes_per_second)
         yield bandwidth
         prefill = GaugeMetricFamily(
             "kvlinker:prefill_tokens_per_second",
             f"Tokens of a prompt of {PREFILL_TOKENS} that the engine computes, as measured.",
         )
-        if (pace := self._llm.prefill_rate()) is not None:
-            prefill.add_metric([], pace)
+        if (rate := self._llm.prefill_rate()) is not None:
+            prefill.add_metric([], rate)
         yield prefill

@@ -22,7 +22,7 @@ from kvlinker.config import Settings
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM
 from kvlinker.server.app import create_app
-from kvlinker.server.service import Service
+from kvlinker.server.models import Service
 from kvlinker.vllm.frontend.client import VLLMClient
 from kvlinker.vllm.frontend.model_facts import CHANGES_KV, read_facts
 from kvlinker.vllm.frontend.source import VLLMSource

@@ -9,7 +9,6 @@ from statistics import fmean
 from kvlinker.errors import ContextLengthError, EngineClosedError, KVLinkerError
 from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Message
-from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.research.evaluation.deviation import Deviation, deviation
 from kvlinker.research.evaluation.examples import Continuation, Example, Question, Skipped
@@ -21,6 +20,7 @@ from kvlinker.research.evaluation.trials import ContinuationTrial, QuestionTrial
 from kvlinker.store import ContextCache
 from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.types.chunks import Chunk
+from kvlinker.types.messages import ChatMessage
 
 REFERENCE = "full"
 """The policy that all are compared with."""

@@ -10,11 +10,11 @@ import numpy as np
 from kvlinker.embedded.engine import EmbeddedEngine
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM
-from kvlinker.prompt.chat import ChatMessage
 from kvlinker.prompt.segments import Prompt
 from kvlinker.research.evaluation.examples import Question
 from kvlinker.types.chunk_scores import ChunkScores
 from kvlinker.types.chunks import Chunk, chunk_key
+from kvlinker.types.messages import ChatMessage
 from kvlinker.types.tenants import DEFAULT_TENANT
 
 

@@ -1,0 +1,202 @@
+"""Answers of both completion routes: from prompts to a response, whole or as server-sent events.
+
+What a route sends is the business of its ``AnswerFormat``; usage, timing, streaming and the end of it are here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from sse_starlette import EventSourceResponse
+from starlette.types import Receive, Scope, Send
+
+from kvlinker.errors import ContextLengthError, KVLinkerError
+from kvlinker.llm import Answer, Prompt
+from kvlinker.server.bodies import ResponseBody, SamplingBody
+from kvlinker.server.choices import Choices
+from kvlinker.server.errors import error_body, error_responses
+from kvlinker.server.models import Service
+from kvlinker.types.answers import Delta, Finished, Timing, Usage
+from kvlinker.types.sampling import SamplingParams
+
+LEAST_LOGPROB = -9999.0
+"""OpenAI's value for a token that cannot be, for JSON knows no infinity."""
+
+
+class PromptTokensDetails(ResponseBody):
+    """Prompt tokens whose KV came from the store, and of chunks, but computed again; all others were fresh."""
+
+    cached_tokens: int
+    recomputed_tokens: int
+
+
+class UsageBody(ResponseBody):
+    """Tokens of a request: each prompt counts once, all choices count."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class AnswerFormat(Protocol):
+    """The bodies of one route; one instance serves one request. What is not set in a chunk is not sent."""
+
+    def opening(self, index: int) -> BaseModel | None:
+        """The choice that a stream begins with, if there is one."""
+        ...
+
+    def delta(self, index: int, delta: Delta) -> BaseModel:
+        """A choice with new output."""
+        ...
+
+    def closing(self, index: int, finished: Finished) -> BaseModel:
+        """A choice that is finished."""
+        ...
+
+    def chunk(self, choices: Sequence[Any]) -> BaseModel:
+        """A chunk of a stream with these choices, and a field ``usage`` that is not set."""
+        ...
+
+    def answer(self, answers: Sequence[Answer], usage: UsageBody) -> BaseModel:
+        """The whole answer."""
+        ...
+
+
+def completion_responses(chunk: str) -> dict[int | str, dict[str, Any]]:
+    """Describe the answers of a completion route; ``chunk`` names the schema of a stream's events."""
+    events = {"schema": {"$ref": f"#/components/schemas/{chunk}"}}
+    timing = {"description": "Milliseconds: queue, load, link, decode.", "schema": {"type": "string"}}
+    answered = {
+        "description": "The answer; with `stream`, a server-sent event per chunk, then `[DONE]`. A stream that fails "
+        "half way has the error's body as its last event.",
+        "headers": {"Server-Timing": timing},
+        "content": {"text/event-stream": events},
+    }
+    return {200: answered, **error_responses(400, 404, 429, 503)}
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    body: SamplingBody,
+    build: Callable[[], Sequence[Prompt]],
+    sampling: SamplingParams,
+    answer_format: AnswerFormat,
+    *,
+    tenant: str,
+) -> Response:
+    """Generate and respond. A client that goes away has its choices cancelled.
+
+    ``build`` makes the prompts; like all that takes long, it runs in a thread.
+    """
+    loop = asyncio.get_running_loop()
+
+    def begin() -> Choices:
+        return Choices(service.llm, build(), sampling, policy=body.policy, n=body.choices, tenant=tenant, loop=loop)
+
+    choices = await run_in_threadpool(begin)
+    if body.stream:
+        return EventStream(choices, answer_format, request.scope, include_usage=body.include_usage)
+    async with choices.cancelled_on_disconnect(request.receive):
+        answers = await choices.answers()
+    usage = usage_body([answer.usage for answer in answers], choices.n)
+    return JSONResponse(
+        answer_format.answer(answers, usage).model_dump(),
+        headers={"Server-Timing": server_timing([answer.timing for answer in answers])},
+    )
+
+
+class EventStream(EventSourceResponse):
+    """Sends choices as they go, and cancels them as soon as the client is gone.
+
+    A comment every few seconds keeps the connection open while nothing is said. A server that shuts down lets streams
+    go on for as long as it waits for requests.
+    """
+
+    def __init__(self, choices: Choices, answer_format: AnswerFormat, scope: Scope, *, include_usage: bool) -> None:
+        super().__init__(self._events(scope), sep="\n", shutdown_grace_period=math.inf)
+        self._choices = choices
+        self._format = answer_format
+        self._include_usage = include_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._choices.cancel()  # also where the client left before the first event
+
+    async def _events(self, scope: Scope) -> AsyncIterator[str]:
+        finished: dict[int, Usage] = {}
+        try:
+            for index in range(len(self._choices)):
+                if opening := self._format.opening(index):
+                    yield self._chunk(opening)
+            async for index, event in self._choices.events():
+                if isinstance(event, Finished):
+                    finished[index] = event.usage
+                    yield self._chunk(self._format.closing(index, event))
+                elif event.text or event.logprobs:
+                    yield self._chunk(self._format.delta(index, event))
+            if self._include_usage:
+                usages = [finished[index] for index in sorted(finished)]
+                usage = usage_body(usages, self._choices.n)
+                yield _encoded(self._format.chunk([]).model_copy(update={"usage": usage}))
+        except KVLinkerError as error:
+            yield _encoded(error_body(error, scope))
+        yield "[DONE]"
+
+    def _chunk(self, choice: BaseModel) -> str:
+        chunk = self._format.chunk([choice])
+        return _encoded(chunk.model_copy(update={"usage": None}) if self._include_usage else chunk)
+
+
+def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
+    """Add up the usage of an answer's choices, ``n`` to a prompt, whose tokens are those of its first choice."""
+    prompts = usages[::n]
+    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+    output_tokens = sum(usage.output_tokens for usage in usages)
+    return UsageBody(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=output_tokens,
+        total_tokens=prompt_tokens + output_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=sum(usage.cached_tokens for usage in prompts),
+            recomputed_tokens=sum(usage.recomputed_tokens for usage in prompts),
+        ),
+    )
+
+
+def server_timing(timings: Sequence[Timing]) -> str:
+    """The header of that name, in milliseconds: for each phase, the longest time that a choice took."""
+    phases = ("queue", "load", "link", "decode")
+    longest = {phase: max(getattr(timing, phase) for timing in timings) for phase in phases}
+    return ", ".join(f"{phase};dur={seconds * 1000:.3f}" for phase, seconds in longest.items())
+
+
+def finite(logprob: float) -> float:
+    """The log probability as JSON can have it."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+@contextmanager
+def length_errors_name(param: str) -> Iterator[None]:
+    """Let errors about a prompt that is too long name the request's field that the prompt comes from."""
+    try:
+        yield
+    except ContextLengthError as error:
+        if error.param != "max_tokens":
+            error.param = param
+        raise
+
+
+def _encoded(body: BaseModel) -> str:
+    return body.model_dump_json(exclude_unset=True)

@@ -1,0 +1,297 @@
+"""Parts that the bodies of several routes share: strict types, content parts, sampling fields, pairs of metadata.
+
+Requests are validated by these models and become plain values (``kvlinker.types.messages``, ``SamplingParams``);
+responses are made of them, so that the OpenAPI document describes what is sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import Depends, Request
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    JsonValue,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.types.messages import Content, ContextCacheReference
+from kvlinker.types.sampling import SamplingParams
+
+MAX_CHOICES = 128
+MAX_PAIRS = 16
+
+
+def _require_unicode(text: str) -> str:
+    """Refuse half of a surrogate pair, which JSON's escapes can spell, but which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError("text_unicode", "Input should be valid Unicode, without lone surrogates") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_require_unicode)]
+
+Name = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
+
+Metadata = Annotated[
+    dict[Annotated[Text, StringConstraints(max_length=64)], Annotated[Text, StringConstraints(max_length=512)]],
+    Field(max_length=MAX_PAIRS),
+]
+"""Up to 16 pairs; keys of up to 64 and values of up to 512 characters."""
+
+
+class RequestBody(BaseModel):
+    """Base of all request bodies: types are strict, unknown fields are refused.
+
+    The tags of unions stand in angle brackets, so that the path of an error can be told from them
+    (see ``kvlinker.server.errors``).
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """OpenAI's fields that do not change the answer here."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """OpenAI's fields that would change the answer, with the values that ask for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _meet_foreign_fields(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, harmless in cls.refused.items():
+            if data.get(name) is not None and data[name] not in harmless:
+                raise InvalidRequestError(
+                    f"{name!r} is not supported. Leave it out.", param=name, code="unsupported_parameter"
+                )
+        foreign = cls.ignored | cls.refused.keys()
+        return {name: value for name, value in data.items() if name not in foreign}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema with the fields that are ignored, and the values that are accepted of refused ones."""
+        schema = handler(core)
+        properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
+        for name in sorted(cls.ignored):
+            properties[name] = {"description": "Ignored: it does not change the answer here."}
+        for name, harmless in sorted(cls.refused.items()):
+            properties[name] = {"enum": [None, *harmless], "description": "Not supported."}
+        return schema
+
+
+def exactly_one(*names: str) -> ConfigDict:
+    """Configure a request body of whose fields ``names`` one must be given: its schema says so.
+
+    The body's own validator is what refuses none and several, in the words of the route.
+    """
+    given: list[JsonValue] = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names]
+    return ConfigDict(json_schema_extra={"oneOf": given})
+
+
+class ResponseBody(BaseModel):
+    """Base of all response bodies, which have the fields that are documented and no others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TextPart(BaseModel):
+    """Fresh text. Fields of other providers, such as ``cache_control``, are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    type: Literal["text"]
+    text: Text
+
+
+class ContextCachePart(BaseModel):
+    """The chunk of a context cache."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    type: Literal["context_cache"]
+    id: Text
+
+
+class UnknownPart(BaseModel):
+    """Stands for every other part, to say which types there are; none is valid."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "context_cache"]
+
+
+def _part_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if kind in ("text", "context_cache") else "<unknown>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[ContextCachePart, Tag("<context_cache>")]
+    | Annotated[SkipJsonSchema[UnknownPart], Tag("<unknown>")],
+    Discriminator(_part_kind),
+]
+
+
+def content_of(parts: Sequence[Part]) -> Content[ContextCacheReference]:
+    """The parts of a message or a prompt as the library takes them."""
+    return tuple(
+        part.text if isinstance(part, TextPart) else ContextCacheReference(part.id)
+        for part in parts
+        if not isinstance(part, UnknownPart)
+    )
+
+
+_StopText = Annotated[Text, StringConstraints(min_length=1, max_length=1024)]
+
+_Stop = Annotated[
+    Annotated[_StopText, Tag("<text>")] | Annotated[list[_StopText], Field(max_length=16), Tag("<texts>")],
+    Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
+]
+
+
+class LinkOptions(RequestBody):
+    """How cached chunks are linked; ``policy`` such as ``legolink-16``."""
+
+    policy: Annotated[Text, StringConstraints(min_length=1)] | None = None
+
+
+class StreamOptions(RequestBody):
+    """``include_usage``: end the stream with a chunk that holds the usage."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+    include_usage: bool | None = None
+
+
+class SamplingBody(RequestBody):
+    """Fields that chat completions and completions share: sampling, stopping, streaming and linking.
+
+    Absent and null mean the default.
+    """
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "user",
+            "store",
+            "metadata",
+            "service_tier",
+            "parallel_tool_calls",
+            "prediction",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "safety_identifier",
+        }
+    )
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"logit_bias": ({},)}
+
+    model: Text | None = None
+    link: LinkOptions | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1, description="-1 and 0 are off.")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    stop: _Stop | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("'stream_options' needs 'stream' to be true.", param="stream_options")
+        return self
+
+    @property
+    def choices(self) -> int:
+        """How many choices are asked for, of each prompt."""
+        return self.n or 1
+
+    @property
+    def policy(self) -> str | None:
+        """The policy that is asked for; None for the server's own."""
+        return self.link.policy if self.link else None
+
+    @property
+    def include_usage(self) -> bool:
+        """True where a stream is to end with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The engine's parameters; what is not given has their defaults."""
+        names = (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "seed",
+            "ignore_eos",
+        )
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            **given, top_k=max(0, self.top_k or 0), stop=stop, max_tokens=max_tokens, logprobs=logprobs
+        )
+
+
+METADATA_PARAMETER: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "metadata",
+            "in": "query",
+            "required": False,
+            "style": "deepObject",
+            "explode": True,
+            "description": "Pairs that a context cache must have, all of them: metadata[project]=x.",
+            "schema": {"type": "object", "additionalProperties": {"type": "string"}, "maxProperties": MAX_PAIRS},
+        }
+    ]
+}
+"""Describes ``MetadataParam`` in a route's ``openapi_extra``."""
+
+
+async def _metadata(request: Request) -> dict[str, str]:
+    """Read ``metadata[key]=value`` of the query string, as OpenAI's API and clients write pairs.
+
+    Raises InvalidRequestError for parameters that only look like pairs, and for one key with several values.
+    """
+    pairs: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if not name.startswith("metadata"):
+            continue
+        match = re.fullmatch(r"metadata\[(.*)\]", name, re.DOTALL)
+        if match is None:
+            raise InvalidRequestError(f"{name!r} is no pair of metadata. Write metadata[project]=x.", param="metadata")
+        if pairs.setdefault(match[1], value) != value:
+            raise InvalidRequestError(f"{name!r} is given with two values; no context cache has both.", param=name)
+    if len(pairs) > MAX_PAIRS:
+        raise InvalidRequestError(
+            f"{len(pairs)} pairs of metadata; no context cache has more than {MAX_PAIRS}.", param="metadata"
+        )
+    return pairs
+
+
+MetadataParam = Annotated[dict[str, str], Depends(_metadata)]

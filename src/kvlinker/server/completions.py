@@ -1,0 +1,216 @@
+"""POST /v1/completions: texts, token ids, or parts of text and context caches to be continued; no chat template."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.llm import Answer, Prompt
+from kvlinker.server.access import TenantParam
+from kvlinker.server.answering import UsageBody, completion_responses, finite, length_errors_name, respond
+from kvlinker.server.bodies import MAX_CHOICES, Part, ResponseBody, SamplingBody, Text, content_of
+from kvlinker.server.models import ServiceParam
+from kvlinker.types.answers import Delta, Finished, TokenLogprob
+from kvlinker.types.messages import CompletionPrompt, ContextCacheReference, TokenIds
+from kvlinker.types.sampling import SamplingParams
+
+router = APIRouter(tags=["completions"])
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+_Tokens = Annotated[list[int], Field(min_length=1)]
+
+
+def _prompt_kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else 0
+    if isinstance(first, str):
+        return "<texts>"
+    if isinstance(first, list):
+        return "<token lists>"
+    return "<parts>" if isinstance(first, dict | BaseModel) else "<tokens>"
+
+
+PromptBody = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[list[Text], Tag("<texts>")]
+    | Annotated[_Tokens, Tag("<tokens>")]
+    | Annotated[list[_Tokens], Tag("<token lists>")]
+    | Annotated[list[Part], Tag("<parts>")],
+    Discriminator(
+        _prompt_kind,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be text, token ids, a list of these, or a list of parts",
+    ),
+]
+
+
+def prompts_of(body: PromptBody) -> list[CompletionPrompt[ContextCacheReference]]:
+    """The prompts as the library takes them: one, unless it is a list of texts or a list of lists of token ids."""
+    if isinstance(body, str):
+        return [(body,)]
+    several: list[CompletionPrompt[ContextCacheReference]] = []
+    several += [(text,) for text in body if isinstance(text, str)]
+    several += [TokenIds(tuple(ids)) for ids in body if isinstance(ids, list)]
+    if several:
+        return several
+    if token_ids := tuple(token for token in body if isinstance(token, int)):
+        return [TokenIds(token_ids)]
+    return [content_of([part for part in body if isinstance(part, BaseModel)])]
+
+
+def single_prompt(body: PromptBody) -> CompletionPrompt[ContextCacheReference]:
+    """The prompt of a body that takes only one. Raises InvalidRequestError for several."""
+    prompts = prompts_of(body)
+    if len(prompts) > 1:
+        raise InvalidRequestError("'prompt' must be one prompt here.", param="prompt")
+    return prompts[0]
+
+
+class CompletionRequest(SamplingBody):
+    """A prompt to continue. Several prompts give n choices each, in order."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = SamplingBody.refused | {
+        "best_of": (1,),
+        "echo": (False,),
+        "suffix": ("",),
+    }
+
+    prompt: PromptBody
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> CompletionRequest:
+        choices = len(prompts_of(self.prompt)) * self.choices
+        if choices > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"'prompt' and 'n' ask for {choices} choices; at most {MAX_CHOICES} are given in one request.",
+                param="n",
+            )
+        return self
+
+    def sampling_params(self) -> SamplingParams:
+        """The engine's parameters."""
+        return self.sampling(max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS, logprobs=self.logprobs)
+
+
+class CompletionLogprobs(ResponseBody):
+    """One entry per token; ``top_logprobs`` by token, ``text_offset`` in characters from the choice's beginning."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(ResponseBody):
+    """A continuation, or a piece of one; ``finish_reason`` is ``stop``, ``length`` or ``cancelled``, null before."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(ResponseBody):
+    """The whole answer."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody
+
+
+class CompletionChunk(ResponseBody):
+    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null but in the last."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | None = None
+
+
+@router.post("/v1/completions", response_model=Completion, responses=completion_responses(CompletionChunk.__name__))
+async def create_completion(
+    body: CompletionRequest, request: Request, service: ServiceParam, tenant: TenantParam
+) -> Response:
+    """Continue a text, token ids, or parts of text and context caches; no chat template."""
+    service.check_model(body.model)
+    prompts = prompts_of(body.prompt)
+    answer_format = CompletionFormat(service.llm.model_name, logprobs=body.logprobs is not None)
+
+    def build() -> list[Prompt]:
+        return [service.llm.completion_prompt(prompt, tenant=tenant) for prompt in prompts]
+
+    with length_errors_name("prompt"):
+        return await respond(service, request, body, build, body.sampling_params(), answer_format, tenant=tenant)
+
+
+class CompletionFormat:
+    """An ``AnswerFormat``."""
+
+    def __init__(self, model: str, *, logprobs: bool) -> None:
+        self._head: dict[str, Any] = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._logprobs = logprobs
+        self._offsets: defaultdict[int, int] = defaultdict(int)
+
+    def opening(self, index: int) -> None:
+        return None
+
+    def delta(self, index: int, delta: Delta) -> CompletionChoice:
+        return self._choice(index, delta.text, delta.logprobs, None)
+
+    def closing(self, index: int, finished: Finished) -> CompletionChoice:
+        return self._choice(index, "", (), finished.reason)
+
+    def chunk(self, choices: Sequence[CompletionChoice]) -> CompletionChunk:
+        return CompletionChunk(**self._head, choices=list(choices))
+
+    def answer(self, answers: Sequence[Answer], usage: UsageBody) -> Completion:
+        choices = [
+            self._choice(index, answer.text, answer.logprobs, answer.finish_reason)
+            for index, answer in enumerate(answers)
+        ]
+        return Completion(**self._head, choices=choices, usage=usage)
+
+    def _choice(
+        self, index: int, text: str, entries: Sequence[TokenLogprob], finish_reason: str | None
+    ) -> CompletionChoice:
+        return CompletionChoice(
+            index=index, text=text, logprobs=self._logprobs_body(index, entries), finish_reason=finish_reason
+        )
+
+    def _logprobs_body(self, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
+        """Offsets count the characters of the tokens that the choice had before, over all chunks."""
+        if not self._logprobs:
+            return None
+        offsets = []
+        for entry in entries:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(entry.text)
+        return CompletionLogprobs(
+            tokens=[entry.text for entry in entries],
+            token_logprobs=[finite(entry.logprob) for entry in entries],
+            top_logprobs=[{one.text: finite(one.logprob) for one in (entry, *entry.top)} for entry in entries],
+            text_offset=offsets,
+        )

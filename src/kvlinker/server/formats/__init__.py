@@ -1,1 +1,0 @@
-"""Answers in OpenAI's shapes."""

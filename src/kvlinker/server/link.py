@@ -1,0 +1,181 @@
+"""/v1/policies and /v1/link/explain: which policies there are, and what one does to a prompt."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from pydantic import Field, model_validator
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.llm import Explanation
+from kvlinker.server.access import TenantParam
+from kvlinker.server.answering import length_errors_name
+from kvlinker.server.bodies import LinkOptions, RequestBody, ResponseBody, Text, exactly_one
+from kvlinker.server.chat import MessageBody
+from kvlinker.server.completions import PromptBody, single_prompt
+from kvlinker.server.errors import error_responses
+from kvlinker.server.models import Service, ServiceParam
+
+router = APIRouter(prefix="/v1", tags=["linking"])
+
+
+class NumberParameter(ResponseBody):
+    """A number in a policy's name; ``meaning`` is its unit, ``prefix`` stands before it. Null: it has no default."""
+
+    name: str
+    meaning: str
+    type: Literal["integer", "number"]
+    minimum: float
+    maximum: float
+    prefix: str
+    default: float | None
+
+
+class ChoiceParameter(ResponseBody):
+    """One of several words in a policy's name."""
+
+    name: str
+    meaning: str
+    type: Literal["choice"]
+    values: list[str]
+    default: str | None
+
+
+class PolicyObject(ResponseBody):
+    """A linking policy; ``usage`` is how its name is written with its parameters."""
+
+    object: Literal["policy"]
+    name: str
+    usage: str
+    description: str
+    parameters: list[Annotated[NumberParameter | ChoiceParameter, Field(discriminator="type")]]
+
+
+class PolicyList(ResponseBody):
+    """All linking policies; ``default`` is the one for requests that name none."""
+
+    object: Literal["list"]
+    data: list[PolicyObject]
+    default: str
+
+
+class ExplainRequest(RequestBody):
+    """One of ``messages``, as a chat has them, and ``prompt``, as a completion has it; and how to link."""
+
+    model_config = exactly_one("messages", "prompt")
+
+    model: Text | None = None
+    messages: list[MessageBody] | None = Field(default=None, min_length=1)
+    prompt: PromptBody | None = None
+    link: LinkOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_source(self) -> ExplainRequest:
+        if (self.messages is None) == (self.prompt is None):
+            raise InvalidRequestError("Give exactly one of 'messages' and 'prompt'.", param="messages")
+        return self
+
+
+class ForecastBody(ResponseBody):
+    """The times, in seconds, by which a policy settled; null where nothing was measured yet."""
+
+    load_s: float | None
+    prefill_s: float | None
+    overlaps: bool
+
+
+class FreshSegmentBody(ResponseBody):
+    """Text of the prompt's own, at positions [``start``, ``end``)."""
+
+    type: Literal["fresh"]
+    start: int
+    end: int
+    tokens: int
+
+
+class ChunkSegmentBody(ResponseBody):
+    """A chunk at positions [``start``, ``end``); ``content`` is a hash of its tokens."""
+
+    type: Literal["chunk"]
+    start: int
+    end: int
+    tokens: int
+    context_cache: str | None
+    content: str
+    exact: bool
+    computed_behind_tokens: int
+
+
+class LayersBody(ResponseBody):
+    """Cached positions that layers ``first`` to ``last`` compute again, as ranges [begin, end)."""
+
+    first: int
+    last: int
+    recomputed_tokens: int
+    recomputed: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
+
+
+class ScoreBody(ResponseBody):
+    """Figures by which tokens were chosen; ``layer`` is null for before the first one."""
+
+    name: str
+    of: Literal["chunks", "tokens"]
+    layer: int | None
+    positions: list[int] | None
+    values: list[float]
+
+
+class CostBody(ResponseBody):
+    """Tells what linking costs: tokens are averages over the layers; ``full_flops`` is a full prefill's."""
+
+    cached_tokens: int
+    recomputed_tokens: int
+    fresh_tokens: int
+    flops: float
+    full_flops: float
+    flops_ratio: float
+
+
+class LinkExplanation(ResponseBody):
+    """How a prompt is linked; ``settled_policy`` took the place of ``policy`` going by the forecast."""
+
+    model: str
+    object: Literal["link.explanation"]
+    policy: str
+    settled_policy: str
+    forecast: ForecastBody | None
+    tokens: int
+    segments: list[Annotated[FreshSegmentBody | ChunkSegmentBody, Field(discriminator="type")]]
+    layers: list[LayersBody]
+    scores: list[ScoreBody]
+    cost: CostBody
+
+
+@router.get("/policies", response_model=PolicyList)
+async def list_policies(service: ServiceParam) -> Response:
+    """List all linking policies with their parameters, and the one for requests that name none."""
+    data = [{"object": "policy", **policy} for policy in service.llm.policies()]
+    return JSONResponse({"object": "list", "data": data, "default": service.settings.policy})
+
+
+@router.post("/link/explain", response_model=LinkExplanation, responses=error_responses(400, 404, 429, 503))
+async def explain_link(body: ExplainRequest, service: ServiceParam, tenant: TenantParam) -> Response:
+    """Tell segments, recomputed tokens by layer, scores and cost of linking ``messages`` or a ``prompt``; no answer."""
+    service.check_model(body.model)
+    explanation = await run_in_threadpool(_explain, service, body, tenant)
+    told: dict[str, Any] = {"model": service.llm.model_name, **explanation.to_json()}
+    return JSONResponse(told)
+
+
+def _explain(service: Service, body: ExplainRequest, tenant: str) -> Explanation:
+    policy = body.link.policy if body.link else None
+    if body.messages is not None:
+        messages = [message.message() for message in body.messages]
+        with length_errors_name("messages"):
+            return service.llm.explain(messages, policy=policy, tenant=tenant)
+    prompt = single_prompt(body.prompt or "")
+    with length_errors_name("prompt"):
+        return service.llm.explain(prompt=prompt, policy=policy, tenant=tenant)

@@ -1,0 +1,126 @@
+"""Routes that tell how the server is doing: /health for probes, /metrics for Prometheus, / and /status for people."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any, Literal
+
+from fastapi import APIRouter, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, PlainTextResponse
+
+from kvlinker.server.bodies import ResponseBody
+from kvlinker.server.metrics import CONTENT_TYPE
+from kvlinker.server.models import ServiceParam
+
+router = APIRouter(tags=["status"])
+
+_PAGE = files("kvlinker.server").joinpath("static/index.html").read_text(encoding="utf-8")
+
+
+class Health(ResponseBody):
+    """Tells whether the server can answer."""
+
+    status: Literal["ok", "engine failed"]
+
+
+class RequestCounts(ResponseBody):
+    """Requests that run and wait now, and that ended since the start."""
+
+    running: int
+    waiting: int
+    finished: int
+
+
+class SlotCounts(ResponseBody):
+    """Slots of the KV pool; one slot holds one token."""
+
+    used: int
+    total: int
+
+
+class PromptTokenCounts(ResponseBody):
+    """Prompt tokens since the start, by what became of them."""
+
+    cached: int
+    recomputed: int
+    fresh: int
+
+
+class TierStatus(ResponseBody):
+    """How full a tier is, and how fast it delivers; null where nothing was measured yet."""
+
+    name: str
+    used_bytes: int
+    budget_bytes: int
+    chunks: int
+    bytes_per_second: float | None
+
+
+class ServerStatus(ResponseBody):
+    """The server's figures: sums over all tenants. ``started_at`` is in Unix seconds."""
+
+    model: str
+    max_model_len: int
+    policy: str
+    started_at: int
+    requests: RequestCounts
+    kv_slots: SlotCounts
+    prompt_tokens: PromptTokenCounts
+    output_tokens: int
+    prefill_tokens_per_second: float | None
+    tiers: list[TierStatus]
+
+
+_UNHEALTHY: dict[int | str, dict[str, Any]] = {
+    503: {"model": Health, "description": "The engine has failed: restart the server."}
+}
+
+
+@router.get("/", response_class=HTMLResponse)
+async def page() -> HTMLResponse:
+    """A page for people; it reads /status every few seconds."""
+    return HTMLResponse(_PAGE)
+
+
+@router.get("/health", responses=_UNHEALTHY)
+async def health(service: ServiceParam, response: Response) -> Health:
+    """Tell whether the server can answer: 503 once the engine has failed."""
+    if service.llm.healthy:
+        return Health(status="ok")
+    response.status_code = 503
+    return Health(status="engine failed")
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(service: ServiceParam) -> Response:
+    """All metrics in Prometheus' text format."""
+    return Response(await run_in_threadpool(service.metrics.exposition), media_type=CONTENT_TYPE)
+
+
+@router.get("/status")
+def status(service: ServiceParam) -> ServerStatus:
+    """The page's figures. Runs in the thread pool: a remote tier may take its time to answer."""
+    llm = service.llm
+    load, bandwidths = llm.load(), llm.bandwidths()
+    return ServerStatus(
+        model=llm.model_name,
+        max_model_len=llm.max_model_len,
+        policy=service.settings.policy,
+        started_at=int(llm.created_at),
+        requests=RequestCounts(running=load.running, waiting=load.waiting, finished=service.metrics.finished()),
+        kv_slots=SlotCounts(used=load.slots_used, total=load.slots_total),
+        prompt_tokens=PromptTokenCounts(**service.metrics.prompt_tokens()),
+        output_tokens=service.metrics.output_tokens(),
+        prefill_tokens_per_second=llm.prefill_rate(),
+        tiers=[
+            TierStatus(
+                name=tier.name,
+                used_bytes=tier.used_bytes,
+                budget_bytes=tier.budget_bytes,
+                chunks=tier.chunks,
+                bytes_per_second=bandwidths.get(tier.name),
+            )
+            for tier in llm.tiers()
+        ],
+    )

@@ -1,0 +1,68 @@
+"""POST /tokenize: token ids as a request would have them, for budgets and for debugging."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.concurrency import run_in_threadpool
+from pydantic import Field, model_validator
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.llm import Prompt
+from kvlinker.server.access import TenantParam
+from kvlinker.server.bodies import RequestBody, ResponseBody, Text, exactly_one
+from kvlinker.server.chat import MessageBody
+from kvlinker.server.completions import PromptBody, single_prompt
+from kvlinker.server.errors import error_responses
+from kvlinker.server.models import Service, ServiceParam
+
+router = APIRouter(tags=["models"])
+
+
+class TokenizeRequest(RequestBody):
+    """One of: ``text``, encoded as it is; ``prompt``, as a completion has it; ``messages``, as a chat has them."""
+
+    model_config = exactly_one("text", "prompt", "messages")
+
+    model: Text | None = None
+    text: Text | None = None
+    prompt: PromptBody | None = None
+    messages: list[MessageBody] | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _check_source(self) -> TokenizeRequest:
+        given = [name for name in ("text", "prompt", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                "Give exactly one of 'text', 'prompt' and 'messages'.", param=given[1] if given else "text"
+            )
+        return self
+
+
+class Tokens(ResponseBody):
+    """Token ids, how many, and how many prompt and answer may have together."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+@router.post("/tokenize", responses=error_responses(400, 404))
+async def tokenize(body: TokenizeRequest, service: ServiceParam, tenant: TenantParam) -> Tokens:
+    """Tell the ids of a ``text`` as a chunk has them, of a ``prompt`` or of ``messages``."""
+    service.check_model(body.model)
+    tokens = await run_in_threadpool(_token_ids, service, body, tenant)
+    return Tokens(tokens=tokens, count=len(tokens), max_model_len=service.llm.max_model_len)
+
+
+def _token_ids(service: Service, body: TokenizeRequest, tenant: str) -> list[int]:
+    llm = service.llm
+    if body.text is not None:
+        return list(llm.token_ids(body.text))
+    if body.messages is not None:
+        return _ids(llm.chat_prompt([message.message() for message in body.messages], tenant=tenant))
+    return _ids(llm.completion_prompt(single_prompt(body.prompt or ""), tenant=tenant))
+
+
+def _ids(prompt: Prompt) -> list[int]:
+    ids: list[int] = prompt.tokens.tolist()
+    return ids

@@ -1,0 +1,232 @@
+"""What the OpenAPI document says is what the server does. Answers of all other tests are checked against it, too
+(see ``openapi_contract``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from jsonschema import Draft202012Validator, ValidationError
+
+from tests.server.fake_engine import FakeEngine
+from tests.server.openapi_contract import Contract
+from tests.server.serving import Served
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+CACHES = "/v1/context_caches"
+HELLO = [{"role": "user", "content": "Hello"}]
+METHODS = {"get", "post", "patch", "delete"}
+
+
+@pytest.fixture(scope="module")
+def document(served: Served) -> dict[str, Any]:
+    found: dict[str, Any] = served.get("/openapi.json").json()
+    return found
+
+
+@pytest.fixture(scope="module")
+def keyed_document(keyed: Served) -> dict[str, Any]:
+    """Of a server with keys."""
+    found: dict[str, Any] = keyed.get("/openapi.json").json()
+    return found
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+def references(part: Any) -> Iterator[str]:
+    if isinstance(part, dict):
+        for name, value in part.items():
+            if name == "$ref":
+                yield value
+            else:
+                yield from references(value)
+    elif isinstance(part, list):
+        for entry in part:
+            yield from references(entry)
+
+
+def test_the_document_is_whole(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    for reference in references(document):
+        assert reference.removeprefix("#/components/schemas/") in schemas
+    unused = schemas.keys() - {reference.rpartition("/")[2] for reference in references(document)}
+    assert unused == set(), "nothing is described that no route has"
+    for schema in schemas.values():
+        Draft202012Validator.check_schema(schema)
+    names = [operation["operationId"] for _, _, operation in operations(document)]
+    assert len(set(names)) == len(names)
+    assert all(operation.get("summary") for _, _, operation in operations(document))
+
+
+def test_errors_are_the_servers_own(document: dict[str, Any]) -> None:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+    for path, method, operation in operations(document):
+        assert method in METHODS
+        answers = operation["responses"]
+        assert "422" not in answers, "which the server never answers"
+        assert "500" in answers
+        assert ("413" in answers) == ("requestBody" in operation)
+        assert "401" not in answers, "there are no keys"
+        for status, answer in answers.items():
+            if status.startswith(("4", "5")) and (path, status) != ("/health", "503"):
+                assert answer["content"] == error
+                assert answer["description"]
+    for path in (CHAT, TEXT, "/v1/link/explain"):
+        answers = document["paths"][path]["post"]["responses"]
+        assert answers.keys() == {"200", "400", "404", "413", "429", "500", "503"}
+        assert "Retry-After" in answers["429"]["headers"]
+    assert set(document["paths"][CACHES]["post"]["responses"]) >= {"400", "403", "404", "503"}
+
+
+def test_every_answer_has_a_schema(document: dict[str, Any]) -> None:
+    for path, _, operation in operations(document):
+        for kind, content in operation["responses"]["200"]["content"].items():
+            if kind == "application/json":
+                assert "$ref" in content["schema"], f"{path} does not say what it answers"
+
+
+def test_keys_are_told_where_they_are_needed(document: dict[str, Any], keyed_document: dict[str, Any]) -> None:
+    assert "securitySchemes" not in document["components"]
+    assert keyed_document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    free = set()
+    for path, _, operation in operations(keyed_document):
+        if "security" in operation:
+            assert operation["security"] == [{"key": []}]
+            assert "401" in operation["responses"]
+        else:
+            assert "401" not in operation["responses"]
+            free.add(path)
+    assert free == {"/", "/health"}
+
+
+@pytest.mark.parametrize(
+    ("path", "schema", "fields"),
+    [
+        (CHAT, "ChatCompletionChunk", {"messages": HELLO}),
+        (CHAT, "ChatCompletionChunk", {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "n": 2}),
+        (CHAT, "ChatCompletionChunk", {"messages": HELLO, "stream_options": {"include_usage": True}}),
+        (TEXT, "CompletionChunk", {"prompt": "a"}),
+        (TEXT, "CompletionChunk", {"prompt": ["a", "b"], "logprobs": 2, "stream_options": {"include_usage": True}}),
+    ],
+)
+def test_streams_have_the_chunks_that_are_described(
+    served: Served, document: dict[str, Any], path: str, schema: str, fields: dict[str, Any]
+) -> None:
+    described = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    assert described == {"$ref": f"#/components/schemas/{schema}"}
+    answer = served.post(path, {"stream": True, "max_tokens": 12, "seed": 0, "ignore_eos": True, **fields})
+    *chunks, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    assert len(chunks) > 3
+    for chunk in chunks:
+        Contract(document).validate(json.loads(chunk), described)
+
+
+def test_a_stream_that_fails_ends_with_the_error_body(
+    faked: Served, engine: FakeEngine, document: dict[str, Any]
+) -> None:
+    engine.fails_at = 1
+    answer = faked.post(CHAT, {"messages": HELLO, "stream": True})
+    *_, error, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    Contract(document).validate(json.loads(error), {"$ref": "#/components/schemas/ErrorBody"})
+
+
+def test_a_failed_engine_is_told_as_described(faked: Served, engine: FakeEngine) -> None:
+    engine.healthy = False
+    assert faked.get("/health").status_code == 503
+    engine.close()
+    answer = faked.post(CHAT, {"messages": HELLO})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_closed")
+
+
+PARTS = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": HELLO, "user": "me", "metadata": {"a": "b"}, "tools": [], "logit_bias": {}}),
+    (CHAT, {"messages": HELLO, "tool_choice": "none", "response_format": {"type": "text"}, "audio": None}),
+    (CHAT, {"messages": [{"role": "developer", "content": PARTS, "tool_calls": [], "tool_call_id": "1"}]}),
+    (CHAT, {"messages": HELLO, "stop": ["a", "b"], "link": {"policy": "full"}, "seed": None, "top_k": -1}),
+    (TEXT, {"prompt": PARTS, "best_of": 1, "echo": False, "suffix": ""}),
+    (TEXT, {"prompt": [5, 6]}),
+    (TEXT, {"prompt": [[5, 6], [7]]}),
+    (TEXT, {"prompt": ["a", "b"], "stop": "x"}),
+    (CACHES, {"chunks": ["a"], "ttl": "600s", "metadata": {"a": "b"}, "name": "n", "context": "alone"}),
+    (CACHES, {"chunks": ["a"], "ttl": 60, "scope": "shared"}),
+    (CACHES, {"input": "a b c", "split": {"method": "sentence", "max_tokens": 5}, "ttl": None}),
+    (CACHES, {"chunks": ["a"], "input": None, "ttl": "0.5s"}),
+    ("/tokenize", {"messages": HELLO, "text": None}),
+    ("/v1/link/explain", {"prompt": "a"}),
+]
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {}),
+    (CHAT, {"messages": []}),
+    (CHAT, {"messages": HELLO, "temprature": 1}),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}),
+    (CHAT, {"messages": HELLO, "temperature": 3}),
+    (CHAT, {"messages": [{"role": "robot", "content": "a"}]}),
+    (CHAT, {"messages": [{"role": "user", "content": []}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "context_cache"}]}]}),
+    (CHAT, {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}),
+    (TEXT, {"prompt": "a", "best_of": 2}),
+    (TEXT, {"prompt": {"type": "text", "text": "a"}}),
+    (TEXT, {"prompt": "a", "stop": ["x"] * 17}),
+    (CACHES, {"chunks": [""]}),
+    (CACHES, {"chunks": ["a"], "ttl": "10m"}),
+    (CACHES, {"chunks": ["a"], "ttl": 0}),
+    (CACHES, {"input": "a", "split": {"method": "chapter"}}),
+    (CACHES, {"chunks": ["a"], "metadata": {str(number): "v" for number in range(17)}}),
+    (CACHES, {"chunks": ["a"], "ttl": "0.0s"}),
+    (CACHES, {"chunks": ["a"], "input": "b"}),
+    (CACHES, {"name": "n"}),
+    ("/tokenize", {"text": 5}),
+    ("/tokenize", {"text": "a", "prompt": "b"}),
+    ("/v1/link/explain", {"messages": None}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ACCEPTED)
+def test_bodies_that_are_described_are_accepted(
+    served: Served, document: dict[str, Any], path: str, body: dict[str, Any]
+) -> None:
+    contract = Contract(document)
+    contract.validate(body, contract.body_schema(document["paths"][path]["post"]))
+    limit = {"max_tokens": 1} if path in (CHAT, TEXT) else {}
+    answer = served.post(path, body | limit)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(("path", "body"), REFUSED)
+def test_bodies_that_are_refused_are_not_described(
+    served: Served, document: dict[str, Any], path: str, body: dict[str, Any]
+) -> None:
+    assert served.post(path, body).status_code == 400
+    contract = Contract(document)
+    with pytest.raises(ValidationError):
+        contract.validate(body, contract.body_schema(document["paths"][path]["post"]))
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, {"status": "fine"}),
+        (200, {"status": "ok", "more": 1}),
+        (418, {"status": "ok"}),
+        (500, {"error": {"message": "m"}}),
+    ],
+)
+def test_answers_that_are_not_described_are_noticed(
+    document: dict[str, Any], status: int, body: dict[str, Any]
+) -> None:
+    answer = httpx.Response(status, json=body, request=httpx.Request("GET", "http://localhost/health"))
+    with pytest.raises((AssertionError, ValidationError)):
+        Contract(document).check(answer)
