@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from kvlinker.config import load_settings
+from kvlinker.errors import InvalidRequestError, PolicyError
+from kvlinker.llm import LLM
 from kvlinker.types.tenants import SHARED_TENANT, UNLIMITED, Quota, tenant_of_key
 
 
@@ -53,9 +55,120 @@ def test_without_quotas() -> None:
     ],
 )
 def test_bad_quotas(options: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         load_settings(**options)
-    assert {str(complaint["loc"][0]) for complaint in caught.value.errors()} == set(options)
+    assert caught.value.param in options
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"prot": 5}, "There is no setting 'prot' (from option prot). Did you mean 'port'?"),
+        ({"colour": "red"}, "There is no setting 'colour' (from option colour)."),
+        ({"port": 99999}, "port is 99999 (from option port): it must be a whole number from 0 to 65535."),
+        ({"kv_slots": "few"}, "kv_slots is 'few' (from option kv_slots): it must be a whole number from 16 on."),
+        (
+            {"trust_remote_code": "maybe"},
+            "trust_remote_code is 'maybe' (from option trust_remote_code): it must be true",
+        ),
+        ({"disk_space": "much"}, "disk_space is 'much' (from option disk_space): it must be a size such as 4GiB."),
+        (
+            {"dtype": "flaot32"},
+            "dtype is 'flaot32' (from option dtype): it must be 'auto', 'float32', 'bfloat16' or 'float16'. "
+            "Did you mean 'float32'?",
+        ),
+        ({"generation_context": "prefx"}, "it must be 'alone', 'bos' or 'prefix'. Did you mean 'prefix'?"),
+        ({"vllm_options": "{"}, "vllm_options is '{' (from option vllm_options): it is not JSON: "),
+        ({"port": "x" * 1000}, f"port is '{'x' * 98}… (from option port): "),
+        ({"redis_prefix": ""}, "redis_prefix is '' (from option redis_prefix): it must have at least 1 character."),
+        (
+            {"tenant_quotas": {"shared": {"cache": 1}}},
+            "There is no setting 'tenant_quotas.*.cache' (from option tenant_quotas). "
+            "Did you mean 'tenant_quotas.*.caches'?",
+        ),
+        ({"port": -1, "host": 3}, "(from option host): it must be a valid string. port is -1 (from option port): "),
+    ],
+)
+def test_complaints_name_value_origin_and_way_out(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        load_settings(**options)
+    assert complaint in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_policies_are_complained_about_with_their_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLINKER_POLICY", "leoglink-16")
+    with pytest.raises(
+        PolicyError, match=r"^Unknown policy 'leoglink-16'. Did you mean 'legolink'\? Known policies"
+    ) as e:
+        load_settings()
+    assert e.value.message.endswith("It comes from variable KVLINKER_POLICY.")
+
+
+@pytest.mark.parametrize("variable", ["KVLINKER_HOST_MEMORY", "kvlinker_host_memory"])
+def test_variables_are_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "much")
+    with pytest.raises(InvalidRequestError, match=rf"host_memory is 'much' \(from variable {variable}\)"):
+        load_settings()
+
+
+def test_misspelt_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those: other programs use the prefix as well, for services that are called kvlinker."""
+    for variable in (
+        "KVLINKER_API_KEY",
+        "KVLINKER_NEW_ENCRYPTION_KEY",
+        "KVLINKER_SERVICE_HOST",
+        "KVLINKER_PORT_80_TCP",
+    ):
+        monkeypatch.setenv(variable, "1")
+    load_settings()
+    monkeypatch.setenv("KVLINKER_POLCY", "naive")
+    with pytest.raises(InvalidRequestError, match=r"'polcy' \(from variable KVLINKER_POLCY\). Did you mean 'policy'\?"):
+        load_settings()
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"prt = 5\n", "There is no setting 'prt' (from file {file}). Did you mean 'port'?"),
+        (b'port = "web"\n', "port is 'web' (from file {file}): it must be a whole number from 0 to 65535."),
+        (b"port = \n", "{file} is not valid TOML: "),
+        (b'model = "\xff"\n', "{file} is not valid TOML: "),
+    ],
+)
+def test_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, complaint: str) -> None:
+    file = tmp_path / "kvlinker.toml"
+    file.write_bytes(content)
+    monkeypatch.setenv("KVLINKER_CONFIG", str(file))
+    with pytest.raises(InvalidRequestError) as caught:
+        load_settings()
+    assert complaint.format(file=file) in caught.value.message
+
+
+def test_llm_says_the_same() -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"no setting 'polciy' \(from option polciy\). Did you mean 'policy'\?"
+    ):
+        LLM(polciy="naive")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"encryption_key": ["hush"]},
+        {"redis_url": {"hush": 1}},
+        {"api_keys": {"hush": 1}},
+        {"admin_keys": [["hush"]]},
+        {"tenant_quotas": '{"hush": 1'},
+        {"tenant_quotas": {"hush": 1}},
+        {"tenant_quotas": {"hush": {"caches": "hush"}}},
+        {"tenant_quotas": {"hush": {}}},
+    ],
+)
+def test_complaints_tell_no_secrets(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        load_settings(**options)
+    assert "hush" not in "".join(format_exception(caught.value))
 
 
 def test_secrets_are_not_shown() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,10 +19,13 @@ from pydantic import (
     ConfigDict,
     Field,
     SecretStr,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -28,13 +34,17 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from kvlinker.errors import InvalidRequestError
+from kvlinker.errors import InvalidRequestError, PolicyError, did_you_mean
 from kvlinker.linking import parse_policy
 from kvlinker.types.chunks import GenerationContext
 from kvlinker.types.tenants import SHARED_TENANT, Quota, Quotas, tenant_of_key
 
 BUNDLED_MODEL = Path(__file__).parent / "models" / "reader"
+VARIABLE_PREFIX = "KVLINKER_"
 CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
+OTHER_VARIABLES = {"config", "api_key", "new_encryption_key"}
+"""What follows the prefix in variables that are no settings: here, and in ``kvlinker ingest`` and ``caches rekey``."""
+
 SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
 CodecName = Literal["raw", "int8", "int4", "raw+zstd", "int8+zstd", "int4+zstd"]
@@ -46,11 +56,14 @@ def _split_commas(value: object) -> object:
 
 
 def _parse_json(value: object) -> object:
-    return json.loads(value) if isinstance(value, str) else value
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
 
 
 class TenantQuota(BaseModel):
-    """What one tenant may keep; None: as much as others."""
+    """What one tenant may keep; None stands for as much as others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,7 +75,7 @@ class TenantQuota(BaseModel):
 class Settings(BaseSettings):
     """Everything that can be configured. Sizes take units, such as ``4GiB``."""
 
-    model_config = SettingsConfigDict(env_prefix="KVLINKER_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=VARIABLE_PREFIX, extra="forbid", frozen=True)
 
     model: str = Field(
         default=str(BUNDLED_MODEL), description="Local path or Hugging Face hub id; the shipped model by default."
@@ -229,6 +242,80 @@ class Settings(BaseSettings):
 def load_settings(**options: Any) -> Settings:
     """Settings from the given options (None means not given), the environment and the TOML file.
 
-    Raises pydantic's ValidationError naming each bad option.
+    Raises InvalidRequestError, which names each bad setting, its value, what is allowed, and where it comes from.
     """
-    return Settings(**{name: value for name, value in options.items() if value is not None})
+    return read_settings(options, source=lambda name: f"option {name}")
+
+
+def read_settings(options: Mapping[str, Any], *, source: Callable[[str], str]) -> Settings:
+    """``load_settings`` for options that users write in another way: ``source`` says how, given an option's name."""
+    given = {name: value for name, value in options.items() if value is not None}
+    file = os.environ.get(CONFIG_FILE_VARIABLE)
+    variables = {
+        variable.lower().removeprefix(VARIABLE_PREFIX.lower()): variable
+        for variable in os.environ
+        if variable.upper().startswith(VARIABLE_PREFIX)
+    }
+
+    def origin(name: str) -> str:
+        if name in given:
+            return source(name)
+        return f"variable {variables[name]}" if name in variables else f"file {file}"
+
+    _check_variables(variables)
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        complaints = " ".join(_complaint(entry, origin(str(entry["loc"][0]))) for entry in errors)
+        raise InvalidRequestError(complaints, param=str(errors[0]["loc"][0])) from None  # its text tells secrets
+    except PolicyError as error:
+        raise PolicyError(f"{error.message} It comes from {origin('policy')}.", param="policy") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"{file} is not valid TOML: {error}") from error
+
+
+def _check_variables(variables: Mapping[str, str]) -> None:
+    """Raises InvalidRequestError for a variable that looks like a misspelt setting; others may have another meaning."""
+    for name in variables.keys() - Settings.model_fields.keys() - OTHER_VARIABLES:
+        if meant := did_you_mean(name, Settings.model_fields):
+            raise InvalidRequestError(f"There is no setting {name!r} (from variable {variables[name]}).{meant}")
+
+
+def _complaint(error: ErrorDetails, origin: str) -> str:
+    """What is wrong with a setting, and what it may be. Values and keys that may be secret are not told."""
+    name, *inner = map(str, error["loc"])
+    path = ".".join((name, *("*" for _ in inner[:1]), *inner[1:]))
+    if error["type"] == "extra_forbidden":
+        known = [f"{name}.*.{field}" for field in TenantQuota.model_fields] if inner else Settings.model_fields
+        return f"There is no setting {path!r} (from {origin}).{did_you_mean(path, known)}"
+    field = Settings.model_fields[name]
+    if inner or not field.repr or "SecretStr" in str(field.annotation):
+        subject, meant = f"{path} (from {origin})", ""
+    else:
+        subject = f"{path} is {_shortened(error['input'])} (from {origin})"
+        meant = did_you_mean(str(error["input"]), _words(error))
+    return f"{subject}: {_rule(error, field)}.{meant}"
+
+
+def _rule(error: ErrorDetails, field: FieldInfo) -> str:
+    """What the setting must be, as far as it can be said in general; otherwise why its value was refused."""
+    if "ByteSize" in str(field.annotation):
+        return "it must be a size such as 4GiB"
+    if field.annotation in (int, int | None):
+        bounds = {name: getattr(part, name) for part in field.metadata for name in ("ge", "le") if hasattr(part, name)}
+        return f"it must be a whole number from {bounds['ge']}" + (f" to {bounds['le']}" if "le" in bounds else " on")
+    if field.annotation is bool:
+        return "it must be true or false"
+    return re.sub(r"^(Input|String) should", "it must", error["msg"].removeprefix("Value error, "))
+
+
+def _words(error: ErrorDetails) -> list[str]:
+    """The words that a setting may be, where there are only some."""
+    expected = str(error.get("ctx", {}).get("expected", ""))
+    return re.findall(r"'([^']+)'", expected)
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:99]}…"

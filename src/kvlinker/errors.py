@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class KVLinkerError(Exception):
     """Base of all errors that kvlinker raises on purpose.
@@ -135,3 +138,9 @@ class StoreError(KVLinkerError):
 
     code = "store_unusable"
     summary = "The server cannot use its store, or this entry in it."
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """A sentence, with a space before it, that offers the known word nearest to ``text``; empty where none is near."""
+    near = get_close_matches(text, list(known), n=1, cutoff=0.75)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -21,7 +21,7 @@ from kvlinker.events import Events
 from kvlinker.linking import Explanation, Policy, as_policy, known_policies
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.segments import Prompt
-from kvlinker.splitting import SplitMethod, split_text
+from kvlinker.splitting import split_text
 from kvlinker.startup import EmbeddedSource, EngineSource, engine_source, open_state
 from kvlinker.store import UNCHANGED, ContextCache, Page, Speeds, TierUsage, Unchanged
 from kvlinker.store.loading.speeds import FILE_NAME
@@ -161,7 +161,7 @@ class LLM:
         )
         return created.result()
 
-    def split(self, text: str, *, method: SplitMethod | str = "passage", max_tokens: int = 512) -> tuple[str, ...]:
+    def split(self, text: str, *, method: str = "passage", max_tokens: int = 512) -> tuple[str, ...]:
         """Cut a text into chunks (EPIC's KVSplit); joined, they are the text again."""
         pieces = split_text(text, tokenizer=self.builder.encoder, method=method, max_tokens=max_tokens)
         return tuple(piece.text for piece in pieces)

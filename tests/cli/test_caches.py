@@ -136,7 +136,7 @@ def test_check_repairs_orphans(state: Path, stored: tuple[ContextCache, ...]) ->
     assert not [file for file in files(state) if stored[1].chunk_key in file.name]
 
 
-def test_check_mends_the_catalog(state: Path, stored: tuple[ContextCache, ...]) -> None:
+def test_check_repairs_the_catalog(state: Path, stored: tuple[ContextCache, ...]) -> None:
     with closing(sqlite3.connect(state / "catalog.sqlite")) as raw, raw:
         raw.execute("UPDATE chunks SET tokens = x'00000000' WHERE key = ?", (stored[0].chunk_key,))
         raw.execute("UPDATE tenants SET caches = 77")

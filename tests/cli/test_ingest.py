@@ -110,7 +110,7 @@ def test_same_file_twice_is_ingested_once(library: Path, state: Path) -> None:
         ([".", "--max-tokens", "0"], 2, "--max-tokens"),
         (["image.png"], 1, "no text"),
         ([".", "--glob", "*.rst"], 1, "no text"),
-        ([".", "--method", "chapter"], 2, "--method"),
+        ([".", "--method", "paragaph"], 2, "--method is 'paragaph': it must be one of fixed, markdown, paragraph"),
         ([".", "--ttl", "-5"], 2, "--ttl"),
         ([".", "--ttl", "1e15", "--url", "SERVER"], 1, "ttl"),
         ([".", "--max-tokens", "99999999"], 1, "split.max_tokens"),

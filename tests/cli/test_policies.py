@@ -37,8 +37,10 @@ def questions(tmp_path: Path) -> Path:
     return path
 
 
-def test_calibration_says_when_examples_cannot_tell(questions: Path) -> None:
-    result = runner.invoke(app, ["calibrate", "--dataset", str(questions), "--values", "1", "--threads", "1"])
+@pytest.mark.parametrize("arguments", [["--values", "1"], ["query-{}"], ["legolink-{}"]])
+def test_calibration_says_when_examples_cannot_tell(questions: Path, arguments: list[str]) -> None:
+    """The values that are tried by default fit each policy."""
+    result = runner.invoke(app, ["calibrate", *arguments, "--dataset", str(questions), "--threads", "1"])
     assert result.exit_code == 2
     assert "cannot tell settings apart" in result.output
 

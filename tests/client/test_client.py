@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import httpx
@@ -192,12 +193,43 @@ def test_failure_within_a_stream() -> None:
     error = (
         b'data: {"error": {"message": "broke", "type": "server_error", "param": null, "code": "internal_error"}}\n\n'
     )
-    stream = answering(200, chunk + error + b"data: [DONE]\n\n").stream_chat_completion(HELLO)
+    content = chunk + error + b"data: [DONE]\n\n"
+    stream = answering(200, content, **{"Content-Type": "text/event-stream"}).stream_chat_completion(HELLO)
     assert next(stream) == "a"
     with pytest.raises(KVLinkerError, match="broke"):
         next(stream)
 
 
+def test_an_answer_that_is_no_stream() -> None:
+    with pytest.raises(ServerUnreachableError, match="text/event-stream"):
+        next(answering(200, b"<html>Hello</html>", **{"Content-Type": "text/html"}).stream_chat_completion(HELLO))
+
+
+def test_both_clients_have_the_same_calls() -> None:
+    def shown(client: type) -> dict[str, Any]:
+        methods = {name: entry for name, entry in vars(client).items() if name[0] != "_"}
+        return {name: (str(signature(method)), method.__doc__) for name, method in methods.items()}
+
+    sync, asynchronous = shown(Client), shown(AsyncClient)
+    assert set(sync) == set(asynchronous)
+    for name in set(sync) - {"stream_chat_completion"}:
+        assert sync[name] == asynchronous[name]
+        assert sync[name][1]
+    assert sync["expire_caches"][0] == "(self, metadata: 'Mapping[str, str]', *, scope: 'str' = 'private') -> 'int'"
+
+
 def test_clients_need_no_torch() -> None:
-    code = "import sys; from kvlinker import Client, AsyncClient, SamplingParams; assert 'torch' not in sys.modules"
+    """Nor what serves: a client needs plain values, errors and httpx."""
+    heavy = {
+        "torch",
+        "transformers",
+        "fastapi",
+        "kvlinker.llm",
+        "kvlinker.server",
+        "kvlinker.store",
+        "kvlinker.splitting",
+    }
+    code = (
+        f"import sys; from kvlinker import Client, AsyncClient, SamplingParams; assert not {heavy} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,7 @@ import pytest
 from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.encoding import TextEncoder
-from kvlinker.splitting import MAX_PIECE_TOKENS, SplitMethod, split_text
+from kvlinker.splitting import MAX_PIECE_TOKENS, split_text, splitters
 from kvlinker.types.chunks import GenerationContext
 from tests.toy_tokenizers import byte_level, metaspace, word_level
 
@@ -30,17 +30,17 @@ def split(text: str, method: str, max_tokens: int = 512, encoder: TextEncoder = 
         ["He lives in the U.S. and works, e.g. as a clerk, i.e. not often.", " Good."],
         ["They sell apples, pears, etc. in the market.", " It is old."],
         ["Apple Inc. is a company.", " So is Acme Ltd.", " Both are old."],
-        ["See Fig. 3 and no. 7, vol. 12.", " He said no.", " Then he left."],
+        ["See Fig. 3 and no. 7, pp. 12–15.", " He said no.", " Then he left."],
         ["Pi is 3.14 and costs $2.50.", " It was 1999.", " Then 2000 came."],
         ["1. First item.\n", "2. Second item.\n", "  3. Third item."],
-        ['"Is it?" he asked.', ' "It is."', " (Really.)", " She left…", " And so on..."],
+        ['"Is it?" he asked.', ' "It is."', " (It really is.) She left… and so on."],
         ["Wait... what?", " Yes!!", " No?!", " Right."],
         ["今日は晴れ。", "明日は雨！", "「本当？」", "はい。"],
         ["यह एक वाक्य है।", " यह दूसरा है।"],
         ["هل أنت هنا؟", " نعم."],
         ["Neither do I.", " Nor they."],
         ["Visit www.example.com/a.html now.", " Thanks."],
-        ["no capital. here is one sentence"],
+        ["no capital.", " here are two sentences"],
         ["..."],
         ["  Indented.\n", "  Also.  "],
         ["**Bold.**", " _Thin._", " Plain."],
@@ -48,6 +48,20 @@ def split(text: str, method: str, max_tokens: int = 512, encoder: TextEncoder = 
 )
 def test_sentences(pieces: list[str]) -> None:
     assert split("".join(pieces), "sentence") == pieces
+
+
+def test_sentences_of_a_long_paragraph() -> None:
+    pieces = ["This is the first.", *(f" Dr. Holt wrote “sentence {n}” of them." for n in range(1000))]
+    assert split("".join(pieces), "sentence") == pieces
+
+
+def test_a_long_paragraph_is_cut_between_sentences() -> None:
+    text = "The cat and a small dog sat on the mat. " * 20 + "\n\nIt was fine."
+    for method in ("paragraph", "passage", "markdown"):
+        pieces = split(text, method, max_tokens=64)
+        assert "".join(pieces) == text
+        assert len(pieces) > 4
+        assert all(piece.rstrip().endswith(".") for piece in pieces)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +90,8 @@ def test_paragraphs(pieces: list[str]) -> None:
         ["# Inline ```code```\n```not a `fence`\n", "# After"],
         ["# Open\n```\n# never closed\n"],
         ["\n\n# Blank before\n", "# After"],
+        ["Underlined\n=====\nText.\n\n", "Twice\nso\n---\nText.\n\n---\nMore.\n"],
+        ["# List\n- # within\n\n> # quoted\n", "# After\0\u2028# not\n"],
     ],
 )
 def test_markdown_sections(pieces: list[str]) -> None:
@@ -152,7 +168,7 @@ def test_whitespace_that_no_neighbour_has_room_for_is_a_piece() -> None:
 def test_a_tokenizer_serves_as_well_as_an_encoder() -> None:
     text = "<|end|> The cat sat. It was fine."
     for tokenizer in (byte_level(), metaspace(), word_level()):
-        options: dict[str, Any] = {"method": SplitMethod.SENTENCE, "max_tokens": 9}
+        options: dict[str, Any] = {"method": "sentence", "max_tokens": 9}
         encoder = PromptBuilder(tokenizer, context=GenerationContext.ALONE).encoder
         assert split_text(text, tokenizer=tokenizer, **options) == split_text(text, tokenizer=encoder, **options)
 
@@ -177,7 +193,7 @@ def test_blank_input(text: str) -> None:
     ("arguments", "param", "message"),
     [
         ({"text": "a\ud800"}, "input", r"lone surrogate U\+D800"),
-        ({"method": "words"}, "split.method", "one of fixed, sentence, paragraph, passage, markdown, not 'words'"),
+        ({"method": "words"}, "split.method", "one of fixed, markdown, paragraph, passage, sentence, not 'words'"),
         ({"max_tokens": 0}, "split.max_tokens", f"from 1 to {MAX_PIECE_TOKENS}, not 0"),
         ({"max_tokens": -5}, "split.max_tokens", "not -5"),
         ({"max_tokens": MAX_PIECE_TOKENS + 1}, "split.max_tokens", f"not {MAX_PIECE_TOKENS + 1}"),
@@ -186,8 +202,8 @@ def test_blank_input(text: str) -> None:
         ({"text": "ab 😀", "max_tokens": 3}, "split.max_tokens", "character '😀' alone takes 4 tokens"),
     ],
 )
-@pytest.mark.parametrize("method", list(SplitMethod))
-def test_errors(method: SplitMethod, arguments: dict[str, Any], param: str, message: str) -> None:
+@pytest.mark.parametrize("method", list(splitters()))
+def test_errors(method: str, arguments: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
         split_text(**{"text": "a b", "method": method, "max_tokens": 9, "tokenizer": ENCODER} | arguments)
     assert caught.value.param == param
@@ -201,6 +217,6 @@ def test_time_is_linear_in_the_text(text: str) -> None:
     """The worst texts for each rule; quadratic time would take minutes."""
     long = "a" + text * (25_000 // len(text)) + "b"
     start = time.process_time()
-    for method in SplitMethod:
+    for method in splitters():
         split(long, method, max_tokens=64)
     assert time.process_time() - start < 5

@@ -20,9 +20,12 @@ def test_the_connectors_own_options_are_taken_out():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"state_dri": "/data"}, "kv_connector_extra_config: state_dri: no setting of kvlinker's has this name"),
-        ({"host_memory": "much"}, "kv_connector_extra_config: host_memory: "),
-        ({"port": -1}, "kv_connector_extra_config: port: "),
+        (
+            {"state_dri": "/data"},
+            r"no setting 'state_dri' \(from kv_connector_extra_config: state_dri\). Did you mean 'state_dir'",
+        ),
+        ({"host_memory": "much"}, "host_memory is 'much' .from kv_connector_extra_config"),
+        ({"port": -1}, "port is -1 .from kv_connector_extra_config"),
     ],
 )
 def test_bad_settings_are_named_in_one_line(options, told):
@@ -39,7 +42,7 @@ def test_secrets_are_not_told():
 
 def test_variables_are_named_as_settings(monkeypatch):
     monkeypatch.setenv("KVLINKER_HOST_MEMORY", "much")
-    with pytest.raises(InvalidRequestError, match="kvlinker's setting host_memory: "):
+    with pytest.raises(InvalidRequestError, match="from variable KVLINKER_HOST_MEMORY"):
         connector_settings({})
 
 

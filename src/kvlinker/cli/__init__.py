@@ -1,5 +1,47 @@
 """The ``kvlinker`` command. Modules that need torch are imported by the commands that run them, not from here."""
 
-from kvlinker.cli.commands import app
+from __future__ import annotations
 
-__all__ = ["app"]
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from kvlinker.cli import bench, caches
+from kvlinker.cli.advise import advise
+from kvlinker.cli.ingest import ingest
+from kvlinker.cli.linking import calibrate, check, policies
+from kvlinker.cli.serve import serve
+
+app = typer.Typer(
+    name="kvlinker",
+    help="A linker for KV caches: text chunks are computed once, and linked into any prompt.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(version("kvlinker"))
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(serve)
+app.command()(ingest)
+app.command()(check)
+app.command()(policies)
+app.command()(calibrate)
+app.command()(advise)
+app.add_typer(caches.app, name="caches")
+app.add_typer(bench.app, name="bench")

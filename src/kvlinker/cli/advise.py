@@ -1,4 +1,4 @@
-"""``kvlinker advise``: which tier is fast enough to load from while a policy recomputes, and the cheapest of them?"""
+"""``kvlinker advise``: which tiers are fast enough to load from while a policy recomputes, and which is cheapest?"""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlinker.cli.bench.common import MODEL_OPTIONS, Json, Shape, command_line, progress_line, require_folders, show
-from kvlinker.cli.failures import BAD_USAGE, FAILURE, fail, failures, warn
+from kvlinker.cli.bench.common import MODEL_OPTIONS, Json, Shape, command_line, require_folders, show
+from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, progress_line, warn
 from kvlinker.cli.options import settings_options
 from kvlinker.config import SHARED_TIER_SETTINGS, Settings
 from kvlinker.research.advice import EXAMPLE_PRICES, parse_prices
@@ -133,7 +133,7 @@ def _row(tier: TierFigures, chosen: TierFigures | None) -> Row:
 
 @contextmanager
 def _ending_at_signals() -> Iterator[None]:
-    """A request to end is an exception, so that samples are removed."""
+    """Turn signals to end into exceptions, so that samples are removed."""
 
     def end(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -1,7 +1,8 @@
-"""kvlinker caches: what is stored, without a model: catalog and chunk files of the state directory."""
+"""``kvlinker caches``: list, remove, pin, check and re-encrypt what a state directory holds, without a model."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -10,10 +11,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import SecretStr
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvlinker.cli.failures import BAD_USAGE, FAILURE, fail, failures
+from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures
 from kvlinker.cli.options import settings_options
 from kvlinker.config import SHARED_TIER_SETTINGS, Settings
 
@@ -108,7 +111,7 @@ def pin_caches(
 @app.command("usage")
 @settings_options(*_SETTINGS)
 def show_usage(settings: Settings) -> None:
-    """What each tenant has: context caches, their chunks and tokens, bytes of KV as computed, and bytes by tier."""
+    """Show what each tenant has: context caches, chunks, tokens, bytes of KV as computed, and bytes by tier."""
     with _opened(settings) as (catalog, store):
         table = Table(box=None, pad_edge=False)
         table.add_column("tenant")
@@ -118,9 +121,9 @@ def show_usage(settings: Settings) -> None:
         for tenant in catalog.tenants():
             kept = catalog.usage(tenant)
             usages = [tier for tier in store.usage_of(catalog.keys_of(tenant)) if tier.name in tiers]
-            lying = [tier.used_bytes if tier.reachable else "unreachable" for tier in usages]
+            used = [tier.used_bytes if tier.reachable else "unreachable" for tier in usages]
             pinned = catalog.pinned_bytes(tenant)
-            table.add_row(tenant, *map(str, (kept.caches, kept.chunks, kept.tokens, kept.bytes, pinned, *lying)))
+            table.add_row(tenant, *map(str, (kept.caches, kept.chunks, kept.tokens, kept.bytes, pinned, *used)))
         _print(table)
 
 
@@ -129,7 +132,7 @@ def show_usage(settings: Settings) -> None:
 def check_caches(
     settings: Settings,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Mend the catalog, and remove KV that no context cache holds.")
+        bool, typer.Option("--repair", help="Repair the catalog, and remove KV that no context cache holds.")
     ] = False,
 ) -> None:
     """Verify the catalog, and every stored file against its checksums and the catalog.
@@ -141,16 +144,16 @@ def check_caches(
     with _opened(settings) as (catalog, store):
         faults = catalog.check(repair=repair)
         for fault in faults:
-            typer.echo(f"catalog: {fault}; {'mended' if repair else '--repair mends it'}")
+            typer.echo(f"catalog: {fault}; {'repaired' if repair else '--repair repairs it'}")
         damaged = 0
         for tier in store.check():
             typer.echo(f"{tier.name}: {tier.checked} checked, {len(tier.damaged)} damaged")
             for copy in tier.damaged:
                 typer.echo(f"  {copy.key}: {copy.reason}; removed")
             damaged += len(tier.damaged)
-        lying = store.own_keys()  # before the catalog is asked: what is entered meanwhile is no orphan
+        stored = store.own_keys()  # before the catalog is read: what is entered meanwhile is no orphan
         held = catalog.chunk_keys().keys()
-        orphans = sorted(lying - held)
+        orphans = sorted(stored - held)
         for key in orphans:
             if repair:
                 store.delete(key)
@@ -162,9 +165,50 @@ def check_caches(
             raise typer.Exit(FAILURE)
 
 
+@app.command("rekey")
+@settings_options("state_dir")
+def rekey_caches(
+    settings: Settings,
+    decrypt: Annotated[bool, typer.Option("--decrypt", help="Take encryption off, instead of a new key.")] = False,
+) -> None:
+    """Encrypt catalog and chunk files with another key: KVLINKER_NEW_ENCRYPTION_KEY in place of
+    KVLINKER_ENCRYPTION_KEY.
+
+    Without the old key, what is not encrypted yet is encrypted. No server may run on the state directory meanwhile. A
+    run that is interrupted is finished by another with the same keys. Chunks in tiers that servers share are computed
+    again.
+    """
+    from kvlinker.store.format.encryption import NEW_KEY_VARIABLE, load_cipher
+    from kvlinker.store.rekeying import rekey
+
+    key = os.environ.get(NEW_KEY_VARIABLE)
+    if (key is not None) == decrypt:
+        raise fail(f"give the new key in {NEW_KEY_VARIABLE}, or --decrypt to take encryption off", BAD_USAGE)
+    catalog = settings.state_dir / "catalog.sqlite"
+    if not catalog.is_file():
+        raise fail(f"nothing is stored in {settings.state_dir}", FAILURE)
+    columns = (TextColumn("chunk files"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with failures(), Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        old = load_cipher(settings.encryption_key)
+        new = None if key is None else load_cipher(SecretStr(key), NEW_KEY_VARIABLE)
+        task = progress.add_task("", total=None)
+        done = rekey(
+            catalog,
+            settings.state_dir / "chunks",
+            old,
+            new,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    typer.echo(f"catalog: {'decrypted' if new is None else 'encrypted with the new key'}")
+    typer.echo(f"chunk files: {done.written} written anew, {done.finished_before} were so before")
+    if done.removed:
+        typer.echo(f"{done.removed} opened with neither key and were removed (computed again when used)")
+
+
 @contextmanager
 def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
-    """Catalog and store of a state directory that exists."""
+    """Open the catalog and the store of a state directory; the command ends where nothing is stored there."""
     from kvlinker.events import Events
     from kvlinker.startup import open_state
 
@@ -177,7 +221,7 @@ def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
 
 
 def _pairs(options: list[str] | None) -> dict[str, str]:
-    """``KEY=VALUE`` options."""
+    """The pairs that ``KEY=VALUE`` options write; the command ends at one that is written in another way."""
     pairs = dict(option.partition("=")[::2] for option in options or ())
     if any("=" not in option for option in options or ()):
         raise fail("--metadata takes KEY=VALUE", BAD_USAGE)

@@ -1,4 +1,4 @@
-"""kvlinker ingest: files into context caches ahead of time, in this process or through a running server."""
+"""``kvlinker ingest``: files become context caches ahead of time, in this process or through a running server."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvlinker.cli.failures import FAILURE, fail, failures, warn
-from kvlinker.cli.files import find_files, read_text
+from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, warn
 from kvlinker.cli.options import settings_options
 from kvlinker.config import SHARED_TIER_SETTINGS, Settings
+from kvlinker.errors import did_you_mean
 
 BATCH = 16
 
 
 class Cached(NamedTuple):
-    """One context cache of a file."""
+    """The id of one context cache of a file, and its length in tokens."""
 
     id: str
     tokens: int
 
 
 class Batch(NamedTuple):
-    """Context caches of a stretch of a text, and the stretch's length in characters."""
+    """The context caches of a part of a text, and the part's length in characters."""
 
     caches: tuple[Cached, ...]
     characters: int
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """How texts are split and kept."""
+    """How texts are split, for how many seconds their context caches live (None: for ever), and whose they are."""
 
     method: str
     max_tokens: int
@@ -45,10 +45,8 @@ class Job:
     api_key: str | None
 
 
-Method = Literal["fixed", "sentence", "paragraph", "passage", "markdown"]
-
 Cacher = Callable[[str, dict[str, Any]], Iterator[Batch]]
-"""Splits and caches a text; the second argument names and describes its context caches."""
+"""A function that splits and caches a text; its second argument has the name and metadata of the context caches."""
 
 
 @settings_options(
@@ -74,7 +72,9 @@ def ingest(
     settings: Settings,
     paths: Annotated[list[Path], typer.Argument(exists=True, help="Files and folders.", metavar="PATH...")],
     glob: Annotated[str, typer.Option(help="Which files of folders.")] = "*",
-    method: Annotated[Method, typer.Option(help="What a chunk is.")] = "passage",
+    method: Annotated[
+        str, typer.Option(help="What a chunk is: fixed, sentence, paragraph, passage, markdown, or what a plugin adds.")
+    ] = "passage",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a chunk.")] = 512,
     ttl: Annotated[
         float | None, typer.Option(min=1, help="Seconds to keep the context caches; for ever by default.")
@@ -87,6 +87,8 @@ def ingest(
 
     Prints a line per context cache: id, tokens, file. Files that are not UTF-8 text are left out.
     """
+    if url is None:
+        _check_method(method)
     texts = list(_texts(paths, glob))
     if not texts:
         raise fail("there is no text in these files", FAILURE)
@@ -102,10 +104,19 @@ def ingest(
             typer.echo(f"{cache.id}  {cache.tokens:>6}  {file}")
 
 
+def _check_method(method: str) -> None:
+    """End the command for an unknown method before the model is loaded; a server knows its own."""
+    from kvlinker.splitting import splitters
+
+    if method not in (known := splitters()):
+        allowed = f"it must be one of {', '.join(known)}.{did_you_mean(method, known)}"
+        raise fail(f"--method is {method!r}: {allowed}", BAD_USAGE)
+
+
 def _texts(paths: Sequence[Path], glob: str) -> Iterator[tuple[Path, str]]:
-    for file in find_files(paths, glob):
+    for file in _files(paths, glob):
         try:
-            text = read_text(file)
+            text = _read_text(file)
         except OSError as error:
             warn(f"{file} is left out: {error.strerror}")
             continue
@@ -115,6 +126,31 @@ def _texts(paths: Sequence[Path], glob: str) -> Iterator[tuple[Path, str]]:
             warn(f"{file} is left out: it is empty")
         else:
             yield file, text
+
+
+def _files(paths: Sequence[Path], glob: str) -> Iterator[Path]:
+    """The files among ``paths``, and those in folders that match ``glob``; hidden ones in folders are left out."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        if path.is_file():
+            found[path] = None
+            continue
+        for file in sorted(path.rglob(glob)):
+            hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            if file.is_file() and not hidden:
+                found[file] = None
+    yield from found
+
+
+def _read_text(path: Path) -> str | None:
+    """The file's text; None for a file that is binary or not in UTF-8. Raises OSError."""
+    content = path.read_bytes()
+    if b"\0" in content:
+        return None
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
 
 
 def _ingest(texts: Sequence[tuple[Path, str]], cacher: Cacher) -> list[tuple[Path, list[Cached]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -11,11 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
-from pydantic import ByteSize, ValidationError
+from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from kvlinker.cli.failures import BAD_USAGE, fail, failures
-from kvlinker.config import CONFIG_FILE_VARIABLE, Settings, load_settings
+from kvlinker.cli.console import BAD_USAGE, failures
+from kvlinker.config import CONFIG_FILE_VARIABLE, Settings, read_settings
 
 Command = Callable[..., None]
 
@@ -36,7 +35,9 @@ def settings_options(*names: str) -> Callable[[Command], Command]:
         def run(*, config: Path | None, **arguments: Any) -> None:
             if config is not None:
                 os.environ[CONFIG_FILE_VARIABLE] = str(config)
-            settings = _load({name: arguments.pop(name) for name in fields})
+            options = {name: arguments.pop(name) for name in fields}
+            with failures(BAD_USAGE):
+                settings = read_settings(options, source=_flag)
             command(settings, **arguments)
 
         types = get_type_hints(command, include_extras=True)
@@ -83,18 +84,5 @@ def _shown_default(field: FieldInfo) -> str | bool:
     return default.human_readable() if isinstance(default, ByteSize) else str(default)
 
 
-def _load(options: dict[str, Any]) -> Settings:
-    try:
-        with failures(BAD_USAGE):
-            return load_settings(**options)
-    except ValidationError as error:
-        complaints = "; ".join(
-            f"{_flag(complaint['loc'])}: {complaint['msg']}" for complaint in error.errors(include_url=False)
-        )
-        raise fail(complaints, BAD_USAGE) from error
-    except tomllib.TOMLDecodeError as error:
-        raise fail(f"{os.environ[CONFIG_FILE_VARIABLE]} is not valid TOML: {error}", BAD_USAGE) from error
-
-
-def _flag(location: tuple[int | str, ...]) -> str:
-    return f"--{str(location[0]).replace('_', '-')}"
+def _flag(name: str) -> str:
+    return f"option --{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""kvlinker serve: the HTTP server on one model."""
+"""``kvlinker serve``: one model over HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from rich.console import Console
 from rich.table import Table
 
-from kvlinker.cli.failures import BAD_USAGE, failures
+from kvlinker.cli.console import BAD_USAGE, failures
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
 from kvlinker.server.address import bind, check_address, url_of
@@ -60,7 +60,7 @@ def _summary(settings: Settings, name: str, window: int, address: str) -> Table:
 
 
 def _shared_places(settings: Settings) -> list[str]:
-    """The remote tiers, without their credentials."""
+    """The remote tiers' places and budgets, without credentials."""
     from kvlinker.store.tiers.medium import place_of
 
     tiers = ((settings.redis_url, settings.redis_space), (settings.object_url, settings.object_space))

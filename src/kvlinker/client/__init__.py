@@ -1,7 +1,6 @@
 """Clients of a kvlinker server: the calls of ``LLM`` over HTTP, sync and async. They import no torch."""
 
-from kvlinker.client.async_client import AsyncClient
-from kvlinker.client.sync_client import Client
+from kvlinker.client.clients import AsyncClient, Client
 from kvlinker.client.wire import RemoteAnswer, RemoteContextCache, RemotePage, ServerUnreachableError
 
 __all__ = ["AsyncClient", "Client", "RemoteAnswer", "RemoteContextCache", "RemotePage", "ServerUnreachableError"]

@@ -1,14 +1,13 @@
-"""What travels between client and server: bodies to send, and answers and errors to read."""
+"""What travels between client and server, as values: context caches, answers, and the errors that a server tells of."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
-from urllib.parse import quote
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -27,13 +26,6 @@ from kvlinker.errors import (
     QuotaExceededError,
 )
 from kvlinker.types.answers import Timing, Usage
-
-TIMEOUT = httpx.Timeout(600.0, connect=10.0)
-CACHES = "v1/context_caches"
-CHAT = "v1/chat/completions"
-EXPLAIN = "v1/link/explain"
-
-JSON = {"Content-Type": "application/json"}
 
 _ERRORS: dict[str, type[KVLinkerError]] = {
     error.code: error
@@ -81,20 +73,9 @@ class RemotePage(NamedTuple):
     has_more: bool
 
 
-class HasId(Protocol):
-    """A context cache, from the client or from ``LLM``."""
-
-    @property
-    def id(self) -> str: ...
-
-
-Message = Mapping[str, Any]
-"""``role`` and ``content``, which is text or a list of texts, context caches and the API's own parts."""
-
-
 @dataclass(frozen=True, slots=True)
 class RemoteAnswer:
-    """What a request came to."""
+    """The answer to a conversation: its text, why it ended, what the prompt reused, and where the time went."""
 
     text: str
     finish_reason: str
@@ -102,59 +83,20 @@ class RemoteAnswer:
     timing: Timing
 
 
-def server_root(base_url: str) -> str:
-    """The address without the ``/v1`` that OpenAI's clients want at its end."""
-    return base_url.rstrip("/").removesuffix("/v1")
-
-
-def headers(api_key: str | None) -> dict[str, str]:
-    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-
-
-def chat_body(messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    body: dict[str, Any] = {"messages": [_plain(message) for message in messages], **sampling}
-    return body if policy is None else body | {"link": {"policy": policy}}
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    content = message["content"]
-    parts = content if isinstance(content, str) else [_part(part) for part in content]
-    return {**message, "content": parts}
-
-
-def _part(part: str | HasId | Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    return part if isinstance(part, Mapping) else {"type": "context_cache", "id": part.id}
-
-
-def cache_path(cache: HasId | str) -> str:
-    return f"{CACHES}/{quote(cache if isinstance(cache, str) else cache.id, safe='')}"
-
-
-def metadata_query(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    return {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
-
-
-def page_query(
-    limit: int, after: HasId | str | None, order: str, metadata: Mapping[str, str] | None, scope: str
-) -> dict[str, str]:
-    query = {"limit": str(limit), "order": order, "scope": scope, **metadata_query(metadata)}
-    if after is not None:
-        query["after"] = after if isinstance(after, str) else after.id
-    return query
-
-
-def read_cache(entry: Mapping[str, Any]) -> RemoteContextCache:
-    return RemoteContextCache(**{name: entry[name] for name in RemoteContextCache.__slots__})
+def read_cache(response: httpx.Response) -> RemoteContextCache:
+    return _context_cache(response.json())
 
 
 def read_caches(response: httpx.Response) -> tuple[RemoteContextCache, ...]:
-    return tuple(map(read_cache, response.json()["data"]))
+    return tuple(map(_context_cache, response.json()["data"]))
 
 
 def read_page(response: httpx.Response) -> RemotePage:
     return RemotePage(read_caches(response), response.json()["has_more"])
+
+
+def _context_cache(entry: Mapping[str, Any]) -> RemoteContextCache:
+    return RemoteContextCache(**{name: entry[name] for name in RemoteContextCache.__slots__})
 
 
 def read_answer(response: httpx.Response) -> RemoteAnswer:
@@ -172,11 +114,11 @@ def read_answer(response: httpx.Response) -> RemoteAnswer:
     )
 
 
-def read_texts(line: str) -> Iterator[str]:
-    """The text in one line of an event stream, if there is any. Raises the error that it tells of."""
-    if not line.startswith("data: ") or line == "data: [DONE]":
+def read_texts(data: str) -> Iterator[str]:
+    """The text in the data of one event of a stream, if there is any. Raises the error that it tells of."""
+    if data == "[DONE]":
         return
-    chunk = json.loads(line.removeprefix("data: "))
+    chunk = json.loads(data)
     if "error" in chunk:
         raise _error_of(chunk["error"], status=500)
     for choice in chunk["choices"]:
@@ -184,25 +126,13 @@ def read_texts(line: str) -> Iterator[str]:
             yield text
 
 
-def encode(body: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError as error:
-        raise InvalidRequestError(f"The request cannot be sent as JSON: {error}") from error
-
-
 @contextmanager
 def transport_errors() -> Iterator[None]:
+    """Raise httpx's errors of the connection as ServerUnreachableError."""
     try:
         yield
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise ServerUnreachableError(f"The server cannot be reached: {error}. Check the address.") from error
-
-
-def checked(response: httpx.Response, body: Mapping[str, Any]) -> httpx.Response:
-    if response.is_error:
-        raise error_of(response, body)
-    return response
 
 
 def error_of(response: httpx.Response, body: Mapping[str, Any]) -> KVLinkerError:

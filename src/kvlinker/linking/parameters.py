@@ -14,6 +14,7 @@ from kvlinker.errors import PolicyError
 _KEY = "kvlinker"
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _DECIMALS = 9
+_TRIALS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,13 @@ class Number:
     maximum: float
     whole: bool
     prefix: str
+    proposed: tuple[float, ...] = ()
+
+    @property
+    def trials(self) -> tuple[float, ...]:
+        """Values worth trying, ascending: those proposed, or doublings from the lower end of the range."""
+        doubled = (max(self.minimum, 1) * 2**step for step in range(_TRIALS))
+        return self.proposed or tuple(value for value in doubled if value <= self.maximum)
 
     @property
     def allowed(self) -> str:
@@ -70,16 +78,26 @@ class Choice:
 
 
 def number(
-    meaning: str, minimum: float, maximum: float, *, whole: bool = True, prefix: str = "", default: float | None = None
+    meaning: str,
+    minimum: float,
+    maximum: float,
+    *,
+    whole: bool = True,
+    prefix: str = "",
+    default: float | None = None,
+    trials: tuple[float, ...] = (),
 ) -> Any:
-    """A dataclass field for a number; ``meaning`` is its unit, such as "tokens". Without a default it is required."""
-    declared = Number(meaning, minimum, maximum, whole, prefix)
+    """A dataclass field for a number; ``meaning`` is its unit, such as "tokens". Without a default it is required.
+
+    ``trials``: the values that ``kvlinker calibrate`` tries, where the lower end of the range is not what is useful.
+    """
+    declared = Number(meaning, minimum, maximum, whole, prefix, trials)
     return field(metadata={_KEY: declared}) if default is None else field(default=default, metadata={_KEY: declared})
 
 
 def percentage(meaning: str = "percent", *, default: float | None = None) -> Any:
     """A dataclass field for a share of tokens in percent, from 0 to 100, fractions allowed."""
-    return number(meaning, 0, 100, whole=False, default=default)
+    return number(meaning, 0, 100, whole=False, default=default, trials=(1, 2, 5, 10, 15, 20, 30, 50, 75))
 
 
 def choice(meaning: str, *words: str) -> Any:

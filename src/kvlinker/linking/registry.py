@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import TypeVar
 
-from kvlinker.errors import PolicyError
+from kvlinker.errors import PolicyError, did_you_mean
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.union import SIGN, joined
 
@@ -60,7 +60,8 @@ def _parse_one(text: str) -> Policy:
     matches = [name for name in known if text == name or text.startswith(f"{name}-")]
     if not matches:
         raise PolicyError(
-            f"Unknown policy {text!r}. Known policies: {', '.join(cls.usage() for cls in known.values())}.",
+            f"Unknown policy {text!r}.{did_you_mean(text.partition('-')[0], known)} "
+            f"Known policies: {', '.join(cls.usage() for cls in known.values())}.",
             param="link.policy",
         )
     family = max(matches, key=len)  # naive-unpositioned is not naive with a parameter

@@ -28,6 +28,7 @@ from kvlinker.server.bodies import (
 )
 from kvlinker.server.errors import error_responses
 from kvlinker.server.models import Service, ServiceParam
+from kvlinker.splitting import splitters
 from kvlinker.store import ContextCache
 from kvlinker.types.chunks import GenerationContext
 from kvlinker.types.tenants import Scope
@@ -92,10 +93,15 @@ class Lifetime(RequestBody):
         return self.expires_at if self.ttl is None else time.time() + self.ttl
 
 
+def _list_splitters(schema: dict[str, Any]) -> None:
+    """Name in the document the splitters that are registered when it is asked for."""
+    schema["enum"] = list(splitters())
+
+
 class SplitOptions(RequestBody):
     """How a text is cut into chunks (EPIC's KVSplit)."""
 
-    method: Literal["fixed", "sentence", "paragraph", "passage", "markdown"] = "passage"
+    method: Text = Field(default="passage", json_schema_extra=_list_splitters)
     max_tokens: int = Field(default=512, ge=1, le=2**31 - 1)
 
 

@@ -1,5 +1,17 @@
-"""KVSplit: text to the pieces that become chunks."""
+"""KVSplit: texts into the pieces that become chunks, by splitters that are found by name."""
 
-from kvlinker.splitting.split import MAX_PIECE_TOKENS, Piece, SplitMethod, split_text
+from kvlinker.splitting.limit import TokenLimit
+from kvlinker.splitting.split import MAX_PIECE_TOKENS, Piece, split_text
+from kvlinker.splitting.splitter import Splitter, cut_at, find_splitter, register, splitters
 
-__all__ = ["MAX_PIECE_TOKENS", "Piece", "SplitMethod", "split_text"]
+__all__ = [
+    "MAX_PIECE_TOKENS",
+    "Piece",
+    "Splitter",
+    "TokenLimit",
+    "cut_at",
+    "find_splitter",
+    "register",
+    "split_text",
+    "splitters",
+]

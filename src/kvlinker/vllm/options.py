@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvlinker.config import Settings, load_settings
+from kvlinker.config import Settings, read_settings
 from kvlinker.errors import InvalidRequestError
 from kvlinker.vllm.scheduler.pace import SLOWDOWN
 
@@ -38,12 +38,4 @@ class ConnectorOptions(BaseModel):
 
 def connector_settings(options: Mapping[str, Any]) -> Settings:
     """kvlinker's settings with these of ``kv_connector_extra_config``. Raises InvalidRequestError."""
-    try:
-        return load_settings(**options)
-    except ValidationError as error:
-        (first, *_) = error.errors()
-        name = ".".join(map(str, first["loc"]))
-        place = f"kv_connector_extra_config: {name}" if name in options else f"kvlinker's setting {name}"
-        unknown = first["type"] == "extra_forbidden"
-        reason = "no setting of kvlinker's has this name" if unknown else first["msg"]
-        raise InvalidRequestError(f"{place}: {reason}.", param="kv_transfer_config") from error
+    return read_settings(options, source=lambda name: f"kv_connector_extra_config: {name}")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvlinker.errors import InvalidRequestError, PolicyError
-from kvlinker.research.evaluation.calibration import calibrate, settings_of
+from kvlinker.research.evaluation.calibration import calibrate, settings_of, trial_values
 from kvlinker.research.evaluation.examples import Continuation, Example, Question, Skipped
 from kvlinker.research.evaluation.results import Answered, Result
 
@@ -73,3 +73,32 @@ def test_settings_come_from_a_template() -> None:
         settings_of("cachecraft", ["1"])
     with pytest.raises(PolicyError, match="from 0 to 1000"):
         settings_of("cachecraft-{}", ["5000"])
+
+
+@pytest.mark.parametrize(
+    ("template", "values"),
+    [
+        ("cachecraft-{}", "0.05 0.1 0.2 0.3 0.5 0.75 1 1.5 2"),
+        ("cachecraft-{}-focus", "0.05 0.1 0.2 0.3 0.5 0.75 1 1.5 2"),
+        ("cachecraft-1-focus-w{}", "1 2 4 8 16 32 64 128 256"),
+        ("query-{}", "1 2 5 10 15 20 30 50 75"),
+        ("cacheblend-auto-{}-onestep", "1 2 5 10 15 20 30 50 75"),
+        ("cacheblend-1-d{}", "1 2 4 8 16 32 64"),
+        ("legolink-{}", "1 2 4 8 16 32 64 128 256"),
+        ("query-5+attnlink-{}", "2 4 8 16 32 64 128 256 512"),
+    ],
+)
+def test_values_to_try_come_from_the_parameter_s_range(template: str, values: str) -> None:
+    assert " ".join(trial_values(template)) == values
+    assert len(settings_of(template, trial_values(template))) == len(values.split())
+
+
+def test_values_are_tried_only_where_a_number_goes() -> None:
+    for template in ("query", "query-{}-{}"):
+        with pytest.raises(InvalidRequestError, match="must have one"):
+            trial_values(template)
+    for template in ("naive-{}", "legolink-4-{}", "query-{}x"):
+        with pytest.raises(InvalidRequestError, match=r"where no number goes. This policy is written \w+"):
+            trial_values(template)
+    with pytest.raises(PolicyError, match="Unknown policy"):
+        trial_values("querry-{}")

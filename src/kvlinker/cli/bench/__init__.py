@@ -1,23 +1,19 @@
-"""``kvlinker bench``: measure, print a table, write JSON, draw a plot."""
+"""``kvlinker bench``: measure, print a table, write JSON, draw a plot. Each benchmark registers itself."""
 
 from __future__ import annotations
 
-import typer
+import pkgutil
+from importlib import import_module
 
-from kvlinker.cli.bench import figure, quality, speed, store
+from kvlinker.cli.bench.common import app
 
-app = typer.Typer(help="Benchmarks: every competitor in one run, medians and ratios.", no_args_is_help=True)
+__all__ = ["app"]
 
-for command in (
-    speed.ttft,
-    speed.decode,
-    speed.memory,
-    speed.creation,
-    speed.overhead,
-    store.store,
-    store.codecs,
-    store.isolation,
-    quality.quality,
-    figure.figure,
-):
-    app.command()(command)
+
+def load_all() -> None:
+    """Import every module of this package, whose benchmarks register themselves."""
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        import_module(module.name)
+
+
+load_all()

@@ -1,4 +1,4 @@
-"""The figures of the papers."""
+"""``kvlinker bench figure``: the figures of the papers, measured anew."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Annotated
 
 import typer
 
-from kvlinker.cli.bench.common import MODEL_OPTIONS, QUALITY_OPTIONS, described_progress, require_folders
-from kvlinker.cli.failures import BAD_USAGE, failures
-from kvlinker.cli.options import settings_options
+from kvlinker.cli.bench.common import MODEL_OPTIONS, QUALITY_OPTIONS, register, require_folders
+from kvlinker.cli.console import BAD_USAGE, described_progress, failures
 from kvlinker.config import Settings
 
 
-@settings_options(*MODEL_OPTIONS, *QUALITY_OPTIONS)
+@register(*MODEL_OPTIONS, *QUALITY_OPTIONS)
 def figure(
     settings: Settings,
     name: Annotated[str, typer.Argument(help="Name of the figure, or all; list shows their names.")],

@@ -1,4 +1,4 @@
-"""The benchmark of answers."""
+"""``kvlinker bench quality``: how good answers are, by policy."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ from kvlinker.cli.bench.common import (
     ChunkTokens,
     Json,
     Plot,
-    Policies,
     Shape,
+    Split,
+    UsualPolicies,
     command_line,
-    policy_names,
-    progress_bar,
-    progress_line,
+    register,
     require_folders,
     show,
+    usual_policies,
 )
-from kvlinker.cli.failures import BAD_USAGE, failures, warn
-from kvlinker.cli.options import settings_options
+from kvlinker.cli.console import BAD_USAGE, failures, progress_bar, progress_line, warn
 from kvlinker.config import Settings
-from kvlinker.research.evaluation.contexts import ContextSplit
 
 SKIPS_SHOWN = 5
 
 
-@settings_options(*MODEL_OPTIONS, *QUALITY_OPTIONS)
+@register(*MODEL_OPTIONS, *QUALITY_OPTIONS)
 def quality(
     settings: Settings,
     shape: Shape = None,
-    policies: Policies = "full,naive,legolink-16,attnlink-16,random-15",
+    policies: UsualPolicies = None,
     dataset: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,9 +43,7 @@ def quality(
     ] = None,
     tasks: Annotated[str, typer.Option(help="Only these tasks, with commas between.", show_default=False)] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Most examples of each data set.")] = None,
-    split: Annotated[ContextSplit, typer.Option(help="Chunks are passages, or windows of equal length.")] = (
-        ContextSplit.SEMANTIC
-    ),
+    split: Split = "semantic",
     chunk_tokens: ChunkTokens = 512,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer; by default what the data set asks for.")
@@ -72,6 +68,7 @@ def quality(
     from kvlinker.research.bench.plots import plot_quality
     from kvlinker.research.bench.quality import COLUMNS, QualityOptions, main_rows, run_quality
     from kvlinker.research.bench.subject import make_subject
+    from kvlinker.research.evaluation.contexts import ContextSplit
     from kvlinker.store.format.codecs import find_codec
 
     with failures(BAD_USAGE):
@@ -79,9 +76,9 @@ def quality(
         options = QualityOptions(
             datasets=tuple(dataset or ("reader",)),
             tasks=tuple(task.strip() for task in tasks.split(",") if task.strip()),
-            policies=tuple(dict.fromkeys(policy_names(policies))),
+            policies=tuple(usual_policies(policies, settings)),
             limit=limit,
-            split=split,
+            split=ContextSplit(split),
             chunk_tokens=chunk_tokens,
             max_tokens=max_tokens,
             truncate=truncate,

@@ -1,4 +1,4 @@
-"""Benchmarks of the engine."""
+"""``kvlinker bench``: how fast the engine is, and what it costs in memory."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from kvlinker.cli.bench.common import (
     Policies,
     Repeat,
     Shape,
+    UsualPolicies,
     command_line,
     counts,
     policy_names,
-    progress_line,
+    register,
     show,
+    usual_policies,
 )
-from kvlinker.cli.failures import BAD_USAGE, failures
-from kvlinker.cli.options import settings_options
+from kvlinker.cli.console import BAD_USAGE, failures, progress_line
 from kvlinker.config import Settings
 
 
-@settings_options(*MODEL_OPTIONS)
+@register(*MODEL_OPTIONS)
 def ttft(
     settings: Settings,
     shape: Shape = None,
     chunks: Annotated[str, typer.Option(help="Chunks per prompt; several numbers with commas sweep the length.")] = "8",
     chunk_tokens: ChunkTokens = 512,
     fresh_tokens: FreshTokens = 32,
-    policies: Policies = "full,naive,legolink-16,attnlink-16,random-15",
+    policies: UsualPolicies = None,
     tier: Annotated[str, typer.Option(help="Where the chunk caches lie: host or disk.")] = "host",
     full_limit: Annotated[
         int | None, typer.Option(min=1, help="Longest prompt that full prefill takes part in, in tokens.")
@@ -45,7 +46,8 @@ def ttft(
 ) -> None:
     """Time to first token of prompts made of cached chunks, by policy, and where it goes.
 
-    With --engine vllm, vLLM's beside the embedded engine's, and the pace of a neighbour that decodes meanwhile.
+    With --engine vllm, vLLM's beside the embedded engine's, and the time between tokens of a neighbour that decodes
+    meanwhile.
     """
     from kvlinker.research.bench.plots import plot_ttft
     from kvlinker.research.bench.subject import make_subject
@@ -53,7 +55,7 @@ def ttft(
 
     with failures(BAD_USAGE), progress_line() as progress:
         workloads = [Workload(count, chunk_tokens, fresh_tokens) for count in counts(chunks)]
-        names = policy_names(policies)
+        names = usual_policies(policies, settings)
         subject = make_subject(settings, shape=shape, command=command_line(), repeat=repeat)
         with_vllm = settings.engine == "vllm"
         report = run_ttft(
@@ -80,7 +82,7 @@ def ttft(
             plot_ttft(report.rows, plot)
 
 
-@settings_options(*MODEL_OPTIONS)
+@register(*MODEL_OPTIONS)
 def decode(
     settings: Settings,
     shape: Shape = None,
@@ -103,7 +105,7 @@ def decode(
     show(report, COLUMNS, json)
 
 
-@settings_options(*MODEL_OPTIONS)
+@register(*MODEL_OPTIONS)
 def memory(
     settings: Settings,
     shape: Shape = None,
@@ -125,7 +127,7 @@ def memory(
     show(report, COLUMNS, json)
 
 
-@settings_options(*MODEL_OPTIONS)
+@register(*MODEL_OPTIONS)
 def creation(
     settings: Settings,
     shape: Shape = None,
@@ -143,7 +145,7 @@ def creation(
     show(report, COLUMNS, json)
 
 
-@settings_options(*MODEL_OPTIONS)
+@register(*MODEL_OPTIONS)
 def overhead(
     settings: Settings,
     shape: Shape = None,

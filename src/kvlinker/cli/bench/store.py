@@ -1,4 +1,4 @@
-"""Benchmarks of the store."""
+"""``kvlinker bench``: what tiers, codecs and many chunks cost, and whether tenants can tell what others have."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from kvlinker.cli.bench.common import (
     Shape,
     command_line,
     policy_names,
-    progress_line,
+    register,
     require_folders,
     show,
 )
-from kvlinker.cli.failures import BAD_USAGE, failures
-from kvlinker.cli.options import settings_options
+from kvlinker.cli.console import BAD_USAGE, failures, progress_line
 from kvlinker.config import Settings
 
 
-@settings_options(*MODEL_OPTIONS, "redis_url")
+@register(*MODEL_OPTIONS, "redis_url")
 def store(
     settings: Settings,
     shape: Shape = None,
@@ -72,7 +71,7 @@ def store(
             plot_store(report.rows, plot)
 
 
-@settings_options(*MODEL_OPTIONS)
+@register(*MODEL_OPTIONS)
 def codecs(
     settings: Settings,
     shape: Shape = None,
@@ -92,7 +91,7 @@ def codecs(
     show(report, COLUMNS, json)
 
 
-@settings_options(*MODEL_OPTIONS)
+@register(*MODEL_OPTIONS)
 def isolation(
     settings: Settings,
     shape: Shape = None,

@@ -113,7 +113,7 @@ class CacheCraft(Policy):
     uses_scores = True
     uses_variants = True
 
-    alpha: float = number("alpha", 0, 1000, whole=False)
+    alpha: float = number("alpha", 0, 1000, whole=False, trials=(0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2))
     termination: str = choice("whether tokens of unfocused chunks are dropped", "no", "focus")
     window: int = number("layers that the focus must last", 1, 1000, prefix="w", default=2)
 

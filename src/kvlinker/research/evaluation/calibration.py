@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from kvlinker.errors import InvalidRequestError
-from kvlinker.linking import parse_policy
+from kvlinker.errors import InvalidRequestError, PolicyError
+from kvlinker.linking import known_policies, parse_policy
+from kvlinker.linking.parameters import Number, declared
+from kvlinker.linking.union import SIGN
 from kvlinker.research.evaluation.answers import REFERENCE, Examiner
 from kvlinker.research.evaluation.examples import Example, Question, Skipped
 from kvlinker.research.evaluation.results import Result
@@ -52,11 +54,41 @@ def settings_of(template: str, values: Sequence[str]) -> tuple[str, ...]:
 
     Raises InvalidRequestError without a place for the value, and PolicyError for a bad policy.
     """
+    _require_place(template)
+    return tuple(parse_policy(template.replace(PLACE, value.strip())).name for value in values)
+
+
+def trial_values(template: str) -> tuple[str, ...]:
+    """Values to try in the place of ``template``, from the range of the parameter that stands there.
+
+    Raises InvalidRequestError where no number of the policy's stands there, and PolicyError for an unknown policy.
+    """
+    _require_place(template)
+    part = next(part for part in template.split(SIGN) if PLACE in part)
+    known = known_policies()
+    families = [name for name in known if part.startswith(f"{name}-")] or [parse_policy(part).family]
+    family = known[max(families, key=len)]
+    for name, (parameter, _) in declared(family).items():
+        if isinstance(parameter, Number) and all(_reads(part, name, value) for value in parameter.trials[:2]):
+            return tuple(f"{value:g}" for value in parameter.trials)
+    raise InvalidRequestError(
+        f"{template!r} has {PLACE} where no number goes. This policy is written {family.usage()}.", param="policy"
+    )
+
+
+def _reads(part: str, name: str, value: float) -> bool:
+    """Whether the parameter ``name`` has this value when it stands in the place of ``part``."""
+    try:
+        return bool(getattr(parse_policy(part.replace(PLACE, f"{value:g}")), name) == value)
+    except PolicyError:
+        return False
+
+
+def _require_place(template: str) -> None:
     if template.count(PLACE) != 1:
         raise InvalidRequestError(
             f"{template!r} must have one {PLACE} where the number goes, as in cachecraft-{PLACE}.", param="policy"
         )
-    return tuple(parse_policy(template.replace(PLACE, value.strip())).name for value in values)
 
 
 def calibrate(

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvlinker.prompt.encoding import TextEncoder
-from kvlinker.splitting import SplitMethod, split_text
-from kvlinker.splitting.split import Piece
+from kvlinker.splitting import Piece, split_text
 
 
 class ContextSplit(StrEnum):
@@ -28,7 +27,7 @@ class ContextSplitter:
 
     def pieces(self, context: str) -> tuple[Piece, ...]:
         """The passages of a context that comes in one; joined, they are the context again."""
-        method = SplitMethod.PASSAGE if self.split is ContextSplit.SEMANTIC else SplitMethod.FIXED
+        method = "passage" if self.split is ContextSplit.SEMANTIC else "fixed"
         return split_text(context, tokenizer=self.encoder, method=method, max_tokens=self.max_tokens)
 
     def cut(self, context: str) -> tuple[str, ...]:

@@ -1,4 +1,8 @@
-"""Keeps pieces within a token limit: cuts what is too long, and puts together what fits."""
+"""The limit of a piece in tokens: counts them, packs pieces that fit together, and cuts those that are too long.
+
+Tokenizers are not additive: two pieces joined may have more or fewer tokens than both alone. So every piece is encoded
+as it will stand, and what the tokenizer says of the whole text only tells where to look.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ from kvlinker.prompt.encoding import TextEncoder
 _GRAPHEME = regex.compile(r"\X")
 
 
-class PieceCutter:
-    """Cuts and joins pieces of one text, so that each encodes to at most ``max_tokens`` ids when it stands alone."""
+class TokenLimit:
+    """Packs and cuts the pieces of one text, so that each encodes to at most ``max_tokens`` ids when alone."""
 
     def __init__(self, encoder: TextEncoder, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
         self._encoder = encoder
-        self._max_tokens = max_tokens
         self._counts: dict[str, int] = {}
 
     def counts(self, pieces: Sequence[str]) -> list[int]:
@@ -29,17 +33,17 @@ class PieceCutter:
         return [self._counts[piece] for piece in pieces]
 
     def fits(self, piece: str) -> bool:
-        return self.counts([piece])[0] <= self._max_tokens
+        return self.counts([piece])[0] <= self.max_tokens
 
     def limited(self, pieces: Sequence[str], cut: Callable[[str], list[str]] | None = None) -> list[str]:
         """The pieces, with those over the limit replaced by what ``cut`` makes of them: by default ``cut_at_words``."""
         result: list[str] = []
         for piece, count in zip(pieces, self.counts(pieces), strict=True):
-            result += [piece] if count <= self._max_tokens else (cut or self.cut_at_words)(piece)
+            result += [piece] if count <= self.max_tokens else (cut or self.cut_at_words)(piece)
         return result
 
-    def packed(self, pieces: Sequence[str]) -> list[str]:
-        """As many neighbouring pieces put together as fit; those over the limit cut as in ``limited``."""
+    def packed(self, pieces: Sequence[str], cut: Callable[[str], list[str]] | None = None) -> list[str]:
+        """As many neighbouring pieces put together as fit; those over the limit are cut as in ``limited``."""
         text = "".join(pieces)
         starts = self._encoder.token_starts(text)
         ends = [0, *accumulate(len(piece) for piece in pieces)]
@@ -47,22 +51,24 @@ class PieceCutter:
         result: list[str] = []
         first = 0
         while first < len(pieces):
-            # Tokens of the whole text tell where to look; the group encoded alone decides.
-            last = max(first + 1, bisect_right(tokens, tokens[first] + self._max_tokens) - 1)
+            last = max(first + 1, bisect_right(tokens, tokens[first] + self.max_tokens) - 1)
             while last > first + 1 and not self.fits(text[ends[first] : ends[last]]):
                 last -= 1
             while last < len(pieces) and self.fits(text[ends[first] : ends[last + 1]]):
                 last += 1
             result.append(text[ends[first] : ends[last]])
             first = last
-        return self.limited(result)
+        return self.limited(result, cut)
 
     def cut(self, text: str) -> list[str]:
         """Pieces as long as the limit allows. Raises InvalidRequestError if a single character is over it."""
         return self._cut(text, at_words=False)
 
     def cut_at_words(self, text: str) -> list[str]:
-        """The same, but down to half as long where that lets them end between words."""
+        """Pieces as long as the limit allows, but down to half as long where that lets them end between words.
+
+        Raises InvalidRequestError if a single character is over the limit.
+        """
         return self._cut(text, at_words=True)
 
     def without_blanks(self, pieces: Iterable[str]) -> list[str]:
@@ -99,22 +105,19 @@ class PieceCutter:
         return pieces
 
     def _longest(self, text: str, begin: int, starts: list[int], *, at_words: bool) -> int:
-        """End of the longest piece from ``begin`` on that is within the limit.
-
-        ``starts`` (the token starts of all of ``text``) tell where to look; the piece encoded alone decides.
-        """
+        """End of the longest piece from ``begin`` on that is within the limit; ``starts`` are the token starts."""
         token = bisect_left(starts, begin)
-        budget = self._max_tokens
+        budget = self.max_tokens
         while True:
             target = starts[token + budget] if token + budget < len(starts) else len(text)
             end = _cut_position(text, begin, target, at_words=at_words)
-            excess = self.counts([text[begin:end]])[0] - self._max_tokens
+            excess = self.counts([text[begin:end]])[0] - self.max_tokens
             if excess <= 0:
                 return end
             if end == begin + 1:
                 raise InvalidRequestError(
-                    f"'split.max_tokens' is {self._max_tokens}, but the character {text[begin]!r} alone takes "
-                    f"{excess + self._max_tokens} tokens. Allow at least that many.",
+                    f"'split.max_tokens' is {self.max_tokens}, but the character {text[begin]!r} alone takes "
+                    f"{excess + self.max_tokens} tokens. Allow at least that many.",
                     param="split.max_tokens",
                 )
             budget = max(0, budget - excess)

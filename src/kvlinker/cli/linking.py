@@ -1,0 +1,119 @@
+"""``kvlinker check``, ``policies`` and ``calibrate``: can a model be linked, how, and with how little recomputation?"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from kvlinker.cli.bench.common import MODEL_OPTIONS, Split
+from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_bar
+from kvlinker.cli.options import settings_options
+from kvlinker.config import Settings, load_settings
+
+
+def check(
+    model: Annotated[str, typer.Argument(help="Local path or Hugging Face hub id.")],
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
+) -> None:
+    """Compare kvlinker's computation with the model's own, a verdict per check."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvlinker.embedded.model.selftest import self_test
+    from kvlinker.engine.model_files import read_model
+
+    with failures(BAD_USAGE):
+        settings = load_settings(model=model, trust_remote_code=trust_remote_code)
+    with failures():
+        transformer, _ = read_model(settings)
+        checks = self_test(transformer)
+    table = Table("check", "what is compared with the model's own forward pass", "relative error", "allowed", "verdict")
+    for item in checks:
+        verdict = "[green]passed[/]" if item.passed else "[red]failed[/]"
+        table.add_row(item.name, item.meaning, f"{item.error:.1e}", f"{item.tolerance:.0e}", verdict)
+    Console().print(table)
+    if not all(item.passed for item in checks):
+        typer.echo(f"{model} cannot be linked exactly.", err=True)
+        raise typer.Exit(FAILURE)
+    typer.echo(f"{model} can be linked.")
+
+
+def policies(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as GET /v1/policies answers it.")] = False,
+) -> None:
+    """List the linking policies: how each is written, what it does, and what its parameters may be."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvlinker import linking
+
+    described = [policy.describe() for policy in linking.known_policies().values()]
+    if as_json:
+        typer.echo(json.dumps(described, indent=2, ensure_ascii=False))
+        return
+    table = Table("policy", "what it recomputes", "parameters", show_lines=True)
+    for policy in described:
+        parameters = "\n".join(f"{row['name']}: {_allowed(row)}" for row in policy["parameters"])
+        table.add_row(policy["usage"].replace("[", "\\["), policy["description"], parameters)
+    Console().print(table)
+    typer.echo("Policies are joined with +, as in query-5+legolink-4: what any of them wants is recomputed.")
+
+
+@settings_options(*MODEL_OPTIONS)
+def calibrate(
+    settings: Settings,
+    policy: Annotated[
+        str, typer.Argument(help="A policy with {} for the number, such as cachecraft-{}-focus or legolink-{}.")
+    ] = "cachecraft-{}",
+    target: Annotated[float, typer.Option(min=0, max=2, help="Wanted score, as a share of full prefill's.")] = 0.95,
+    values: Annotated[
+        str | None,
+        typer.Option(help="Numbers to try, with commas between; by default some from the range that the policy takes."),
+    ] = None,
+    dataset: Annotated[
+        str, typer.Option(help="Validation set: reader, or a file of questions as bench quality takes it.")
+    ] = "reader",
+    limit: Annotated[int | None, typer.Option(min=1, help="Most examples.")] = None,
+    split: Split = "semantic",
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per chunk.")] = 512,
+) -> None:
+    """Find the setting of a policy that recomputes least and still reaches a quality, on a validation set."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvlinker.research.bench.subject import make_subject
+    from kvlinker.research.evaluation.answers import Examiner
+    from kvlinker.research.evaluation.calibration import calibrate, settings_of, trial_values
+    from kvlinker.research.evaluation.contexts import ContextSplit, ContextSplitter
+    from kvlinker.research.evaluation.datasets import load_dataset
+
+    with failures(BAD_USAGE):
+        policies = settings_of(policy, trial_values(policy) if values is None else values.split(","))
+        subject = make_subject(settings, shape=None, command="kvlinker calibrate")
+        with subject.llm(disk_space=0) as llm, progress_bar() as advance:
+            splitter = ContextSplitter(llm.builder.encoder, ContextSplit(split), chunk_tokens)
+            examples = load_dataset(dataset, splitter, limit=limit).examples
+            found = calibrate(Examiner(llm), examples, policies, target=target, progress=advance)
+    table = Table("policy", "examples", "score", "of full", "recomputed")
+    for setting in found.settings:
+        style = "bold" if setting == found.chosen else ""
+        row = (f"{setting.score:.3f}", f"{setting.of_full:.1%}", f"{setting.recomputed_fraction:.1%}")
+        table.add_row(setting.policy, str(setting.n), *row, style=style)
+    Console().print(table)
+    if found.skipped:
+        typer.echo(f"{len(found.skipped)} examples skipped, the first: {found.skipped[0].reason}", err=True)
+    if found.chosen is None:
+        typer.echo(f"None of them reaches {target:.0%} of full's score. Try other --values.", err=True)
+        raise typer.Exit(FAILURE)
+    typer.echo(f"{found.chosen.policy} reaches {target:.0%} of full's score with the least recomputation.")
+
+
+def _allowed(parameter: dict[str, object]) -> str:
+    default = "" if parameter["default"] is None else f", {parameter['default']} by default"
+    if parameter["type"] == "choice":
+        values = parameter["values"]
+        assert isinstance(values, list)
+        return f"{' or '.join(values)}{default}"
+    return f"{parameter['meaning']}, {parameter['minimum']:g} to {parameter['maximum']:g}{default}"

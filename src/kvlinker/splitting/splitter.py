@@ -1,0 +1,100 @@
+"""Splitters by name: what one is, the decorator that registers it, and where all of them are found."""
+
+from __future__ import annotations
+
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from inspect import getdoc
+from types import MappingProxyType
+from typing import ClassVar, TypeVar
+
+from kvlinker.errors import InvalidRequestError, did_you_mean
+from kvlinker.splitting import methods as shipped
+from kvlinker.splitting.limit import TokenLimit
+
+ENTRY_POINT_GROUP = "kvlinker.splitters"
+
+_registered: dict[str, type[Splitter]] = {}
+
+
+class Splitter(ABC):
+    """Cuts texts into pieces of one kind. Its docstring tells users what a piece is."""
+
+    name: ClassVar[str]
+    """The method's name in ``split_text`` and in requests."""
+
+    @abstractmethod
+    def split(self, text: str, limit: TokenLimit) -> Sequence[str]:
+        """The pieces of ``text`` in their order; joined, they must be ``text`` again.
+
+        ``text`` is not blank. ``limit`` counts tokens, and packs or cuts pieces. Pieces may be over the limit, or
+        blank: the caller cuts the former between words, and joins the latter to a neighbour.
+        """
+
+    @classmethod
+    def description(cls) -> str:
+        """What a piece is, in a sentence."""
+        return " ".join((getdoc(cls) or "").split())
+
+
+S = TypeVar("S", bound=type[Splitter])
+
+
+def register(splitter: S) -> S:
+    """Class decorator that makes ``splitter`` available under its ``name``.
+
+    Raises ValueError when another class has that name.
+    """
+    known = _registered.setdefault(splitter.name, splitter)
+    if known is not splitter:
+        raise ValueError(f"splitter {splitter.name!r} is registered already, by {known.__module__}")
+    return splitter
+
+
+def splitters() -> Mapping[str, type[Splitter]]:
+    """All registered splitters by name, installed plugins included, sorted."""
+    _load_all()
+    return MappingProxyType(dict(sorted(_registered.items())))
+
+
+def find_splitter(name: str) -> Splitter:
+    """The splitter of this name. Raises InvalidRequestError for an unknown one."""
+    known = splitters()
+    if name not in known:
+        raise InvalidRequestError(
+            f"'split.method' must be one of {', '.join(known)}, not {name!r}.{did_you_mean(name, known)}",
+            param="split.method",
+        )
+    return known[name]()
+
+
+def cut_at(text: str, ends: Iterable[int]) -> list[str]:
+    """The pieces of ``text`` between these positions, which ascend; joined, they are ``text``.
+
+    Blank text at the beginning goes with the piece after it, other blank text with the piece before.
+    """
+    pieces: list[str] = []
+    start = 0
+    for end in ends:
+        if not text[start:end].isspace() and start < end:
+            pieces.append(text[start:end])
+            start = end
+    rest = text[start:]
+    if pieces and not rest.strip():
+        pieces[-1] += rest
+    elif rest:
+        pieces.append(rest)
+    return pieces
+
+
+@cache
+def _load_all() -> None:
+    """Import every module that registers splitters: those that ship with kvlinker, and installed plugins."""
+    for module in pkgutil.iter_modules(shipped.__path__, f"{shipped.__name__}."):
+        import_module(module.name)
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        entry_point.load()
