@@ -1,4 +1,4 @@
-"""Training sequences: token ids and what is learned at each position.
+"""Makes training sequences: token ids and what is learned at each position.
 
 A conversation has the format of the chat template. The first user turn of a context holds passages,
 each tokenised by itself as a chunk cache would, then a question; further questions follow in
@@ -14,17 +14,16 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from training import prose
-from training.questions import KINDS, Question, World
-from training.settings import WorldSettings
+from training.questions import KINDS, Question, World, WorldSettings
 from training.tokenizer import ASSISTANT, BOS, END, PAD, SPECIAL_TOKENS, SYSTEM, USER, VOCABULARY_SIZE
 from training.vocabulary import WORLD_WORDS
 from training.worlds import build_world
 
 IGNORED, LANGUAGE, ANSWER = 0, 1, 2
-"""What a token is to the loss: nothing, language modelling, or an answer to no question of any kind."""
+"""Roles of a token in the loss: none, language modelling, or an answer to no question of any kind."""
 
 ANSWERS = {kind: ANSWER + 1 + i for i, kind in enumerate(KINDS)}
-"""The same for answers to questions of a kind; all answers are `ANSWER` or above."""
+"""Roles of answers to questions of a kind; all answers are `ANSWER` or above."""
 
 SYSTEM_PROMPTS = (
     "Answer the question from the passages.",
@@ -38,8 +37,8 @@ SYSTEM_PROMPTS = (
 _INSTRUCTIONS = ("Context:\n\n", "Passages:\n\n", "Read the following passages.\n\n")
 
 
-class Sequence(NamedTuple):
-    """Token ids and their roles (`IGNORED`, `LANGUAGE`, `ANSWER` or one of `ANSWERS`), both `length` long."""
+class TrainingSequence(NamedTuple):
+    """Holds token ids and their roles (`IGNORED`, `LANGUAGE`, `ANSWER` or one of `ANSWERS`), both `length` long."""
 
     ids: list[int]
     roles: list[int]
@@ -47,7 +46,7 @@ class Sequence(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a stage of training reads; shares are probabilities per sequence."""
+    """Describes what a stage of training reads; shares are probabilities per sequence."""
 
     length: int
     worlds: WorldSettings
@@ -55,11 +54,11 @@ class Mixture:
     repeated_share: float = 0.0
     inner_bos_share: float = 0.4
     recap_share: float = 0.0
-    """Contexts that end with some of their facts in other words: "To sum up, ..."."""
+    """The share of contexts that end with some of their facts in other words: "To sum up, ..."."""
     loose_share: float = 0.0
-    """Contexts whose passages end with a single line break instead of an empty line."""
+    """The share of contexts whose passages end with a single line break instead of an empty line."""
     context_share: tuple[float, float] = (0.3, 0.75)
-    """The passages' share of the sequence; smaller ones leave room for a second context."""
+    """Bounds of the passages' share of the sequence; smaller ones leave room for a second context."""
 
 
 class SequenceMaker:
@@ -71,8 +70,8 @@ class SequenceMaker:
         vocabulary = tokenizer.get_vocab()
         self.words = [vocabulary["Ġ" + word] for word in WORLD_WORDS]
 
-    def make(self, rng: random.Random) -> Sequence:
-        """One sequence of exactly `mixture.length` tokens, padded where nothing more fits."""
+    def make(self, rng: random.Random) -> TrainingSequence:
+        """Make one sequence of exactly `mixture.length` tokens, padded where nothing more fits."""
         mixture = self.mixture
         draw = rng.random()
         if draw < mixture.prose_share:
@@ -82,10 +81,10 @@ class SequenceMaker:
         else:
             ids, roles = self._conversation(rng)
         missing = mixture.length - len(ids)
-        return Sequence(ids + [PAD] * missing, roles + [IGNORED] * missing)
+        return TrainingSequence(ids + [PAD] * missing, roles + [IGNORED] * missing)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text by itself, without special tokens around it."""
+        """Return the token ids of a text by itself, without special tokens around it."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -100,7 +99,7 @@ class SequenceMaker:
         return ids, [IGNORED if token == BOS else LANGUAGE for token in ids]
 
     def _repeated(self, rng: random.Random) -> tuple[list[int], list[int]]:
-        """Segments that recur; only the recurrences are learned, as if they were answers.
+        """Make segments that recur; only the recurrences are learned, as if they were answers.
 
         A sequence has segments of prose, of world words, or of any tokens.
         """
@@ -123,7 +122,7 @@ class SequenceMaker:
         return ids[:length], roles[:length]
 
     def _conversation(self, rng: random.Random) -> tuple[list[int], list[int]]:
-        """Contexts with questions until the sequence is full."""
+        """Make contexts with questions until the sequence is full."""
         length = self.mixture.length
         ids, roles = [BOS], [IGNORED]
         if rng.random() < 0.4 and length >= 200:
@@ -166,7 +165,7 @@ class SequenceMaker:
                 return ids, roles
 
     def _recap(self, questions: list[Question]) -> tuple[list[int], list[int]]:
-        """A passage that states facts again; their values are learned as answers."""
+        """Make a passage that states facts again; their values are learned as answers."""
         ids = self.encode("To sum up:")
         roles = [IGNORED] * len(ids)
         for question in questions:
@@ -178,7 +177,7 @@ class SequenceMaker:
         return ids + end, roles + [IGNORED] * len(end)
 
     def _context(self, rng: random.Random, world: World, inner: bool) -> tuple[list[int], list[int]]:
-        """An open user turn with the passages of a world."""
+        """Make an open user turn with the passages of a world."""
         ids, roles = [USER], [IGNORED]
         if rng.random() < 0.2:
             ids += self.encode(rng.choice(_INSTRUCTIONS))

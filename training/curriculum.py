@@ -1,4 +1,4 @@
-"""The stages of training, in order, from one short passage to long contexts.
+"""Lists the stages of training, in order, from one short passage to long contexts.
 
 Many passages, relations and wordings at once do not train from the start: the model first learns to
 bind an answer to its subject in short contexts, then in longer and more varied ones.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from training.conversations import Mixture
-from training.settings import WorldSettings
+from training.questions import WorldSettings
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A mixture of data and how to learn from it.
+    """Describes a mixture of data and how to learn from it.
 
     Learning rates run linearly from `muon_lr[0]` to `muon_lr[1]`, and those of AdamW in proportion.
     The stage ends after `steps`, or when the running answer accuracy reaches `until`.

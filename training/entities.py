@@ -1,4 +1,4 @@
-"""The people, cities and companies of a world, and what is said about them."""
+"""Draws the people, cities and companies of a world, and says things about them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import random
 from typing import NamedTuple
 
 from training import vocabulary as words
+from training.questions import WorldSettings
 from training.relations import Relation
-from training.settings import WorldSettings
 
 
 class Entity(NamedTuple):
-    """A person, city or company, with the words that refer back to it."""
+    """Holds a person, city or company, with the words that refer back to it."""
 
     name: str
     pronouns: tuple[str, ...]
@@ -28,7 +28,7 @@ class Cast:
         self._taken: set[str] = set()
 
     def person(self) -> Entity:
-        """A new person; some share the first name of an earlier one, and a few the surname."""
+        """Draw a new person; some share the first name of an earlier one, and a few the surname."""
         rng, settings = self.rng, self.settings
         while True:
             woman = rng.random() < 0.5
@@ -54,7 +54,7 @@ class Cast:
                 return person
 
     def place(self, name: str, relation: str) -> Entity | None:
-        """The city or company that is the value of a relation, or None if the world has met it."""
+        """Draw the city or company that is the value of a relation; None if the world has met it."""
         if name in self._taken:
             return None
         self._taken.add(name)
@@ -62,7 +62,7 @@ class Cast:
         return Entity(name, ("It", f"The {noun}", f"This {noun}"))
 
     def value(self, relation: Relation) -> str:
-        """A value for the relation, nearly always one that the world has not used yet."""
+        """Draw a value for the relation, nearly always one that the world has not used yet."""
         rng = self.rng
         while True:
             value = rng.choice(relation.values)
@@ -74,15 +74,15 @@ class Cast:
                 return value
 
     def phrase(self, phrasings: tuple[str, ...]) -> str:
-        """One of the wordings in use."""
+        """Draw one of the wordings in use."""
         return self.rng.choice(phrasings[: self.settings.phrasings])
 
     def statement(self, subject: str, relation: Relation, value: str) -> str:
-        """A sentence that states the relation of a subject, given by name."""
+        """Make a sentence that states the relation of a subject, given by name."""
         return _sentence(self.phrase(relation.statements), subject, value)
 
     def referring_statement(self, entity: Entity, relation: Relation, value: str, follows: bool) -> str:
-        """The same behind a pronoun, or, where no sentence of the entity stands directly before, another reference."""
+        """Make the same behind a pronoun, or behind another reference where the sentence before is of others."""
         rng = self.rng
         able = tuple(s for s in relation.statements if s.startswith("{s}"))
         subject = entity.pronouns[0]
@@ -91,7 +91,7 @@ class Cast:
         return _sentence(self.phrase(able), subject, value)
 
     def question(self, entity: Entity, relation: Relation) -> str:
-        """A question about the relation of an entity."""
+        """Make a question about the relation of an entity."""
         return self.phrase(relation.questions).format(s=entity.name)
 
 

@@ -1,4 +1,4 @@
-"""Exact match of the reader on worlds of people it never met.
+"""Measures the reader's exact match on worlds of people it never met.
 
 Run as ``python -m training.evaluate FOLDER``. Each prompt is a fresh conversation in the chat
 format: passages tokenised one by one, one question, and the model's greedy answer, which must equal
@@ -19,16 +19,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from training.prose import held_out_paragraphs
-from training.questions import KINDS, Kind
-from training.settings import WorldSettings
+from training.questions import KINDS, Kind, WorldSettings
 from training.tokenizer import ASSISTANT, BOS, END, PAD, USER
 from training.worlds import build_world
 
 _WORDS_PER_TOKEN = 1 / 1.45
 
 
-class Prompt(NamedTuple):
-    """Token ids of a conversation up to the answer, and of the answer with its end token.
+class HeldOutPrompt(NamedTuple):
+    """Holds the token ids of a conversation up to the answer, and of the answer with its end token.
 
     `passages` are the numbers of tokens of the passages, which stand behind the first two tokens.
     """
@@ -46,10 +45,10 @@ def held_out_prompts(
     tokens: tuple[int, int],
     settings: WorldSettings,
     seed: int = 0,
-) -> list[Prompt]:
-    """`count` prompts of one kind whose lengths lie within `tokens`, from held-out worlds."""
+) -> list[HeldOutPrompt]:
+    """Make `count` prompts of one kind whose lengths lie within `tokens`, from held-out worlds."""
     rng = random.Random(f"held out/{seed}/{kind}")
-    prompts: list[Prompt] = []
+    prompts: list[HeldOutPrompt] = []
     while len(prompts) < count:
         budget = int(rng.uniform(*tokens) * _WORDS_PER_TOKEN)
         world = build_world(rng, replace(settings.about(kind), held_out=True), budget)
@@ -63,13 +62,13 @@ def held_out_prompts(
         ids += [END, ASSISTANT]
         if tokens[0] <= len(ids) <= tokens[1]:
             answer = tokenizer.encode(question.answer, add_special_tokens=False)
-            prompts.append(Prompt(ids, [*answer, END], kind, [len(chunk) for chunk in chunks]))
+            prompts.append(HeldOutPrompt(ids, [*answer, END], kind, [len(chunk) for chunk in chunks]))
     return prompts
 
 
 @torch.inference_mode()
-def exact_matches(model: PreTrainedModel, prompts: Sequence[Prompt], alone: bool = False, batch: int = 8) -> int:
-    """How many greedy answers are right: all their tokens must be the most likely ones.
+def exact_matches(model: PreTrainedModel, prompts: Sequence[HeldOutPrompt], alone: bool = False, batch: int = 8) -> int:
+    """Count the greedy answers that are right: all their tokens must be the most likely ones.
 
     With `alone`, passages do not attend to each other, as if their KV had been computed apart.
     """
@@ -92,8 +91,8 @@ def exact_matches(model: PreTrainedModel, prompts: Sequence[Prompt], alone: bool
     return right
 
 
-def _passages_apart(prompt: Prompt, length: int) -> torch.Tensor:
-    """Which token [length, 1] sees which [1, length]: passages see the first two tokens and themselves."""
+def _passages_apart(prompt: HeldOutPrompt, length: int) -> torch.Tensor:
+    """Say which token [length, 1] sees which [1, length]: passages see the first two tokens and themselves."""
     passage = torch.zeros(length, dtype=torch.long)
     inside = torch.repeat_interleave(torch.arange(1, len(prompt.passages) + 1), torch.tensor(prompt.passages))
     passage[2 : 2 + len(inside)] = inside
@@ -102,8 +101,8 @@ def _passages_apart(prompt: Prompt, length: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def first_token_attention(model: PreTrainedModel, prompts: Sequence[Prompt]) -> list[float]:
-    """Mean attention on the first token per layer, over heads and the prompts' last 32 tokens."""
+def first_token_attention(model: PreTrainedModel, prompts: Sequence[HeldOutPrompt]) -> list[float]:
+    """Return the mean attention on the first token per layer, over heads and the prompts' last 32 tokens."""
     model.set_attn_implementation("eager")
     shares = [
         torch.stack(
@@ -120,7 +119,7 @@ def first_token_attention(model: PreTrainedModel, prompts: Sequence[Prompt]) -> 
 
 @torch.inference_mode()
 def prose_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int = 512, count: int = 20) -> float:
-    """Nats per token on prose that training never read, in `count` sequences of `tokens` tokens."""
+    """Return the nats per token on prose that training never read, in `count` sequences of `tokens` tokens."""
     ids: list[int] = []
     for paragraph in held_out_paragraphs():
         ids += tokenizer.encode(paragraph + "\n\n", add_special_tokens=False)
@@ -133,7 +132,7 @@ def prose_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, token
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--count", type=int, default=200, help="prompts per kind")
@@ -151,7 +150,7 @@ def main() -> None:
     settings = WorldSettings(invented_share=arguments.invented)
     low, high = arguments.tokens
     print(f"{arguments.model}: {arguments.count} prompts per kind, {low} to {high} tokens, {dtype}")
-    prompts: list[Prompt] = []
+    prompts: list[HeldOutPrompt] = []
     right: list[int] = []
     print(f"{'kind':10} exact  passages read alone")
     for kind in arguments.kinds:

@@ -1,4 +1,4 @@
-"""Initial weights that already hold circuits for copying and for binding facts to their subjects.
+"""Makes initial weights that already hold circuits for copying and for binding facts to their subjects.
 
 From random weights a model of this size spends most of a short training finding out that text
 repeats and that a fact belongs to the name before it. Here layer 0 starts with a head that notes
@@ -52,7 +52,7 @@ _VALUES = (
 
 
 def initial_reader(tokenizer: Tokenizer, seed: int) -> Reader:
-    """A fresh model; a word's tokens with and without leading space start out alike."""
+    """Make a fresh model; a word's tokens with and without leading space start out alike."""
     torch.manual_seed(seed)
     reader = Reader(ModelSettings())
     with torch.no_grad():
@@ -75,13 +75,13 @@ def initial_reader(tokenizer: Tokenizer, seed: int) -> Reader:
 
 
 def _orthonormal(rows: int, columns: int) -> Tensor:
-    """Random orthonormal rows."""
+    """Draw random orthonormal rows."""
     basis: Tensor = torch.linalg.qr(torch.randn(columns, rows))[0]
     return basis.T
 
 
 def _set_embeddings(reader: Reader, tokenizer: Tokenizer, place: Tensor, size: Tensor) -> None:
-    """Embeddings with notes left blank and a constant; the head is parallel to their content.
+    """Set embeddings, with notes left blank and a constant; the head is parallel to their content.
 
     Ages go in order along the direction `size` of the content. Special tokens are no places.
     """
@@ -112,7 +112,7 @@ def _set_embeddings(reader: Reader, tokenizer: Tokenizer, place: Tensor, size: T
 
 
 def _set_previous_token_head(attention: Attention, projection: Tensor) -> None:
-    """Query head 0 looks one position back, and writes the token's projection into the note."""
+    """Have query head 0 look one position back, and write the token's projection into the note."""
     settings = attention.settings
     half = settings.head_dim // 2
     turns = settings.rope_theta ** (-torch.arange(_FAST) / half)  # radians per position
@@ -129,7 +129,7 @@ def _set_previous_token_head(attention: Attention, projection: Tensor) -> None:
 
 
 def _set_last_word_head(attention: Attention, group: int, flag: int, projection: Tensor, note: slice) -> None:
-    """The first query head of a key-value group looks at the nearest word with a flag, and notes it."""
+    """Have the first query head of a key-value group look at the nearest word with a flag, and note it."""
     settings = attention.settings
     size, half = settings.head_dim, settings.head_dim // 2
     head = 2 * group * size
@@ -157,7 +157,7 @@ def _set_copying_heads(
     strength: float,
     preference: float,
 ) -> None:
-    """The first heads of two key-value groups attend where `noted` equals the projection of `asked`.
+    """Have the first heads of two key-value groups attend where `noted` equals the projection of `asked`.
 
     Each group compares one half of the noted dimensions, prefers values by `preference`, and copies
     content by half of the rows of `copied`.
@@ -186,7 +186,7 @@ def _set_copying_heads(
 
 
 def _set_choosing_head(attention: Attention, copied: Tensor, size: Tensor) -> None:
-    """Query head 0 looks at the last surnames and copies; its keys tell what `size` their facts have."""
+    """Have query head 0 look at the last surnames and copy; its keys tell what `size` their facts have."""
     settings = attention.settings
     half = settings.head_dim // 2
     q, k, v, o = _weights(attention)

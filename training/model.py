@@ -1,17 +1,20 @@
-"""A Llama for training on a CPU: the same parameters as `LlamaForCausalLM`, fewer operations.
+"""Defines a Llama for training on a CPU, with the parameters of `LlamaForCausalLM` but fewer operations.
 
-Parameter names equal those of Hugging Face, so a state dictionary moves over unchanged. Called by
-`train`; everything else uses the exported model.
+Parameter names equal those of Hugging Face, so a state dictionary moves over unchanged. Called by `train`, which
+exports it; everything else uses the exported model.
 """
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from training.tokenizer import BOS, END, PAD, VOCABULARY_SIZE
 
@@ -20,7 +23,7 @@ _QUERY_BLOCK = 64
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The reader's shape."""
+    """Describes the reader's shape."""
 
     vocab_size: int = VOCABULARY_SIZE
     hidden_size: int = 256
@@ -34,7 +37,7 @@ class ModelSettings:
     max_position_embeddings: int = 4096
 
     def hugging_face(self) -> dict[str, Any]:
-        """The keyword arguments of `transformers.LlamaConfig`."""
+        """Return the keyword arguments of `transformers.LlamaConfig`."""
         arguments = asdict(self)
         theta = arguments.pop("rope_theta")
         return arguments | {
@@ -47,7 +50,7 @@ class ModelSettings:
 
 
 class Linear(nn.Linear):
-    """A linear map without bias that computes in its input's precision."""
+    """Applies a linear map without bias, in its input's precision."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -57,7 +60,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation, computed in float32."""
+    """Normalises by the root mean square, in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -71,13 +74,13 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [batch, heads, tokens, dim] by tables [tokens, dim] or [batch, 1, tokens, dim]."""
+    """Rotate x [batch, heads, tokens, dim] by tables [tokens, dim] or [batch, 1, tokens, dim]."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention over [batch, heads, tokens, dim], in blocks of queries that fit into the cache.
+    """Attend over [batch, heads, tokens, dim], in blocks of queries that fit into the cache.
 
     Under `torch.compile` on one core this is up to twice as fast as the flash kernel.
     """
@@ -91,7 +94,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attention_at(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """Attention of queries [batch, heads, n, dim] at positions [batch, n] over all tokens up to them."""
+    """Attend with queries [batch, heads, n, dim] at positions [batch, n] to all tokens up to them."""
     tokens = torch.arange(k.shape[2])
     outputs: list[Tensor] = []
     for start in range(0, q.shape[2], _QUERY_BLOCK):
@@ -107,7 +110,7 @@ def _block_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention, with the attention that sampled queries pay to token 0."""
+    """Computes causal grouped-query attention, with the attention that sampled queries pay to token 0."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -120,7 +123,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, probes: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Output [batch, n, size] and -log(attention on token 0) [batch, heads, probes].
+        """Return the output [batch, n, size] and -log(attention on token 0) [batch, heads, probes].
 
         Queries are all n = tokens of x [batch, tokens, size], or those at `positions` [batch, n] only.
         `probes` are indices of queries.
@@ -153,12 +156,12 @@ class Attention(nn.Module):
 
 
 def take(x: Tensor, positions: Tensor) -> Tensor:
-    """Rows [batch, n, size] of x [batch, tokens, size] at positions [batch, n]."""
+    """Return the rows [batch, n, size] of x [batch, tokens, size] at positions [batch, n]."""
     return x.gather(1, positions[:, :, None].expand(-1, -1, x.shape[2]))
 
 
 class MLP(nn.Module):
-    """The gated feed-forward network."""
+    """Computes the gated feed-forward network."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -172,7 +175,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer."""
+    """Computes one decoder layer."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -184,14 +187,14 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, probes: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The layer's output at all positions or at some, and what `Attention` says of token 0."""
+        """Return the layer's output at all positions or at some, and what `Attention` says of token 0."""
         attended, missed = self.self_attn(self.input_layernorm(x), cos, sin, probes, positions)
         x = attended + (x if positions is None else take(x, positions))
         return x + self.mlp(self.post_attention_layernorm(x)), missed
 
 
 class Decoder(nn.Module):
-    """Embeddings, layers and the last norm."""
+    """Holds embeddings, layers and the last norm."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -200,14 +203,14 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(settings.hidden_size, settings.rms_norm_eps)
 
     def attention(self, layer: int) -> Attention:
-        """The attention of a layer."""
+        """Return the attention of a layer."""
         block = self.layers[layer]
         assert isinstance(block, Block)
         return block.self_attn
 
 
 class Reader(nn.Module):
-    """The trainable model; `hidden` and `logits` are separate so that few logits are computed."""
+    """Holds the trainable model; `hidden` and `logits` are separate so that few logits are computed."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -221,7 +224,7 @@ class Reader(nn.Module):
                 nn.init.normal_(parameter, std=0.02 if "head" in name else 0.06)
 
     def hidden(self, ids: Tensor, probes: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Last hidden states [batch, n, size] of ids [batch, tokens] at positions [batch, n].
+        """Return the last hidden states [batch, n, size] of ids [batch, tokens] at positions [batch, n].
 
         Also, for layers >= 1, -log(attention on token 0) [layers - 1, batch, heads, probes] at the
         probed tokens (in the last layer, which computes only `positions`, at some of those).
@@ -243,6 +246,22 @@ class Reader(nn.Module):
         return self.model.norm(x), torch.stack(sinks[1:])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits of hidden states, in float32."""
+        """Return the next-token logits of hidden states, in float32."""
         out: Tensor = self.lm_head(hidden).float()
         return out
+
+
+def export(reader: Reader, tokenizer: Path, target: Path) -> None:
+    """Put model, configuration and tokenizer files into `target` in the Hugging Face format, each in one move."""
+    config = LlamaConfig(**reader.settings.hugging_face())
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.load_state_dict(reader.state_dict())
+    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=END, pad_token_id=PAD, do_sample=False)
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".reader-") as folder:
+        model.save_pretrained(folder)
+        for path in sorted(tokenizer.iterdir()):
+            (Path(folder) / path.name).write_bytes(path.read_bytes())
+        for path in sorted(Path(folder).iterdir()):
+            path.chmod(0o644)
+            path.replace(target / path.name)

@@ -1,4 +1,4 @@
-"""Prose for language modelling and for filler between facts.
+"""Makes prose for language modelling and for filler between facts.
 
 Two sources, both free to use: sentences from a small grammar (`grammar_sentence`), and English text
 that comes with every Python installation under the PSF licence (`library_paragraphs`: docstrings of
@@ -55,7 +55,7 @@ _REASONS = _phrases(
 
 
 def grammar_sentence(rng: random.Random) -> str:
-    """One sentence of plain English that mentions no named entity and no pronoun."""
+    """Make one sentence of plain English that mentions no named entity and no pronoun."""
     place, thing, people = rng.choice(_PLACES), rng.choice(_THINGS), rng.choice(_PEOPLE)
     time, did, verb = rng.choice(_TIMES), rng.choice(_DID), rng.choice(_VERBS)
     reason, weather = rng.choice(_REASONS), rng.choice(_WEATHER)
@@ -76,19 +76,19 @@ def grammar_sentence(rng: random.Random) -> str:
 
 @cache
 def library_paragraphs() -> tuple[str, ...]:
-    """The library's paragraphs for training."""
+    """Return the library's paragraphs for training."""
     return tuple(p for p in _paragraphs() if not is_held_out(p))
 
 
 def held_out_paragraphs() -> tuple[str, ...]:
-    """One paragraph in ten, which training never reads, not even as a part of another."""
+    """Return one paragraph in ten, which training never reads, not even as a part of another."""
     read = "\n".join(library_paragraphs())
     return tuple(p for p in _paragraphs() if is_held_out(p) and p not in read)
 
 
 @cache
 def _paragraphs() -> tuple[str, ...]:
-    """Paragraphs of at least 60 characters from the standard library's docstrings and topics."""
+    """Return paragraphs of at least 60 characters from the standard library's docstrings and topics."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: list[str] = []
     for path in sorted(root.rglob("*.py")):
@@ -114,7 +114,7 @@ def _paragraphs() -> tuple[str, ...]:
 
 @cache
 def library_sentences() -> tuple[str, ...]:
-    """Sentences of 5 to 25 words from `library_paragraphs`, for use as filler."""
+    """Return sentences of 5 to 25 words from `library_paragraphs`, for use as filler."""
     found: dict[str, None] = {}
     for paragraph in library_paragraphs():
         for sentence in re.split(r"(?<=[.!?]) +(?=[A-Z])", paragraph):
@@ -124,14 +124,14 @@ def library_sentences() -> tuple[str, ...]:
 
 
 def filler_sentence(rng: random.Random, library_share: float) -> str:
-    """A sentence that says nothing about the world's entities."""
+    """Make a sentence that says nothing about the world's entities."""
     if rng.random() < library_share:
         return rng.choice(library_sentences())
     return grammar_sentence(rng)
 
 
 def paragraph(rng: random.Random) -> str:
-    """A paragraph for plain language modelling: three in four from the library."""
+    """Draw a paragraph for plain language modelling: three in four from the library."""
     if rng.random() < 0.75:
         return rng.choice(library_paragraphs())
     return " ".join(grammar_sentence(rng) for _ in range(rng.randint(3, 7)))

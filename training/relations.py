@@ -1,4 +1,4 @@
-"""Relations between entities, with the sentences that state them and the questions about them.
+"""Lists relations between entities, with the sentences that state them and the questions about them.
 
 `worlds` draws facts from `PERSON_RELATIONS`, `CITY_RELATIONS` and `COMPANY_RELATIONS`, and two-hop
 questions from `BRIDGES`.
@@ -12,7 +12,7 @@ from training import vocabulary as words
 
 
 class Relation(NamedTuple):
-    """A relation; `{s}` stands for the subject, which comes first, and `{v}` for the value.
+    """Describes a relation; `{s}` stands for the subject, which comes first, and `{v}` for the value.
 
     The first statement and the first question are the canonical ones, used alone at the start of
     training.
@@ -25,7 +25,7 @@ class Relation(NamedTuple):
 
 
 class Bridge(NamedTuple):
-    """A question through an intermediate entity: `second` of (`first` of the subject)."""
+    """Describes a question through an intermediate entity: `second` of (`first` of the subject)."""
 
     first: str
     second: str

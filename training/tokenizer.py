@@ -1,4 +1,4 @@
-"""The reader's tokenizer: byte-level BPE in which every world word is a single token.
+"""Trains the reader's tokenizer: byte-level BPE in which every world word is a single token.
 
 Text is cut so that a chunk that ends with a line break can be tokenised alone or in context with
 the same result: runs of line breaks are words of their own. Run as ``python -m training.tokenizer
@@ -20,8 +20,8 @@ from tokenizers.trainers import BpeTrainer
 
 from training import prose
 from training import vocabulary as words
-from training.examples import FORMATS
 from training.relations import BRIDGES, RELATIONS
+from training.tasks import FORMATS
 
 VOCABULARY_SIZE = 4096
 SPECIAL_TOKENS = ("<s>", "<|end|>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
 
 
 def _corpus() -> Iterator[str]:
-    """Text for the merges: library prose, the sentences around facts, invented names.
+    """Yield text for the merges: library prose, the sentences around facts, invented names.
 
     The world's own words are left out: they have reserved tokens and need no merges.
     """
@@ -64,7 +64,7 @@ def _corpus() -> Iterator[str]:
 
 
 def train_tokenizer() -> Tokenizer:
-    """Learns merges, then fills the vocabulary up with the world words that have no token yet."""
+    """Learn merges, then fill the vocabulary up with the world words that have no token yet."""
     reserved = [*words.WORLD_WORDS, *(" " + w for w in words.WORLD_WORDS)]
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -102,7 +102,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes ``tokenizer.json``, its configuration, and the chat template."""
+    """Write ``tokenizer.json``, its configuration, and the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     configuration = {

@@ -22,9 +22,8 @@ from torch.nn import functional
 
 from training.conversations import ANSWER, ANSWERS, LANGUAGE, SequenceMaker
 from training.curriculum import AVERAGED, CURRICULUM, Stage
-from training.export import export
 from training.initialisation import initial_reader
-from training.model import Reader
+from training.model import Reader, export
 from training.tokenizer import END, PAD, save_tokenizer, train_tokenizer
 
 _LEARNED_SHARE = 0.25  # of a sequence's positions: its answers, and a sample of its other text
@@ -34,8 +33,8 @@ _SINK_ENOUGH = 0.6  # nor does anything in a layer whose mean attention on it is
 
 
 @dataclass
-class Progress:
-    """Where a run stands; saved with the checkpoint."""
+class RunState:
+    """Says where a run stands; it is saved with the checkpoint."""
 
     stage: int = 0
     step: int = 0
@@ -46,31 +45,31 @@ class Progress:
 
     @property
     def accuracy(self) -> float:
-        """The mean over kinds."""
+        """The mean accuracy over kinds."""
         return sum(self.accuracies.values()) / max(1, len(self.accuracies))
 
 
 class Losses(NamedTuple):
-    """The parts of a step's loss, and the accuracy of its answers."""
+    """Holds the parts of a step's loss, and the accuracy of its answers."""
 
     total: Tensor
     answer: float
     language: float
     attention: float
-    """On the first token, mean over layers >= 1."""
+    """Attention on the first token, the mean over layers >= 1."""
     accuracies: dict[str, float]
-    """Of each kind in the batch."""
+    """Accuracy of each kind in the batch."""
 
 
 class Start(NamedTuple):
-    """Where a run begins that goes on from a trained model: its folder, and the first stage to run."""
+    """Says where a run begins that goes on from a trained model: its folder, and the first stage to run."""
 
     model: Path
     stage: str
 
 
 def optimizers(reader: Reader) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embeddings, head and norms."""
+    """Make the optimizers: Muon for the matrices of the layers, AdamW for embeddings, head and norms."""
     matrices = [p for p in reader.model.layers.parameters() if p.dim() == 2]
     chosen = {id(p) for p in matrices}
     others = [p for p in reader.parameters() if id(p) not in chosen]
@@ -81,7 +80,7 @@ def optimizers(reader: Reader) -> list[torch.optim.Optimizer]:
 
 
 def batches(stage: Stage, tokenizer: Tokenizer, seed: int, start: int) -> Iterator[Tensor]:
-    """Batches [2, batch, length] of ids and roles, from step `start` on."""
+    """Yield batches [2, batch, length] of ids and roles, from step `start` on."""
     maker = SequenceMaker(tokenizer, stage.mixture)
     for step in range(start, stage.steps):
         rng = random.Random(f"{seed}/{stage.name}/{step}")
@@ -90,7 +89,7 @@ def batches(stage: Stage, tokenizer: Tokenizer, seed: int, start: int) -> Iterat
 
 
 def losses(reader: Reader, stage: Stage, batch: Tensor, generator: torch.Generator) -> Losses:
-    """The loss of a batch: answers, a sample of the language modelling, and the sinks."""
+    """Compute the loss of a batch: answers, a sample of the language modelling, and the sinks."""
     ids, roles = batch
     length = ids.shape[1]
     probes = torch.randint(8, length, (_PROBES,), generator=generator)
@@ -120,7 +119,7 @@ def losses(reader: Reader, stage: Stage, batch: Tensor, generator: torch.Generat
 
 
 def set_learning_rates(optimizers: list[torch.optim.Optimizer], stage: Stage, step: int) -> None:
-    """Linear in the step from the stage's first rate to its last, after a short warm-up."""
+    """Return the learning rate, linear in the step from the stage's first rate to its last, after a short warm-up."""
     first, last = stage.muon_lr
     rate = first + (last - first) * step / max(1, stage.steps - 1)
     rate *= min(1.0, (step + 1) / 20)
@@ -130,7 +129,7 @@ def set_learning_rates(optimizers: list[torch.optim.Optimizer], stage: Stage, st
 
 
 class Trainer:
-    """A run: model, optimizers and progress, with their checkpoint."""
+    """Runs the training: model, optimizers and progress, with their checkpoint."""
 
     def __init__(self, work: Path, seed: int, compiled: bool, start: Start | None = None) -> None:
         self.work = work
@@ -138,7 +137,7 @@ class Trainer:
         self.tokenizer = self._tokenizer(start)
         self.reader = initial_reader(self.tokenizer, seed)
         self.optimizers = optimizers(self.reader)
-        self.progress = Progress()
+        self.progress = RunState()
         if (work / "checkpoint.pt").exists():
             self._load()
         elif start is not None:
@@ -160,10 +159,10 @@ class Trainer:
         self.reader.load_state_dict(state["reader"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.progress = Progress(**state["progress"])
+        self.progress = RunState(**state["progress"])
 
     def save(self, product: Path | None) -> None:
-        """Writes the checkpoint, and the model for users if `product` is given."""
+        """Write the checkpoint, and the model for users if `product` is given."""
         state = {
             "reader": self.reader.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -176,7 +175,7 @@ class Trainer:
             export(self.reader, self.work / "tokenizer", product)
 
     def run(self, minutes: float, product: Path | None) -> None:
-        """Trains until the curriculum or the time is over; saves every two minutes."""
+        """Train until the curriculum or the time is over; save every two minutes."""
         started = saved = time.monotonic()
         while self.progress.stage < len(CURRICULUM):
             stage = CURRICULUM[self.progress.stage]
@@ -243,7 +242,7 @@ class Trainer:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--export", type=Path, help="folder of the model for users")

@@ -1,4 +1,4 @@
-"""The words that generated worlds are made of; each is a single token of the tokenizer.
+"""Lists the words that generated worlds are made of; each is a single token of the tokenizer.
 
 Called by `worlds`, which draws entities and values from these lists, and by `tokenizer`,
 which reserves a token for each word.
@@ -128,11 +128,11 @@ _CODAS = ("", *_words("l n r s t x nd lm rk st"))
 
 
 def invented_name(rng: random.Random) -> str:
-    """A capitalised name of two or three random syllables, usually several tokens long."""
+    """Make a capitalised name of two or three random syllables, usually several tokens long."""
     syllables = [rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.choice((2, 2, 3)))]
     return "".join(syllables).capitalize()
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a full name (or a format, or a paragraph) is kept out of training, by its checksum: one in ten."""
+    """Return whether a full name (or a format, or a paragraph) is kept out of training, by its checksum: one in ten."""
     return zlib.crc32(text.encode()) % 10 == 0

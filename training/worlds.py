@@ -1,4 +1,4 @@
-"""Generated worlds: passages about people, cities and companies, and questions on them.
+"""Generates worlds: passages about people, cities and companies, and questions on them.
 
 Nearly all people of a world share its few relations, so that an answer must be bound to its subject
 and cannot be guessed from its type. Some passages continue the one before them ("She also ..."):
@@ -12,13 +12,10 @@ import random
 from dataclasses import dataclass, field, replace
 
 from training import prose
-from training.comparisons import Aged, comparisons
 from training.entities import Cast, Entity
-from training.examples import answer_format, example_passage
-from training.haystacks import haystack
-from training.questions import Kind, Question, World
+from training.questions import Kind, Question, World, WorldSettings
 from training.relations import BRIDGES, CITY_RELATIONS, COMPANY_RELATIONS, PERSON_RELATIONS, RELATIONS, Relation
-from training.settings import WorldSettings
+from training.tasks import Aged, answer_format, comparisons, example_passage, haystack
 
 _HEADERS = ("Record {n}.", "Note {n}.", "Page {n}.", "From the files.", "Report {n}.", "Archive.")
 _LEADS = ("Continued.", "Continued.", "", "", "Further notes.", "More on this.")
@@ -32,7 +29,7 @@ _INTRODUCTIONS = (
 
 
 def build_world(rng: random.Random, settings: WorldSettings, word_budget: int) -> World:
-    """A world of about `word_budget` words of passages, at least one passage."""
+    """Build a world of about `word_budget` words of passages, at least one passage."""
     draw = rng.random()
     if (draw := draw - settings.needle_share) < 0:
         return haystack(Cast(rng, settings), word_budget)
@@ -48,7 +45,7 @@ def build_world(rng: random.Random, settings: WorldSettings, word_budget: int) -
 
 
 def _with_examples(rng: random.Random, settings: WorldSettings, word_budget: int) -> World:
-    """A world behind examples of how to answer, with all answers in their format."""
+    """Build a world behind examples of how to answer, with all answers in their format."""
     template = answer_format(rng, settings.held_out)
     builder = _WorldBuilder(rng, replace(settings, continued_share=0.0, pronoun_share=0.0))
     examples = example_passage(builder.cast, template, count=2)
@@ -59,7 +56,7 @@ def _with_examples(rng: random.Random, settings: WorldSettings, word_budget: int
 
 @dataclass
 class _Unit:
-    """Passages that stay together: one about an entity, and those that continue it."""
+    """Holds passages that stay together: one about an entity, and those that continue it."""
 
     passages: list[str]
     questions: list[Question]
@@ -80,19 +77,19 @@ class _WorldBuilder:
         self.fillers = rng.randint(0, settings.fillers)
 
     def plain(self, word_budget: int) -> World:
-        """People and their facts."""
+        """Build a world of people and their facts."""
         people = self._people(self._shared(), word_budget, None)
         return self._world([unit for _, unit in people], [], word_budget)
 
     def aged(self, word_budget: int) -> World:
-        """The same; ages are known, and compared."""
+        """Build the same; ages are known, and compared."""
         shared = list(dict.fromkeys([RELATIONS["age"], *self._shared()]))[: self.settings.relations]
         people = self._people(shared, word_budget, None)
         aged = [Aged(person, int(unit.values["age"])) for person, unit in people if "age" in unit.values]
         return self._world([unit for _, unit in people], comparisons(self.rng, aged), word_budget)
 
     def places(self, word_budget: int) -> World:
-        """Cities or companies and their facts, without people."""
+        """Build a world of cities or companies and their facts, without people."""
         first, relations = self.rng.choice((("home", CITY_RELATIONS), ("employer", COMPANY_RELATIONS)))
         units: list[_Unit] = []
         while sum(unit.words for unit in units) < word_budget and len(units) < self.settings.people:
@@ -102,7 +99,7 @@ class _WorldBuilder:
         return self._world(units, [], word_budget)
 
     def bridged(self, word_budget: int) -> World:
-        """The same; people have homes or employers, about which there are passages too."""
+        """Build a world whose people have homes or employers, about which there are passages too."""
         rng = self.rng
         first = rng.choice(BRIDGES).first
         bridges = [bridge for bridge in BRIDGES if bridge.first == first]
@@ -128,7 +125,7 @@ class _WorldBuilder:
         return self.rng.sample(PERSON_RELATIONS, self.settings.relations)
 
     def _people(self, shared: list[Relation], word_budget: int, bridged: str | None) -> list[tuple[Entity, _Unit]]:
-        """People with the shared relations, until the budget is used up; half of it for a bridged world."""
+        """Make people with the shared relations, until the budget is used up; half of it for a bridged world."""
         rng = self.rng
         people: list[tuple[Entity, _Unit]] = []
         count = 0
@@ -143,7 +140,7 @@ class _WorldBuilder:
         return people
 
     def _world(self, units: list[_Unit], questions: list[Question], word_budget: int) -> World:
-        """All units in random order, with prose between them where the budget leaves room."""
+        """Put all units in random order, with prose between them where the budget leaves room."""
         rng = self.rng
         questions = [*(q for unit in units for q in unit.questions), *questions]
         missing = word_budget - sum(unit.words for unit in units) - 20
@@ -155,7 +152,7 @@ class _WorldBuilder:
         return World(self._merge(units), questions)
 
     def _unit(self, entity: Entity, relations: list[Relation]) -> _Unit:
-        """The passages and questions that state `relations` of `entity`."""
+        """Make the passages and questions that state `relations` of `entity`."""
         rng, settings = self.rng, self.settings
         rng.shuffle(relations)
         cuts = [0, *(i for i in range(1, len(relations)) if rng.random() < settings.continued_share)]
@@ -187,7 +184,7 @@ class _WorldBuilder:
         return [self._sentence() for _ in range(self.rng.randint(0, most))]
 
     def _passage(self, facts: list[str], continued: bool) -> str:
-        """Facts in order with filler around them, and sometimes a header or a lead."""
+        """Make a passage of facts in order with filler around them, and sometimes a header or a lead."""
         rng, most = self.rng, self.fillers
         sentences: list[str] = []
         if continued:
@@ -205,7 +202,7 @@ class _WorldBuilder:
         return " ".join(s for s in sentences if s)
 
     def _merge(self, units: list[_Unit]) -> list[str]:
-        """All passages; sometimes two neighbours without continuations become one."""
+        """Return all passages; sometimes two neighbours without continuations become one."""
         passages: list[str] = []
         mergeable = False
         for unit in units:

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvlinker.cli import app, bench
+from kvlinker.cli import app
 from kvlinker.cli.bench import common
 from kvlinker.cli.options import settings_options
 from kvlinker.config import CONFIG_FILE_VARIABLE, Settings, load_settings
@@ -127,53 +127,16 @@ def test_commands_start_without_torch() -> None:
     """The help of every command, too: modules that are heavy are imported when a command runs."""
     code = """
 import contextlib, io, sys
-from kvlinker.cli import app, bench
-from kvlinker.cli.bench import common
+from kvlinker.cli import app
 for command in ("", "serve", "ingest", "caches ls", "bench ttft", "calibrate"):
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
         app([*command.split(), "--help"])
     assert "Usage" in shown.getvalue()
 heavy = {"torch", "transformers", "fastapi", "matplotlib", "sentencex", "kvlinker.llm", "kvlinker.store"}
-research = ("kvlinker.research", "kvlinker.research.bench", "kvlinker.research.evaluation", "kvlinker.research.figures")
-heavy |= {name for name in sys.modules if name.startswith(research)}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_benchmark_takes_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a command with the settings that it names, and found among the modules of its folder."""
-    (tmp_path / "nap.py").write_text(
-        '''"""How long a nap takes."""
-
-from kvlinker.cli.bench.common import register
-from kvlinker.config import Settings
-
-
-@register("threads")
-def nap(settings: Settings, minutes: int = 20) -> None:
-    """Sleep."""
-    print(f"{minutes} minutes with {settings.threads} threads")
-'''
-    )
-    registered = list(common.app.registered_commands)
-    monkeypatch.setattr(bench, "__path__", [*bench.__path__, str(tmp_path)])
-    try:
-        bench.load_all()
-        result = runner.invoke(app, ["bench", "nap", "--minutes", "5", "--threads", "2"])
-    finally:
-        common.app.registered_commands[:] = registered
-        sys.modules.pop("kvlinker.cli.bench.nap", None)
-    assert result.output == "5 minutes with 2 threads\n"
-
-
-@pytest.mark.parametrize(
-    ("policy", "text", "names"),
-    [
-        ("query-5", None, "full naive query-5 legolink-16 attnlink-16 random-15"),
-        ("legolink-16", None, "full naive legolink-16 attnlink-16 random-15"),
-        ("query-5", "naive, legolink-2,naive", "naive legolink-2"),
-    ],
-)
 def test_benchmarks_compare_the_policy_in_force(policy: str, text: str | None, names: str) -> None:
     assert " ".join(common.usual_policies(text, load_settings(policy=policy))) == names

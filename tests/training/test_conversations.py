@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer
-from training.conversations import ANSWERS, IGNORED, Sequence, SequenceMaker
+from training.conversations import ANSWERS, IGNORED, SequenceMaker, TrainingSequence
 from training.curriculum import CURRICULUM, Stage
 from training.tokenizer import ASSISTANT, BOS, END, PAD
 from training.train import batches
@@ -30,7 +30,7 @@ def test_sequences_are_full_and_start_with_bos(tokenizer: Tokenizer, stage: Stag
         assert all(role == IGNORED for token, role in zip(*sequence, strict=True) if token in (BOS, PAD))
 
 
-def conversations(tokenizer: Tokenizer, stage: Stage, count: int) -> list[Sequence]:
+def conversations(tokenizer: Tokenizer, stage: Stage, count: int) -> list[TrainingSequence]:
     """Sequences of a stage that are neither prose nor repeated segments."""
     mixture = replace(stage.mixture, prose_share=0.0, repeated_share=0.0)
     maker = SequenceMaker(tokenizer, mixture)

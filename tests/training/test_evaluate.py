@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from training.evaluate import Prompt, _passages_apart, held_out_prompts
-from training.questions import KINDS, Kind
-from training.settings import WorldSettings
+from training.evaluate import HeldOutPrompt, _passages_apart, held_out_prompts
+from training.questions import KINDS, Kind, WorldSettings
 from training.tokenizer import ASSISTANT, BOS, END, USER, save_tokenizer
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -37,7 +36,7 @@ def test_prompts_have_the_chat_format(loaded: PreTrainedTokenizerBase, kind: Kin
 
 
 def test_passages_apart_see_themselves_and_the_first_tokens() -> None:
-    prompt = Prompt([BOS, USER, 10, 11, 12, 13, 14, 20, END, ASSISTANT], [30, END], "single", [2, 3])
+    prompt = HeldOutPrompt([BOS, USER, 10, 11, 12, 13, 14, 20, END, ASSISTANT], [30, END], "single", [2, 3])
     visible = _passages_apart(prompt, 12)
     assert visible[3].nonzero()[:, 0].tolist() == [0, 1, 2, 3]
     assert visible[5].nonzero()[:, 0].tolist() == [0, 1, 4, 5]

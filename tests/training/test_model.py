@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from training.export import export
 from training.initialisation import initial_reader
-from training.model import Reader
+from training.model import Reader, export
 from training.tokenizer import save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

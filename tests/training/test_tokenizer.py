@@ -6,7 +6,7 @@ import random
 
 import pytest
 from tokenizers import Tokenizer
-from training.settings import WorldSettings
+from training.questions import WorldSettings
 from training.tokenizer import BOS, SPECIAL_TOKENS, VOCABULARY_SIZE
 from training.vocabulary import WORLD_WORDS
 from training.worlds import build_world

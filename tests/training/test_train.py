@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from training.conversations import Mixture
 from training.curriculum import Stage
-from training.settings import WorldSettings
+from training.questions import WorldSettings
 from training.tokenizer import save_tokenizer
 
 from training import train

@@ -7,9 +7,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from training.questions import KINDS, Kind, Question, World
+from training.questions import KINDS, Kind, Question, World, WorldSettings
 from training.relations import BRIDGES, RELATIONS, Relation
-from training.settings import WorldSettings
 from training.worlds import build_world
 
 from training import vocabulary as words

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvlinker.research.bench.measurement import Workload
 from kvlinker.research.bench.subject import Subject
-from kvlinker.research.bench.ttft import Workload
 from kvlinker.research.bench.vllm_ttft import COLUMNS, run_vllm_ttft
 from tests.server.serving import tiny_model
 from tests.vllm.conftest import HEAD_DIM

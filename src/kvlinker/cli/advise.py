@@ -1,25 +1,20 @@
-"""``kvlinker advise``: which tiers are fast enough to load from while a policy recomputes, and which is cheapest?"""
+"""``kvlinker advise``: which tier is fast enough to load from while a policy recomputes, and the cheapest of them?"""
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvlinker.cli.bench.common import MODEL_OPTIONS, Json, Shape, command_line, require_folders, show
-from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, progress_line, warn
+from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, progress_display, warn
 from kvlinker.cli.options import settings_options
 from kvlinker.config import SHARED_TIER_SETTINGS, Settings
-from kvlinker.research.advice import EXAMPLE_PRICES, parse_prices
+from kvlinker.research.advice.recommendation import EXAMPLE_PRICES, parse_prices
 
 if TYPE_CHECKING:
-    from kvlinker.research.advice import TierFigures
+    from kvlinker.research.advice.recommendation import TierFigures
     from kvlinker.research.bench.report import Row
 
 TIER_OPTIONS = ("state_dir", "host_memory", "disk_space", "disk_codec", *SHARED_TIER_SETTINGS)
@@ -67,50 +62,35 @@ def advise(
 ) -> None:
     """Measure this machine's prefill and its tiers, and recommend the cheapest tier whose loading the policy hides.
 
-    Samples are written to each configured tier, beside what it holds, read layer by layer, and removed. What is
-    measured is kept in the state directory, where servers begin with it.
+    Samples are written to each configured tier, beside what it holds, read as a prompt's chunks are, and removed.
     """
     from kvlinker.linking import parse_policy
-    from kvlinker.research.advice import recommended
-    from kvlinker.research.bench.advising import measure
+    from kvlinker.research.advice.measurement import advise as measure
+    from kvlinker.research.advice.recommendation import explain_recommendation, recommended
     from kvlinker.research.bench.subject import make_subject
 
-    with failures(BAD_USAGE), _ending_at_signals(), progress_line() as progress:
+    with failures(BAD_USAGE), progress_display() as progress:
         require_folders(json)
         prices = parse_prices(price or [])
         name = parse_policy(policy).name
         subject = make_subject(settings, shape=shape, command=command_line(), policy=name)
         length = context_tokens or min(DEFAULT_CONTEXT_TOKENS, subject.loaded.context_window - 1)
-        measured = measure(subject, settings, name, context_tokens=length, prices=prices, progress=progress)
-    chosen = recommended(measured.tiers)
-    rows: list[Row] = [_row(tier, chosen) for tier in measured.tiers]
-    prefill = {f"prefill_{length}_ms": round(1e3 * seconds, 1) for length, seconds in measured.prefill.items()}
-    report = subject.report(rows)
-    about = {"percent": round(measured.percent, 2), "context_tokens": length}
-    report = replace(report, settings=dict(report.settings) | about | prefill)
-    show(report, COLUMNS, json)
-    for tier, problem in measured.failed.items():
+        advice = measure(subject, settings, name, context_tokens=length, prices=prices, progress=progress)
+    chosen = recommended(advice.tiers)
+    report = subject.report([_row(tier, chosen) for tier in advice.tiers])
+    measured = {
+        "percent": round(advice.percent, 2),
+        "context_tokens": length,
+        "prefill_ms": round(1e3 * advice.prefill_seconds, 1),
+    }
+    show(replace(report, settings={**report.settings, **measured}, columns=COLUMNS), json)
+    for tier, problem in advice.failed.items():
         warn(f"tier {tier} was not measured: {problem}")
-    if not measured.kept:
-        warn(f"what was measured could not be kept in {settings.state_dir}")
-    if not measured.tiers:
+    if not advice.tiers:
         raise fail("no tier was measured", FAILURE)
-    typer.echo(_recommendation(measured.tiers, chosen, name, measured.percent, length))
-
-
-def _recommendation(
-    tiers: Sequence[TierFigures], chosen: TierFigures | None, policy: str, percent: float, context_tokens: int
-) -> str:
-    from kvlinker.research.advice import cheaper, ways_out
-
-    what = f"{policy}, which recomputes {percent:.3g}% of {context_tokens} tokens"
-    if chosen is not None:
-        times = f"{1e3 * chosen.load_seconds:.0f} ms beside {1e3 * chosen.recompute_seconds:.0f} ms of computation"
-        first = f"Recommended: {chosen.tier}, the cheapest tier whose loading is hidden by {what}: {times}."
-        others = cheaper(tiers, chosen)
-    else:
-        first, others = f"No tier's loading is hidden by {what}. What there is:", ways_out(tiers)
-    return "\n".join([first, *(f"- {other}" for other in others)])
+    typer.echo(f"{name} recomputes {advice.percent:.3g}% of {length} tokens.")
+    for line in explain_recommendation(advice.tiers):
+        typer.echo(line)
 
 
 def _row(tier: TierFigures, chosen: TierFigures | None) -> Row:
@@ -129,21 +109,3 @@ def _row(tier: TierFigures, chosen: TierFigures | None) -> Row:
         "price_million_tokens_month": tier.price_per_million_tokens,
         "recommended": tier is chosen,
     }
-
-
-@contextmanager
-def _ending_at_signals() -> Iterator[None]:
-    """Turn signals to end into exceptions, so that samples are removed."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        with suppress(ValueError):  # not in the main thread
-            before[number] = signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

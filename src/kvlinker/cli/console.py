@@ -5,12 +5,13 @@ The exit code is 2 for bad usage and 1 for everything else that fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
 
 from kvlinker.errors import KVLinkerError
+from kvlinker.research.progress import Progress
 
 BAD_USAGE = 2
 FAILURE = 1
@@ -37,29 +38,18 @@ def failures(code: int = FAILURE) -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar of examples; what this gives takes how many are done, and of how many."""
-    with described_progress() as advance:
-        yield lambda done, total: advance("examples", done, total)
-
-
-@contextmanager
-def described_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar that says what it counts; what this gives takes that, how many are done, and of how many."""
+def progress_display() -> Iterator[Progress]:
+    """Show on stderr what is being done, with a bar where it is counted."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Display
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("preparing the model", total=None)
-        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
+    with Display(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as display:
+        task = display.add_task("preparing the model", total=None, count="")
 
+        def progress(what: str, done: int = 0, total: int | None = None, /) -> None:
+            count = "" if total is None else f"{done}/{total}"
+            display.update(task, description=what, completed=done, total=total, count=count)
 
-@contextmanager
-def progress_line() -> Iterator[Callable[[str], None]]:
-    """Show a line that says what is being measured, which what this gives changes."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with console.status("preparing the model") as status:
-        yield status.update
+        yield progress

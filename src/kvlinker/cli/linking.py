@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from kvlinker.cli.bench.common import MODEL_OPTIONS, Split
-from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_bar
+from kvlinker.cli.bench.common import MODEL_OPTIONS
+from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_display
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings, load_settings
 
@@ -76,7 +76,9 @@ def calibrate(
         str, typer.Option(help="Validation set: reader, or a file of questions as bench quality takes it.")
     ] = "reader",
     limit: Annotated[int | None, typer.Option(min=1, help="Most examples.")] = None,
-    split: Split = "semantic",
+    split: Annotated[
+        Literal["semantic", "fixed"], typer.Option(help="Chunks are passages, or windows of equal length.")
+    ] = "semantic",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per chunk.")] = 512,
 ) -> None:
     """Find the setting of a policy that recomputes least and still reaches a quality, on a validation set."""
@@ -84,23 +86,23 @@ def calibrate(
     from rich.table import Table
 
     from kvlinker.research.bench.subject import make_subject
-    from kvlinker.research.evaluation.answers import Examiner
-    from kvlinker.research.evaluation.calibration import calibrate, settings_of, trial_values
+    from kvlinker.research.evaluation.calibration import calibrate, candidates_of, trial_values
     from kvlinker.research.evaluation.contexts import ContextSplit, ContextSplitter
     from kvlinker.research.evaluation.datasets import load_dataset
+    from kvlinker.research.evaluation.examiner import Examiner
 
     with failures(BAD_USAGE):
-        policies = settings_of(policy, trial_values(policy) if values is None else values.split(","))
+        policies = candidates_of(policy, trial_values(policy) if values is None else values.split(","))
         subject = make_subject(settings, shape=None, command="kvlinker calibrate")
-        with subject.llm(disk_space=0) as llm, progress_bar() as advance:
+        with subject.llm(disk_space=0) as llm, progress_display() as progress:
             splitter = ContextSplitter(llm.builder.encoder, ContextSplit(split), chunk_tokens)
             examples = load_dataset(dataset, splitter, limit=limit).examples
-            found = calibrate(Examiner(llm), examples, policies, target=target, progress=advance)
+            found = calibrate(Examiner(llm), examples, policies, target=target, progress=progress)
     table = Table("policy", "examples", "score", "of full", "recomputed")
-    for setting in found.settings:
-        style = "bold" if setting == found.chosen else ""
-        row = (f"{setting.score:.3f}", f"{setting.of_full:.1%}", f"{setting.recomputed_fraction:.1%}")
-        table.add_row(setting.policy, str(setting.n), *row, style=style)
+    for tried in found.candidates:
+        style = "bold" if tried == found.chosen else ""
+        row = (f"{tried.score:.3f}", f"{tried.of_full:.1%}", f"{tried.recomputed_fraction:.1%}")
+        table.add_row(tried.policy, str(tried.n), *row, style=style)
     Console().print(table)
     if found.skipped:
         typer.echo(f"{len(found.skipped)} examples skipped, the first: {found.skipped[0].reason}", err=True)

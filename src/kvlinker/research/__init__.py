@@ -1,1 +1,1 @@
-"""Benchmarks, evaluations and figures; only the command line imports them."""
+"""Measures kvlinker: benchmarks, answer quality, the papers' figures, and advice on tiers. The command line uses it."""

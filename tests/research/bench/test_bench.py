@@ -9,14 +9,14 @@ from typer.testing import CliRunner
 from kvlinker.cli import app
 from kvlinker.errors import InvalidRequestError
 from kvlinker.research.bench.decode import run_decode
-from kvlinker.research.bench.isolation import mann_whitney, run_isolation
+from kvlinker.research.bench.isolation import run_isolation
+from kvlinker.research.bench.measurement import Workload, in_turn
 from kvlinker.research.bench.memory import run_memory
 from kvlinker.research.bench.overhead import run_overhead
-from kvlinker.research.bench.plots import plot_ttft
 from kvlinker.research.bench.report import Report
 from kvlinker.research.bench.shapes import byte_tokenizer, random_model
 from kvlinker.research.bench.subject import Subject
-from kvlinker.research.bench.ttft import PARTS, Workload, run_ttft, scaling_exponents
+from kvlinker.research.bench.ttft import PARTS, plot_ttft, run_ttft, scaling_exponents
 from tests.toy_models import loaded_model
 
 
@@ -61,6 +61,23 @@ def test_transformers_takes_part_only_where_wanted(subject):
     assert [row["engine"] for row in rows] == ["embedded"]
 
 
+def test_competitors_take_turns_behind_a_warm_up():
+    called, told = [], []
+    values = {"a": iter([100, 3, 1, 2]), "b": iter([100, 5, 5, 50])}
+
+    def taking(name):
+        def call():
+            called.append(name)
+            return next(values[name])
+
+        return call
+
+    taken = in_turn({name: taking(name) for name in values}, repeat=3, progress=told.append)
+    assert taken == {"a": [3, 1, 2], "b": [5, 5, 50]}
+    assert "".join(called) == "abbaabba"
+    assert told[:3] == ["turn 0 of 3: a", "turn 0 of 3: b", "turn 1 of 3: b"]
+
+
 def test_exponents_are_fitted_from_three_lengths_on():
     rows = [{"policy": "p", "engine": "e", "context_tokens": n, "ttft_ms": 3 * n**1.5} for n in (10, 100, 1000)]
     assert scaling_exponents(rows) == {("p", "e"): pytest.approx(1.5)}
@@ -97,13 +114,6 @@ def test_isolation_compares_what_others_have_with_nothing(subject):
     for row in rows:
         assert row["unknown_us"] > 0 < row["foreign_us"]
         assert 0 <= row["p"] <= 1
-
-
-def test_mann_whitney_tells_same_from_different():
-    # by scipy.stats.mannwhitneyu(..., use_continuity=False, method="asymptotic")
-    assert mann_whitney([1, 2, 3, 4], [5, 6, 7, 8]) == pytest.approx(0.0209213, abs=1e-6)
-    assert mann_whitney([1, 2, 2, 3], [2, 3, 3, 9]) == pytest.approx(0.1291550, abs=1e-6)
-    assert mann_whitney([1, 1], [1, 1]) == 1
 
 
 def test_reports_become_json_and_plots(tmp_path):

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 from kvlinker.cli import app
 from kvlinker.config import load_settings
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.plots import plot_quality
-from kvlinker.research.bench.quality import QualityOptions, main_rows, run_quality
+from kvlinker.research.bench.quality import QualityOptions, main_rows, plot_quality, run_quality
 from kvlinker.research.bench.subject import Subject
 from kvlinker.research.evaluation.contexts import ContextSplit
 from kvlinker.store.format.codecs import find_codec
@@ -63,7 +62,11 @@ def data(tmp_path):
 def test_rows_have_the_fixed_names_and_full_agrees_with_itself(subject, settings, data):
     options = QualityOptions((data,), ("full", "naive"), max_tokens=4)
     seen = []
-    measured = run_quality(subject, settings, options, progress=lambda done, total: seen.append((done, total)))
+
+    def progress(what, done=0, total=None):
+        seen.append((what, done, total))
+
+    measured = run_quality(subject, settings, options, progress=progress)
     rows = measured.report.rows
     assert all(set(row) == FIELDS for row in rows)
     assert [row["metric"] for row in rows[:6]] == METRICS
@@ -81,7 +84,8 @@ def test_rows_have_the_fixed_names_and_full_agrees_with_itself(subject, settings
             assert row["score"] == 1 or not row["metric"].endswith("vs_full")
         else:
             assert row["kl"] > 0 == row["recomputed_fraction"]
-    assert seen == [(done, 5) for done in range(1, 6)]
+    assert seen == [("examples", done, 5) for done in range(1, 6)]
+    assert measured.report.settings["formats"] == {"toys": "passages"}
     reasons = [skip.reason for skip in measured.skipped]
     assert reasons[0] == "'passages' is empty"
     assert reasons[1].startswith("over the window")

@@ -4,10 +4,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlinker.cli import app
-from kvlinker.research.bench.plots import plot_store
+from kvlinker.research.bench.measurement import Workload
 from kvlinker.research.bench.store import run_store
+from kvlinker.research.bench.store.benchmark import plot_store
 from kvlinker.research.bench.subject import Subject
-from kvlinker.research.bench.ttft import Workload
 from tests.toy_models import loaded_model
 
 CODECS = ["raw", "int8"]

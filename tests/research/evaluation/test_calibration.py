@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from kvlinker.errors import InvalidRequestError, PolicyError
-from kvlinker.research.evaluation.calibration import calibrate, settings_of, trial_values
-from kvlinker.research.evaluation.examples import Continuation, Example, Question, Skipped
-from kvlinker.research.evaluation.results import Answered, Result
+from kvlinker.research.evaluation.calibration import calibrate, candidates_of, trial_values
+from kvlinker.research.evaluation.examples import Answered, Continuation, Example, Question, Result, Skipped
 
 EXAMPLES = [Question(str(n), "toy", "toy", ("passage",), f"question {n}", ("right",)) for n in range(4)]
 
@@ -50,12 +49,12 @@ def test_the_cheapest_setting_that_reaches_the_target_is_chosen() -> None:
     assert run(told, 0.76).chosen.policy == "cachecraft-1"
     assert run(told, 0.1).chosen.policy == "cachecraft-0.1"
     assert run(told, 1.1).chosen is None
-    assert [s.of_full for s in run(told, 1).settings] == [0.25, 0.75, 1, 1]
+    assert [s.of_full for s in run(told, 1).candidates] == [0.25, 0.75, 1, 1]
 
 
 def test_what_cannot_be_asked_is_left_out_and_told() -> None:
     found = run({"naive": (2, 0)}, 0.5, skipped=frozenset({"0"}))
-    assert found.settings[0].n == 3
+    assert found.candidates[0].n == 3
     assert [skip.reason for skip in found.skipped] == ["too long"]
     with pytest.raises(InvalidRequestError, match="too long"):
         run({"naive": (2, 0)}, 0.5, skipped=frozenset("0123"))
@@ -67,12 +66,12 @@ def test_text_without_answers_chooses_nothing() -> None:
         calibrate(examiner, [Continuation("0", "toy", "toy", ("passage",), "goes on")], ["naive"], target=0.9)
 
 
-def test_settings_come_from_a_template() -> None:
-    assert settings_of("cachecraft-{}-focus", ["0.5", " 1"]) == ("cachecraft-0.5-focus", "cachecraft-1-focus")
+def test_candidates_come_from_a_template() -> None:
+    assert candidates_of("cachecraft-{}-focus", ["0.5", " 1"]) == ("cachecraft-0.5-focus", "cachecraft-1-focus")
     with pytest.raises(InvalidRequestError, match="must have one"):
-        settings_of("cachecraft", ["1"])
+        candidates_of("cachecraft", ["1"])
     with pytest.raises(PolicyError, match="from 0 to 1000"):
-        settings_of("cachecraft-{}", ["5000"])
+        candidates_of("cachecraft-{}", ["5000"])
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_settings_come_from_a_template() -> None:
 )
 def test_values_to_try_come_from_the_parameter_s_range(template: str, values: str) -> None:
     assert " ".join(trial_values(template)) == values
-    assert len(settings_of(template, trial_values(template))) == len(values.split())
+    assert len(candidates_of(template, trial_values(template))) == len(values.split())
 
 
 def test_values_are_tried_only_where_a_number_goes() -> None:

@@ -7,12 +7,10 @@ import torch
 from kvlinker.config import load_settings
 from kvlinker.embedded.model.interception import attention_of
 from kvlinker.llm import LLM
-from kvlinker.research.evaluation.answers import Examiner
-from kvlinker.research.evaluation.examples import Skipped
+from kvlinker.research.evaluation.evaluate import Journal, evaluate
+from kvlinker.research.evaluation.examiner import Examiner
+from kvlinker.research.evaluation.examples import Answered, Scored, Skipped
 from kvlinker.research.evaluation.inspection import EngineInspector
-from kvlinker.research.evaluation.journal import Journal
-from kvlinker.research.evaluation.results import Answered, Scored
-from kvlinker.research.evaluation.runner import evaluate
 from tests.research.evaluation.conftest import WINDOW, make_continuation, make_example
 from tests.toy_models import loaded_model
 

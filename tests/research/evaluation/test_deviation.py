@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.research.evaluation.deviation import attention_deviation, deviation, kv_distance
-from kvlinker.research.evaluation.inspection import LayerView
+from kvlinker.research.evaluation.inspection import LayerView, attention_deviation, deviation, kv_distance
 
 TOKENS, HEADS = 3, 2
 

@@ -7,9 +7,8 @@ import torch
 from kvlinker.config import load_settings
 from kvlinker.embedded.model.interception import ATTENTION_NAME, attention_of
 from kvlinker.llm import LLM
-from kvlinker.research.evaluation.answers import Examiner
-from kvlinker.research.evaluation.deviation import deviation
-from kvlinker.research.evaluation.inspection import LAST_QUERIES, EngineInspector
+from kvlinker.research.evaluation.examiner import Examiner
+from kvlinker.research.evaluation.inspection import LAST_QUERIES, EngineInspector, deviation
 from tests.research.evaluation.conftest import make_example
 from tests.toy_models import loaded_model
 

@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 
 from kvlinker.config import load_settings
+from kvlinker.research.figures.figure import find_figure, known_figures
 from kvlinker.research.figures.lab import Lab
 from kvlinker.research.figures.page import write_figure
-from kvlinker.research.figures.registry import FIGURES, find_figure
 
 EXAMPLES = 7  # one of each kind of question
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", known_figures())
 def test_figures_are_measured_drawn_and_told(name: str, tmp_path: Path) -> None:
     lab = Lab(load_settings(), f"kvlinker bench figure {name}", limit=EXAMPLES, shape="tiny")
     figure = find_figure(name)
     rows = figure.measure(lab)
     assert rows == json.loads(json.dumps(rows))
     page = tmp_path / "page.md"
-    write_figure(page, figure, lab.report(rows, figure.shape), list(FIGURES))
+    write_figure(page, figure, lab.report(rows, figure.shape), list(known_figures()))
     text = page.read_text()
     assert figure.finding(rows) in text
     assert f"kvlinker bench figure {name}" in text

@@ -8,9 +8,8 @@ import pytest
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.research.bench.report import Report
-from kvlinker.research.figures.figure import Figure
+from kvlinker.research.figures.figure import Figure, find_figure, known_figures
 from kvlinker.research.figures.page import show_figure, write_figure
-from kvlinker.research.figures.registry import find_figure
 
 ORDER = ("first", "second", "third")
 
@@ -69,6 +68,15 @@ def test_stored_rows_are_shown_again(tmp_path: Path) -> None:
 def test_nothing_stored(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="without --redraw"):
         show_figure(tmp_path / "page.md", figure("first"), ORDER)
+
+
+def test_figures_stand_in_the_order_of_papers_and_numbers() -> None:
+    assert list(known_figures()) == [
+        *("epic-6", "epic-8", "epic-9"),
+        *("cacheblend-2", "cacheblend-6", "cacheblend-7", "cacheblend-8", "cacheblend-16"),
+        *("cachecraft-table3", "cachecraft-12", "cachecraft-13", "cachecraft-14", "cachecraft-15"),
+        *("cachecraft-20", "cachecraft-26", "contexts", "frontier"),
+    ]
 
 
 def test_unknown_names_list_the_known() -> None:

@@ -1,19 +1,13 @@
-"""``kvlinker bench``: measure, print a table, write JSON, draw a plot. Each benchmark registers itself."""
+"""``kvlinker bench``: measure, print a table, write JSON, draw a plot."""
 
 from __future__ import annotations
 
-import pkgutil
-from importlib import import_module
+import typer
 
-from kvlinker.cli.bench.common import app
+from kvlinker.cli.bench.command import BenchmarkGroup
+from kvlinker.cli.bench.figure import figure
 
-__all__ = ["app"]
-
-
-def load_all() -> None:
-    """Import every module of this package, whose benchmarks register themselves."""
-    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
-        import_module(module.name)
-
-
-load_all()
+app = typer.Typer(
+    help="Benchmarks: every competitor in one run, medians and ratios.", no_args_is_help=True, cls=BenchmarkGroup
+)
+app.command()(figure)

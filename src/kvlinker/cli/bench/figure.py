@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from kvlinker.cli.bench.common import MODEL_OPTIONS, QUALITY_OPTIONS, register, require_folders
-from kvlinker.cli.console import BAD_USAGE, described_progress, failures
+from kvlinker.cli.bench.common import MODEL_OPTIONS, QUALITY_OPTIONS, require_folders
+from kvlinker.cli.console import BAD_USAGE, failures, progress_display
+from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
 
 
-@register(*MODEL_OPTIONS, *QUALITY_OPTIONS)
+@settings_options(*MODEL_OPTIONS, *QUALITY_OPTIONS)
 def figure(
     settings: Settings,
     name: Annotated[str, typer.Argument(help="Name of the figure, or all; list shows their names.")],
@@ -25,23 +26,24 @@ def figure(
     shape: Annotated[str | None, typer.Option(help="Random weights to time (tiny, 285m, 8b).")] = None,
     redraw: Annotated[bool, typer.Option("--redraw", help="Measure nothing: show stored results again.")] = False,
 ) -> None:
-    """A figure of the papers, measured anew: a plot, a table, and the paper's claim beside them."""
+    """Measure a figure of the papers anew: a plot, a table, and the paper's claim beside them."""
+    from kvlinker.research.figures.figure import find_figure, known_figures
     from kvlinker.research.figures.lab import Lab
     from kvlinker.research.figures.page import show_figure, write_figure
-    from kvlinker.research.figures.registry import FIGURES, find_figure
 
+    known = known_figures()
     if name == "list":
-        for one in FIGURES.values():
+        for one in known.values():
             typer.echo(f"{one.name:24} {one.source}: {one.title}")
         return
     with failures(BAD_USAGE):
         require_folders(page)
-        for one in FIGURES.values() if name == "all" else [find_figure(name)]:
+        for one in known.values() if name == "all" else [find_figure(name)]:
             if redraw:
-                show_figure(page, one, list(FIGURES))
+                show_figure(page, one, list(known))
                 continue
             command = shlex.join(["kvlinker", *(one.name if word == "all" else word for word in sys.argv[1:])])
-            with described_progress() as advance:
-                rows = one.measure(lab := Lab(settings, command, limit, shape, advance))
-            write_figure(page, one, lab.report(rows, one.shape), list(FIGURES))
+            with progress_display() as progress:
+                rows = one.measure(lab := Lab(settings, command, limit, shape, progress))
+            write_figure(page, one, lab.report(rows, one.shape), list(known))
             typer.echo(f"{one.name}: {one.finding(rows)}")

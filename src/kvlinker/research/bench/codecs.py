@@ -1,18 +1,22 @@
-"""What tiers' codecs make of a chunk's KV: room, error, and time on the CPU."""
+"""Measures what tiers' codecs make of a chunk's KV: room, error, and time on the CPU."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
 
 import numpy as np
 import torch
+import typer
 
+from kvlinker.research.bench.benchmark import ChunkTokens, Repeat, Setup, benchmark
 from kvlinker.research.bench.report import Report, Row
 from kvlinker.research.bench.subject import Subject
-from kvlinker.research.evaluation.datasets import BUNDLED
-from kvlinker.research.evaluation.datasets.records import Record, read_records
+from kvlinker.research.evaluation.datasets import BUNDLED, Record, read_records
+from kvlinker.research.progress import Progress, silent
 from kvlinker.store import ChunkKV
 from kvlinker.store.format.byte_source import BufferSource
 from kvlinker.store.format.chunk_file import EncodedKV, decode_chunk, encode_chunk
@@ -23,18 +27,31 @@ COLUMNS = ("codec", "bytes_per_token", "key_error", "value_error", "encode_ms", 
 _KEY = "0" * 64
 
 
+@benchmark("codecs")
+def codecs(
+    setup: Setup,
+    *,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of prose.")] = 16,
+    chunk_tokens: ChunkTokens = 512,
+    repeat: Repeat = 5,
+) -> Report:
+    """Measure what tiers' codecs make of the KV of prose: room, error, and time on the processor."""
+    subject = setup.subject(repeat=repeat)
+    return run_codecs(subject, chunks=chunks, chunk_tokens=chunk_tokens, repeat=repeat, progress=setup.progress)
+
+
 def codec_rows(
     kvs: Sequence[ChunkKV],
     *,
     repeat: int,
     codecs: Sequence[str] = tuple(CODECS),
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
 ) -> list[Row]:
-    """A row for each codec, of chunk files of these chunks.
+    """Make a row for each codec, of chunk files of these chunks.
 
-    ``bytes_per_token``: of whole files, scores and header included. ``key_error`` and ``value_error``: L2 norm of what
-    is off over that of the numbers, all layers together. ``encode_ms`` and ``decode_ms``: CPU time per chunk, checksums
-    included, the mean over the chunks and the median of ``repeat`` rounds; in each round all codecs take turns.
+    ``bytes_per_token`` counts whole files, scores and header included. ``key_error`` and ``value_error`` are the L2
+    norm of what is off over that of the numbers, all layers together. ``encode_ms`` and ``decode_ms`` are CPU time per
+    chunk, checksums included, the mean over the chunks and the median of ``repeat`` rounds, in which codecs take turns.
     """
     found = [find_codec(name) for name in codecs]
     files = {codec.name: [encode_chunk(_KEY, kv, codec) for kv in kvs] for codec in found}
@@ -74,16 +91,16 @@ def run_codecs(
     chunks: int,
     chunk_tokens: int,
     repeat: int,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
 ) -> Report:
-    """``codec_rows`` of the model's own KV of prose."""
+    """Measure all codecs on the model's own KV of prose."""
     progress(f"computing {chunks} chunks of prose")
     kvs = prose_kvs(subject, chunks=chunks, chunk_tokens=chunk_tokens)
-    return subject.report(list(codec_rows(kvs, repeat=repeat, progress=progress)))
+    return replace(subject.report(codec_rows(kvs, repeat=repeat, progress=progress)), columns=COLUMNS)
 
 
 def prose_kvs(subject: Subject, *, chunks: int, chunk_tokens: int) -> list[ChunkKV]:
-    """The KV that the model computes of the prose that ships with kvlinker, in chunks of so many tokens."""
+    """Compute the KV of the prose that ships with kvlinker, in ``chunks`` of ``chunk_tokens``."""
     records = [record for record in read_records(BUNDLED["prose"]) if isinstance(record, Record)]
     text = "".join(passage for record in records for passage in record.fields["passages"])
     with subject.llm(kv_slots=4 * chunk_tokens, disk_space=0) as llm:

@@ -1,44 +1,57 @@
-"""Time to compute a chunk's KV, with and without its attention scores."""
+"""Measures the time to compute a chunk's KV, with and without its attention scores."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 
 from kvlinker.engine.contract import Engine
+from kvlinker.research.bench.benchmark import ChunkTokens, Repeat, Setup, benchmark
+from kvlinker.research.bench.measurement import TENANT, in_turn, seconds_of
 from kvlinker.research.bench.report import Report, Row
 from kvlinker.research.bench.subject import Subject
+from kvlinker.research.progress import Progress, silent
 from kvlinker.types.chunks import Chunk
 
-TENANT = "bench"
 COLUMNS = ("scores", "chunk_tokens", "ms", "ratio")
 
 
-def run_creation(
-    subject: Subject, *, chunk_tokens: int, repeat: int, progress: Callable[[str], None] = lambda _: None
-) -> Report:
-    """Chunks of random tokens, in turn on two engines that differ in nothing else; medians, after one warm-up."""
+@benchmark("creation")
+def creation(setup: Setup, *, chunk_tokens: ChunkTokens = 512, repeat: Repeat = 9) -> Report:
+    """Measure the time to compute a chunk, with and without the attention scores that some policies use."""
+    subject = setup.subject(repeat=repeat)
+    return run_creation(subject, chunk_tokens=chunk_tokens, repeat=repeat, progress=setup.progress)
+
+
+def run_creation(subject: Subject, *, chunk_tokens: int, repeat: int, progress: Progress = silent) -> Report:
+    """Compute chunks of random tokens, in turn on two engines that differ in nothing else; rows are medians."""
     generator = np.random.default_rng(0)
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+
+    def computing(engine: Engine) -> Callable[[], object]:
+        def compute() -> object:
+            tokens = generator.integers(0, subject.loaded.model.config.vocab_size, chunk_tokens).tolist()
+            return engine.cache_chunk(Chunk(tuple(tokens)), tenant=TENANT).result()
+
+        return compute
+
     with ExitStack() as stack:
         engines = {
             scores: stack.enter_context(
                 subject.llm(kv_slots=2 * chunk_tokens, max_step_tokens=chunk_tokens, disk_space=0, chunk_scores=scores)
             ).engine
-            for scores in seconds
+            for scores in (False, True)
         }
-        for turn in range(repeat + 1):
-            progress(f"turn {turn} of {repeat}")
-            for scores, engine in engines.items():
-                tokens = generator.integers(0, subject.loaded.model.config.vocab_size, chunk_tokens).tolist()
-                elapsed = _time(engine, Chunk(tuple(tokens)))
-                if turn:
-                    seconds[scores].append(elapsed)
-    medians = {scores: statistics.median(taken) for scores, taken in seconds.items()}
+        taken = in_turn(
+            {scores: seconds_of(computing(engine)) for scores, engine in engines.items()},
+            repeat=repeat,
+            what=lambda scores: f"{'with' if scores else 'without'} scores",
+            progress=progress,
+        )
+    medians = {scores: statistics.median(seconds) for scores, seconds in taken.items()}
     rows: list[Row] = [
         {
             "scores": "with" if scores else "without",
@@ -48,10 +61,4 @@ def run_creation(
         }
         for scores, median in medians.items()
     ]
-    return subject.report(rows)
-
-
-def _time(engine: Engine, chunk: Chunk) -> float:
-    begin = time.perf_counter()
-    engine.cache_chunk(chunk, tenant=TENANT).result()
-    return time.perf_counter() - begin
+    return replace(subject.report(rows), columns=COLUMNS)

@@ -1,4 +1,4 @@
-"""Time per decoded token, alone and in a batch, beside transformers' own cached decoding."""
+"""Measures the time per decoded token, alone and in a batch, beside transformers' own cached decoding."""
 
 from __future__ import annotations
 
@@ -6,22 +6,46 @@ import queue
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Annotated
 
 import numpy as np
 import torch
+import typer
 
 from kvlinker.embedded.model.interception import attention_of
 from kvlinker.embedded.model.loading import LoadedModel
-from kvlinker.engine.contract import Engine, GenerationEvent, GenerationRequest
-from kvlinker.linking import parse_policy
+from kvlinker.engine.contract import Engine, GenerationEvent
 from kvlinker.prompt.segments import FreshSegment, Prompt
+from kvlinker.research.bench.benchmark import Repeat, Setup, benchmark, counts
+from kvlinker.research.bench.measurement import greedy_request, in_turn
 from kvlinker.research.bench.report import Report, Row
 from kvlinker.research.bench.subject import Subject
+from kvlinker.research.progress import Progress, silent
 from kvlinker.types.answers import Delta, Finished
-from kvlinker.types.sampling import SamplingParams
 
 COLUMNS = ("case", "system", "ms_per_step", "ratio_to_kvlinker")
+
+Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+"""Token ids, [requests, tokens]."""
+
+
+@benchmark("decode")
+def decode(
+    setup: Setup,
+    *,
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1,4",
+    context_tokens: Annotated[int, typer.Option(min=1, help="Prompt length of each request.")] = 512,
+    steps: Annotated[int, typer.Option(min=4, help="Tokens to decode.")] = 24,
+    repeat: Repeat = 5,
+) -> Report:
+    """Measure the time per decoded token, beside transformers' own cached decoding."""
+    sizes = counts(batches)
+    subject = setup.subject(repeat=repeat, steps=steps)
+    return run_decode(
+        subject, sizes, context_tokens=context_tokens, steps=steps, repeat=repeat, progress=setup.progress
+    )
 
 
 def run_decode(
@@ -31,7 +55,7 @@ def run_decode(
     context_tokens: int,
     steps: int,
     repeat: int,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
 ) -> Report:
     """Decode ``steps`` tokens for each batch size, both systems in turn, ``repeat`` times after one warm-up."""
     rows: list[Row] = []
@@ -39,39 +63,36 @@ def run_decode(
     slots = max(batches) * (context_tokens + steps + 64)
     with subject.llm(kv_slots=slots) as llm:
         for batch in batches:
+            case = f"{batch} × {context_tokens}"
             tokens = np.random.default_rng(0).integers(0, vocabulary, (batch, context_tokens))
             systems: dict[str, Callable[[], float]] = {
                 "kvlinker": partial(_ours, llm.engine, tokens, steps),
                 "transformers": partial(_theirs, subject.loaded, tokens, steps),
             }
-            taken: dict[str, list[float]] = {name: [] for name in systems}
-            for turn in range(repeat + 1):
-                for name, measure in systems.items():
-                    progress(f"{batch} × {context_tokens} tokens, turn {turn} of {repeat}: {name}")
-                    seconds = measure()
-                    if turn:
-                        taken[name].append(seconds)
-            ours = statistics.median(taken["kvlinker"])
-            for name, seconds_per_step in taken.items():
-                median = statistics.median(seconds_per_step)
-                rows.append(
-                    {
-                        "case": f"{batch} × {context_tokens}",
-                        "system": name,
-                        "ms_per_step": 1e3 * median,
-                        "ratio_to_kvlinker": median / ours,
-                    }
-                )
-    return subject.report(rows)
+            taken = in_turn(
+                systems,
+                repeat=repeat,
+                what=f"{case} tokens, {{}}".format,
+                progress=progress,
+            )
+            medians = {system: statistics.median(seconds) for system, seconds in taken.items()}
+            rows += [
+                {
+                    "case": case,
+                    "system": system,
+                    "ms_per_step": 1e3 * median,
+                    "ratio_to_kvlinker": median / medians["kvlinker"],
+                }
+                for system, median in medians.items()
+            ]
+    return replace(subject.report(rows), columns=COLUMNS)
 
 
-def _ours(engine: Engine, tokens: np.ndarray[tuple[int, ...], np.dtype[np.int64]], steps: int) -> float:
-    """Median seconds between steps in which every request of the batch got a token."""
+def _ours(engine: Engine, tokens: Tokens, steps: int) -> float:
+    """Return the median seconds between steps in which every request of the batch got a token."""
     events: queue.SimpleQueue[tuple[float, GenerationEvent]] = queue.SimpleQueue()
-    params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
     for row in tokens:
-        prompt = Prompt((FreshSegment(tuple(row.tolist())),))
-        request = GenerationRequest(prompt, parse_policy("full"), params)
+        request = greedy_request(Prompt((FreshSegment(tuple(row.tolist())),)), "full", max_tokens=steps)
         engine.generate(request, lambda event: events.put((time.perf_counter(), event)))
     finished = 0
     arrivals = []
@@ -86,8 +107,8 @@ def _ours(engine: Engine, tokens: np.ndarray[tuple[int, ...], np.dtype[np.int64]
 
 
 @torch.inference_mode()
-def _theirs(loaded: LoadedModel, tokens: np.ndarray[tuple[int, ...], np.dtype[np.int64]], steps: int) -> float:
-    """Median seconds of a step of transformers' greedy decoding with its dynamic cache and SDPA attention."""
+def _theirs(loaded: LoadedModel, tokens: Tokens, steps: int) -> float:
+    """Return the median seconds of a step of transformers' greedy decoding, with its dynamic cache and SDPA."""
     with attention_of(loaded.model, "sdpa"):
         ids = torch.from_numpy(tokens).to(loaded.device)
         output = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)

@@ -1,24 +1,25 @@
-"""Whether time tells a tenant what other tenants have: lookups of what another has, beside lookups of nothing."""
+"""Measures whether time tells a tenant what others have: lookups of what another has, beside lookups of nothing."""
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from statistics import NormalDist
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import httpx
-import numpy as np
+import typer
 
 from kvlinker.errors import ContextCacheNotFoundError
 from kvlinker.llm import LLM
+from kvlinker.research.bench.benchmark import Setup, benchmark
 from kvlinker.research.bench.report import Report, Row
-from kvlinker.research.bench.served import served
-from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.subject import Subject, served
+from kvlinker.research.evaluation.statistics import mann_whitney
+from kvlinker.research.progress import Progress, silent
 from kvlinker.store import new_context_cache_id
 from kvlinker.types.tenants import tenant_of_key
 
@@ -31,37 +32,33 @@ WARM_UP = 10
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Seconds of interleaved lookups; ``p``: how probable such a difference is if there is none."""
+    """Holds the seconds of interleaved lookups."""
 
     unknown: tuple[float, ...]
+    """Lookups of what nobody has."""
     foreign: tuple[float, ...]
-
-    @property
-    def p(self) -> float:
-        return mann_whitney(self.unknown, self.foreign)
+    """Lookups of what another tenant has."""
 
     def row(self, case: str) -> Row:
-        """Medians in microseconds."""
+        """Make a row of medians in microseconds; ``p`` says how probable such a difference is if there is none."""
         unknown, foreign = 1e6 * statistics.median(self.unknown), 1e6 * statistics.median(self.foreign)
         return {
             "case": case,
             "unknown_us": unknown,
             "foreign_us": foreign,
             "difference_us": foreign - unknown,
-            "p": self.p,
+            "p": mann_whitney(self.unknown, self.foreign),
         }
 
 
-def mann_whitney(first: Sequence[float], second: Sequence[float]) -> float:
-    """Two-sided p of the Mann-Whitney U test, in its normal approximation with ties."""
-    values = np.array([*first, *second])
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
-    m, n = len(first), len(second)
-    u = float(ranks[:m].sum()) - m * (m + 1) / 2
-    ties = float((counts**3 - counts).sum()) / ((m + n) * (m + n - 1))
-    deviation = math.sqrt(m * n / 12 * (m + n + 1 - ties))
-    return 1.0 if deviation == 0 else 2 * NormalDist().cdf(-abs(u - m * n / 2) / deviation)
+@benchmark("isolation")
+def isolation(
+    setup: Setup,
+    *,
+    lookups: Annotated[int, typer.Option(min=10, help="Lookups of each kind.")] = 1000,
+) -> Report:
+    """Measure whether time tells a tenant what other tenants have: lookups of theirs beside lookups of nothing."""
+    return run_isolation(setup.subject(lookups=lookups), lookups=lookups, progress=setup.progress)
 
 
 def compare(look_up: Callable[[str], object], unknown: Sequence[str], foreign: Sequence[str]) -> Comparison:
@@ -76,8 +73,8 @@ def compare(look_up: Callable[[str], object], unknown: Sequence[str], foreign: S
     return Comparison(tuple(taken[False]), tuple(taken[True]))
 
 
-def run_isolation(subject: Subject, *, lookups: int, progress: Callable[[str], None] = lambda _: None) -> Report:
-    """By id in Python and over HTTP, in a prompt, and by content: ``lookups`` of each kind and case."""
+def run_isolation(subject: Subject, *, lookups: int, progress: Progress = silent) -> Report:
+    """Look up by id in Python and over HTTP, in a prompt, and by content: ``lookups`` of each kind and case."""
     rows = []
     with (
         subject.llm(api_keys=f"{OWNER},{STRANGER}") as llm,
@@ -99,7 +96,7 @@ def run_isolation(subject: Subject, *, lookups: int, progress: Callable[[str], N
             if case != "content":  # which finds the caller's own the second time
                 compare(look_up, nobodys[:WARM_UP], theirs[:WARM_UP])
             rows.append(compare(look_up, nobodys, theirs).row(case))
-    return subject.report(rows)
+    return replace(subject.report(rows), columns=COLUMNS)
 
 
 def _by_id(llm: LLM) -> Callable[[str], object]:

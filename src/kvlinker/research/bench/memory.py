@@ -1,27 +1,47 @@
-"""Peak memory of one request, beside the KV that it needs in any case. Linux only: it reads /proc."""
+"""Measures the peak memory of one request, beside the KV that it needs in any case. Linux only: it reads /proc."""
 
 from __future__ import annotations
 
 import ctypes
-import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
-from kvlinker.engine.contract import Engine, GenerationEvent, GenerationRequest
 from kvlinker.errors import InvalidRequestError
-from kvlinker.linking import parse_policy
-from kvlinker.prompt.segments import Prompt
+from kvlinker.research.bench.benchmark import (
+    Chunks,
+    ChunkTokens,
+    FreshTokens,
+    Policies,
+    Setup,
+    benchmark,
+    policy_names,
+)
+from kvlinker.research.bench.measurement import Workload, cache_chunks, first_token
 from kvlinker.research.bench.report import Report, Row
 from kvlinker.research.bench.subject import Subject
-from kvlinker.research.bench.ttft import SPARE_SLOTS, TENANT, Workload
-from kvlinker.types.answers import Delta
-from kvlinker.types.sampling import SamplingParams
+from kvlinker.research.progress import Progress, silent
 
 COLUMNS = ("policy", "context_tokens", "kv_mb", "peak_mb", "ratio_to_kv")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
+_SPARE_SLOTS = 2048
+
+
+@benchmark("memory")
+def memory(
+    setup: Setup,
+    *,
+    chunks: Chunks = 8,
+    chunk_tokens: ChunkTokens = 512,
+    fresh_tokens: FreshTokens = 32,
+    policies: Policies = "naive,legolink-16,full",
+) -> Report:
+    """Measure the peak memory of one request, beside the KV that it needs in any case."""
+    named = policy_names(policies)
+    return run_memory(setup.subject(), Workload(chunks, chunk_tokens, fresh_tokens), named, progress=setup.progress)
 
 
 def run_memory(
@@ -29,9 +49,9 @@ def run_memory(
     workload: Workload,
     policies: Sequence[str],
     *,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
 ) -> Report:
-    """How far the process's memory rises above what it was just before a request, for each policy.
+    """Measure how far the process's memory rises above what it was just before a request, for each policy.
 
     A fresh pool's pages count from their first use, so the rise is the request's KV and whatever else it takes.
     """
@@ -46,14 +66,14 @@ def run_memory(
     for policy in policies:
         progress(policy)
         _return_free_memory()  # else the pool may lie in pages that count already
-        with subject.llm(kv_slots=workload.tokens + 2 * SPARE_SLOTS + len(small)) as llm:
-            for chunk in (*prompt.chunks, *small.chunks):
-                llm.engine.cache_chunk(chunk, tenant=TENANT).result()
+        with subject.llm(kv_slots=workload.tokens + _SPARE_SLOTS + len(small)) as llm:
+            cache_chunks(llm.engine, prompt)
+            cache_chunks(llm.engine, small)
             llm.store.flush()
-            _answer(llm.engine, small, policy)  # what any first request allocates once
+            first_token(llm.engine, small, policy)  # what any first request allocates once
             before = _return_free_memory()
             _CLEAR_REFS.write_text(_RESET_PEAK)
-            _answer(llm.engine, prompt, policy)
+            first_token(llm.engine, prompt, policy)
             touched_before = len(small) * subject.loaded.kv_bytes_per_token  # the same slots of the pool
             peak = _peak_bytes() - before + touched_before
         rows.append(
@@ -65,23 +85,16 @@ def run_memory(
                 "ratio_to_kv": peak / kv_bytes,
             }
         )
-    return subject.report(rows)
-
-
-def _answer(engine: Engine, prompt: Prompt, policy: str) -> None:
-    events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
-    params = SamplingParams(temperature=0, max_tokens=1)
-    engine.generate(GenerationRequest(prompt, parse_policy(policy), params, TENANT), events.put)
-    while isinstance(events.get(), Delta):
-        pass
+    return replace(subject.report(rows), columns=COLUMNS)
 
 
 def _return_free_memory() -> int:
-    """Give freed memory back to the system, so that it cannot hide what comes next; resident bytes after that."""
+    """Give freed memory back to the system, so that it cannot hide what comes next; return the bytes left resident."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(psutil.Process().memory_info().rss)
 
 
 def _peak_bytes() -> int:
+    """Return the most resident bytes since the peak was reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

@@ -1,29 +1,38 @@
-"""Answer quality of policies beside a full prefill: rows of scores over data sets of examples."""
+"""Measures the answer quality of policies beside a full prefill: rows of scores over data sets of examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from math import exp
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvlinker.config import Settings
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.report import Report, Row
+from kvlinker.research.bench.benchmark import (
+    ChunkTokens,
+    ComparedPolicies,
+    Setup,
+    benchmark,
+    compared_policies,
+    names,
+)
+from kvlinker.research.bench.report import Report, Row, empty_figure, save_figure
 from kvlinker.research.bench.subject import Subject
-from kvlinker.research.evaluation.answers import REFERENCE, Examiner
 from kvlinker.research.evaluation.contexts import ContextSplit, ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
-from kvlinker.research.evaluation.examples import Dataset, Example, Skipped
+from kvlinker.research.evaluation.evaluate import Journal, evaluate
+from kvlinker.research.evaluation.examiner import REFERENCE, Examiner
+from kvlinker.research.evaluation.examples import Dataset, Example, Result, Skipped
 from kvlinker.research.evaluation.inspection import EngineInspector
-from kvlinker.research.evaluation.journal import Journal
-from kvlinker.research.evaluation.metrics import rouge_scorer
-from kvlinker.research.evaluation.results import Result
-from kvlinker.research.evaluation.runner import evaluate
-from kvlinker.research.evaluation.scores import Score, scores
-from kvlinker.store.format.codecs import RAW, Codec
+from kvlinker.research.evaluation.metrics import METRICS, rouge_scorer
+from kvlinker.research.evaluation.task_scores import TaskScore, task_scores
+from kvlinker.research.progress import Progress, silent
+from kvlinker.store.format.codecs import RAW, Codec, find_codec
 
 COLUMNS = (
     "dataset",
@@ -50,46 +59,148 @@ CHANGE_RESULTS = (
     "system_prompt",
     "chat_template",
 )
-"""What results that were kept depend on, besides the example and the policy."""
+"""The settings that kept results depend on, besides the example and the policy."""
 
-Progress = Callable[[int, int], None]
-"""Takes how many examples are done, and how many there are."""
+CONTEXT_SETTINGS = ("generation_context", "system_prompt", "chat_template", "max_model_len")
+"""The fields of ``Settings`` that say how chunks and prompts are made."""
+
+_SKIPS_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class QualityOptions:
-    """What is asked and how. ``tasks``: only these, if there are any. ``concurrency`` above 1 is faster, but rounding
-    then differs from run to run. ``codec``: chunks are what a tier with this codec gives back."""
+    """Says what is asked and how."""
 
     datasets: tuple[str, ...] = ("reader",)
-    policies: tuple[str, ...] = (REFERENCE, "naive", "legolink-16", "random-15")
+    """Names and paths, as ``load_dataset`` takes them."""
+    policies: tuple[str, ...] = (REFERENCE, "naive", "query-5", "legolink-16", "random-15")
     tasks: tuple[str, ...] = ()
+    """The tasks to ask; none for all."""
     limit: int | None = None
+    """Most examples of each data set."""
     split: ContextSplit = ContextSplit.SEMANTIC
     chunk_tokens: int = 512
+    """Most tokens of a chunk that is cut."""
     max_tokens: int | None = None
+    """The longest answer in tokens, in place of the questions' own limits."""
     truncate: bool = False
+    """True to take passages out of contexts over the window; else these examples are skipped."""
     deviation: bool = False
+    """True to measure deviations inside the model, too."""
     concurrency: int = 1
+    """Examples at once; above 1 is faster, but rounding then differs from run to run."""
     codec: Codec = RAW
+    """The codec that chunks go through before they are used."""
     resume: Path | None = None
+    """The file that keeps finished results."""
 
 
 Examined = tuple[Example, tuple[Result, ...]]
-"""An example and the results of all policies that were asked for, and of ``full``."""
+"""Pairs an example with the results of all policies that were asked for, and of ``full``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The report, every example that was asked with its results, and those that could not be asked."""
+    """Holds what was measured of answers."""
 
     report: Report
     answered: tuple[Examined, ...]
     skipped: tuple[Skipped, ...]
+    """The examples that could not be asked."""
+
+
+def main_rows(rows: Sequence[Row]) -> list[Row]:
+    """Pick the rows of the metric that each task is usually measured by."""
+    return [row for row in rows if row["main"]]
+
+
+def plot_quality(rows: Sequence[Row], path: Path) -> None:
+    """Draw score over recomputed share, a panel per data set and task and a point per policy, with their intervals.
+
+    ``rows`` have one metric per task. Raises InvalidRequestError as ``plot_ttft`` does.
+    """
+    tasks = list(dict.fromkeys((row["dataset"], row["task"], row["metric"]) for row in rows))
+    across = min(len(tasks), 3)
+    down = -(-len(tasks) // across)
+    figure = empty_figure(4.5 * across, 3.6 * down)
+    panels = figure.subplots(down, across, squeeze=False).flatten()
+    for axes, (dataset, task, metric) in zip(panels, tasks, strict=False):
+        for row in rows:
+            if (row["dataset"], row["task"]) == (dataset, task):
+                reach = [[row["score"] - row["ci_low"]], [row["ci_high"] - row["score"]]]
+                axes.errorbar(100 * row["recomputed_fraction"], row["score"], reach, marker="o", label=row["policy"])
+        title = dataset if task == dataset else f"{dataset}: {task}"
+        axes.set(xlabel="recomputed (% of cached tokens)", ylabel=metric, title=title)
+        if metric in METRICS:  # others are no shares
+            axes.set_ylim(0, 1.02)
+    for axes in panels[len(tasks) :]:
+        axes.set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6)
+    save_figure(figure, path)
+
+
+@benchmark("quality", plot=plot_quality, shown=main_rows, settings=CONTEXT_SETTINGS)
+def quality(
+    setup: Setup,
+    *,
+    policies: ComparedPolicies = None,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="reader (the default), prose, a file of examples, or a folder to hide needles in; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    tasks: Annotated[str, typer.Option(help="Only these tasks, with commas between.", show_default=False)] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="Most examples of each data set.")] = None,
+    split: Annotated[
+        ContextSplit, typer.Option(help="Chunks are passages, or windows of equal length.")
+    ] = ContextSplit.SEMANTIC,
+    chunk_tokens: ChunkTokens = 512,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; by default what the data set asks for.")
+    ] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Take passages from the middle of contexts over the window.")
+    ] = False,
+    deviation: Annotated[
+        bool, typer.Option("--deviation", help="Measure KV and attention deviation by layer, too.")
+    ] = False,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=64, help="Examples at once; with more than 1, rounding differs between runs.")
+    ] = 1,
+    codec: Annotated[str, typer.Option(help="Use chunks as a tier with this codec gives them back.")] = "raw",
+    resume: Annotated[
+        Path | None, typer.Option(help="Keep finished results in this file, and go on from it.", dir_okay=False)
+    ] = None,
+) -> Report:
+    """Measure the quality of answers, and of predictions of given text, by policy, beside those of a full prefill."""
+    options = QualityOptions(
+        datasets=tuple(dataset or ("reader",)),
+        tasks=names(tasks),
+        policies=tuple(compared_policies(policies, setup.settings)),
+        limit=limit,
+        split=split,
+        chunk_tokens=chunk_tokens,
+        max_tokens=max_tokens,
+        truncate=truncate,
+        deviation=deviation,
+        concurrency=concurrency,
+        codec=find_codec(codec),
+        resume=resume,
+    )
+    if resume is not None and not resume.absolute().parent.is_dir():
+        raise InvalidRequestError(f"Cannot write {resume}: there is no folder {resume.parent}.", param="resume")
+    measured = run_quality(setup.subject(), setup.settings, options, progress=setup.progress)
+    warnings = [f"skipped {skip.where}: {skip.reason}" for skip in measured.skipped[:_SKIPS_SHOWN]]
+    if len(measured.skipped) > _SKIPS_SHOWN:
+        warnings.append(f"skipped {len(measured.skipped)} examples in all")
+    return replace(measured.report, warnings=warnings)
 
 
 def run_quality(
-    subject: Subject, settings: Settings, options: QualityOptions, *, progress: Progress = lambda _, __: None
+    subject: Subject, settings: Settings, options: QualityOptions, *, progress: Progress = silent
 ) -> Quality:
     """Ask all examples under all policies.
 
@@ -101,10 +212,7 @@ def run_quality(
         raise InvalidRequestError("Deviations need one request at a time: leave --concurrency out.")
     with subject.llm(
         disk_space=0,  # chunks are used at once
-        generation_context=settings.generation_context,
-        system_prompt=settings.system_prompt,
-        chat_template=settings.chat_template,
-        max_model_len=settings.max_model_len,
+        **{name: getattr(settings, name) for name in CONTEXT_SETTINGS},
     ) as llm:
         splitter = ContextSplitter(llm.builder.encoder, options.split, options.chunk_tokens)
         datasets = [
@@ -123,22 +231,18 @@ def run_quality(
         answered, skipped = _answers(examiner, datasets, settings, options, progress)
     if not answered:
         raise InvalidRequestError(f"No example could be asked. {_reasons(skipped)}", param="dataset")
-    rows = [score_row(score) for score in scores(answered, options.policies)]
+    rows = [score_row(score) for score in task_scores(answered, options.policies)]
     report = subject.report(rows)
     described = {name: value for name, value in _described(settings, options).items() if value is not None}
-    report = replace(report, settings={**report.settings, **described, "skipped": len(skipped)})
+    described |= {"formats": {dataset.name: dataset.format for dataset in datasets}, "skipped": len(skipped)}
+    report = replace(report, settings={**report.settings, **described}, columns=COLUMNS)
     return Quality(report, answered, skipped)
 
 
-def main_rows(rows: Sequence[Row]) -> list[Row]:
-    """Of each task only the metric that it is usually measured by."""
-    return [row for row in rows if row["main"]]
-
-
 def _require_names(datasets: Sequence[Dataset]) -> None:
-    """Rows go by name: raises InvalidRequestError where two data sets share one."""
-    names = [dataset.name for dataset in datasets]
-    twice = [name for name in names if names.count(name) > 1]
+    """Raise InvalidRequestError where two data sets share a name, which rows go by."""
+    used = [dataset.name for dataset in datasets]
+    twice = [name for name in used if used.count(name) > 1]
     if twice:
         raise InvalidRequestError(f"Two data sets are called {twice[0]!r}: rename one of the files.", param="dataset")
 
@@ -159,29 +263,24 @@ def _answers(
         made_by = {"kvlinker": version("kvlinker"), "model": examiner.llm.engine.fingerprint}
         described = _described(settings, options)
         journal = Journal(options.resume, made_by | {name: described[name] for name in CHANGE_RESULTS})
-    outcomes = evaluate(examiner, examples, policies, concurrency=options.concurrency, journal=journal)
-    for done, (example, outcome) in enumerate(outcomes):
-        progress(done + 1, len(examples))
-        if isinstance(outcome, Skipped):
-            skipped.append(outcome)
+    asked = evaluate(examiner, examples, policies, concurrency=options.concurrency, journal=journal)
+    for done, (example, results) in enumerate(asked, 1):
+        progress("examples", done, len(examples))
+        if isinstance(results, Skipped):
+            skipped.append(results)
         else:
-            answered.append((example, outcome))
+            answered.append((example, results))
     return tuple(answered), tuple(skipped)
 
 
 def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
-    """Whatever the scores depend on, and how they were made."""
-    return {
+    """Return everything that the scores depend on, and how they were made."""
+    asked = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "resume"}
+    return asked | {
         "datasets": list(options.datasets),
-        "tasks": list(options.tasks) or None,
         "policies": list(options.policies),
-        "limit": options.limit,
+        "tasks": list(options.tasks) or None,
         "split": str(options.split),
-        "chunk_tokens": options.chunk_tokens,
-        "max_tokens": options.max_tokens,
-        "truncate": options.truncate,
-        "deviation": options.deviation,
-        "concurrency": options.concurrency,
         "codec": options.codec.name,
         "generation_context": str(settings.generation_context),
         "system_prompt": settings.system_prompt,
@@ -189,8 +288,8 @@ def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
     }
 
 
-def score_row(score: Score) -> Row:
-    """A score as a row of the report."""
+def score_row(score: TaskScore) -> Row:
+    """Make a row of the report from a score."""
     row = {
         "policy": score.policy,
         "dataset": score.dataset,
@@ -214,5 +313,6 @@ def score_row(score: Score) -> Row:
 
 
 def _reasons(skipped: Sequence[Skipped]) -> str:
+    """Say how many examples were skipped, and why the first were."""
     shown = "; ".join(f"{skip.where}: {skip.reason}" for skip in skipped[:3])
     return f"{len(skipped)} skipped: {shown}{'; …' if len(skipped) > 3 else ''}"

@@ -1,4 +1,4 @@
-"""Models of a given shape with random weights: for speed, which does not depend on what a model has learnt."""
+"""Makes models of a given shape with random weights: for speed, which does not depend on what a model has learnt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def random_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """A Llama of the named shape with random weights and a tokenizer of one token per byte.
+    """Make a Llama of the named shape with random weights and a tokenizer of one token per byte.
 
     Raises InvalidRequestError for an unknown shape.
     """
@@ -52,7 +52,7 @@ def random_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> Loa
 
 
 def byte_tokenizer() -> Any:
-    """A byte-level tokenizer without merges: one token per byte, so that texts of any token count are easy to make."""
+    """Make a byte-level tokenizer without merges: one token per byte, so that texts of any length are easy to make."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

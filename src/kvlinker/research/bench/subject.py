@@ -1,43 +1,55 @@
-"""The model and engine that a benchmark measures, with a store of its own in a temporary folder."""
+"""Holds the model that is measured, and runs it: with a store of its own in a temporary folder, or behind a server."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import uvicorn
 
 from kvlinker.config import Settings, load_settings
 from kvlinker.embedded.model.loading import LoadedModel, load_model
 from kvlinker.engine.model_files import choose_device, choose_dtype
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM
-from kvlinker.research.bench.machine import describe_machine, versions
-from kvlinker.research.bench.report import Report, Row
+from kvlinker.research.bench.report import Report, Row, describe_machine, versions
 from kvlinker.research.bench.shapes import random_model
+from kvlinker.server.address import bind, url_of
+from kvlinker.server.app import create_app
 
 MEMORY = 8 << 30
+"""Bytes that the tier with the chunks has room for."""
 TIERS = ("host", "disk", "redis", "object")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: ``name`` is the shape's or model's; ``command`` reproduces the run."""
+    """Holds a model that is measured."""
 
     name: str
+    """The shape's or model's name."""
     command: str
+    """The command line that reproduces the run."""
     loaded: LoadedModel
     options: dict[str, Any]
+    """What else the report tells among its settings."""
 
     @contextmanager
     def llm(self, *, kv_slots: int | None = None, tier: str = "host", **options: Any) -> Iterator[LLM]:
-        """A fresh engine and store. With another tier than ``host``, nothing is kept in host memory; ``redis`` needs a
-        ``redis_url``, and ``object`` is a folder."""
+        """Run the model with a fresh engine and store; ``options`` are settings.
+
+        With another tier than ``host``, nothing is kept in host memory; ``redis`` needs a ``redis_url``, and ``object``
+        is a folder. Raises InvalidRequestError for an unknown tier, and for ``redis`` without its URL.
+        """
         if tier not in TIERS:
             raise InvalidRequestError(f"Unknown tier {tier!r}; known are {', '.join(TIERS)}.", param="tier")
         with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
@@ -60,6 +72,7 @@ class Subject:
                 yield llm
 
     def report(self, rows: list[Row], **machine: Any) -> Report:
+        """Make a report of rows; ``machine`` is what else is known of the machine."""
         return Report(
             command=self.command,
             machine=describe_machine(self.loaded.device) | machine,
@@ -70,7 +83,10 @@ class Subject:
 
 
 def make_subject(settings: Settings, *, shape: str | None, command: str, **options: Any) -> Subject:
-    """Random weights of the named shape, or without one the model that ``settings`` name."""
+    """Make random weights of the named shape, or load the model that ``settings`` name where there is none.
+
+    ``options`` are told among the report's settings. Raises InvalidRequestError for an unknown shape.
+    """
     if shape is None:
         return Subject(settings.served_name, command, load_model(settings), options)
     if settings.threads is not None:
@@ -78,3 +94,19 @@ def make_subject(settings: Settings, *, shape: str | None, command: str, **optio
     device = choose_device(settings.device)
     loaded = random_model(shape, dtype=choose_dtype(settings.dtype, device), device=device)
     return Subject(shape, command, loaded, options)
+
+
+@contextmanager
+def served(llm: LLM) -> Iterator[str]:
+    """Serve an LLM on a free port of this machine, in a thread of its own; yield its address."""
+    with closing(bind("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(create_app(llm, llm.settings), log_level="error", lifespan="off"))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield url_of(listening)
+        finally:
+            server.should_exit = True
+            thread.join()

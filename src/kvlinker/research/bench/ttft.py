@@ -1,33 +1,50 @@
-"""Time to first token of one prompt made of cached chunks, policy by policy, and where that time goes."""
+"""Measures the time to first token of prompts made of cached chunks, policy by policy, and where that time goes."""
 
 from __future__ import annotations
 
-import queue
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 from torch import nn
 
 from kvlinker.embedded.engine import EmbeddedEngine
 from kvlinker.embedded.model.interception import attention_of
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.embedded.step import Profile
-from kvlinker.engine.contract import Failed, GenerationEvent, GenerationRequest
-from kvlinker.linking import parse_policy
-from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
-from kvlinker.research.bench.machine import copy_bandwidth, matmul_rate
-from kvlinker.research.bench.report import Report, Row
+from kvlinker.prompt.segments import Prompt
+from kvlinker.research.bench.benchmark import (
+    ChunkTokens,
+    ComparedPolicies,
+    FreshTokens,
+    Repeat,
+    Setup,
+    benchmark,
+    compared_policies,
+    counts,
+)
+from kvlinker.research.bench.measurement import (
+    Workload,
+    cache_chunks,
+    copy_bandwidth,
+    first_token,
+    greedy_request,
+    in_turn,
+    matmul_rate,
+)
+from kvlinker.research.bench.report import Report, Row, empty_figure, save_figure
 from kvlinker.research.bench.subject import Subject
-from kvlinker.types.answers import Finished
-from kvlinker.types.chunks import Chunk
-from kvlinker.types.sampling import SamplingParams
+from kvlinker.research.bench.vllm_ttft import COLUMNS as VLLM_COLUMNS
+from kvlinker.research.bench.vllm_ttft import run_vllm_ttft
+from kvlinker.research.progress import Progress, silent
 
-TENANT = "bench"
 SPARE_SLOTS = 1024
 STEP_TOKENS = 2048
 PARTS = ("load", "place", "select", "attention", "matmul", "rest")
@@ -43,26 +60,69 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A prompt of ``chunks`` cached chunks of ``chunk_tokens`` each, and ``fresh_tokens`` behind them."""
+def plot_ttft(rows: Sequence[Row], path: Path) -> None:
+    """Draw TTFT over context length where there are several lengths, else a bar per policy.
 
-    chunks: int
-    chunk_tokens: int
-    fresh_tokens: int
+    Raises InvalidRequestError without matplotlib, and for a file name whose ending it does not know.
+    """
+    figure = empty_figure(7, 4.5)
+    axes = figure.subplots()
+    if len({row["context_tokens"] for row in rows}) > 1:
+        for label in dict.fromkeys(map(_label, rows)):
+            points = [(row["context_tokens"], row["ttft_ms"]) for row in rows if _label(row) == label]
+            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+        axes.set(xscale="log", yscale="log", xlabel="prompt length (tokens)", ylabel="time to first token (ms)")
+        axes.legend()
+    else:
+        bars = axes.barh([_label(row) for row in rows], [row["ttft_ms"] for row in rows])
+        axes.bar_label(bars, [f"{row['speedup']:.1f}×" if row["speedup"] else "" for row in rows], padding=3)
+        axes.margins(x=0.1)
+        axes.invert_yaxis()
+        axes.set(xlabel="time to first token (ms)", title=f"{rows[0]['context_tokens']} tokens of context")
+    save_figure(figure, path)
 
-    @property
-    def tokens(self) -> int:
-        return self.chunks * self.chunk_tokens + self.fresh_tokens
 
-    def prompt(self, vocabulary: int, seed: int = 0) -> Prompt:
-        generator = np.random.default_rng(seed)
+def _label(row: Row) -> str:
+    return str(row["policy"]) if row["engine"] == "embedded" else f"{row['policy']} ({row['engine']})"
 
-        def tokens(count: int) -> tuple[int, ...]:
-            return tuple(generator.integers(0, vocabulary, count).tolist())
 
-        cached = [CachedSegment(Chunk(tokens(self.chunk_tokens))) for _ in range(self.chunks)]
-        return Prompt((*cached, FreshSegment(tokens(self.fresh_tokens))))
+@benchmark("ttft", plot=plot_ttft)
+def ttft(
+    setup: Setup,
+    *,
+    chunks: Annotated[str, typer.Option(help="Chunks per prompt; several numbers with commas sweep the length.")] = "8",
+    chunk_tokens: ChunkTokens = 512,
+    fresh_tokens: FreshTokens = 32,
+    policies: ComparedPolicies = None,
+    tier: Annotated[str, typer.Option(help="Where the chunk caches lie: host or disk.")] = "host",
+    full_limit: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt that full prefill takes part in, in tokens.")
+    ] = None,
+    repeat: Repeat = 5,
+) -> Report:
+    """Measure the time to first token of prompts made of cached chunks, by policy, and where it goes.
+
+    With --engine vllm, vLLM's stands beside the embedded engine's, with how fast a neighbour decodes meanwhile.
+    """
+    workloads = [Workload(count, chunk_tokens, fresh_tokens) for count in counts(chunks)]
+    named = compared_policies(policies, setup.settings)
+    with_vllm = setup.settings.engine == "vllm"
+    subject = setup.subject(repeat=repeat)
+    report = run_ttft(
+        subject,
+        workloads,
+        named,
+        repeat=repeat,
+        tier=tier,
+        full_limit=full_limit,
+        with_transformers=not with_vllm,
+        progress=setup.progress,
+    )
+    if with_vllm:
+        rows = run_vllm_ttft(subject, setup.settings, workloads, named, repeat=repeat, progress=setup.progress)
+        report = replace(report, rows=[*report.rows, *rows], columns=VLLM_COLUMNS)
+    growth = scaling_exponents(report.rows).items()
+    return replace(report, notes=[f"{name} ({engine}): TTFT ~ tokens^{power:.2f}" for (name, engine), power in growth])
 
 
 def run_ttft(
@@ -74,12 +134,12 @@ def run_ttft(
     tier: str = "host",
     full_limit: int | None = None,
     with_transformers: bool = True,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
 ) -> Report:
     """Measure every policy on every workload, in turn, ``repeat`` times after one warm-up; medians are reported.
 
     ``full`` is left out of prompts longer than ``full_limit``. transformers' own forward pass of the same prompt takes
-    part whenever ``full`` does, unless ``with_transformers`` is false. ``progress`` is told what is measured next.
+    part whenever ``full`` does, unless ``with_transformers`` is false.
     """
     loaded = subject.loaded
     bandwidth = copy_bandwidth(loaded.device)
@@ -92,8 +152,7 @@ def run_ttft(
         for workload in workloads:
             prompt = workload.prompt(loaded.model.config.vocab_size)
             progress(f"{len(prompt)} tokens: caching {workload.chunks} chunks")
-            for future in [engine.cache_chunk(chunk, tenant=TENANT) for chunk in prompt.chunks]:
-                future.result()
+            cache_chunks(engine, prompt)
             llm.store.flush()
             with_full = full_limit is None or len(prompt) <= full_limit
             competitors = {
@@ -102,14 +161,13 @@ def run_ttft(
                 if with_full or name != "full"
             }
             if with_transformers and ("embedded", "full") in competitors:
-                competitors["transformers", "full"] = _transformers_measurement(loaded, prompt)
-            taken: dict[tuple[str, str], list[Measurement]] = {key: [] for key in competitors}
-            for turn in range(repeat + 1):
-                for key, measure in competitors.items():
-                    progress(f"{len(prompt)} tokens, turn {turn} of {repeat}: {key[1]} ({key[0]})")
-                    measurement = measure()
-                    if turn:
-                        taken[key].append(measurement)
+                competitors["transformers", "full"] = partial(_measure_transformers, loaded, prompt)
+            taken = in_turn(
+                competitors,
+                repeat=repeat,
+                what=partial(_told, len(prompt)),
+                progress=progress,
+            )
             rows += _rows(
                 engine,
                 workload,
@@ -120,11 +178,17 @@ def run_ttft(
                 bandwidth=bandwidth,
                 rate=rate,
             )
-    return subject.report(rows, copy_gb_per_s=round(bandwidth / 1e9, 1), matmul_tflop_per_s=round(rate / 1e12, 3))
+    report = subject.report(rows, copy_gb_per_s=round(bandwidth / 1e9, 1), matmul_tflop_per_s=round(rate / 1e12, 3))
+    return replace(report, columns=COLUMNS)
+
+
+def _told(tokens: int, competitor: tuple[str, str]) -> str:
+    system, policy = competitor
+    return f"{policy} ({system}), {tokens} tokens"
 
 
 def scaling_exponents(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
-    """Per (policy, engine) the exponent b of the fit ttft = a · tokens^b, where there are three lengths or more."""
+    """Fit ttft = a · tokens^b, and return b by (policy, engine), where there are three lengths or more."""
     lengths: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in rows:
         lengths.setdefault((row["policy"], row["engine"]), []).append((row["context_tokens"], row["ttft_ms"]))
@@ -133,6 +197,14 @@ def scaling_exponents(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
         for key, points in lengths.items()
         if len({length for length, _ in points}) >= 3
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Holds one time to first token in seconds, and the parts that make it up."""
+
+    ttft: float
+    parts: Mapping[str, float]
 
 
 def _rows(
@@ -146,12 +218,15 @@ def _rows(
     bandwidth: float,
     rate: float,
 ) -> list[Row]:
-    """``floor_ms`` is what no implementation can beat: KV read and written once, all arithmetic at matmul speed."""
+    """Make a row for each system and policy.
+
+    ``floor_ms`` is what no implementation can beat: KV read and written once, and all arithmetic at matmul speed.
+    """
     medians = {key: statistics.median(m.ttft for m in measurements) for key, measurements in taken.items()}
     full = medians.get(("embedded", "full"))
     rows: list[Row] = []
     for (system, policy), measurements in taken.items():
-        cost = engine.explain(GenerationRequest(prompt, parse_policy(policy), tenant=TENANT)).result().cost
+        cost = engine.explain(greedy_request(prompt, policy)).result().cost
         ttft = medians[system, policy]
         row = {
             "policy": policy,
@@ -171,59 +246,40 @@ def _rows(
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """Seconds: to the first token, and of the parts that make it up."""
-
-    ttft: float
-    parts: dict[str, float]
-
-
 def policy_measurement(
     engine: EmbeddedEngine, loaded: LoadedModel, prompt: Prompt, policy: str
 ) -> Callable[[], Measurement]:
-    """What takes one measurement of the prompt's time to first token; the engine must be idle otherwise."""
-    request = GenerationRequest(prompt, parse_policy(policy), SamplingParams(temperature=0, max_tokens=1), TENANT)
+    """Return what measures one time to first token with its parts; the engine must be idle otherwise."""
 
     def measure() -> Measurement:
-        events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
         profile = Profile()
         engine.runner.profile = profile
         handles = _time_linears(loaded.model, profile)
-        begin = time.perf_counter()
-        engine.generate(request, events.put)
-        first = events.get()
-        ttft = time.perf_counter() - begin
-        for handle in handles:
-            handle.remove()
-        engine.runner.profile = None
-        if isinstance(first, Failed):
-            raise first.error
-        finished = events.get()
-        assert isinstance(finished, Finished), finished
-        parts = dict(profile.seconds) | {"load": finished.timing.load}
-        parts["rest"] = ttft - sum(parts.values())
-        return Measurement(ttft, parts)
+        try:
+            measured = first_token(engine, prompt, policy)
+        finally:
+            for handle in handles:
+                handle.remove()
+            engine.runner.profile = None
+        parts = dict(profile.seconds) | {"load": measured.timing.load}
+        return Measurement(measured.seconds, parts | {"rest": measured.seconds - sum(parts.values())})
 
     return measure
 
 
-def _transformers_measurement(loaded: LoadedModel, prompt: Prompt) -> Callable[[], Measurement]:
-    """transformers' own forward pass of the whole prompt, with its SDPA attention and a KV cache kept."""
+@torch.inference_mode()
+def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> Measurement:
+    """Measure transformers' own forward pass of the whole prompt, with its SDPA attention and a KV cache kept."""
     ids = torch.from_numpy(prompt.tokens)[None].to(loaded.device)
-
-    @torch.inference_mode()
-    def measure() -> Measurement:
-        with attention_of(loaded.model, "sdpa"):
-            begin = time.perf_counter()
-            output = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)
-            output.logits.argmax().item()
-            return Measurement(time.perf_counter() - begin, {})
-
-    return measure
+    with attention_of(loaded.model, "sdpa"):
+        begin = time.perf_counter()
+        output = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        output.logits.argmax().item()
+        return Measurement(time.perf_counter() - begin, {})
 
 
 def _time_linears(model: nn.Module, profile: Profile) -> list[Any]:
+    """Hook all linear layers, so that their time is added to the profile; return the hooks' handles."""
     began = 0.0
 
     def before(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Time to first token in vLLM: its own full prefill against linked prompts; and what a neighbour notices of it."""
+"""Measures the time to first token in vLLM: its own full prefill, linked prompts, and a neighbour's view of both."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import queue
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvlinker.config import Settings, load_settings
-from kvlinker.engine.contract import Failed, GenerationEvent, GenerationRequest
-from kvlinker.linking import parse_policy
+from kvlinker.engine.contract import Failed, GenerationEvent
 from kvlinker.llm import LLM
 from kvlinker.prompt.segments import Prompt
+from kvlinker.research.bench.measurement import Workload, cache_chunks, first_token, greedy_request, in_turn
 from kvlinker.research.bench.report import Row
 from kvlinker.research.bench.subject import Subject
-from kvlinker.research.bench.ttft import TENANT, Workload
+from kvlinker.research.progress import Progress, silent
 from kvlinker.types.answers import Delta
-from kvlinker.types.sampling import SamplingParams
-
-T = TypeVar("T")
 
 COLUMNS = (
     "policy",
@@ -41,16 +38,18 @@ SPARE_TOKENS = 1024
 HOST_MEMORY = 8 << 30
 NEIGHBOUR_TOKENS = 64
 IDLE_TOKENS = 12
-"""Of a neighbour that decodes alone, before a prompt is linked beside it."""
+"""Tokens that a neighbour decodes alone, before a prompt is linked beside it."""
 
 
 class _Gaps(NamedTuple):
-    """Seconds between two tokens of a request that decodes: ``idle``, and ``beside`` a prompt that is prefilled or
-    linked, until that prompt's own first token, which then takes ``ttft`` seconds."""
+    """Holds seconds between two tokens of a neighbour: a request that decodes."""
 
     idle: float
+    """While the neighbour is alone."""
     beside: float
+    """While a prompt is prefilled or linked beside it, until that prompt's own first token."""
     ttft: float
+    """The seconds to that first token."""
 
 
 def run_vllm_ttft(
@@ -60,9 +59,9 @@ def run_vllm_ttft(
     policies: Sequence[str],
     *,
     repeat: int,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
 ) -> list[Row]:
-    """One row per workload and policy: medians of ``repeat`` measurements in turn, after one warm-up.
+    """Make one row per workload and policy: medians of ``repeat`` measurements in turn, after one warm-up.
 
     ``itl_ms`` is the mean time between two tokens of a neighbour until the prompt's own first token, ``busy_ttft_ms``
     how long that takes, ``idle_itl_ms`` the median of a neighbour that is alone. vLLM's prefix cache is off, for
@@ -75,36 +74,27 @@ def run_vllm_ttft(
         for workload in workloads:
             prompt = workload.prompt(subject.loaded.vocabulary)
             progress(f"{len(prompt)} tokens: caching {workload.chunks} chunks in vLLM")
-            for future in [llm.engine.cache_chunk(chunk, tenant=TENANT) for chunk in prompt.chunks]:
-                future.result()
-
-            def tell(text: str, tokens: int = len(prompt)) -> None:
-                progress(f"{tokens} tokens, {text}")
-
-            seconds = _in_turn(policies, repeat, partial(_first_token, llm, prompt), tell)
-            gaps = _in_turn(policies, repeat, partial(_neighbour, llm, prompt), lambda text: tell(f"{text}, not alone"))
-            medians = {name: statistics.median(values) for name, values in seconds.items()}
+            cache_chunks(llm.engine, prompt)
+            alone = in_turn(
+                {name: partial(first_token, llm.engine, prompt, name) for name in policies},
+                repeat=repeat,
+                what="{} (vllm)".format,
+                progress=progress,
+            )
+            gaps = in_turn(
+                {name: partial(_neighbour, llm, prompt, name) for name in policies},
+                repeat=repeat,
+                what="{} (vllm), not alone".format,
+                progress=progress,
+            )
+            medians = {name: statistics.median(one.seconds for one in found) for name, found in alone.items()}
             rows += [_row(llm, workload, prompt, name, medians, gaps[name]) for name in policies]
     return rows
 
 
-def _in_turn(
-    policies: Sequence[str], repeat: int, measure: Callable[[str], T], progress: Callable[[str], None]
-) -> dict[str, list[T]]:
-    """``repeat`` measurements of every policy, after one that does not count."""
-    found: dict[str, list[T]] = {name: [] for name in policies}
-    for turn in range(repeat + 1):
-        for name in policies:
-            progress(f"turn {turn} of {repeat}: {name} (vllm)")
-            measured = measure(name)
-            if turn:
-                found[name].append(measured)
-    return found
-
-
 @contextmanager
 def _vllm(subject: Subject, settings: Settings, window: int) -> Iterator[LLM]:
-    """The subject's weights, in an engine with a store of its own."""
+    """Run the subject's weights in vLLM, with a store of its own."""
     with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
         model = Path(folder) / "model"
         subject.loaded.model.save_pretrained(model)
@@ -127,7 +117,7 @@ def _vllm(subject: Subject, settings: Settings, window: int) -> Iterator[LLM]:
 def _row(
     llm: LLM, workload: Workload, prompt: Prompt, policy: str, medians: dict[str, float], gaps: Sequence[_Gaps]
 ) -> Row:
-    cost = llm.engine.explain(GenerationRequest(prompt, parse_policy(policy), tenant=TENANT)).result().cost
+    cost = llm.engine.explain(greedy_request(prompt, policy)).result().cost
     full = medians.get("full")
     idle, beside, busy_ttft = (statistics.median(values) for values in zip(*gaps, strict=True))
     return {
@@ -146,21 +136,12 @@ def _row(
     }
 
 
-def _first_token(llm: LLM, prompt: Prompt, policy: str) -> float:
-    events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
-    begin = time.perf_counter()
-    llm.engine.generate(_request(prompt, policy, 1), events.put)
-    _next(events)
-    seconds = time.perf_counter() - begin
-    events.get()
-    return seconds
-
-
 def _neighbour(llm: LLM, prompt: Prompt, policy: str) -> _Gaps:
+    """Let a neighbour decode alone, then beside the prompt."""
     window = llm.max_model_len - NEIGHBOUR_TOKENS
     own = Workload(0, 1, NEIGHBOUR_TOKENS).prompt(256, seed=1)
     tokens: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
-    handle = llm.engine.generate(_request(own, "full", window), tokens.put)
+    handle = llm.engine.generate(greedy_request(own, "full", max_tokens=window), tokens.put)
     times = []
     for _ in range(IDLE_TOKENS):
         _next(tokens)
@@ -170,7 +151,7 @@ def _neighbour(llm: LLM, prompt: Prompt, policy: str) -> _Gaps:
     begin = time.perf_counter()
     while not tokens.empty():
         _next(tokens)
-    llm.engine.generate(_request(prompt, policy, 1), events.put)
+    llm.engine.generate(greedy_request(prompt, policy), events.put)
     _next(events)
     seconds = time.perf_counter() - begin
     during = tokens.qsize()
@@ -181,12 +162,8 @@ def _neighbour(llm: LLM, prompt: Prompt, policy: str) -> _Gaps:
     return _Gaps(idle, seconds / max(during, 1), seconds)
 
 
-def _request(prompt: Prompt, policy: str, tokens: int) -> GenerationRequest:
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    return GenerationRequest(prompt, parse_policy(policy), sampling, TENANT)
-
-
 def _next(events: queue.SimpleQueue[GenerationEvent]) -> None:
+    """Wait for an event. Raises what the request failed with."""
     event = events.get()
     if isinstance(event, Failed):
         raise event.error

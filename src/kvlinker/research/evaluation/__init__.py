@@ -1,1 +1,1 @@
-"""Answer quality: examples, the policies' answers to them, and metrics. Uses kvlinker as any user of ``LLM`` does."""
+"""Measures answer quality: examples, the policies' answers to them, and metrics, through ``LLM`` as any user has it."""

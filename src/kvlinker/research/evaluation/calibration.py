@@ -1,8 +1,8 @@
-"""The cheapest setting of a policy that is good enough: Cache-Craft's equation 13, for any policy with a number."""
+"""Finds the cheapest setting of a policy that is good enough: Cache-Craft's equation 13, for any such policy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -10,47 +10,50 @@ from kvlinker.errors import InvalidRequestError, PolicyError
 from kvlinker.linking import known_policies, parse_policy
 from kvlinker.linking.parameters import Number, declared
 from kvlinker.linking.union import SIGN
-from kvlinker.research.evaluation.answers import REFERENCE, Examiner
-from kvlinker.research.evaluation.examples import Example, Question, Skipped
-from kvlinker.research.evaluation.results import Result
-from kvlinker.research.evaluation.runner import evaluate
-from kvlinker.research.evaluation.scores import main_score
+from kvlinker.research.evaluation.evaluate import evaluate
+from kvlinker.research.evaluation.examiner import REFERENCE, Examiner
+from kvlinker.research.evaluation.examples import Example, Question, Result, Skipped
+from kvlinker.research.evaluation.task_scores import main_score
+from kvlinker.research.progress import Progress, silent
 
 PLACE = "{}"
-"""Stands for the number in a policy's name."""
+"""The place of the number in a policy's name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """A policy with its mean score on ``n`` examples, what that is of full's, and how much it computes again."""
+class Candidate:
+    """Says how good and how cheap a policy with one number is."""
 
     policy: str
     n: int
+    """Number of examples."""
     score: float
+    """The mean score over the examples."""
     of_full: float
+    """The score as a share of full's."""
     recomputed_fraction: float
+    """The share of cached tokens that is computed again, the mean over the examples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """All settings that were tried, the examples that could not be asked, and the setting to take.
-
-    ``chosen``: of those that reach ``target`` (a share of full's score), the one that computes least; None if none
-    does.
-    """
+    """Holds all candidates that were tried, and chooses one."""
 
     target: float
-    settings: tuple[Setting, ...]
+    """The wanted share of full's score."""
+    candidates: tuple[Candidate, ...]
     skipped: tuple[Skipped, ...]
+    """The examples that could not be asked."""
 
     @property
-    def chosen(self) -> Setting | None:
-        reached = [setting for setting in self.settings if setting.of_full >= self.target]
-        return min(reached, key=lambda setting: setting.recomputed_fraction, default=None)
+    def chosen(self) -> Candidate | None:
+        """The candidate that computes least of those that reach the target; None if none does."""
+        reached = [candidate for candidate in self.candidates if candidate.of_full >= self.target]
+        return min(reached, key=lambda candidate: candidate.recomputed_fraction, default=None)
 
 
-def settings_of(template: str, values: Sequence[str]) -> tuple[str, ...]:
-    """The policies that ``template``, such as ``cachecraft-{}-focus``, names with each of the values.
+def candidates_of(template: str, values: Sequence[str]) -> tuple[str, ...]:
+    """Return the policies that ``template``, such as ``cachecraft-{}-focus``, names with each of the values.
 
     Raises InvalidRequestError without a place for the value, and PolicyError for a bad policy.
     """
@@ -97,7 +100,7 @@ def calibrate(
     policies: Sequence[str],
     *,
     target: float,
-    progress: Callable[[int, int], None] = lambda _, __: None,
+    progress: Progress = silent,
 ) -> Calibration:
     """Score every policy on the examples, each by the metric that its task is usually measured by.
 
@@ -106,26 +109,28 @@ def calibrate(
     """
     questions = [example for example in examples if isinstance(example, Question)]
     if len(questions) < len(examples):
-        raise InvalidRequestError("Settings are chosen by answers: give a data set of questions.", param="dataset")
+        raise InvalidRequestError(
+            "Policies are chosen by their answers: give a data set of questions.", param="dataset"
+        )
     asked = list(dict.fromkeys((*policies, REFERENCE)))
     skipped: list[Skipped] = []
     found: dict[str, list[tuple[float, Result]]] = {policy: [] for policy in asked}
-    for done, (example, outcome) in enumerate(evaluate(examiner, examples, asked)):
-        progress(done + 1, len(examples))
-        if isinstance(outcome, Skipped):
-            skipped.append(outcome)
+    for done, (example, results) in enumerate(evaluate(examiner, examples, asked)):
+        progress("examples", done + 1, len(examples))
+        if isinstance(results, Skipped):
+            skipped.append(results)
             continue
-        for result in outcome:
+        for result in results:
             found[result.policy].append((main_score(example, result), result))
     full = fmean(score for score, _ in found[REFERENCE]) if found[REFERENCE] else 0.0
     if not full:
         reason = f"{skipped[0].where}: {skipped[0].reason}" if skipped else "full prefill answers none of them right"
-        raise InvalidRequestError(f"These examples cannot tell settings apart: {reason}.", param="dataset")
-    settings = tuple(_setting(policy, found[policy], full) for policy in dict.fromkeys(policies))
-    return Calibration(target, settings, tuple(skipped))
+        raise InvalidRequestError(f"These examples cannot tell candidates apart: {reason}.", param="dataset")
+    candidates = tuple(_candidate(policy, found[policy], full) for policy in dict.fromkeys(policies))
+    return Calibration(target, candidates, tuple(skipped))
 
 
-def _setting(policy: str, results: Sequence[tuple[float, Result]], full: float) -> Setting:
+def _candidate(policy: str, results: Sequence[tuple[float, Result]], full: float) -> Candidate:
     score = fmean(score for score, _ in results)
     recomputed = fmean(result.recomputed_fraction for _, result in results)
-    return Setting(policy, len(results), score, score / full, recomputed)
+    return Candidate(policy, len(results), score, score / full, recomputed)

@@ -1,4 +1,7 @@
-"""What a model computed for one prompt, from the inside: keys, values and attention of every layer."""
+"""Looks into a model: every layer's keys, values and attention for a prompt, and their deviation from full prefill.
+
+Deviations follow CacheBlend (section 4.1).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -22,12 +27,13 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import Policy, as_policy
 from kvlinker.llm import LLM, Answer, Message
 from kvlinker.prompt.segments import Prompt
+from kvlinker.research.evaluation.examples import Deviation
 
 LAST_QUERIES = 16
 """Fresh tokens at the prompt's end (the question's, and the template's behind it) whose attention is kept at most."""
 
 IDLE_WITHIN = 5.0
-"""Seconds."""
+"""Seconds in which the engine has to become idle."""
 
 RECORDED_ATTENTION = "kvlinker-recorded"
 
@@ -36,27 +42,33 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """One layer's keys (with rotary embedding) and values, [kv_heads, tokens, head_dim], and the attention of the
-    prompt's last tokens on all, [heads, queries, tokens], fp32."""
+    """Holds what one layer computed for a prompt."""
 
     key: Tensor
+    """Keys with their rotary embedding, [kv_heads, tokens, head_dim]."""
     value: Tensor
+    """Values, [kv_heads, tokens, head_dim]."""
     attention: Tensor
+    """The attention of the prompt's last tokens on all tokens, [heads, queries, tokens], fp32."""
 
 
 class Inspector(Protocol):
     """Runs one prompt under a policy while nothing else runs, and shows all layers."""
 
-    def inspect(self, messages: Sequence[Message], policy: str | Policy) -> tuple[LayerView, ...]: ...
+    def inspect(self, messages: Sequence[Message], policy: str | Policy) -> tuple[LayerView, ...]:
+        """Show the layers of a conversation."""
+        ...
 
-    def inspect_prompt(self, prompt: Prompt, policy: str | Policy) -> tuple[LayerView, ...]: ...
+    def inspect_prompt(self, prompt: Prompt, policy: str | Policy) -> tuple[LayerView, ...]:
+        """Show the layers of a prompt."""
+        ...
 
 
 class EngineInspector:
-    """``Inspector`` of the embedded engine: reads its KV pool, and records the queries that its model attends with."""
+    """Inspects the embedded engine: reads its KV pool, and records the queries that its model attends with."""
 
     def __init__(self, llm: LLM, loaded: LoadedModel) -> None:
-        """``loaded`` is the model that ``llm`` runs. Raises InvalidRequestError for another kind of engine."""
+        """Inspect ``llm``, which runs the model ``loaded``. Raises InvalidRequestError for another kind of engine."""
         if not isinstance(llm.engine, EmbeddedEngine):
             raise InvalidRequestError("Deviations can only be measured with the embedded engine.")
         self._llm = llm
@@ -64,16 +76,19 @@ class EngineInspector:
         self._pool = llm.engine.runner.pool
 
     def inspect(self, messages: Sequence[Message], policy: str | Policy) -> tuple[LayerView, ...]:
-        """A conversation; see ``inspect_prompt``."""
+        """Show the layers of a conversation; see ``inspect_prompt``."""
         return self.inspect_prompt(self._llm.chat_prompt(messages), policy)
 
     def inspect_prompt(self, prompt: Prompt, policy: str | Policy) -> tuple[LayerView, ...]:
-        """Raises InvalidRequestError while the engine does something else: the prompt must lie at the pool's start."""
+        """Show the layers of a prompt.
+
+        Raises InvalidRequestError while the engine does something else: the prompt must lie at the pool's start.
+        """
         request = GenerationRequest(prompt, as_policy(policy))
         return self._recording(prompt, lambda: self._llm.engine.explain(request).result())[1]
 
     def answer(self, messages: Sequence[Message], policy: str | Policy) -> tuple[Answer, tuple[LayerView, ...]]:
-        """As ``inspect``, with the answer of one token that was inspected: its usage says what was recomputed."""
+        """Inspect a conversation, and return the answer of one token too: its usage says what was recomputed."""
 
         def ask() -> Answer:
             return self._llm.chat_completion(messages, policy=policy, max_tokens=1, temperature=0)
@@ -84,14 +99,14 @@ class EngineInspector:
         self._wait_until_idle()
         fresh = len(prompt) - max([span.end for span in prompt.spans], default=0)
         with _recorded(self._loaded.model) as recorded:
-            outcome = run()
-        return outcome, tuple(
+            returned = run()
+        return returned, tuple(
             self._view(index, len(prompt), query[:, -min(fresh, LAST_QUERIES) :], options)
             for index, (query, options) in sorted(recorded.items())
         )
 
     def _wait_until_idle(self) -> None:
-        """A request's slots are freed shortly after its last event."""
+        """Wait until no request holds slots, which are freed shortly after a request's last event."""
         deadline = time.monotonic() + IDLE_WITHIN
         while self._llm.load().slots_used:
             if time.monotonic() > deadline:
@@ -108,7 +123,8 @@ class EngineInspector:
 
 @contextmanager
 def _recorded(model: Any) -> Iterator[dict[int, tuple[Tensor, AttentionOptions]]]:
-    """By layer, the last un-rotated queries [heads, queries, head_dim] of the latest forward pass, and its options."""
+    """Record, by layer, the last un-rotated queries [heads, queries, head_dim] of the latest forward pass, and the
+    options of its attention."""
     latest: dict[int, tuple[Tensor, AttentionOptions]] = {}
 
     def record(module: nn.Module, query: Tensor, *others: Any, **options: Any) -> tuple[Tensor, None]:
@@ -131,10 +147,59 @@ def _recorded(model: Any) -> Iterator[dict[int, tuple[Tensor, AttentionOptions]]
 
 
 def _rotated(layer: LayerShape, query: Tensor, queries: Queries) -> Tensor:
-    """``query`` [heads, queries, key_dim] with the rotary embedding of its positions."""
+    """Return ``query`` [heads, queries, key_dim] with the rotary embedding of its positions."""
     if layer.rotary is None:
         return query
     cos, sin = layer.rotary.tables(queries.last + 1)
     rotated = torch.empty_like(query, memory_format=torch.contiguous_format)
     layer.rotary.rotate(query, cos[queries.positions], sin[queries.positions], out=rotated)
     return rotated
+
+
+def deviation(full: Sequence[LayerView], other: Sequence[LayerView], cached: NDArray[np.bool_]) -> Deviation:
+    """Measure how far a prompt under a policy is from the same under ``full``.
+
+    ``cached`` [tokens] marks the tokens that a chunk cache holds.
+    """
+    held = np.flatnonzero(cached)
+    relative = relative_kv_distance(full, other)[:, held]
+    return Deviation(kv=tuple(relative.mean(axis=1).tolist()), attention=attention_deviation(full, other))
+
+
+def relative_kv_distance(full: Sequence[LayerView], other: Sequence[LayerView]) -> NDArray[np.float32]:
+    """Return ‖KV − KV_full‖ / ‖KV_full‖ of every token in every layer, [layers, tokens]."""
+    norms = np.stack([_norms(view.key.float(), view.value.float()) for view in full])
+    return kv_distance(full, other) / norms
+
+
+def kv_distance(full: Sequence[LayerView], other: Sequence[LayerView]) -> NDArray[np.float32]:
+    """Return ‖KV − KV_full‖ of every token in every layer, [layers, tokens]: L2 over keys and values of all heads.
+
+    It is the paper's KV deviation (table 1), which it calls an absolute difference.
+    """
+    return np.stack(
+        [
+            _norms(view.key.float() - reference.key, view.value.float() - reference.value)
+            for reference, view in zip(full, other, strict=True)
+        ]
+    )
+
+
+def attention_deviation(full: Sequence[LayerView], other: Sequence[LayerView]) -> tuple[float, ...]:
+    """Return, by layer, ‖A − A_full‖ of the last tokens' attention, the mean over heads and tokens.
+
+    A step may end with fewer tokens than are kept; then only the tokens that both have are compared.
+    """
+    distances = []
+    for reference, view in zip(full, other, strict=True):
+        queries = min(reference.attention.shape[1], view.attention.shape[1])
+        difference = view.attention[:, -queries:] - reference.attention[:, -queries:]
+        distances.append(float(difference.norm(dim=-1).mean()))
+    return tuple(distances)
+
+
+def _norms(key: Tensor, value: Tensor) -> NDArray[np.float32]:
+    """Return the L2 norm of every token over key and value, both [kv_heads, tokens, head_dim]: [tokens]."""
+    squares = key.square().sum(dim=(0, 2)) + value.square().sum(dim=(0, 2))
+    norms: NDArray[np.float32] = squares.sqrt().cpu().numpy()
+    return norms

@@ -1,4 +1,4 @@
-"""Metrics of an answer against a reference; each gives 0 to 1."""
+"""Measures answers against references, and next-token distributions against those of a full prefill."""
 
 from __future__ import annotations
 
@@ -6,32 +6,40 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from kvlinker.errors import InvalidRequestError
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.research.libraries import bench_library
+from kvlinker.types.answers import TokenLogprob
 
 Metric = Callable[[str, str], float]
-"""(answer, reference) -> score."""
+"""Scores an answer (first) against a reference (second), from 0 to 1."""
+
+NEGLIGIBLE = 1e-6
+"""Probability mass below the rounding error of a sum of fp32 probabilities."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(text: str) -> str:
-    """SQuAD's normalisation (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces."""
+    """Normalise as SQuAD does (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def exact_match(answer: str, reference: str) -> float:
-    """1 where the two are the same once normalised (SQuAD)."""
+    """Return 1 where the two are the same once normalised (SQuAD), else 0."""
     return float(normalised(answer) == normalised(reference))
 
 
 def f1(answer: str, reference: str) -> float:
-    """SQuAD's F1: harmonic mean of precision and recall over normalised words, counted with multiplicity.
+    """Return SQuAD's F1: the harmonic mean of precision and recall over normalised words, counted with multiplicity.
 
-    Where either has no word, 1 if neither has one, else 0.
+    Where either has no word, it is 1 if neither has one, else 0.
     """
     words, expected = normalised(answer).split(), normalised(reference).split()
     if not words or not expected:
@@ -41,7 +49,7 @@ def f1(answer: str, reference: str) -> float:
 
 
 def jaccard(answer: str, reference: str) -> float:
-    """Words in both over words in either, normalised, without multiplicity; 1 where neither has any."""
+    """Return words in both over words in either, normalised, without multiplicity; 1 where neither has any."""
     words, expected = set(normalised(answer).split()), set(normalised(reference).split())
     either = words | expected
     return len(words & expected) / len(either) if either else 1.0
@@ -49,7 +57,7 @@ def jaccard(answer: str, reference: str) -> float:
 
 @lru_cache(maxsize=2**16)  # slow for long answers, which several tables score
 def rouge_l(answer: str, reference: str) -> float:
-    """F-measure of the longest common subsequence of words, with Porter's stemmer, as CacheBlend computes it.
+    """Return the F-measure of the longest common subsequence of words, with Porter's stemmer, as CacheBlend does.
 
     Raises InvalidRequestError without the package rouge-score.
     """
@@ -59,26 +67,58 @@ def rouge_l(answer: str, reference: str) -> float:
 
 @cache
 def rouge_scorer() -> Any:
-    """rouge-score's scorer of ``rouge_l``. Raises InvalidRequestError without the package."""
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise InvalidRequestError("ROUGE-L needs rouge-score: pip install 'kvlinker[bench]'.") from error
-    return RougeScorer(["rougeL"], use_stemmer=True)
+    """Return rouge-score's scorer of ``rouge_l``. Raises InvalidRequestError without the package."""
+    return bench_library("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True)
 
 
 METRICS: dict[str, Metric] = {"exact_match": exact_match, "f1": f1, "rouge_l": rouge_l, "jaccard": jaccard}
-"""Against the references of a data set."""
+"""Metrics against the references of a data set, by name."""
 
 VERSUS_FULL: dict[str, Metric] = {"rouge_l_vs_full": rouge_l, "jaccard_vs_full": jaccard}
-"""Against the answer that the same model gives when it computes everything (Cache-Craft section 5.1)."""
+"""Metrics against the answer that the same model gives when it computes everything (Cache-Craft, section 5.1)."""
 
 
 def best_score(metric: Metric, answer: str, references: Sequence[str]) -> float:
-    """The score against whichever reference it is highest for."""
+    """Return the score against the reference for which it is highest."""
     return max(metric(answer, reference) for reference in references)
 
 
 def similarity(metric: Metric, answer: str, other: str) -> float:
-    """The score between two answers of a model; 1 where they are the same text, be it one without words."""
+    """Return the score between two answers of a model; 1 where they are the same text, be it one without words."""
     return 1.0 if answer == other else metric(answer, other)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NextToken:
+    """Holds the distribution of a token: the most likely ones, best first; all others share what mass is left."""
+
+    ids: NDArray[np.int64]
+    """Token ids, [k]."""
+    logprobs: NDArray[np.float64]
+    """Their log-probabilities, [k]."""
+
+    @classmethod
+    def of(cls, top: Sequence[TokenLogprob]) -> NextToken:
+        """Take a distribution as an engine reports it."""
+        ids = np.array([entry.token_id for entry in top], dtype=np.int64)
+        return cls(ids, np.array([entry.logprob for entry in top], dtype=np.float64))
+
+
+def agree(reference: NextToken, other: NextToken) -> bool:
+    """Return whether both find the same token the most likely."""
+    return bool(reference.ids[0] == other.ids[0])
+
+
+def kl_divergence(reference: NextToken, other: NextToken) -> float:
+    """Return KL(reference || other) in nats, with all tokens that are not listed in both taken as one.
+
+    That is exact where both list the whole vocabulary, and else a lower bound (merging outcomes never adds
+    divergence). 0 for a distribution and itself.
+    """
+    _, mine, theirs = np.intersect1d(reference.ids, other.ids, assume_unique=True, return_indices=True)
+    p, q = np.exp(reference.logprobs[mine]), np.exp(other.logprobs[theirs])
+    divergence = float((p * (reference.logprobs[mine] - other.logprobs[theirs])).sum())
+    rest, rest_of_other = 1 - float(p.sum()), 1 - float(q.sum())
+    if rest > NEGLIGIBLE:
+        divergence += rest * float(np.log(rest / max(rest_of_other, NEGLIGIBLE)))
+    return max(divergence, 0.0)

@@ -1,4 +1,4 @@
-"""Plots that several figures share."""
+"""Draws the plots that several figures share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvlinker.research.bench.report import Row
 
 
 def quality_over_recomputed(canvas: Any, rows: Sequence[Row], tasks: Sequence[str]) -> None:
-    """A panel per task: score with its confidence interval over the recomputed share, a line per family of policies."""
+    """Draw a panel per task: score with its interval over the recomputed share, a line per family of policies."""
     panels = canvas.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
     for axes, task in zip(panels, tasks, strict=True):
         score_lines(axes, [row for row in rows if row["task"] == task])
@@ -22,7 +22,7 @@ def quality_over_recomputed(canvas: Any, rows: Sequence[Row], tasks: Sequence[st
 
 
 def score_lines(axes: Any, rows: Sequence[Row]) -> None:
-    """Score with its confidence interval over the recomputed share, a line per family of policies."""
+    """Draw scores with their intervals over the recomputed share, a line per family of policies."""
     for family, members in by_family(rows).items():
         if family == "full":
             axes.axhline(members[0]["score"], color="grey", linestyle=":", label="full")
@@ -35,7 +35,7 @@ def score_lines(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def grouped_bars(axes: Any, groups: Mapping[str, Sequence[Row]], labels: Sequence[str]) -> None:
-    """A group of bars per label, in each a bar per key of ``groups``: scores with their confidence intervals.
+    """Draw a group of bars per label, in each a bar per key of ``groups``: scores with their confidence intervals.
 
     Every sequence of rows has one per label.
     """
@@ -51,12 +51,12 @@ def grouped_bars(axes: Any, groups: Mapping[str, Sequence[Row]], labels: Sequenc
 
 
 def reaches(rows: Sequence[Row]) -> list[list[float]]:
-    """How far confidence intervals reach below and above their scores, as matplotlib wants them."""
+    """Return how far confidence intervals reach below and above their scores, as matplotlib wants them."""
     return [[row["score"] - row["ci_low"] for row in rows], [row["ci_high"] - row["score"] for row in rows]]
 
 
 def by_family(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by their policy's name without its numbers: ``cacheblend-15`` and ``cacheblend-30`` are one family."""
+    """Group rows by family: ``cacheblend-15`` and ``cacheblend-30`` are one."""
     families: dict[str, list[Row]] = {}
     for row in rows:
         families.setdefault(family_of(row["policy"]), []).append(row)
@@ -64,12 +64,12 @@ def by_family(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def family_of(policy: str) -> str:
-    """A policy's name without its numbers."""
+    """Return a policy's name without its numbers."""
     return re.sub(r"-[\d.]+", "", policy)
 
 
 def score_over_ttft(axes: Any, rows: Sequence[Row], title: str) -> None:
-    """Score over time to first token, a point per policy: a marker and colour per family, darker for higher numbers.
+    """Draw score over time to first token, a point per policy: a marker and colour per family, darker for more.
 
     A line joins the rows that are ``pareto``, which have a black edge; what lies right of it or below is beaten.
     """
@@ -98,9 +98,9 @@ _STYLES = {
     "query": ("P", "Purples"),
     "random": ("X", "Greys"),
 }
-"""Marker and colours by family; EPIC's own where its figures have the policy."""
+"""Markers and colours by family; EPIC's own where its figures have the policy."""
 
 
 def points(difference: float) -> str:
-    """A difference of scores from 0 to 1 as points: ``-7.1 points``."""
+    """Tell a difference of scores from 0 to 1 as points: ``-7.1 points``."""
     return f"{100 * difference:+.1f} points"

@@ -1,13 +1,13 @@
-"""The cheapest policy that keeps a full prefill's answers, on the questions that suffer from linking."""
+"""Finds the cheapest policy that keeps a full prefill's answers, on the questions that suffer from linking."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kvlinker.research.bench.report import Row
-from kvlinker.research.evaluation.scores import ALL_TASKS
+from kvlinker.research.evaluation.task_scores import ALL_TASKS
 from kvlinker.research.figures.drawing import by_family, quality_over_recomputed
-from kvlinker.research.figures.figure import Figure
+from kvlinker.research.figures.figure import Figure, register
 from kvlinker.research.figures.lab import Lab
 
 TASKS = ("bridge", "anaphora")
@@ -74,3 +74,4 @@ FIGURE = Figure(
     finding=_finding,
     size=(13.0, 5.0),
 )
+register(FIGURE)

@@ -1,59 +1,60 @@
-"""What figures measure with: a model that answers, shapes that are timed, and quality runs of policies."""
+"""Holds what figures measure with: a model that answers, shapes that are timed, and quality runs of policies."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from kvlinker.config import Settings
 from kvlinker.llm import LLM, Message
-from kvlinker.research.bench.quality import Quality, QualityOptions, main_rows, run_quality
+from kvlinker.research.bench.measurement import in_turn, seconds_of
+from kvlinker.research.bench.quality import CONTEXT_SETTINGS, Quality, QualityOptions, main_rows, run_quality
 from kvlinker.research.bench.report import Report, Row
 from kvlinker.research.bench.subject import Subject, make_subject
-from kvlinker.research.evaluation.answers import ask
 from kvlinker.research.evaluation.contexts import ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
+from kvlinker.research.evaluation.examiner import ask
 from kvlinker.research.evaluation.examples import Question
 from kvlinker.research.evaluation.inspection import EngineInspector
-from kvlinker.research.evaluation.latency import first_token_times
+from kvlinker.research.progress import Progress, silent
 
 SEVERAL_PASSAGES = ("anaphora", "bridge", "comparison")
 """The reader's tasks whose answers need several passages together, as those of multi-hop data sets do."""
 
-Progress = Callable[[str, int, int], None]
-"""Takes what is being done, how much of it is done, and how much there is."""
+LATENCY_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Bench:
-    """A running model with the means to look into it, and examples to ask it."""
+class OpenReader:
+    """Holds the reader while it runs, with the means to look into it, and examples to ask it."""
 
     llm: LLM
     inspector: EngineInspector
     examples: tuple[Question, ...]
 
     def messages(self, example: Question) -> list[Message]:
-        """The example's passages as context caches, and its question."""
+        """Cache the example's passages, and return a message of them and its question."""
         return ask(self.llm, example.passages, example.question)
 
 
 @dataclass(frozen=True)
 class Lab:
-    """Where figures are measured.
-
-    ``settings`` name the model that answers. ``limit``: examples of each measurement, in place of the figure's own
-    number. ``shape``: random weights to time, in place of the figure's own choice. ``command`` reproduces the run.
-    """
+    """Holds what a figure is measured with."""
 
     settings: Settings
+    """The settings that name the model that answers, and say how its chunks are made."""
     command: str
+    """The command line that reproduces the run."""
     limit: int | None = None
+    """Examples of each measurement, in place of the figure's own number."""
     shape: str | None = None
-    progress: Progress = field(default=lambda _text, _done, _total: None)
+    """Random weights to time, in place of the figure's own choice."""
+    progress: Progress = silent
 
     @cached_property
     def reader(self) -> Subject:
@@ -61,33 +62,40 @@ class Lab:
         return make_subject(self.settings, shape=None, command=self.command)
 
     def timed(self, shape: str) -> Subject:
-        """Random weights of a shape large enough for times to mean something."""
+        """Make random weights of a shape that is large enough for times to mean something."""
         return make_subject(self.settings, shape=self.shape or shape, command=self.command)
 
     def quality(
         self, what: str, policies: Sequence[str], *, limit: int, settings: dict[str, Any] | None = None, **options: Any
     ) -> list[Row]:
-        """Rows of ``kvlinker bench quality`` by the metric that each task is usually measured by; see ``examine``."""
+        """Return the rows of ``kvlinker bench quality`` by the metric that each task is usually measured by.
+
+        See ``examine``.
+        """
         return main_rows(self.examine(what, policies, limit=limit, settings=settings, **options).report.rows)
 
     def examine(
         self, what: str, policies: Sequence[str], *, limit: int, settings: dict[str, Any] | None = None, **options: Any
     ) -> Quality:
-        """What ``kvlinker bench quality`` measures, with every example's results.
+        """Measure what ``kvlinker bench quality`` does, and return every example's results.
 
-        ``what`` is said while it runs. ``settings`` replace some of the lab's, ``options`` are fields of
-        ``QualityOptions``. Asks ``limit`` examples of each data set unless the lab has its own limit.
+        ``what`` is told while it runs. ``settings`` replace some of the lab's, ``options`` are fields of
+        ``QualityOptions``. ``limit`` examples of each data set are asked unless the lab has its own limit.
         """
         chosen = QualityOptions(policies=tuple(policies), limit=self.limit or limit, **options)
         changed = self.settings.model_copy(update=settings or {})
-        return run_quality(self.reader, changed, chosen, progress=lambda done, total: self.progress(what, done, total))
+
+        def told(_what: str, done: int = 0, total: int | None = None, /) -> None:
+            self.progress(what, done, total)
+
+        return run_quality(self.reader, changed, chosen, progress=told)
 
     def first_token_times(
         self, what: str, questions: Sequence[Mapping[str, Question]], policies: Sequence[str]
     ) -> list[dict[tuple[str, str], float]]:
-        """Seconds to the first token by (form, policy) for each question, given in its forms by name.
+        """Return seconds to the first token by (form, policy) for each question, given in its forms by name.
 
-        See ``kvlinker.research.evaluation.latency``. ``what`` is said while it runs.
+        ``what`` is told while it runs.
         """
         times = []
         with self._reading() as llm:
@@ -97,33 +105,50 @@ class Lab:
         return times
 
     @contextmanager
-    def bench(
+    def open_reader(
         self,
         *,
         limit: int,
         dataset: str = "reader",
         tasks: Sequence[str] = (),
         fits: Callable[[Question], bool] = lambda _: True,
-    ) -> Iterator[Bench]:
-        """The reader with the first ``limit`` questions that ``fits`` accepts, of the named tasks only if any are."""
+    ) -> Iterator[OpenReader]:
+        """Run the reader, with the first ``limit`` questions that ``fits`` accepts, of the named ``tasks`` if any."""
         with self._reading() as llm:
             loaded = load_dataset(dataset, ContextSplitter(llm.builder.encoder), tasks=tasks)
             questions = (one for one in loaded.examples if isinstance(one, Question) and fits(one))
-            yield Bench(llm, EngineInspector(llm, self.reader.loaded), tuple(islice(questions, self.limit or limit)))
+            yield OpenReader(
+                llm, EngineInspector(llm, self.reader.loaded), tuple(islice(questions, self.limit or limit))
+            )
 
     def report(self, rows: list[Row], shape: str | None = None) -> Report:
-        """The rows with the machine they were measured on. ``shape``: the figure's own, if it asked no reader."""
+        """Make a report of the rows. ``shape`` is the figure's own, if it asked no reader."""
         report = self.reader.report(rows)
         return report if shape is None else replace(report, settings={**report.settings, "model": self.shape or shape})
 
     @contextmanager
     def _reading(self) -> Iterator[LLM]:
-        """The model that answers, with its chunks made as ``settings`` say."""
-        with self.reader.llm(
-            disk_space=0,
-            generation_context=self.settings.generation_context,
-            system_prompt=self.settings.system_prompt,
-            chat_template=self.settings.chat_template,
-            max_model_len=self.settings.max_model_len,
-        ) as llm:
+        """Run the model that answers, with its chunks made as ``settings`` say."""
+        made = {name: getattr(self.settings, name) for name in CONTEXT_SETTINGS}
+        with self.reader.llm(disk_space=0, **made) as llm:
             yield llm
+
+
+def first_token_times(
+    llm: LLM, forms: Mapping[str, Question], policies: Sequence[str], *, repeat: int = LATENCY_ROUNDS
+) -> dict[tuple[str, str], float]:
+    """Return the median seconds from asking to the first token, by (form, policy), with all chunks cached.
+
+    ``forms`` has one question as it is asked, by name, such as one for each way of cutting its context. The time to
+    build the prompt counts. Everything takes its turn. Raises what ``LLM.chat_completion`` does.
+    """
+
+    def asking(prompt: Sequence[Message], policy: str) -> Callable[[], object]:
+        return lambda: llm.chat_completion(prompt, policy=policy, max_tokens=1, temperature=0)
+
+    asked = {form: ask(llm, question.passages, question.question, one_by_one=False) for form, question in forms.items()}
+    taken = in_turn(
+        {(form, policy): seconds_of(asking(prompt, policy)) for form, prompt in asked.items() for policy in policies},
+        repeat=repeat,
+    )
+    return {key: statistics.median(seconds) for key, seconds in taken.items()}

@@ -1,4 +1,4 @@
-"""The page that shows figures: a part for each, written again without touching what stands around it."""
+"""Writes the page that shows figures: a part for each, replaced without touching what stands around it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.plots import empty_figure, save_figure
-from kvlinker.research.bench.report import Report, Row
+from kvlinker.research.bench.report import Report, Row, empty_figure, save_figure
 from kvlinker.research.figures.figure import Figure
 
 _INTRODUCTION = "# Reproduction\n\nThe papers' figures, measured with kvlinker.\n"
 
 
 def write_figure(page: Path, figure: Figure, report: Report, order: Sequence[str]) -> None:
-    """Plot and rows into the folder named like the page, and the figure's part into the page.
+    """Write plot and rows into the folder named like the page, and the figure's part into the page.
 
     A part that is there is replaced; a new one stands where ``order``, the names of all figures, puts it.
     """
@@ -64,7 +63,7 @@ def _part(figure: Figure, rows: Sequence[Row], content: Mapping[str, Any], image
 
 
 def _table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """A Markdown table; numbers stand on the right."""
+    """Make a Markdown table; numbers stand on the right."""
     numeric = [all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns]
     lines = [
         "| " + " | ".join(column.replace("_", " ") for column in columns) + " |",
@@ -83,7 +82,7 @@ def _cell(value: object) -> str:
 
 
 def _placed(text: str, name: str, part: str, order: Sequence[str]) -> str:
-    """``text`` with the figure's part between its two comments."""
+    """Return ``text`` with the figure's part between its two comments."""
     block = f"{_begin(name)}\n{part}\n{_end(name)}"
     there = re.compile(f"{re.escape(_begin(name))}.*?{re.escape(_end(name))}", re.DOTALL)
     if there.search(text):

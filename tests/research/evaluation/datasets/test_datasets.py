@@ -10,8 +10,8 @@ from kvlinker.prompt.encoding import TextEncoder
 from kvlinker.research.bench.shapes import byte_tokenizer
 from kvlinker.research.evaluation.contexts import ContextSplit, ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
-from kvlinker.research.evaluation.datasets.needle import ANSWER, DEPTHS, NEEDLE
-from kvlinker.research.evaluation.datasets.samsum import POOL, SHOTS
+from kvlinker.research.evaluation.datasets.cacheblend import POOL, SHOTS
+from kvlinker.research.evaluation.datasets.retrieval import ANSWER, DEPTHS, NEEDLE
 
 ENCODER = TextEncoder(byte_tokenizer())
 SEMANTIC = ContextSplitter(ENCODER, ContextSplit.SEMANTIC, 100)
@@ -136,10 +136,44 @@ def test_few_shot_examples_come_from_records_that_are_not_asked(write):
         assert example.question.endswith("B: ok\nSummary: ")
 
 
+def test_questions_with_an_answer_are_no_dialogues_to_summarise(write):
+    """They have SAMSum's fields, and were once asked as if they were dialogues."""
+    path = write("quiz.jsonl", *({"question": f"What is {i}?", "answer": "a number"} for i in range(POOL + 3)))
+    with pytest.raises(InvalidRequestError, match="no known format") as caught:
+        load_dataset(path, SEMANTIC)
+    message = caught.value.message
+    assert "its first record has the fields question, answer" in message
+    assert "samsum (question, answer): 'question' is no dialogue of lines 'Name: words'" in message
+    assert "passages (passages, question, answers): lacks passages, answers" in message
+    assert message.index("samsum") < message.index("passages (") < message.index("kv-retrieval")
+
+
+def test_few_dialogues_leave_none_to_ask(write):
+    path = write("sam.jsonl", *({"question": f"A: {i}\nB: ok", "answer": "s"} for i in range(POOL)))
+    with pytest.raises(InvalidRequestError, match=r"read as samsum,.*the first 20 are examples"):
+        load_dataset(path, SEMANTIC)
+
+
+def test_a_record_that_is_no_dialogue_is_left_out(write):
+    dialogues = [{"question": f"A: {i}\nB: ok", "answer": f"sum {i}"} for i in range(POOL + 2)]
+    dataset = load_dataset(write("sam.jsonl", *dialogues, {"question": "Who?", "answer": "x"}), SEMANTIC)
+    assert len(dataset.examples) == 2
+    assert [skip.reason for skip in dataset.skipped] == ["'question' is no dialogue of lines 'Name: words'"]
+
+
+def test_the_format_is_the_one_of_most_records_and_is_named(write):
+    question = {"passages": ["p"], "question": "Q", "answers": ["a"]}
+    text = {"passages": ["p"], "continuation": "goes on"}
+    assert load_dataset(write("a.jsonl", text, question, question), SEMANTIC).format == "passages"
+    assert load_dataset(write("b.jsonl", text, text, question), SEMANTIC).format == "continuations"
+    assert load_dataset(write("c.jsonl", text | question), SEMANTIC).format == "passages"
+
+
 def test_the_needle_goes_down_the_haystack(tmp_path):
     for name in ("b", "a"):
         (tmp_path / f"{name}.txt").write_text(" ".join(f"Sentence {i} of {name}." for i in range(60)))
     dataset = load_dataset(str(tmp_path), SEMANTIC)
+    assert dataset.format == "needle"
     tasks = {example.task for example in dataset.examples}
     assert tasks == {"needle-500", "needle-1000", "needle-2000"}  # 2,300 bytes of text
     short = [example for example in dataset.examples if example.task == "needle-500"]
@@ -198,7 +232,7 @@ def test_a_limit_counts_usable_examples(write):
     [
         ("none.jsonl", None, "there is no such file or folder"),
         ("empty.jsonl", "", "has no usable example"),
-        ("fields.jsonl", '{"text": "x"}\n', "fits no known schema: its first record has the fields text"),
+        ("fields.jsonl", '{"text": "x"}\n', "of no known format: its first record has the fields text"),
         ("list.json", "{}", "holds no list of records"),
         ("bad.json", "[1, ", "not valid JSON"),
         ("bytes.jsonl", b"\xff\xfe\x00", "not UTF-8"),

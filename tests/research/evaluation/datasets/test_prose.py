@@ -2,7 +2,7 @@
 
 import re
 
-from training.continuations import CONTINUATION_CHARACTERS, PASSAGE_CHARACTERS, PASSAGES, continuations
+from training.evaluation_sets import CONTINUATION_CHARACTERS, PASSAGE_CHARACTERS, PASSAGES, continuations
 from training.vocabulary import is_held_out
 
 from kvlinker.prompt.encoding import TextEncoder

@@ -7,8 +7,8 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from training.evaluation_set import BUNDLED as GENERATED
-from training.evaluation_set import SEED, evaluation_set
+from training.evaluation_sets import BUNDLED as GENERATED
+from training.evaluation_sets import SEED, evaluation_set
 from training.questions import KINDS
 from training.vocabulary import MEN, SURNAMES, WOMEN, is_held_out
 

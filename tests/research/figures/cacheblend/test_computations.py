@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
-from kvlinker.research.figures.cacheblend import deviation as deviation_figure
-from kvlinker.research.figures.cacheblend import layers as layers_figure
-from kvlinker.research.figures.cacheblend.concentration import share_among_top, times_others, top_share
-from kvlinker.research.figures.cacheblend.oracle import most_deviating
-from kvlinker.research.figures.cacheblend.retrieval import retrieve
-from kvlinker.research.figures.cacheblend.reuse import Reused
-from kvlinker.research.figures.registry import find_figure
+from kvlinker.research.figures.cacheblend import kv_deviation
+from kvlinker.research.figures.cacheblend.attention_deviation import most_deviating
+from kvlinker.research.figures.cacheblend.kv_deviation import ReusedTokens, share_among_top, times_others, top_share
+from kvlinker.research.figures.cacheblend.retrieved_chunks import retrieve
+from kvlinker.research.figures.figure import find_figure
 from kvlinker.types.chunks import Chunk
 
 PASSAGES = ("Ada lives in Rome.\n\n", "Ben lives in Oslo, as Ben says.\n\n", "It rained.\n\n", "Ada likes figs.\n\n")
@@ -64,9 +62,8 @@ def reused(monkeypatch: pytest.MonkeyPatch) -> Any:
         prompts = []
         for deviation in deviations:
             values = np.asarray(deviation, dtype=np.float32)
-            prompts.append(Reused(values, np.arange(values.shape[1]) % 10 == 0))
-        for module in (deviation_figure, layers_figure):
-            monkeypatch.setattr(module, "reused_tokens", lambda lab, limit: iter(prompts))
+            prompts.append(ReusedTokens(values, np.arange(values.shape[1]) % 10 == 0))
+        monkeypatch.setattr(kv_deviation, "reused_tokens", lambda lab, limit: iter(prompts))
         figure = find_figure(name)
         rows = figure.measure(None)  # type: ignore[arg-type]
         return rows, figure.finding(rows)

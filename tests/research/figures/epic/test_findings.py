@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvlinker.research.evaluation.examples import Question
-from kvlinker.research.evaluation.results import Answered
-from kvlinker.research.figures.epic import accuracy, length, splitting
-from kvlinker.research.figures.epic.splitting import POLICIES, _change, _pairs
+from kvlinker.research.evaluation.examples import Answered, Question
+from kvlinker.research.figures.epic import accuracy, chunk_cuts, context_length
+from kvlinker.research.figures.epic.chunk_cuts import POLICIES, _change, _pairs
 from kvlinker.research.figures.epic.tradeoff import with_pareto
 
 POWERS = {"full": 2.0, "cacheblend-15": 1.5, "attnlink-16": 1.0, "legolink-16": 1.0, "naive": 0.5}
@@ -26,12 +25,12 @@ def length_rows(*chunks: int) -> list[dict[str, Any]]:
         }
         for number in chunks
         for policy, power in POWERS.items()
-        if policy != "full" or number <= length.FULL_CHUNKS
+        if policy != "full" or number <= context_length.FULL_CHUNKS
     ]
 
 
 def test_powers_of_the_length_are_found() -> None:
-    said = length.FIGURE.finding(length_rows(1, 2, 4, 8, 16))
+    said = context_length.FIGURE.finding(length_rows(1, 2, 4, 8, 16))
     assert "from 1056 to 4128 tokens" in said
     assert "full 2.00, cacheblend-15 1.50, attnlink-16 1.00, legolink-16 1.00, naive 0.50 (1 is linear" in said
     assert "to 8224 tokens the powers are: cacheblend-15 1.50, attnlink-16 1.00" in said
@@ -40,11 +39,11 @@ def test_powers_of_the_length_are_found() -> None:
 
 @pytest.mark.parametrize("chunks", [(1,), (1, 2), (16, 8)])
 def test_few_lengths_have_no_law(chunks: tuple[int, ...]) -> None:
-    assert "too few lengths" in length.FIGURE.finding(length_rows(*chunks))
+    assert "too few lengths" in context_length.FIGURE.finding(length_rows(*chunks))
 
 
 def test_the_table_has_a_row_per_length() -> None:
-    first, last = length.FIGURE.printed(length_rows(8, 16))
+    first, last = context_length.FIGURE.printed(length_rows(8, 16))
     assert (first["tokens"], first["full"]) == (4128, 4128**2)
     assert (last["tokens"], last["full"], last["attnlink-16"]) == (8224, None, 8224)
 
@@ -93,7 +92,7 @@ def test_splitting_says_what_is_clear() -> None:
             change = -0.5 if policy == "naive" else 0.1
             changes = {"vs_semantic": change, "vs_semantic_low": change - 0.2, "vs_semantic_high": change + 0.2}
             rows.append({"split": split, "chunks": 3.0} | quality_row(policy, **changes))
-    said = splitting.FIGURE.finding(with_pareto(rows))
+    said = chunk_cuts.FIGURE.finding(with_pareto(rows))
     assert "naive -50.0 points (-70 to -30)" in said
     assert said.endswith(
         "fastest first: " + ", ".join(f"{p} ({s})" for s in ("semantic", "fixed") for p in POLICIES) + "."

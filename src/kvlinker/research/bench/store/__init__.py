@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from kvlinker.errors import InvalidRequestError
+from kvlinker.research.bench.measurement import Workload
 from kvlinker.research.bench.report import Report
 from kvlinker.research.bench.store.crowd import crowd_rows
 from kvlinker.research.bench.store.first_token import first_token_rows
@@ -13,7 +14,6 @@ from kvlinker.research.bench.store.rows import COLUMNS
 from kvlinker.research.bench.store.throughput import throughput_rows
 from kvlinker.research.bench.store.writing import writing_rows
 from kvlinker.research.bench.subject import Subject
-from kvlinker.research.bench.ttft import Workload
 
 __all__ = ["COLUMNS", "run_store"]
 

@@ -1,22 +1,21 @@
-"""LongBench's schema (Bai et al. 2023): ``input``, ``context``, ``answers``, ``dataset``; any of its tasks by path."""
+"""Reads any task of LongBench (Bai et al. 2023): ``input``, ``context``, ``answers``, and ``dataset``, the task."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvlinker.research.evaluation.datasets.base import Format, Source, one_by_one
-from kvlinker.research.evaluation.datasets.prompts import short_question
+from kvlinker.research.evaluation.datasets.formats import Format, Source, one_by_one, register, short_question
 from kvlinker.research.evaluation.datasets.records import BadRecordError, Record, field, text_field, texts_field
 from kvlinker.research.evaluation.examples import Question
 
 
 class Task(NamedTuple):
-    """How a task is asked, measured and cut off; ``{input}`` stands for the record's own."""
+    """Says how a task is asked, measured and cut off."""
 
     metric: str
     max_tokens: int
     question: str | None = None
-    """None: a question with a short answer."""
+    """The prompt behind the context, ``{input}`` being the record's own; None for a question with a short answer."""
     first_line: bool = True
 
 
@@ -40,7 +39,7 @@ TASKS: dict[str, Task] = {
     "passage_count": Task("exact_match", 32),
     "passage_retrieval_en": Task("exact_match", 32),
 }
-"""Lengths and metrics are LongBench's, as far as kvlinker has the metric; other tasks are asked as QUESTION."""
+"""Tasks by name, with LongBench's lengths and metrics, as far as kvlinker has them. Others are asked as QUESTION."""
 
 
 def _parse(record: Record, source: Source) -> Question:
@@ -66,4 +65,4 @@ def _parse(record: Record, source: Source) -> Question:
     )
 
 
-LONGBENCH = Format("longbench", ("input", "context", "answers"), one_by_one(_parse))
+register(Format("longbench", ("input", "context", "answers"), one_by_one(_parse)))

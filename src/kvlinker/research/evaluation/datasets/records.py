@@ -1,4 +1,4 @@
-"""Records of a JSON or JSON Lines file, plain or gzipped, and the checks of their fields."""
+"""Reads the records of a JSON or JSON Lines file, plain or gzipped, and checks their fields."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from kvlinker.research.evaluation.examples import Skipped
 
 
 class BadRecordError(Exception):
-    """A record that is not an example; the message says why."""
+    """Raised for a record that is not an example; the message says why."""
 
 
 class Record(NamedTuple):
-    """One entry of a file; ``number`` counts lines, or a list's entries, from 1."""
+    """Holds one entry of a file."""
 
     number: int
+    """The line, or the place in a list, from 1."""
     fields: Mapping[str, Any]
 
 
 def read_records(path: Path) -> Iterator[Record | Skipped]:
-    """The entries of a ``.json`` list or of JSON Lines; those that are no objects are skipped.
+    """Yield the entries of a ``.json`` list or of JSON Lines; those that are no objects are skipped.
 
     Raises InvalidRequestError for a file that cannot be read.
     """
@@ -49,7 +50,7 @@ def read_records(path: Path) -> Iterator[Record | Skipped]:
 
 
 def text_field(record: Record, name: str) -> str:
-    """A field that must hold text that is not blank. Raises BadRecordError."""
+    """Return a field that must hold text that is not blank. Raises BadRecordError."""
     value = field(record, name)
     if not isinstance(value, str):
         raise BadRecordError(f"{name!r} is {type(value).__name__}, but must be text")
@@ -59,7 +60,7 @@ def text_field(record: Record, name: str) -> str:
 
 
 def texts_field(record: Record, name: str) -> tuple[str, ...]:
-    """A field that must hold one text or a list of them, nested lists included; blank ones are dropped.
+    """Return a field that must hold one text or a list of them, nested lists included; blank ones are dropped.
 
     Raises BadRecordError where none is left.
     """
@@ -80,7 +81,7 @@ def _flattened(value: Any, name: str) -> Iterator[str]:
 
 
 def field(record: Record, name: str) -> Any:
-    """A field that must be there. Raises BadRecordError."""
+    """Return a field that must be there. Raises BadRecordError."""
     if name not in record.fields:
         raise BadRecordError(f"{name!r} is missing")
     return record.fields[name]

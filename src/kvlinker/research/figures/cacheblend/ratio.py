@@ -1,4 +1,4 @@
-"""CacheBlend, figure 16: quality against the share of tokens recomputed."""
+"""Measures CacheBlend's figure 16: quality against the share of tokens recomputed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlinker.research.bench.report import Row
-from kvlinker.research.evaluation.scores import ALL_TASKS
+from kvlinker.research.evaluation.task_scores import ALL_TASKS
 from kvlinker.research.figures.drawing import quality_over_recomputed
-from kvlinker.research.figures.figure import Figure
+from kvlinker.research.figures.figure import Figure, register
 from kvlinker.research.figures.lab import SEVERAL_PASSAGES, Lab
 
 RATIOS = (5, 15, 30, 50)
@@ -104,3 +104,4 @@ FIGURE = Figure(
     table=_overall,
     size=(14.0, 4.2),
 )
+register(FIGURE)

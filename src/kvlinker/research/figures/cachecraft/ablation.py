@@ -1,4 +1,4 @@
-"""Cache-Craft, figure 26: what its parts are worth."""
+"""Measures Cache-Craft's figure 26: what its parts are worth."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from typing import Any
 
 from kvlinker.linking import Policy, parse_policy
 from kvlinker.research.bench.report import Row
-from kvlinker.research.figures.cachecraft.policies import ContextOrder, WithoutOverlap
-from kvlinker.research.figures.cachecraft.quality import TASK, overall, quality_of_earlier_chunks
+from kvlinker.research.figures.cachecraft.earlier_prompts import (
+    TASK,
+    ContextOrder,
+    WithoutOverlap,
+    overall,
+    quality_of_earlier_chunks,
+)
 from kvlinker.research.figures.drawing import reaches
-from kvlinker.research.figures.figure import Figure
+from kvlinker.research.figures.figure import Figure, register
 from kvlinker.research.figures.lab import Lab
 
 EXAMPLES = 84
@@ -102,3 +107,4 @@ FIGURE = Figure(
     table=lambda rows: list(overall(rows, ROUGE).values()),
     size=(11.0, 4.8),
 )
+register(FIGURE)

@@ -1,4 +1,4 @@
-"""Cache-Craft, table 3: what fixing positions and fixing causality give, alone and together."""
+"""Measures Cache-Craft's table 3: what fixing positions and fixing causality give, alone and together."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from typing import Any
 
 from kvlinker.linking import Policy
 from kvlinker.research.bench.report import Row
-from kvlinker.research.figures.cachecraft.policies import ContextOrder, UnpositionedContextOrder
-from kvlinker.research.figures.cachecraft.quality import TASK, VERSUS_FULL, overall, quality_of_earlier_chunks
+from kvlinker.research.figures.cachecraft.earlier_prompts import (
+    TASK,
+    VERSUS_FULL,
+    ContextOrder,
+    UnpositionedContextOrder,
+    overall,
+    quality_of_earlier_chunks,
+)
 from kvlinker.research.figures.drawing import grouped_bars
-from kvlinker.research.figures.figure import Figure
+from kvlinker.research.figures.figure import Figure, register
 from kvlinker.research.figures.lab import Lab
 
 EXAMPLES = 140
@@ -85,3 +91,4 @@ FIGURE = Figure(
     table=lambda rows: [overall(rows, metric)[policy] for metric in METRICS for policy in CASES],
     size=(8.5, 4.5),
 )
+register(FIGURE)

@@ -1,4 +1,4 @@
-"""EPIC, figure 6: accuracy against time to first token, kind by kind."""
+"""Measures EPIC's figure 6: accuracy against time to first token, kind by kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvlinker.research.bench.report import Row
 from kvlinker.research.evaluation.examples import Question
 from kvlinker.research.figures.drawing import family_of, points, score_over_ttft
 from kvlinker.research.figures.epic.tradeoff import front, overall, timed, with_pareto, with_ttft
-from kvlinker.research.figures.figure import Figure
+from kvlinker.research.figures.figure import Figure, register
 from kvlinker.research.figures.lab import Lab
 
 DATASET = "reader-long"
@@ -105,3 +105,4 @@ FIGURE = Figure(
     table=overall,
     size=(13.0, 6.0),
 )
+register(FIGURE)

@@ -1,4 +1,4 @@
-"""Accuracy against time to first token: what EPIC's figures 6 and 9 share."""
+"""Sets accuracy against time to first token, for EPIC's figures 6 and 9."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from kvlinker.research.bench.report import Row
 from kvlinker.research.evaluation.examples import Example
-from kvlinker.research.evaluation.scores import ALL_TASKS
+from kvlinker.research.evaluation.task_scores import ALL_TASKS
 
 TIMED_SHARE = 5
 """Of so many examples one is timed. No divisor of the number of kinds, which come in turn: so all kinds are timed."""

@@ -1,0 +1,96 @@
+"""Makes a command of every benchmark: its own options, those that name the model, and --json and --plot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import Parameter, Signature, getdoc, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from kvlinker.cli.bench.common import (
+    MODEL_OPTIONS,
+    Json,
+    Plot,
+    Shape,
+    command_line,
+    require_folders,
+    show,
+)
+from kvlinker.cli.console import BAD_USAGE, failures, progress_display
+from kvlinker.cli.options import settings_options
+from kvlinker.config import Settings
+
+if TYPE_CHECKING:
+    from kvlinker.research.bench.benchmark import Benchmark
+
+
+class BenchmarkGroup(TyperGroup):
+    """Lists the benchmarks beside its own commands, and imports them only to run one, which takes seconds."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        from kvlinker.research.bench.benchmark import benchmark_summaries
+
+        return sorted({*super().list_commands(ctx), *benchmark_summaries()})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command to be listed: of a benchmark only its name and summary."""
+        from kvlinker.research.bench.benchmark import benchmark_summaries
+
+        summary = benchmark_summaries().get(cmd_name)
+        return super().get_command(ctx, cmd_name) if summary is None else TyperCommand(cmd_name, help=summary)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command to be run."""
+        from kvlinker.research.bench.benchmark import benchmark_summaries, find_benchmark
+
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and name in benchmark_summaries():
+            with failures():
+                command = _typer_command(find_benchmark(name))
+        return name, command, rest
+
+
+def _typer_command(benchmark: Benchmark) -> Any:
+    """Make the command of a benchmark, as typer does."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(benchmark.name)(_function(benchmark))
+    return typer.main.get_command(app)
+
+
+def _function(benchmark: Benchmark) -> Callable[..., None]:
+    """Make the function of a benchmark's command, whose signature tells its options."""
+
+    def run(settings: Settings, *, shape: str | None, json: Path | None, plot: Path | None = None, **own: Any) -> None:
+        from kvlinker.research.bench.benchmark import Setup
+
+        with failures(BAD_USAGE):
+            require_folders(json, plot)
+            with progress_display() as progress:
+                report = benchmark.run(Setup(settings, shape, command_line(), progress), **own)
+        rows = report.rows if benchmark.shown is None else benchmark.shown(report.rows)
+        show(report, json, rows)
+        if benchmark.plot is not None and plot is not None:
+            with failures(BAD_USAGE):
+                benchmark.plot(rows, plot)
+
+    types = get_type_hints(benchmark.run, include_extras=True)
+    _, *options = signature(benchmark.run).parameters.values()
+    parameters = [
+        Parameter("settings", Parameter.POSITIONAL_OR_KEYWORD, annotation=Settings),
+        _option("shape", Shape),
+        *(option.replace(annotation=types[option.name], kind=Parameter.KEYWORD_ONLY) for option in options),
+        _option("json", Json),
+        *([_option("plot", Plot)] if benchmark.plot is not None else []),
+    ]
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__doc__ = getdoc(benchmark.run)
+    return settings_options(*MODEL_OPTIONS, *benchmark.settings)(run)
+
+
+def _option(name: str, annotation: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

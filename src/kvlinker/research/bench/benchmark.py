@@ -1,0 +1,157 @@
+"""Says what a benchmark is, registers benchmarks by name, and lists them without importing them.
+
+A benchmark is a function with the decorator ``benchmark``: it takes a ``Setup``, and as keywords the options of its
+command ``kvlinker bench NAME``, declared with typer. It returns a ``Report``.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from inspect import getdoc
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvlinker.config import Settings
+from kvlinker.errors import InvalidRequestError
+from kvlinker.linking import parse_policy
+from kvlinker.registry import Registry
+from kvlinker.research.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from kvlinker.research.bench.report import Report, Row
+    from kvlinker.research.bench.subject import Subject
+
+Repeat = Annotated[int, typer.Option(min=1, help="Measurements of each case, after one warm-up.")]
+Chunks = Annotated[int, typer.Option(min=1, help="Chunks per prompt.")]
+ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens per chunk.")]
+FreshTokens = Annotated[int, typer.Option(min=1, help="Tokens behind the chunks.")]
+Policies = Annotated[str, typer.Option(help="Policies to compare, with commas between.")]
+
+ComparedPolicies = Annotated[
+    str | None,
+    typer.Option(
+        help="Policies to compare, with commas between; by default full, naive, the policy that the settings give to "
+        "requests (query-5; legolink-16 with vLLM), legolink-16, attnlink-16 and random-15.",
+        show_default=False,
+    ),
+]
+
+ENTRY_POINT_GROUP = "kvlinker.benchmarks"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Holds what every benchmark is given."""
+
+    settings: Settings
+    """Name the model, unless ``shape`` does, and how chunks are made."""
+    shape: str | None = None
+    """The shape of a model with random weights."""
+    command: str = "kvlinker bench"
+    """The command line that reproduces the run."""
+    progress: Progress = silent
+
+    def subject(self, **options: Any) -> Subject:
+        """Load the model. ``options`` are told among the report's settings."""
+        from kvlinker.research.bench.subject import make_subject
+
+        return make_subject(self.settings, shape=self.shape, command=self.command, **options)
+
+
+Run = Callable[..., "Report"]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Describes one benchmark."""
+
+    name: str
+    run: Run
+    settings: tuple[str, ...] = ()
+    """The fields of ``Settings`` that are options of its command, beside those that name the model."""
+    plot: Callable[[Sequence[Row], Path], None] | None = None
+    """Draws the rows that are shown into a file."""
+    shown: Callable[[Sequence[Row]], Sequence[Row]] | None = None
+    """Picks the rows to print and to draw; None shows all."""
+
+    @property
+    def summary(self) -> str:
+        """What it measures, in a line."""
+        return (getdoc(self.run) or "").partition("\n")[0]
+
+
+_registry: Registry[Benchmark] = Registry("benchmark", own="kvlinker.research.bench", group=ENTRY_POINT_GROUP)
+
+
+def benchmark(name: str, **about: Any) -> Callable[[Run], Run]:
+    """Make a decorator that registers a function as the benchmark of this name.
+
+    ``about`` are further fields of ``Benchmark``. The decorator raises ValueError where another benchmark has the name.
+    """
+
+    def decorate(run: Run) -> Run:
+        _registry.add(name, Benchmark(name, run, **about))
+        return run
+
+    return decorate
+
+
+def find_benchmark(name: str) -> Benchmark:
+    """Return the benchmark of this name. Raises InvalidRequestError, which lists the names, for an unknown one."""
+    known = _registry.known()
+    if name not in known:
+        raise InvalidRequestError(f"Unknown benchmark {name!r}; known are {', '.join(sorted(known))}.", param="name")
+    return known[name]
+
+
+@cache
+def benchmark_summaries() -> Mapping[str, str]:
+    """Return a line about every benchmark, by name.
+
+    kvlinker's own are found in the sources of this package without importing them, which takes seconds.
+    """
+    found = {}
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            match node:
+                case ast.FunctionDef(
+                    decorator_list=[ast.Call(func=ast.Name(id="benchmark"), args=[ast.Constant(value=str(name))])]
+                ):
+                    found[name] = (ast.get_docstring(node) or "").partition("\n")[0]
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        found[entry_point.name] = f"A benchmark of {entry_point.value.partition(':')[0]}."
+    return MappingProxyType(dict(sorted(found.items())))
+
+
+def compared_policies(text: str | None, settings: Settings) -> list[str]:
+    """Read policies with commas between; without any, take those that are compared by default, among them the one that
+    requests have under these settings. Raises PolicyError for a bad one."""
+    return policy_names(text or f"full,naive,{settings.policy},legolink-16,attnlink-16,random-15")
+
+
+def policy_names(text: str) -> list[str]:
+    """Read policies with commas between. Raises PolicyError for a bad one."""
+    return list(dict.fromkeys(parse_policy(name.strip()).name for name in text.split(",")))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Read words with commas between."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def counts(text: str) -> list[int]:
+    """Read whole numbers with commas between. Raises InvalidRequestError for others, and for numbers below 1."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InvalidRequestError(f"{text!r} is not a list of whole numbers with commas between.") from error
+    if min(found) < 1:
+        raise InvalidRequestError(f"{text!r}: every number must be at least 1.")
+    return found

@@ -1,0 +1,172 @@
+"""One example under several policies, on a tiny random model."""
+
+import dataclasses
+
+import pytest
+
+from kvlinker.errors import EngineClosedError, KVLinkerError
+from kvlinker.linking import Policy
+from kvlinker.research.evaluation.examiner import Examiner
+from kvlinker.research.evaluation.examples import Skipped
+from kvlinker.types.answers import TokenLogprob
+from tests.research.evaluation.conftest import WINDOW, make_example
+
+POLICIES = ("full", "naive", "legolink-4", "random-50")
+
+
+def ask(llm, example, **kwargs):
+    caches = [llm.generate_context_cache([passage])[0] for passage in example.passages]
+    message = {"role": "user", "content": [*caches, example.question]}
+    return llm.chat_completion([message], temperature=0, max_tokens=example.max_tokens, **kwargs)
+
+
+def test_answers_are_those_that_users_get(llm):
+    example = make_example(first_line=False)
+    results = Examiner(llm).examine(example, POLICIES)
+    assert [result.policy for result in results] == list(POLICIES)
+    for result in results:
+        answer = ask(llm, example, policy=result.policy)
+        assert result.text == answer.text.strip()
+        assert (result.cached_tokens, result.recomputed_tokens) == (
+            answer.usage.cached_tokens,
+            answer.usage.recomputed_tokens,
+        )
+        assert result.example == example.digest
+
+
+def test_full_agrees_with_itself_exactly_and_others_less(llm):
+    examiner = Examiner(llm)
+    results = [examiner.examine(make_example(number), POLICIES) for number in range(4)]
+    for full, *others in results:
+        assert (full.agreement, full.kl, full.recomputed_fraction) == (1, 0, 1)
+        assert all(other.kl > 0 for other in others)
+        naive, lego, half = others
+        assert naive.recomputed_fraction == 0 < lego.recomputed_fraction < half.recomputed_fraction < 1
+
+
+def test_full_asked_again_is_the_same_to_the_bit(llm):
+    examiner = Examiner(llm)
+    example = make_example(7)
+    assert examiner.examine(example, POLICIES) == examiner.examine(example, POLICIES)
+    first, again = (ask(llm, example, policy="full", logprobs=50) for _ in range(2))
+    assert first.logprobs == again.logprobs
+
+
+def test_limits_can_be_replaced_and_short_answers_end_with_their_line(llm):
+    examples = [make_example(number, first_line=False) for number in range(40)]  # many are answered with nothing
+    long_answers = [Examiner(llm, max_tokens=40).examine(example, ("naive",))[0] for example in examples]
+    number, long = max(enumerate(long_answers), key=lambda found: len(found[1].text))
+    (short,) = Examiner(llm, max_tokens=3).examine(examples[number], ("naive",))
+    assert len(short.text) < len(long.text)
+    lines = _Said("  yes, \n no")
+    assert Examiner(lines).examine(make_example(), ("full",))[0].text == "yes,"
+    assert Examiner(lines).examine(make_example(first_line=False), ("full",))[0].text == "yes, \n no"
+
+
+def test_contexts_over_the_window_are_skipped_or_truncated(llm):
+    passages = tuple(f"{number:02d} " + "x" * 97 for number in range(8))
+    example = make_example(passages=passages)
+    skipped = Examiner(llm).examine(example, POLICIES)
+    assert isinstance(skipped, Skipped)
+    assert skipped.where == "toys 0"
+    assert f"the model takes {WINDOW}" in skipped.reason
+    assert "--truncate" in skipped.reason
+    truncated = Examiner(llm, truncate=True).examine(example, ("naive",))
+    ends = dataclasses.replace(example, passages=(passages[0], passages[1], passages[7]))
+    assert truncated[0].text == Examiner(llm).examine(ends, ("naive",))[0].text
+    assert truncated[0].cached_tokens == 300
+    assert isinstance(Examiner(llm, truncate=True).examine(dataclasses.replace(example, whole=True), POLICIES), Skipped)
+    too_long = make_example(question="x" * 500)
+    assert isinstance(Examiner(llm, truncate=True).examine(too_long, POLICIES), Skipped)
+
+
+def test_an_answer_that_ends_at_once_still_has_a_distribution(llm):
+    (full, naive) = Examiner(_Silent(llm)).examine(make_example(), ("full", "naive"))
+    assert full.text == naive.text == ""
+    assert full.kl == 0 < naive.kl
+
+
+def test_a_failing_policy_takes_its_example_out_for_all(llm):
+    failing = _Failing(llm, "naive", KVLinkerError("It broke."))
+    outcome = Examiner(failing).examine(make_example(), POLICIES)
+    assert outcome == Skipped("toys 0", "It broke.")
+    assert len(Examiner(failing).examine(make_example(), ("full", "legolink-4"))) == 2
+    with pytest.raises(EngineClosedError):
+        Examiner(_Failing(llm, "naive", EngineClosedError("Closed."))).examine(make_example(), POLICIES)
+
+
+class _Wrapped:
+    """An LLM, but for what a subclass changes."""
+
+    def __init__(self, llm):
+        self._llm = llm
+
+    def __getattr__(self, name):
+        return getattr(self._llm, name)
+
+
+class _Silent(_Wrapped):
+    """Every answer ends with its first token, unless that is ignored."""
+
+    def chat_completion(self, messages, *, ignore_eos=False, **options):
+        answer = self._llm.chat_completion(messages, ignore_eos=ignore_eos, **options)
+        return answer if ignore_eos else dataclasses.replace(answer, text="", logprobs=())
+
+
+class _Failing(_Wrapped):
+    def __init__(self, llm, policy, error):
+        super().__init__(llm)
+        self._policy, self._error = policy, error
+
+    def chat_completion(self, messages, *, policy, **options):
+        if policy == self._policy:
+            raise self._error
+        return self._llm.chat_completion(messages, policy=policy, **options)
+
+
+class _Said:
+    """A model that always says the same."""
+
+    max_model_len = 10_000
+
+    def __init__(self, text):
+        self._text = text
+        self.builder = self
+
+    def encode_chunk(self, text):
+        return text
+
+    def chat(self, messages):
+        return ()
+
+    def generate_context_cache(self, chunks):
+        return chunks
+
+    def chat_completion(self, messages, **options):
+        from kvlinker.llm import Answer
+        from kvlinker.types.answers import Timing, Usage
+
+        best = TokenLogprob(1, "x", -0.1)
+        return Answer(self._text, (1,), "stop", Usage(1, 0, 1), Timing(), (dataclasses.replace(best, top=(best,)),))
+
+
+def test_prompts_are_prepared_and_policies_need_no_name(llm):
+    """Chunks exchanged for variants that are exact where they stand: nothing is left to repair, so naive is full."""
+
+    class Everything(Policy):
+        family = "everything"
+
+        def select(self, prompt, evidence):
+            return prompt.cached
+
+    def prepare(example, prompt):
+        assert len(prompt.chunks) == len(example.passages)
+        return llm.engine.cache_prompt(prompt, tenant="default").result()
+
+    example = make_example(3)
+    full, naive, everything = Examiner(llm, prepare=prepare, unregistered={"everything": Everything()}).examine(
+        example, ("full", "naive", "everything")
+    )
+    assert full.text == naive.text == everything.text
+    assert naive.kl == pytest.approx(0, abs=1e-4)
+    assert (naive.recomputed_fraction, everything.recomputed_fraction) == (0, 1)

@@ -1,0 +1,119 @@
+"""Writes the data sets that ship with kvlinker: questions on worlds of people that the reader never met, and prose.
+
+Run as ``python -m training.evaluation_sets`` to write the files again, after the generator has changed. Filler of the
+questions comes from the grammar of `prose` alone, so that everything in them is generated.
+
+The prose is to be scored behind chunks of the prose before it. Its paragraphs follow each other as they stand in their
+source, with an empty line between. Texts are cut in front of words, wherever they are long enough, so that chunks begin
+and end anywhere, as windows over documents do.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from training.prose import held_out_paragraphs
+from training.questions import KINDS, Kind, WorldSettings
+from training.worlds import build_world
+
+FOLDER = Path(__file__).parents[1] / "src" / "kvlinker" / "research" / "evaluation" / "data"
+
+
+class Bundled(NamedTuple):
+    """Describes a file of questions that ships."""
+
+    per_kind: int
+    """Questions of each kind."""
+    words: tuple[int, int]
+    """Fewest and most words of a world, of about 1.45 tokens each."""
+
+
+BUNDLED = {"reader": Bundled(100, (80, 400)), "reader-long": Bundled(30, (700, 1250))}
+SEED = 0
+SETTINGS = WorldSettings(library_share=0, held_out=True)
+MOST_WORLDS = 1000
+"""Worlds in a row without a question of the wanted kind after which the generator is said not to make it."""
+
+PASSAGES = 6
+PASSAGE_CHARACTERS = 335
+"""Characters of a passage: about 96 of the reader's tokens."""
+CONTINUATION_CHARACTERS = 223
+"""Characters of a continuation: about 64 tokens."""
+
+
+def evaluation_set(per_kind: int, words: tuple[int, int], seed: int) -> Iterator[dict[str, Any]]:
+    """Yield records of the format ``passages``, the kinds in turn, so that any beginning is balanced.
+
+    A world has about as many words as drawn from ``words``, and is asked about once.
+    """
+    generators = {kind: random.Random(f"evaluation/{seed}/{kind}") for kind in KINDS}
+    for number in range(per_kind):
+        for kind, rng in generators.items():
+            yield {"id": f"{kind}-{number}"} | _record(rng, kind, words)
+
+
+def _record(rng: random.Random, kind: Kind, words: tuple[int, int]) -> dict[str, Any]:
+    for _ in range(MOST_WORLDS):
+        world = build_world(rng, SETTINGS.about(kind), rng.randint(*words))
+        questions = [question for question in world.questions if question.kind == kind]
+        if questions:
+            question = rng.choice(questions)
+            return {
+                "task": kind,
+                "passages": [passage + "\n\n" for passage in world.passages],
+                "question": f"Question: {question.text}",
+                "answers": [question.answer],
+                "metric": "exact_match",
+            }
+    raise ValueError(f"None of {MOST_WORLDS} worlds has a question of kind {kind!r}.")
+
+
+def continuations(paragraphs: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield as many records as the paragraphs give, one behind the other; what is left at the end is dropped."""
+    words = re.findall(r"\s*\S+", "\n\n".join(paragraphs))
+    lengths = (*[PASSAGE_CHARACTERS] * PASSAGES, CONTINUATION_CHARACTERS)
+    begin = 0
+    for number in range(len(words)):
+        texts = []
+        for length in lengths:
+            end = _end(words, begin, length)
+            texts.append("".join(words[begin:end]))
+            begin = end
+        if len(texts[-1]) < CONTINUATION_CHARACTERS:
+            return
+        yield {"id": str(number), "passages": [texts[0].lstrip(), *texts[1:-1]], "continuation": texts[-1]}
+
+
+def _end(words: Sequence[str], begin: int, characters: int) -> int:
+    """Return the place behind the first word with which those from ``begin`` on have that many characters."""
+    length = 0
+    for end in range(begin, len(words)):
+        length += len(words[end])
+        if length >= characters:
+            return end + 1
+    return len(words)
+
+
+def main() -> None:
+    """Write all files."""
+    for name, (per_kind, words) in BUNDLED.items():
+        _write(name, evaluation_set(per_kind, words, SEED))
+    _write("prose", continuations(held_out_paragraphs()))
+
+
+def _write(name: str, records: Iterable[dict[str, Any]]) -> None:
+    lines = [json.dumps(record) + "\n" for record in records]
+    content = "".join(lines).encode()
+    path = FOLDER / f"{name}.jsonl.gz"
+    path.write_bytes(gzip.compress(content, mtime=0))  # equal contents give equal files
+    print(f"{path}: {len(lines)} examples, {len(content) / 1e3:.0f} kB of text")
+
+
+if __name__ == "__main__":
+    main()
