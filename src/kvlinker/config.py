@@ -47,9 +47,6 @@ OTHER_VARIABLES = {"config", "api_key", "new_encryption_key"}
 
 SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
-CodecName = Literal["raw", "int8", "int4", "raw+zstd", "int8+zstd", "int4+zstd"]
-"""Of ``kvlinker.store.format.codecs``."""
-
 
 def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
@@ -129,7 +126,7 @@ class Settings(BaseSettings):
         default_factory=lambda: ByteSize(psutil.virtual_memory().total // 4), description="Host tier budget."
     )
     disk_space: ByteSize = Field(default=ByteSize(20 * 2**30), description="Disk tier budget.")
-    disk_codec: CodecName = Field(
+    disk_codec: str = Field(
         default="raw", description="How KV is written to disk: raw, int8, int4, or compressed as raw+zstd …"
     )
     eviction: Literal["lru", "reuse"] = Field(
@@ -140,7 +137,7 @@ class Settings(BaseSettings):
         default=None, description="Redis through which servers share chunk caches: redis://[user:password@]host:port/0."
     )
     redis_space: ByteSize = Field(default=ByteSize(4 * 2**30), description="Redis tier budget, for all servers.")
-    redis_codec: CodecName = Field(default="raw", description="How KV is written to Redis, as disk_codec.")
+    redis_codec: str = Field(default="raw", description="How KV is written to Redis, as disk_codec.")
     redis_prefix: str = Field(
         default="kvlinker", min_length=1, description="What all of kvlinker's keys in Redis begin with."
     )
@@ -149,7 +146,11 @@ class Settings(BaseSettings):
         description="Object store through which servers share chunk caches: s3://bucket/folder.",
     )
     object_space: ByteSize = Field(default=ByteSize(100 * 2**30), description="Object tier budget, for all servers.")
-    object_codec: CodecName = Field(default="raw", description="How KV is written to the object store, as disk_codec.")
+    object_codec: str = Field(default="raw", description="How KV is written to the object store, as disk_codec.")
+
+    tiers: Annotated[dict[str, dict[str, Any]], NoDecode, BeforeValidator(_parse_json)] = Field(
+        default={}, repr=False, description='Tiers of other packages, with their options: {"NAME": {"OPTION": …}}.'
+    )
 
     tenant_quota_bytes: ByteSize | None = Field(
         default=None, description="KV that each tenant may keep, as computed, each chunk once; no limit by default."
@@ -216,6 +217,16 @@ class Settings(BaseSettings):
         known = {SHARED_TENANT, *info.data.get("api_keys", ()), *info.data.get("admin_keys", ())}
         if strangers := len(value.keys() - known):
             raise ValueError(f"{strangers} of its names are neither API keys nor {SHARED_TENANT!r}")
+        return value
+
+    @field_validator("disk_codec", "redis_codec", "object_codec")
+    @classmethod
+    def _known_codec(cls, value: str) -> str:
+        from kvlinker.store.format.codecs import known_codecs  # which needs torch
+
+        known = known_codecs()
+        if value not in known:
+            raise ValueError(f"it must be one of {', '.join(known)}")
         return value
 
     @field_validator("policy")

@@ -34,7 +34,7 @@ from kvlinker.store import (
     Unchanged,
     new_context_cache_id,
 )
-from kvlinker.store.catalog.deletions import Deletions
+from kvlinker.store.catalog.releases import Deletions
 from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
 from kvlinker.types.tenants import NO_QUOTAS, SHARED_TENANT, UNLIMITED, Quota, Quotas, Scope
 

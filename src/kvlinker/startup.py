@@ -12,32 +12,30 @@ from kvlinker.embedded.model.loading import LoadedModel, load_model
 from kvlinker.embedded.variants import VariantLibrary
 from kvlinker.engine.contract import Engine
 from kvlinker.events import Events
-from kvlinker.store import Catalog, ChunkStore, Speeds, device_tier, load_cipher, open_store
-from kvlinker.store.format.codecs import find_codec
-from kvlinker.store.tiers import shared_tiers
+from kvlinker.store import Catalog, ChunkStore, Speeds, load_cipher, open_store
 
 
 class EngineSource(Protocol):
-    """A model that is loaded, or known, and can be started once."""
+    """Starts an engine, once, on a model that is loaded or known."""
 
     uses_host_memory: bool
-    """Whether the engine computes in this process, and takes chunks from the store's memory."""
+    """True where the engine computes in this process, and takes chunks from the store's memory."""
 
     @property
     def tokenizer(self) -> Any: ...
 
     @property
     def device(self) -> torch.device | None:
-        """Where the engine takes chunks from the store's copies on the device; None where it takes none."""
+        """The device on which the engine takes copies from the store; None where it takes none."""
         ...
 
     def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:
-        """The engine, which belongs to the caller."""
+        """Make the engine, which belongs to the caller."""
         ...
 
 
 class EmbeddedSource:
-    """The embedded engine on a model in memory."""
+    """Starts the embedded engine on a model in memory."""
 
     uses_host_memory = True
 
@@ -56,7 +54,7 @@ class EmbeddedSource:
 
 
 def engine_source(settings: Settings) -> EngineSource:
-    """What ``settings.engine`` names, on ``settings.model``.
+    """Return the source of the engine that ``settings.engine`` names, on ``settings.model``.
 
     Raises ModelLoadError and UnsupportedModelError, and InvalidRequestError where the engine is not installed.
     """
@@ -68,7 +66,8 @@ def engine_source(settings: Settings) -> EngineSource:
 
 
 class State(NamedTuple):
-    """To be closed by its owner, the store first: it may still write what the catalog holds."""
+    """A state directory's catalog and store. The owner closes the store first: it may still write what the catalog
+    holds."""
 
     catalog: Catalog
     store: ChunkStore
@@ -82,29 +81,21 @@ def open_state(
     device: torch.device | None = None,
     speeds: Speeds | None = None,
 ) -> State:
-    """The catalog and the store that the settings name, the store with ``host_bytes`` in memory; ``device``: where a
-    model runs that takes chunks from it. ``speeds`` keeps what is measured of its tiers.
+    """Open the catalog and the store that the settings name, the store with ``host_bytes`` in memory.
 
-    Raises StoreError where one of them cannot be used, and InvalidRequestError for a budget of a device without memory
-    of its own.
+    ``device`` is where a model runs that takes chunks from the store; ``speeds`` keeps what is measured of its tiers.
+    Raises StoreError where one of them cannot be used, and InvalidRequestError for settings that a tier does not take.
     """
-    copies = None
-    if device is not None:
-        copies = device_tier(settings.device_memory, device, events, eviction=settings.eviction)
     cipher = load_cipher(settings.encryption_key)
     catalog = Catalog(settings.state_dir / "catalog.sqlite", cipher)
     try:
         store = open_store(
-            settings.state_dir / "chunks",
+            settings,
+            events,
             host_bytes=host_bytes,
-            disk_bytes=settings.disk_space,
-            events=events,
-            pinned=catalog.pinned(),
+            device=device,
             cipher=cipher,
-            disk_codec=find_codec(settings.disk_codec),
-            eviction=settings.eviction,
-            device=copies,
-            shared=shared_tiers(settings, events, cipher),
+            pinned=catalog.pinned(),
             speeds=speeds,
         )
     except BaseException:

@@ -24,10 +24,8 @@ def test_answers_are_the_same_from_the_device(bench):
 
 
 def test_figures_tell_of_the_device_as_of_other_tiers(tmp_path, monkeypatch):
-    def on_the_cpu(budget_bytes, device, events, **options):
-        return DeviceTier(budget_bytes, device, events, **options)
-
-    monkeypatch.setattr("kvlinker.startup.device_tier", on_the_cpu)
+    budget = property(lambda configured: configured.setup.settings.device_memory)
+    monkeypatch.setattr("kvlinker.store.tiers.device.ConfiguredDevice.budget_bytes", budget)
     with LLM.from_model(tiny_model(), tiny_settings(tmp_path, device_memory=1 << 20)) as llm:
         metrics = Metrics(llm)
         llm.events.subscribe(metrics.count)

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from kvlinker.store import DiskTier
-from kvlinker.store.format.codecs import CODECS, find_codec
+from kvlinker.store.format.codecs import find_codec, known_codecs
 from tests.embedded.conftest import linked_prompt
 
 PROMPT = linked_prompt(40, 33, middle=3)
@@ -17,7 +17,7 @@ def on_disk(folder, codec, events):
     return [DiskTier(folder, 1 << 28, events, codec=find_codec(codec))]
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", known_codecs())
 def test_answers_survive_the_codec(bench, tmp_path, codec):
     first = bench(slower=partial(on_disk, tmp_path, codec))
     first.cache(PROMPT)

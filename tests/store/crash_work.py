@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from store_chunks import chunk_kv
-from tests.server.serving import tiny_model, tiny_settings
 from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
@@ -26,11 +24,13 @@ from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import ContextCacheNotFoundError, PinLimitError
 from kvlinker.events import Events
 from kvlinker.llm import LLM
-from kvlinker.store import Catalog, ChunkKV, ChunkStore, Cipher, ContextCache, Tier, open_store
+from kvlinker.store import Catalog, ChunkKV, ChunkStore, Cipher, ContextCache, open_store
 from kvlinker.store.rekeying import rekey
-from kvlinker.store.tiers import shared_tiers
+from kvlinker.store.tiers import Tier, TierSetup, configured_tiers
 from kvlinker.types.chunks import Chunk, chunk_key
 from kvlinker.types.tenants import NO_QUOTAS, Quotas
+from tests.server.serving import tiny_model, tiny_settings
+from tests.store.store_chunks import chunk_kv
 
 FINGERPRINT = "sha256:weights"
 CONTENTS = 24
@@ -40,7 +40,7 @@ SHARED_BYTES = 80_000
 TENANTS = ("anna", "bert")
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["crash_work"])
+PROCESSES.set_forkserver_preload(["tests.store.crash_work"])
 
 
 class Shared(NamedTuple):
@@ -54,8 +54,10 @@ class Shared(NamedTuple):
         urls = {name: url for name, url in self._asdict().items() if url is not None}
         return urls | {name.replace("url", "space"): str(SHARED_BYTES) for name in urls}
 
-    def tiers(self, events: Events) -> list[Tier]:
-        return list(shared_tiers(load_settings(**self.settings), events))
+    def tiers(self) -> list[Tier]:
+        """Open them, and no other."""
+        setup = TierSetup(load_settings(disk_space=0, **self.settings), Events(), host_bytes=0)
+        return [tier.open() for tier in configured_tiers(setup) if tier.name != "host"]
 
     @property
     def options(self) -> list[str]:
@@ -132,17 +134,9 @@ class State(NamedTuple):
 
 def open_state(folder: Path, shared: Shared = ALONE, quotas: Quotas = NO_QUOTAS, cipher: Cipher | None = None) -> State:
     """As ``LLM`` opens it."""
-    events = Events()
+    settings = load_settings(state_dir=folder, host_memory=HOST_BYTES, disk_space=DISK_BYTES, **shared.settings)
     catalog = Catalog(folder / "catalog.sqlite", cipher)
-    store = open_store(
-        folder / "chunks",
-        host_bytes=HOST_BYTES,
-        disk_bytes=DISK_BYTES,
-        events=events,
-        pinned=catalog.pinned(),
-        shared=shared.tiers(events),
-        cipher=cipher,
-    )
+    store = open_store(settings, Events(), pinned=catalog.pinned(), cipher=cipher)
     engine = NumberEngine(store)
     caches = ContextCaches(
         model="numbers",

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
+from kvlinker.config import Settings, load_settings
 from kvlinker.events import Event, Events
 from kvlinker.store import ChunkKV, LayerKV
 
 E = TypeVar("E", bound=Event)
+
+
+def sized(folder: Path, host_bytes: int, disk_bytes: int, **others: Any) -> Settings:
+    """Return settings of a state directory whose store has these budgets."""
+    return load_settings(state_dir=folder, host_memory=host_bytes, disk_space=disk_bytes, **others)
 
 
 def key_of(number: int) -> str:

@@ -16,17 +16,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from crash_work import (
-    DISK_BYTES,
-    TENANTS,
-    NumberEngine,
-    Shared,
-    State,
-    check,
-    chunk_of,
-    kv_of,
-    open_state,
-)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -37,8 +26,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from store_chunks import same_kv
-from tests.redis_server import RedisServer
 
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import ContextCacheNotFoundError, PermissionDeniedError, PinLimitError, QuotaExceededError
@@ -46,6 +33,19 @@ from kvlinker.store.format.chunk_file import read_chunk_file
 from kvlinker.store.format.header import ChunkFileError
 from kvlinker.types.chunks import chunk_key
 from kvlinker.types.tenants import SHARED_TENANT, Quota, Quotas, Scope
+from tests.redis_server import RedisServer
+from tests.store.crash_work import (
+    DISK_BYTES,
+    TENANTS,
+    NumberEngine,
+    Shared,
+    State,
+    check,
+    chunk_of,
+    kv_of,
+    open_state,
+)
+from tests.store.store_chunks import same_kv
 
 OWNERS = (*TENANTS, SHARED_TENANT)
 PINNABLE_BYTES = DISK_BYTES // 2

@@ -12,15 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
-from gated_tier import TIMEOUT, GatedTier
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, ChunkLoaded, ChunkLookup
 from kvlinker.store import ChunkStore, DeviceTier, DiskTier, HostTier, TierUsage, open_store
 from kvlinker.store.format.chunk_file import encode_chunk
+from tests.store.gated_tier import TIMEOUT, GatedTier
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
 
 SIZE = chunk_kv(0).nbytes
 FILE_SIZE = encode_chunk(key_of(0), chunk_kv(0)).nbytes
@@ -358,7 +358,7 @@ def test_close_writes_what_waits_and_later_puts_are_harmless(recorder: Recorder,
 
 
 def test_a_store_on_disk_survives_a_restart_and_heals(tmp_path: Path, recorder: Recorder) -> None:
-    store = open_store(tmp_path, host_bytes=PLENTY, disk_bytes=PLENTY, events=recorder.events)
+    store = open_store(sized(tmp_path, PLENTY, PLENTY), recorder.events)
     for number in range(3):
         store.put(key_of(number), chunk_kv(number))
     store.flush()
@@ -366,7 +366,7 @@ def test_a_store_on_disk_survives_a_restart_and_heals(tmp_path: Path, recorder: 
     assert store.usage() == (TierUsage("host", 3 * SIZE, PLENTY, 3), TierUsage("disk", on_disk, PLENTY, 3))
     store.close()
 
-    store = open_store(tmp_path, host_bytes=PLENTY, disk_bytes=PLENTY, events=recorder.events)
+    store = open_store(sized(tmp_path, PLENTY, PLENTY), recorder.events)
     damaged, gone = (next(tmp_path.rglob(f"{key_of(number)}.safetensors")) for number in (0, 1))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     host, disk = store.check()
@@ -383,7 +383,7 @@ def test_a_store_on_disk_survives_a_restart_and_heals(tmp_path: Path, recorder: 
 
 
 def test_a_budget_of_zero_means_no_disk(tmp_path: Path, recorder: Recorder) -> None:
-    store = open_store(tmp_path / "store", host_bytes=PLENTY, disk_bytes=0, events=recorder.events)
+    store = open_store(sized(tmp_path / "store", PLENTY, 0), recorder.events)
     assert [usage.name for usage in store.usage()] == ["host"]
     assert not (tmp_path / "store").exists()
 
@@ -428,11 +428,11 @@ def test_threads_meet_without_harm(tmp_path: Path, recorder: Recorder) -> None:
 
 def test_a_program_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
     program = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
-from store_chunks import Recorder, chunk_kv, key_of
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, sized
 from kvlinker.store import open_store
-store = open_store(Path({str(tmp_path)!r}), host_bytes=1 << 20, disk_bytes=1 << 20, events=Recorder().events)
+store = open_store(sized(Path({str(tmp_path)!r}), 1 << 20, 1 << 20), Recorder().events)
 for number in range(5):
     store.put(key_of(number), chunk_kv(number))
 """

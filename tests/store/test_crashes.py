@@ -18,7 +18,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crash_work import (
+
+from kvlinker.llm import LLM
+from kvlinker.store import Catalog, Cipher, StoreError
+from kvlinker.store.format.byte_source import BufferSource
+from kvlinker.store.format.chunk_file import decode_chunk
+from kvlinker.store.rekeying import rekey
+from kvlinker.types.chunks import chunk_key
+from tests.redis_server import RedisServer
+from tests.server.serving import tiny_model, tiny_settings
+from tests.store.crash_work import (
     ALONE,
     DISK_BYTES,
     TENANTS,
@@ -32,17 +41,7 @@ from crash_work import (
     start,
     work,
 )
-from store_chunks import same_kv
-from tests.redis_server import RedisServer
-from tests.server.serving import tiny_model, tiny_settings
-
-from kvlinker.events import Events
-from kvlinker.llm import LLM
-from kvlinker.store import Catalog, Cipher, StoreError
-from kvlinker.store.format.byte_source import BufferSource
-from kvlinker.store.format.chunk_file import decode_chunk
-from kvlinker.store.rekeying import rekey
-from kvlinker.types.chunks import chunk_key
+from tests.store.store_chunks import same_kv
 
 POINTS = int(os.environ.get("KVLINKER_CRASH_POINTS", "15"))
 SEED = int(os.environ.get("KVLINKER_CRASH_SEED", "5"))
@@ -156,7 +155,7 @@ def shared_tiers_are_sound(folder: Path, redis: RedisServer, shared: Shared) -> 
     assert int(client.hget("kvlinker:totals", "bytes") or 0) == sum(lying.values())
     assert {key.decode() for key in client.zrange("kvlinker:uses", 0, -1)} == lying.keys()
     used = sorted(lying, key=lambda key: key[::-1])  # any order
-    for tier in shared.tiers(Events()):
+    for tier in shared.tiers():
         with closing(tier):
             keys = tier.keys()
             assert [key for key in keys if tier.contains(key)] == list(keys)

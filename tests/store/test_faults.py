@@ -12,12 +12,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from crash_work import CONTENTS, State, check, chunk_of, kv_of, open_state, start, work
-from store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 from kvlinker.events import ChunkEvicted, Events
 from kvlinker.store import Catalog, DiskTier, StoreError
 from kvlinker.store.tiers.chunk_folder import SPARE_SHARE
+from tests.store.crash_work import CONTENTS, State, check, chunk_of, kv_of, open_state, start, work
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from unittest import mock
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 
 from kvlinker.events import ChunkDamaged
 from kvlinker.store import ChunkStore, open_store
 from kvlinker.store.format.chunk_file import encode_chunk
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
 
 KV = {number: chunk_kv(number, tokens=8 * number + 4) for number in range(8)}
 SIZES = {key_of(number): encode_chunk(key_of(number), kv).nbytes for number, kv in KV.items()}
@@ -43,13 +43,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.store = open_store(
-            self.folder,
-            host_bytes=HOST_BYTES,
-            disk_bytes=DISK_BYTES,
-            events=self.recorder.events,
-            pinned=self.pinned,
-        )
+        settings = sized(self.folder, HOST_BYTES, DISK_BYTES)
+        self.store = open_store(settings, self.recorder.events, pinned=self.pinned)
 
     @rule(even=OPERATIONS, odd=OPERATIONS)
     def work(self, even: list[tuple[str, int]], odd: list[tuple[str, int]]) -> None:
@@ -91,7 +86,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert all(not tier.damaged for tier in self.store.check())
 
     def files(self) -> list[Path]:
-        return list(self.folder.glob("??/*"))
+        return list(self.folder.glob("chunks/??/*"))
 
     @precondition(lambda self: hasattr(self, "store"))
     @invariant()

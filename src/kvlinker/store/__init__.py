@@ -1,9 +1,10 @@
-"""Chunk caches: their KV in tiers, and the catalog of the context caches that hold them."""
+"""Keeps chunks: their KV in tiers, and the catalog of the context caches that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from pathlib import Path
+from collections.abc import Set
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from kvlinker.errors import StoreError
 from kvlinker.events import Events
@@ -12,14 +13,19 @@ from kvlinker.store.catalog.limits import Limits, TenantUsage
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.chunk_store import ChunkStore
 from kvlinker.store.eviction import Eviction
-from kvlinker.store.format.codecs import RAW, Codec
-from kvlinker.store.format.encryption import Cipher, Sealing, load_cipher
+from kvlinker.store.format.encryption import Cipher, load_cipher
 from kvlinker.store.loading.speeds import Speeds
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage
-from kvlinker.store.tiers.device import DeviceTier, device_tier
+from kvlinker.store.tiers.configured import TierSetup, configured_tiers
+from kvlinker.store.tiers.device import DeviceTier
 from kvlinker.store.tiers.disk import DiskTier
 from kvlinker.store.tiers.host import HostTier
 from kvlinker.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged, new_context_cache_id
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvlinker.config import Settings
 
 __all__ = [
     "UNCHANGED",
@@ -42,7 +48,6 @@ __all__ = [
     "TierCheck",
     "TierUsage",
     "Unchanged",
-    "device_tier",
     "load_cipher",
     "new_context_cache_id",
     "open_store",
@@ -50,38 +55,30 @@ __all__ = [
 
 
 def open_store(
-    directory: Path,
-    *,
-    host_bytes: int,
-    disk_bytes: int,
+    settings: Settings,
     events: Events,
-    pinned: Set[str] = frozenset(),
-    shared: Sequence[Tier] = (),
+    *,
+    host_bytes: int | None = None,
+    device: torch.device | None = None,
     cipher: Cipher | None = None,
-    disk_codec: Codec = RAW,
-    eviction: Eviction = "lru",
-    device: DeviceTier | None = None,
+    pinned: Set[str] = frozenset(),
     speeds: Speeds | None = None,
 ) -> ChunkStore:
-    """A store of host memory over chunk files in ``directory``, each with its budget, over ``shared`` tiers; without
-    disk where its budget is 0.
+    """Open a store of all the tiers that the settings configure.
 
-    ``pinned``: keys that are not to be evicted (``Catalog.pinned``). With a ``cipher``, what leaves memory is
-    encrypted; ``disk_codec`` is what files are written in. ``eviction``: the order of host memory and disk.
-    ``device``: a tier before them. ``speeds`` keeps what is measured. Raises StoreError where the directory cannot be
-    used.
+    ``host_bytes`` is the budget of host memory, ``settings.host_memory`` by default. ``device`` is where a model runs
+    that takes chunks from the store. With a ``cipher``, what leaves memory is encrypted. ``pinned`` are keys that are
+    not to be evicted (``Catalog.pinned``). ``speeds`` keeps what is measured of the tiers. Raises StoreError where a
+    tier cannot be opened, and InvalidRequestError for settings that a tier does not take.
     """
-    tiers: list[Tier] = [HostTier(host_bytes, events, pinned=pinned, eviction=eviction)]
-    if disk_bytes:
-        tiers.append(
-            DiskTier(
-                directory,
-                disk_bytes,
-                events,
-                pinned=pinned,
-                sealing=Sealing(cipher),
-                codec=disk_codec,
-                eviction=eviction,
-            )
-        )
-    return ChunkStore([*tiers, *shared], events, device=device, speeds=speeds)
+    host_bytes = settings.host_memory if host_bytes is None else host_bytes
+    setup = TierSetup(settings, events, host_bytes, cipher=cipher, device=device, pinned=pinned)
+    with ExitStack() as opened:
+        tiers = []
+        for configured in configured_tiers(setup):
+            tiers.append(configured.open())
+            opened.callback(tiers[-1].close)
+        copies = next((tier for tier in tiers if isinstance(tier, DeviceTier)), None)
+        store = ChunkStore([tier for tier in tiers if tier is not copies], events, device=copies, speeds=speeds)
+        opened.pop_all()
+    return store

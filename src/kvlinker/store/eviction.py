@@ -1,4 +1,4 @@
-"""The accounting that tiers share: sizes by key, in the order of their eviction, under a budget; pinned keys stay."""
+"""Accounts for what a tier keeps: sizes by key under a budget, in the order of their eviction; pinned keys stay."""
 
 from __future__ import annotations
 
@@ -9,53 +9,57 @@ from typing import Literal, Protocol
 from sortedcontainers import SortedDict
 
 PINNED_SHARE = 0.8
-"""Of a tier's budget: pinned chunks beyond it are evicted like others, so that a small tier stays of use."""
+"""Share of a tier's budget that pinned chunks may keep: beyond it, they are evicted like others, so that a small tier
+stays of use."""
 
 LEAST_SHARE = 1 / 16
 """A use that computes less of a chunk again than this counts as if it computed this much."""
 
 MOST_REUSE = 256.0
-"""What uses can add up to: a favourite of old, however often it was used, gives way after a while."""
+"""The most that uses can add up to: a favourite of old, however often it was used, gives way after a while."""
 
 Eviction = Literal["lru", "reuse"]
-"""Which chunks are evicted first: the least recently used, or the least reused ones."""
+"""Says which chunks are evicted first: the least recently used, or the least reused ones."""
 
 
 def use_weight(recomputed: float) -> float:
-    """What a use adds to a chunk's reuse frequency f_r: 1 / ``recomputed``, the share of the chunk's tokens that it
-    computes again; from 1 to 1 / LEAST_SHARE. Under Cache-Craft that share is the CFO (section 3.3)."""
+    """Return what a use adds to a chunk's reuse frequency f_r: 1 / ``recomputed``, from 1 to 1 / LEAST_SHARE.
+
+    ``recomputed`` is the share of the chunk's tokens that the use computes again; under Cache-Craft the CFO (section
+    3.3).
+    """
     return 1 / min(1.0, max(recomputed, LEAST_SHARE))
 
 
-class Order(Protocol):
-    """Which keys are evicted first: those of the lowest priority, of equal ones the least recently used."""
+class EvictionOrder(Protocol):
+    """Orders keys for eviction: those of the lowest priority go first, of equal ones the least recently used."""
 
     def priority(self, reuse: float) -> float:
-        """Of a key that is used now; ``reuse``: what its uses add up to."""
+        """Return the priority of a key that is used now, and whose uses add up to ``reuse``."""
         ...
 
     def evicted(self, priority: float) -> None:
-        """A key of this priority, the lowest, made room."""
+        """Note that a key of this priority, the lowest, made room."""
         ...
 
 
 class LeastRecentlyUsed:
-    """``Order`` by recency alone."""
+    """Orders keys by recency alone."""
 
     def priority(self, reuse: float) -> float:
         return 0.0
 
     def evicted(self, priority: float) -> None:
-        """Nothing follows."""
+        """Does nothing: priorities are all alike."""
 
 
 class LeastReused:
-    """``Order`` by Cache-Craft's reuse frequency f_r with LFU's dynamic ageing (Arlitt et al., "Evaluating content
-    management techniques for Web proxy caches", 2000): a key's priority is f_r plus the age at its last use, and the
-    age is the priority of what was evicted last.
+    """Orders keys by Cache-Craft's reuse frequency f_r, with LFU's dynamic ageing (Arlitt et al., "Evaluating content
+    management techniques for Web proxy caches", 2000).
 
-    Without ageing, newcomers would push each other out while keys stayed that nobody uses any more. f_r is not divided
-    by the size: both what a use saves and the room grow with the chunk's tokens.
+    A key's priority is f_r plus the age at its last use, and the age is the priority of what was evicted last. Without
+    ageing, newcomers would push each other out while keys stayed that nobody uses any more. f_r is not divided by the
+    size: both what a use saves and the room grow with the chunk's tokens.
     """
 
     def __init__(self) -> None:
@@ -68,20 +72,22 @@ class LeastReused:
         self._age = max(self._age, priority)
 
 
-_ORDERS: Mapping[Eviction, Callable[[], Order]] = {"lru": LeastRecentlyUsed, "reuse": LeastReused}
+_ORDERS: Mapping[Eviction, Callable[[], EvictionOrder]] = {"lru": LeastRecentlyUsed, "reuse": LeastReused}
 
 
 @dataclass(slots=True)
 class _Entry:
-    """``rank``: priority and time of the last use; the lowest is evicted first."""
+    """What is known of a key."""
 
     nbytes: int
     reuse: float
+    """The sum that its uses add up to."""
     rank: tuple[float, int]
+    """Priority and time of the last use; the lowest is evicted first."""
 
 
 class EvictionIndex:
-    """Keys and their sizes in bytes, in the order of their eviction. Not thread safe: the tier's lock guards it.
+    """Keeps keys and their sizes in bytes in the order of their eviction. Not thread safe: the tier's lock guards it.
 
     A key enters as if it had been used once by a request that computed all of it. Each step takes O(log n).
     """
@@ -107,7 +113,7 @@ class EvictionIndex:
         return len(self._entries)
 
     def keys(self) -> tuple[str, ...]:
-        """The next to be evicted first, but pinned ones last."""
+        """Return all keys, the next to be evicted first, but pinned ones last."""
         return (*self._evictable.values(), *self._pinned.values())
 
     def nbytes(self, key: str) -> int | None:
@@ -115,7 +121,7 @@ class EvictionIndex:
         return None if entry is None else entry.nbytes
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        """``nbytes`` of those of the keys that are present."""
+        """Return the bytes of those of the keys that are present."""
         return {key: entry.nbytes for key in keys if (entry := self._entries.get(key)) is not None}
 
     def set_pinned(self, keys: Set[str]) -> None:
@@ -127,8 +133,8 @@ class EvictionIndex:
             self._enter(key, entry)
 
     def touch(self, key: str, weight: float = 0.0) -> bool:
-        """Note a use, now the last one, that adds ``weight`` to what the key's uses add up to; False where it is
-        absent."""
+        """Note a use, now the last one, that adds ``weight`` to what the key's uses add up to; returns False where it
+        is absent."""
         if key not in self._entries:
             return False
         entry = self._taken(key)
@@ -140,7 +146,7 @@ class EvictionIndex:
         self._enter(key, self._used(nbytes, use_weight(1.0)))
 
     def fill(self, sizes: Iterable[tuple[str, int]]) -> None:
-        """``add`` all of these, in this order, to an index that is empty; quicker than one by one."""
+        """Add all of these, in this order, to an index that is empty; quicker than one by one."""
         assert not self._entries
         once = use_weight(1.0)
         priority = self._order.priority(once)
@@ -153,14 +159,14 @@ class EvictionIndex:
         self._pinned_bytes = sum(self._entries[key].nbytes for key in pinned.values())
 
     def remove(self, key: str) -> bool:
-        """Forget the key; False where it was absent."""
+        """Forget the key; returns False where it was absent."""
         if key not in self._entries:
             return False
         self._taken(key)
         return True
 
     def fits(self, nbytes: int) -> bool:
-        """Whether ``make_room`` can make room for them."""
+        """Return whether ``make_room`` can make room for so many bytes."""
         return nbytes <= self.budget_bytes - min(self._pinned_bytes, self._most_pinned_bytes)
 
     def make_room(self, nbytes: int) -> list[tuple[str, int]]:
@@ -182,7 +188,7 @@ class EvictionIndex:
         return removed
 
     def _used(self, nbytes: int, reuse: float) -> _Entry:
-        """What is known of a key that is used now."""
+        """Return what is known of a key that is used now."""
         self._uses += 1
         return _Entry(nbytes, reuse, (self._order.priority(reuse), self._uses))
 

@@ -21,12 +21,14 @@ from kvlinker.store.tiers.chunk_folder import ChunkFolder
 
 @dataclass(frozen=True, slots=True)
 class Rekeyed:
-    """What became of chunk files: written anew, found with the new key (by a run that was broken off), and removed, as
-    they opened with neither key."""
+    """What became of chunk files."""
 
     written: int
+    """Files that were written anew."""
     finished_before: int
+    """Files that had the new key already, from a run that was broken off."""
     removed: int
+    """Files that opened with neither key."""
 
 
 def rekey(
@@ -76,7 +78,7 @@ def _rekey_files(folder: ChunkFolder, old: Sealing, new: Sealing, progress: Call
 
 
 def _opened(path: Path, key: str, sealing: Sealing) -> Bytes | None:
-    """All plain bytes of a chunk file, None where it does not open so."""
+    """Return all plain bytes of a chunk file; None where it does not open so."""
     with open_regular(path) as file:
         source = FileSource(file)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,6 +11,9 @@ import numpy as np
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.types.tenants import SHARED_TENANT
+
+CHUNK_KEY = re.compile(r"[0-9a-f]{64}")
+"""Matches what ``chunk_key`` returns."""
 
 
 class GenerationContext(StrEnum):

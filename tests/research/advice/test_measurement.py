@@ -23,9 +23,9 @@ from kvlinker.research.advice.measurement import (
     measure_tier,
 )
 from kvlinker.research.bench.measurement import FirstToken
+from kvlinker.research.bench.scratch import ScratchPlace, scratch_places
 from kvlinker.store import ChunkKV, DiskTier, HostTier, LayerKV, StoreError, Tier, load_cipher
 from kvlinker.store.tiers import object_tier, redis_tier
-from kvlinker.store.tiers.scratch import ScratchPlace, scratch_places
 from kvlinker.types.answers import Timing
 from tests.redis_server import RedisServer
 from tests.store.store_chunks import Recorder, chunk_kv, key_of

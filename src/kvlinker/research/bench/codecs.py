@@ -20,7 +20,7 @@ from kvlinker.research.progress import Progress, silent
 from kvlinker.store import ChunkKV
 from kvlinker.store.format.byte_source import BufferSource
 from kvlinker.store.format.chunk_file import EncodedKV, decode_chunk, encode_chunk
-from kvlinker.store.format.codecs import CODECS, find_codec
+from kvlinker.store.format.codecs import find_codec, known_codecs
 
 COLUMNS = ("codec", "bytes_per_token", "key_error", "value_error", "encode_ms", "decode_ms")
 
@@ -44,16 +44,16 @@ def codec_rows(
     kvs: Sequence[ChunkKV],
     *,
     repeat: int,
-    codecs: Sequence[str] = tuple(CODECS),
+    codecs: Sequence[str] | None = None,
     progress: Progress = silent,
 ) -> list[Row]:
-    """Make a row for each codec, of chunk files of these chunks.
+    """Make a row for each codec (all known ones by default), of chunk files of these chunks.
 
     ``bytes_per_token`` counts whole files, scores and header included. ``key_error`` and ``value_error`` are the L2
     norm of what is off over that of the numbers, all layers together. ``encode_ms`` and ``decode_ms`` are CPU time per
     chunk, checksums included, the mean over the chunks and the median of ``repeat`` rounds, in which codecs take turns.
     """
-    found = [find_codec(name) for name in codecs]
+    found = [find_codec(name) for name in codecs or known_codecs()]
     files = {codec.name: [encode_chunk(_KEY, kv, codec) for kv in kvs] for codec in found}
     data = {name: [_bytes_of(file) for file in made] for name, made in files.items()}
     encoding: dict[str, list[float]] = {name: [] for name in files}

@@ -1,1 +1,1 @@
-"""The catalog of context caches: one SQLite file per state directory."""
+"""Keeps the catalog of context caches: one SQLite file per state directory."""

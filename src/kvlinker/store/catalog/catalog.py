@@ -1,11 +1,10 @@
-"""The catalog of context caches and their chunks' token ids, in one SQLite file; the server is its caller.
+"""Keeps context caches and their chunks' token ids in one SQLite file; ``ContextCaches`` is its caller.
 
 The token ids stay for as long as a context cache holds the chunk, so KV that the store evicted can be computed again.
 """
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,12 +15,19 @@ from typing import Literal
 from kvlinker.errors import ContextCacheNotFoundError
 from kvlinker.store.catalog.check import check_catalog
 from kvlinker.store.catalog.database import Database, StateLock
-from kvlinker.store.catalog.encryption import open_encrypted
-from kvlinker.store.catalog.limits import NO_LIMITS, PINNED_BYTES, TENANT_USAGE, Limits, TenantUsage, enforced
+from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted
+from kvlinker.store.catalog.limits import (
+    NO_LIMITS,
+    PINNED_BYTES,
+    TENANT_USAGE,
+    Limits,
+    TenantUsage,
+    check_added,
+    check_pinned,
+)
 from kvlinker.store.catalog.releases import forget_released, release, released
 from kvlinker.store.catalog.rows import BY_OWNER, CHUNK, COLUMNS, LIVE, insert_rows, matching, pack_metadata, read_row
 from kvlinker.store.catalog.schema import index_metadata
-from kvlinker.store.catalog.token_blobs import TokenBlobs
 from kvlinker.store.catalog.variants import VariantIndex
 from kvlinker.store.format.encryption import Cipher
 from kvlinker.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
@@ -31,7 +37,7 @@ _IDS_PER_QUERY = 500
 
 
 class Catalog:
-    """Context caches by id and tenant. Another tenant's, an expired and an unknown one are alike: absent.
+    """Keeps context caches by id and tenant. Another tenant's, an expired and an unknown one are alike: absent.
 
     A context cache has expired when ``now`` (Unix seconds) reaches ``expires_at``; ``expire`` removes those rows.
     Several processes may use one file. All methods may be called from any thread, and raise StoreError when SQLite
@@ -59,21 +65,20 @@ class Catalog:
         Raises QuotaExceededError and PinLimitError.
         """
         with self._database.transaction() as connection:
-            _add(connection, self._blobs, records, limits)
+            check_added(connection, records, limits)
+            insert_rows(connection, self._blobs, records)
 
     def check_room(self, records: Sequence[ContextCache], limits: Limits) -> None:
         """Raise what ``add`` would raise now, and record nothing."""
         with self._database.transaction() as connection:
-            connection.execute("SAVEPOINT rehearsal")
-            _add(connection, self._blobs, records, limits)
-            connection.execute("ROLLBACK TO rehearsal")
+            check_added(connection, records, limits)
 
     def get(self, cache_id: str, tenant: str, now: float) -> ContextCache | None:
-        """The tenant's context cache of this id, or the shared one."""
+        """Return the tenant's context cache of this id, or the shared one; None where there is none."""
         return self.get_many([cache_id], tenant, now).get(cache_id)
 
     def get_many(self, cache_ids: Sequence[str], tenant: str, now: float) -> dict[str, ContextCache]:
-        """Those of the ids that exist, the tenant's own and shared ones, by id."""
+        """Return those of the ids that exist, the tenant's own and shared ones, by id."""
         wanted = list(dict.fromkeys(cache_ids))
         found = {}
         for start in range(0, len(wanted), _IDS_PER_QUERY):
@@ -98,8 +103,8 @@ class Catalog:
         order: Literal["asc", "desc"] = "desc",
         metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> Page:
-        """At most ``limit`` of the tenant's own context caches by time of creation, those that follow ``after`` where
-        it is given, and only those with all pairs of ``metadata``.
+        """Return at most ``limit`` of the tenant's own context caches by time of creation: those that follow ``after``
+        where it is given, and only those with all pairs of ``metadata``.
 
         Pages that follow one another neither repeat nor skip an item, whatever is added or removed between them.
         Raises ContextCacheNotFoundError where ``after`` does not exist.
@@ -146,18 +151,22 @@ class Catalog:
         changes = {column: value for column, value in changes.items() if value is not UNCHANGED}
         with self._database.transaction() as connection:
             row = connection.execute(
-                f"SELECT c.number FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {LIVE}",
+                f"SELECT c.number, c.chunk_key FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {LIVE}",
                 {"id": cache_id, "tenant": tenant, "now": now},
             ).fetchone()
             if row is None:
                 raise ContextCacheNotFoundError(cache_id)
-            with enforced(connection, limits, pins=pinned is True):
-                for column, value in changes.items():
-                    connection.execute(f"UPDATE context_caches SET {column} = ? WHERE number = ?", (value, *row))
-                if metadata is not UNCHANGED:
-                    connection.execute("DELETE FROM metadata WHERE number = ?", row)
-                    index_metadata(connection, row[0], metadata)
-            changed = connection.execute(f"SELECT {COLUMNS} FROM context_caches c {CHUNK} WHERE c.number = ?", row)
+            number, chunk_key = row
+            if pinned is True:
+                check_pinned(connection, chunk_key, tenant, limits)
+            for column, value in changes.items():
+                connection.execute(f"UPDATE context_caches SET {column} = ? WHERE number = ?", (value, number))
+            if metadata is not UNCHANGED:
+                connection.execute("DELETE FROM metadata WHERE number = ?", (number,))
+                index_metadata(connection, number, metadata)
+            changed = connection.execute(
+                f"SELECT {COLUMNS} FROM context_caches c {CHUNK} WHERE c.number = ?", (number,)
+            )
             return read_row(changed.fetchone(), self._blobs)
 
     def delete(self, cache_id: str, tenant: str, now: float) -> tuple[str, ...]:
@@ -199,31 +208,32 @@ class Catalog:
             return len(removed), release(connection, {key for (key,) in removed}, now)
 
     def released(self, after: float, until: float, *, limit: int = -1) -> dict[str, float]:
-        """Chunk keys that were released in this time and are held by nothing now, and when; any ``limit`` of them."""
+        """Return chunk keys that were released in this time and are held by nothing now, and when: any ``limit`` of
+        them, or all for -1."""
         return released(self._database, after, until, limit=limit)
 
     def forget_released(self, chunk_keys: Iterable[str], until: float) -> None:
-        """``released`` need not tell of these any more, for no tier holds their KV; nor of what was released until then
-        and is held again."""
+        """Forget that these were released, for no tier holds their KV; and what was released until then and is held
+        again."""
         forget_released(self._database, chunk_keys, until)
 
     def unheld(self, chunk_keys: Iterable[str]) -> tuple[str, ...]:
-        """Those of the keys that no context cache holds, directly or as a variant of its chunk."""
+        """Return those of the keys that no context cache holds, directly or as a variant of its chunk."""
         query = "SELECT 1 FROM chunks WHERE key = :key UNION SELECT 1 FROM variants WHERE key = :key"
         return tuple(key for key in dict.fromkeys(chunk_keys) if not self._database.query(query, {"key": key}))
 
     def usage(self, tenant: str) -> TenantUsage:
-        """What the tenant has, expired context caches that remain included."""
+        """Return what the tenant has, expired context caches that remain included."""
         rows = self._database.query(TENANT_USAGE, {"tenant": tenant})
         return TenantUsage(*rows[0]) if rows else TenantUsage()
 
     def pinned_bytes(self, tenant: str) -> int:
-        """Of the tenant's KV as computed, each chunk once."""
+        """Return the bytes of the tenant's KV, as computed, that is pinned; each chunk counts once."""
         pinned: dict[str, int] = dict(self._database.query(PINNED_BYTES, {}))
         return pinned.get(tenant, 0)
 
     def pinned(self) -> frozenset[str]:
-        """The chunk keys of all pinned context caches."""
+        """Return the chunk keys of all pinned context caches."""
         rows = self._database.query("SELECT DISTINCT chunk_key FROM context_caches WHERE pinned", {})
         return frozenset(key for (key,) in rows)
 
@@ -236,12 +246,12 @@ class Catalog:
             )
 
     def tenants(self) -> tuple[str, ...]:
-        """All tenants that have context caches, expired ones that remain included, sorted by name."""
+        """Return all tenants that have context caches, expired ones that remain included, sorted by name."""
         rows = self._database.query("SELECT DISTINCT tenant FROM context_caches ORDER BY tenant", {})
         return tuple(tenant for (tenant,) in rows)
 
     def keys_of(self, tenant: str) -> frozenset[str]:
-        """The keys of the tenant's chunks and their variants."""
+        """Return the keys of the tenant's chunks and their variants."""
         rows = self._database.query(
             "SELECT key FROM chunks WHERE tenant = :tenant UNION SELECT key FROM variants WHERE tenant = :tenant",
             {"tenant": tenant},
@@ -249,13 +259,15 @@ class Catalog:
         return frozenset(key for (key,) in rows)
 
     def chunk_keys(self) -> dict[str, str]:
-        """The model fingerprint of every chunk that some context cache holds, and of its variants, by chunk key."""
+        """Return the model fingerprint of every chunk that some context cache holds, and of its variants, by chunk
+        key."""
         return dict(
             self._database.query("SELECT key, fingerprint FROM chunks UNION SELECT key, fingerprint FROM variants", {})
         )
 
     def check(self, *, repair: bool = False) -> tuple[str, ...]:
-        """Where the catalog contradicts itself, a line for each fault; ``repair`` mends. See ``check_catalog``."""
+        """Return where the catalog contradicts itself, a line for each fault; ``repair`` mends. See
+        ``check_catalog``."""
         return check_catalog(self._database, self._blobs, time.time(), repair=repair)
 
     def persist(self) -> None:
@@ -263,11 +275,5 @@ class Catalog:
         self._database.persist()
 
     def close(self) -> None:
-        """Idempotent; no other method may be called afterwards."""
+        """Close the file. Idempotent; no other method may be called afterwards."""
         self._close()
-
-
-def _add(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequence[ContextCache], limits: Limits) -> None:
-    tenants = (record.tenant for record in records)
-    with enforced(connection, limits, tenants=tenants, pins=any(record.pinned for record in records)):
-        insert_rows(connection, blobs, records)

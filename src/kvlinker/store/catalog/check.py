@@ -5,9 +5,9 @@ from __future__ import annotations
 import sqlite3
 
 from kvlinker.store.catalog.database import Database
+from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.releases import release
 from kvlinker.store.catalog.rows import is_genuine
-from kvlinker.store.catalog.token_blobs import TokenBlobs
 
 _COUNTED = """SELECT tenant, sum(caches), sum(chunks), sum(tokens), sum(nbytes) FROM (
         SELECT tenant, count(*) AS caches, 0 AS chunks, 0 AS tokens, 0 AS nbytes FROM context_caches GROUP BY tenant
@@ -17,10 +17,10 @@ _KEPT = "SELECT name, caches, chunks, tokens, nbytes FROM tenants WHERE caches O
 
 
 def check_catalog(database: Database, blobs: TokenBlobs, now: float, *, repair: bool) -> tuple[str, ...]:
-    """Where the catalog contradicts itself, a line for each fault; takes time for large catalogs.
+    """Return where the catalog contradicts itself, a line for each fault; this takes time for large catalogs.
 
     ``repair`` mends: context caches whose token ids are not what they were cannot be answered, and are removed;
-    accounts are counted again. Each step is one transaction. ``now``: Unix seconds, noted with what is released.
+    accounts are counted again. Each step is one transaction. ``now``, in Unix seconds, is noted with what is released.
     """
     faults = list(database.check())
     if faults and repair:
@@ -44,7 +44,7 @@ def check_catalog(database: Database, blobs: TokenBlobs, now: float, *, repair: 
 
 
 def _unheld_chunks(connection: sqlite3.Connection) -> list[str]:
-    """Keys of rows that should have gone with their last context cache."""
+    """Return the keys of rows that should have gone with their last context cache."""
     rows = connection.execute(
         "SELECT key FROM chunks WHERE NOT EXISTS (SELECT 1 FROM context_caches WHERE chunk_key = key)"
     )
@@ -52,7 +52,7 @@ def _unheld_chunks(connection: sqlite3.Connection) -> list[str]:
 
 
 def _wrong_accounts(connection: sqlite3.Connection) -> list[str]:
-    """Tenants of which more or less is recorded than they have."""
+    """Return the tenants of which more or less is recorded than they have."""
     counted, kept = (
         {name: account for name, *account in connection.execute(query).fetchall()} for query in (_COUNTED, _KEPT)
     )

@@ -1,4 +1,4 @@
-"""The catalog's SQLite file: connections, transactions, and the lock that keeps a state directory to one version."""
+"""Opens the catalog's SQLite file, runs its transactions, and locks the state directory for one key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _CHECKED_AT_ONCE_BYTES = 64 << 20
 
 
 class Database:
-    """The catalog's file. Methods may be called from any thread; all raise StoreError when SQLite fails.
+    """Runs queries and transactions on the catalog's file. Methods may be called from any thread; all raise StoreError
+    when SQLite fails.
 
     A transaction survives the end of the process at once, and a power cut once ``persist`` has returned: SQLite does
     not wait for the disk while others wait for the lock. A power cut before loses the last transactions, whole ones
@@ -53,13 +54,13 @@ class Database:
             raise
 
     def query(self, statement: str, values: dict[str, Any]) -> Sequence[Any]:
-        """All rows of a SELECT."""
+        """Return all rows of a SELECT."""
         with self._lock, self._errors():
             return self._connection.execute(statement, values).fetchall()
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Everything in the block happens, or nothing does."""
+        """Run a transaction: everything in the block happens, or nothing does."""
         with self._lock, self._errors():
             if _identify(self._path) != self._identity:
                 raise StoreError(
@@ -95,14 +96,14 @@ class Database:
             raise StoreError(f"The catalog {self._path} was not written to the disk: {error}.") from error
 
     def check(self) -> tuple[str, ...]:
-        """What SQLite finds wrong with the whole file, which takes time for large ones."""
+        """Return what SQLite finds wrong with the whole file, which takes time for large ones."""
         with self._lock, self._errors():
             faults = [fault for (fault,) in self._connection.execute("PRAGMA integrity_check") if fault != "ok"]
             keys = self._connection.execute("PRAGMA foreign_key_check").fetchall()
         return (*faults, *(f"row {row} of {table} refers to nothing in {parent}" for table, row, parent, _ in keys))
 
     def close(self) -> None:
-        """Idempotent; no other method may be called afterwards."""
+        """Close the file. Idempotent; no other method may be called afterwards."""
         with suppress(StoreError):
             self.persist()
         with self._lock:
@@ -123,7 +124,7 @@ class Database:
             upgrade(connection, self._check_version())
 
     def _use_write_ahead_log(self) -> None:
-        """Switching to it is the one thing for which SQLite does not wait until others are done."""
+        """Switch to the write-ahead log, the one thing for which SQLite does not wait until others are done."""
         deadline = time.monotonic() + _BUSY_SECONDS
         while True:
             try:
@@ -135,7 +136,7 @@ class Database:
                 time.sleep(0.005)
 
     def _check_version(self) -> int:
-        """The file's schema version, 0 for an empty file. Raises StoreError where this build cannot use it."""
+        """Return the file's schema version, 0 for an empty file. Raises StoreError where this build cannot use it."""
         # one statement sees one state of the file, even while another process creates the tables
         version, tables = self._connection.execute(
             "SELECT user_version, (SELECT count(*) FROM sqlite_master) FROM pragma_user_version"
@@ -151,7 +152,7 @@ class Database:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """SQLite's errors become StoreErrors that name the file and the way out."""
+        """Raise SQLite's errors as StoreErrors that name the file and the way out."""
         try:
             yield
         except sqlite3.Error as error:
@@ -164,7 +165,7 @@ class Database:
 
 
 def _identify(path: Path) -> tuple[int, int] | None:
-    """Which file lies there, None for none."""
+    """Return device and inode of the file that lies there, None for none."""
     try:
         status = path.stat()
     except OSError:
@@ -177,7 +178,8 @@ _TRY_AGAIN_SECONDS = 0.02
 
 
 class StateLock:
-    """A lock on the file ``lock`` in a directory; it goes with the process, however that ends."""
+    """Locks a state directory, shared or alone, by its file ``lock``; a lock goes with the process, however that
+    ends."""
 
     def __init__(self, directory: Path) -> None:
         """Open the file, create it where missing; nothing is locked yet. Raises StoreError."""
@@ -198,7 +200,7 @@ class StateLock:
         )
 
     def close(self) -> None:
-        """Idempotent."""
+        """Give the lock up. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

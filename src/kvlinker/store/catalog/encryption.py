@@ -1,43 +1,89 @@
-"""Which of the catalog's columns are encrypted, and how a catalog comes to be."""
+"""Keeps token ids in the catalog, encrypted where the store is, and changes the key of a whole catalog."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from kvlinker.errors import StoreError
 from kvlinker.store.catalog.database import PATIENCE_SECONDS, Database, StateLock
-from kvlinker.store.catalog.token_blobs import TokenBlobs
 from kvlinker.store.format.encryption import KEY_VARIABLE, Cipher, SealedDataError
 
 _PLACE = b"catalog"
 _ROWS_AT_ONCE = 500
+_TYPE = "<u4"
+_TOKEN_BYTES = 4
+
+
+class TokenBlobs:
+    """Packs token ids of one catalog as little-endian uint32, encrypted with its cipher, if it has one.
+
+    ``place`` names the row and column that a blob is for: in another place it does not open.
+    """
+
+    def __init__(self, cipher: Cipher | None = None) -> None:
+        self._cipher = cipher
+
+    def pack(self, token_ids: Sequence[int], place: str) -> bytes:
+        """Return the blob of token ids."""
+        return self.seal(np.asarray(token_ids, dtype=_TYPE).tobytes(), place)
+
+    def unpack(self, blob: bytes, place: str) -> tuple[int, ...]:
+        """Return the token ids of a blob. Raises StoreError for one that was changed, or moved."""
+        packed = self.open(blob, place)
+        if len(packed) % _TOKEN_BYTES:
+            raise changed_entry(place, "it does not hold whole token ids")
+        return tuple(np.frombuffer(packed, dtype=_TYPE).tolist())
+
+    def seal(self, packed: bytes, place: str) -> bytes:
+        """Return the blob of token ids that are packed already."""
+        return packed if self._cipher is None else self._cipher.seal(packed, place.encode())
+
+    def open(self, blob: bytes, place: str) -> bytes:
+        """Return the packed token ids of a blob. Raises StoreError as ``unpack`` does."""
+        if self._cipher is None:
+            return blob
+        try:
+            return self._cipher.open(blob, place.encode())
+        except SealedDataError as error:
+            raise changed_entry(place, str(error)) from error
+
+
+def changed_entry(place: str, reason: str) -> StoreError:
+    """Return the error for an entry that is not what was written there."""
+    return StoreError(
+        f"The catalog's entry {place} was changed from outside: {reason}. Run `kvlinker caches check --repair`, which "
+        "removes its context caches, and create them again."
+    )
 
 
 def tokens_of(chunk_key: str) -> str:
-    """The place of a chunk's token ids."""
+    """Name the place of a chunk's token ids."""
     return f"chunks.tokens.{chunk_key}"
 
 
 def prefix_of(chunk_key: str) -> str:
-    """The place of the token ids that stood before a chunk."""
+    """Name the place of the token ids that stood before a chunk."""
     return f"chunks.prefix.{chunk_key}"
 
 
 def variant_of(chunk_key: str) -> str:
-    """The place of the token ids that stood before a variant."""
+    """Name the place of the token ids that stood before a variant."""
     return f"variants.prefix.{chunk_key}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """``place``: of the blob in a chunk's row."""
+    """A column of encrypted token ids."""
 
     table: str
     name: str
     place: Callable[[str], str]
+    """Names the place of the blob in the row of a chunk key."""
 
 
 _COLUMNS = (
@@ -84,13 +130,13 @@ def change_key(database: Database, old: Cipher | None, new: Cipher | None, path:
 
 
 def _key_check(database: Database) -> bytes | None:
-    """What opens with the catalog's key; None where it is not encrypted."""
+    """Return what opens with the catalog's key; None where it is not encrypted."""
     rows = database.query("SELECT sealed FROM encryption", {})
     return rows[0][0] if rows else None
 
 
 def _is_of(sealed: bytes | None, cipher: Cipher | None) -> bool:
-    """Whether a catalog with this check is encrypted with the cipher, or not at all without one."""
+    """Return whether a catalog with this check is encrypted with the cipher, or not at all without one."""
     if sealed is None or cipher is None:
         return sealed is None and cipher is None
     try:
@@ -101,7 +147,7 @@ def _is_of(sealed: bytes | None, cipher: Cipher | None) -> bool:
 
 
 def _check(sealed: bytes | None, cipher: Cipher | None, path: Path) -> None:
-    """Raises StoreError where ``_is_of`` is not so."""
+    """Raise StoreError unless a catalog with this check is encrypted with the cipher, or not at all without one."""
     if _is_of(sealed, cipher):
         return
     if cipher is None:
@@ -113,7 +159,7 @@ def _check(sealed: bytes | None, cipher: Cipher | None, path: Path) -> None:
 
 
 def _reseal(connection: sqlite3.Connection, column: _Column, before: TokenBlobs, after: TokenBlobs) -> bool:
-    """Encrypt all blobs of a column anew; whether there were any."""
+    """Encrypt all blobs of a column anew; returns whether there were any."""
     select = f"SELECT key, {column.name} FROM {column.table} WHERE key > ? ORDER BY key LIMIT {_ROWS_AT_ONCE}"
     update = f"UPDATE {column.table} SET {column.name} = ? WHERE key = ?"
     last = ""

@@ -1,13 +1,15 @@
-"""How much tenants have in the catalog, and the limits on it; called inside the catalog's transactions."""
+"""Counts what tenants have in the catalog, and checks limits before it grows, inside the catalog's transactions."""
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvlinker.errors import PinLimitError, QuotaExceededError
+from kvlinker.types.context_cache import ContextCache
 from kvlinker.types.tenants import NO_QUOTAS, Quotas
 
 TENANT_USAGE = "SELECT caches, chunks, tokens, nbytes FROM tenants WHERE name = :tenant"
@@ -17,81 +19,103 @@ PINNED_BYTES = """SELECT tenant, sum(nbytes) FROM chunks
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """What a tenant has. ``tokens`` and ``bytes`` (of KV as computed) count each of its ``chunks`` once."""
+    """What a tenant has; everything but ``caches`` counts each chunk once."""
 
     caches: int = 0
     chunks: int = 0
     tokens: int = 0
     bytes: int = 0
+    """Bytes of KV as computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``pinned_bytes``: of KV as computed that may be pinned, over all tenants; None is no limit."""
+    """How much tenants may have in the catalog."""
 
     quotas: Quotas = NO_QUOTAS
     pinned_bytes: int | None = None
+    """Bytes of KV as computed that all tenants together may pin; None is no limit."""
 
 
 NO_LIMITS = Limits()
 
 
-@contextmanager
-def enforced(
-    connection: sqlite3.Connection, limits: Limits, *, tenants: Iterable[str] = (), pins: bool = False
-) -> Iterator[None]:
-    """Raises QuotaExceededError or PinLimitError after a block that brings one of the ``tenants`` over its quota, or,
-    with ``pins``, pins more than may be."""
-    before = _usages_of(connection, tenants)
-    was_pinned = _pinned_bytes(connection) if pins else {}
-    yield
-    _check_quotas(connection, limits.quotas, before)
-    if pins:
-        _check_pins(connection, limits, was_pinned)
+def check_added(connection: sqlite3.Connection, records: Sequence[ContextCache], limits: Limits) -> None:
+    """Check that context caches may be added, none of which is there yet.
+
+    Raises QuotaExceededError where a tenant would have more than it may, and PinLimitError where more would be pinned.
+    """
+    chunks = {record.chunk_key: record for record in reversed(records)}  # the first one that names a chunk counts
+    known = _nbytes(connection, chunks)
+    caches = Counter(record.tenant for record in records)
+    added: Counter[str] = Counter()
+    for key in chunks.keys() - known.keys():
+        added[chunks[key].tenant] += chunks[key].kv_bytes
+    for tenant in sorted(caches):
+        row = connection.execute(TENANT_USAGE, {"tenant": tenant}).fetchone()
+        _check_quota(tenant, TenantUsage(*(row or ())), caches[tenant], added[tenant], limits.quotas)
+    pinned = {record.chunk_key: record.tenant for record in records if record.pinned}
+    sizes = {key: known.get(key, chunks[key].kv_bytes) for key in pinned}
+    _check_pins(connection, pinned, sizes, limits)
 
 
-def _usages_of(connection: sqlite3.Connection, tenants: Iterable[str]) -> dict[str, TenantUsage]:
-    rows = {tenant: connection.execute(TENANT_USAGE, {"tenant": tenant}).fetchone() for tenant in sorted(set(tenants))}
-    return {tenant: TenantUsage(*(row or ())) for tenant, row in rows.items()}
+def check_pinned(connection: sqlite3.Connection, chunk_key: str, tenant: str, limits: Limits) -> None:
+    """Check that a context cache of this chunk may be pinned. Raises PinLimitError where more would be than may."""
+    _check_pins(connection, {chunk_key: tenant}, _nbytes(connection, [chunk_key]), limits)
 
 
-def _pinned_bytes(connection: sqlite3.Connection) -> dict[str, int]:
-    """Bytes of pinned KV by tenant, each chunk once."""
-    return dict(connection.execute(PINNED_BYTES).fetchall())
+def _nbytes(connection: sqlite3.Connection, chunk_keys: Iterable[str]) -> dict[str, int]:
+    """Return the bytes of those of the chunks that are in the catalog, by key."""
+    keys = json.dumps(list(chunk_keys))
+    rows = connection.execute("SELECT key, nbytes FROM chunks WHERE key IN (SELECT value FROM json_each(?))", (keys,))
+    return dict(rows.fetchall())
 
 
-def _check_quotas(connection: sqlite3.Connection, quotas: Quotas, before: dict[str, TenantUsage]) -> None:
-    """Raises QuotaExceededError where a tenant has more than it may; ``before``: what it had."""
-    for tenant, has in _usages_of(connection, before).items():
-        quota, had = quotas.of(tenant), before[tenant]
-        for what, limit, old, new, setting in (
-            ("context caches", quota.caches, had.caches, has.caches, "tenant_quota_caches"),
-            ("bytes of KV", quota.bytes, had.bytes, has.bytes, "tenant_quota_bytes"),
-        ):
-            if limit is not None and new > limit and new > old:
-                raise QuotaExceededError(
-                    f"The quota of {limit:,} {what} would be exceeded: {old:,} are kept, and this adds {new - old:,}. "
-                    "Delete context caches that are no longer needed (DELETE /v1/context_caches/{id}, or by metadata), "
-                    f"give them a ttl, or ask the server's operator for a higher {setting}."
-                )
+def _check_quota(tenant: str, has: TenantUsage, caches: int, nbytes: int, quotas: Quotas) -> None:
+    """Check that a tenant may have so many more context caches and bytes of KV. Raises QuotaExceededError."""
+    quota = quotas.of(tenant)
+    for what, limit, old, new, setting in (
+        ("context caches", quota.caches, has.caches, caches, "tenant_quota_caches"),
+        ("bytes of KV", quota.bytes, has.bytes, nbytes, "tenant_quota_bytes"),
+    ):
+        if limit is not None and new and old + new > limit:
+            raise QuotaExceededError(
+                f"The quota of {limit:,} {what} would be exceeded: {old:,} are kept, and this adds {new:,}. "
+                "Delete context caches that are no longer needed (DELETE /v1/context_caches/{id}, or by metadata), "
+                f"give them a ttl, or ask the server's operator for a higher {setting}."
+            )
 
 
-def _check_pins(connection: sqlite3.Connection, limits: Limits, before: dict[str, int]) -> None:
-    """Raises PinLimitError where more is pinned than may be, by all or by one tenant; ``before``: what was pinned."""
-    after = _pinned_bytes(connection)
-    had, has, limit = sum(before.values()), sum(after.values()), limits.pinned_bytes
-    if limit is not None and has > limit and has > had:
+def _check_pins(
+    connection: sqlite3.Connection, pinned: Mapping[str, str], sizes: Mapping[str, int], limits: Limits
+) -> None:
+    """Check that chunks may be pinned, of which some may be; ``pinned`` gives their tenants and ``sizes`` their bytes.
+
+    Raises PinLimitError where all or one of the tenants would have pinned more than they may.
+    """
+    if not pinned:
+        return
+    before: dict[str, int] = dict(connection.execute(PINNED_BYTES).fetchall())
+    already = connection.execute(
+        "SELECT DISTINCT chunk_key FROM context_caches WHERE pinned AND chunk_key IN (SELECT value FROM json_each(?))",
+        (json.dumps(list(pinned)),),
+    ).fetchall()
+    added: Counter[str] = Counter()
+    for key in pinned.keys() - {key for (key,) in already}:
+        added[pinned[key]] += sizes[key]
+    had, new, limit = sum(before.values()), added.total(), limits.pinned_bytes
+    if limit is not None and new and had + new > limit:
         raise PinLimitError(
             f"At most {limit:,} bytes of KV can be pinned, half of the larger of host memory and disk: {had:,} are, "
-            f"and this would add {has - had:,}. Unpin or delete pinned context caches, or ask the operator "
-            "for a larger disk_space.",
+            f"and this would add {new:,}. Unpin or delete pinned context caches, or ask the operator for a larger "
+            "disk_space.",
             param="pinned",
         )
-    for tenant, has in after.items():
+    for tenant, new in sorted(added.items()):
         had, limit = before.get(tenant, 0), limits.quotas.of(tenant).pinned_bytes
-        if limit is not None and has > limit and has > had:
+        if limit is not None and new and had + new > limit:
             raise PinLimitError(
-                f"At most {limit:,} bytes of your KV can be pinned: {had:,} are, and this would add {has - had:,}. "
+                f"At most {limit:,} bytes of your KV can be pinned: {had:,} are, and this would add {new:,}. "
                 "Unpin or delete pinned context caches, or ask the server's operator for a higher "
                 "tenant_quota_pinned_bytes.",
                 param="pinned",

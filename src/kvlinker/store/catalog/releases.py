@@ -1,13 +1,29 @@
-"""Chunks that no context cache holds any more, noted until no tier can hold their KV; the catalog calls it."""
+"""Follows chunks that no context cache holds any more: noted in the catalog until no tier can hold their KV."""
 
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
+import threading
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from kvlinker.store.catalog.database import Database
 from kvlinker.store.catalog.variants import note_released, release_variants
+
+if TYPE_CHECKING:
+    from kvlinker.store.catalog.catalog import Catalog
+    from kvlinker.store.chunk_store import ChunkStore
+
+LONGEST_REQUEST_SECONDS = 600.0
+"""The time after a chunk's deletion in which a request that was under way may compute its KV again and store it."""
+
+LONGEST_TRANSACTION_SECONDS = 15.0
+"""The time from what another process notes as a deletion's, at most, until the catalog shows it."""
+
+MADE_UP_AT_ONCE = 1000
+"""The number of deletions that some tier could not do and that one call makes up for."""
 
 
 def release(connection: sqlite3.Connection, chunk_keys: Iterable[str], now: float) -> tuple[str, ...]:
@@ -29,7 +45,8 @@ def release(connection: sqlite3.Connection, chunk_keys: Iterable[str], now: floa
 
 
 def released(database: Database, after: float, until: float, *, limit: int) -> dict[str, float]:
-    """Keys that were released in this time and are held by nothing now, and when; any ``limit`` of them, all for -1."""
+    """Return keys that were released in this time and are held by nothing now, and when: any ``limit`` of them, or all
+    for -1."""
     rows = database.query(
         "SELECT key, released_at FROM released r WHERE released_at > :after AND released_at <= :until"
         " AND NOT EXISTS (SELECT 1 FROM chunks WHERE key = r.key)"
@@ -40,7 +57,7 @@ def released(database: Database, after: float, until: float, *, limit: int) -> d
 
 
 def forget_released(database: Database, chunk_keys: Iterable[str], until: float) -> None:
-    """Of what was released until then, forget these keys, and those that are held again."""
+    """Forget these keys of what was released until then, and those that are held again."""
     with database.transaction() as connection:
         connection.execute(
             "DELETE FROM released AS r WHERE released_at <= :until AND (key IN (SELECT value FROM json_each(:gone))"
@@ -48,3 +65,34 @@ def forget_released(database: Database, chunk_keys: Iterable[str], until: float)
             " OR EXISTS (SELECT 1 FROM variants WHERE key = r.key))",
             {"until": until, "gone": json.dumps(list(chunk_keys))},
         )
+
+
+class Deletions:
+    """Deletes from the store what the catalog released, whichever process released it. Methods may be called from any
+    thread."""
+
+    def __init__(self, catalog: Catalog, store: ChunkStore) -> None:
+        self._catalog = catalog
+        self._store = store
+        self._lock = threading.Lock()
+        self._followed_until = -math.inf
+        self._recent: dict[str, float] = {}  # when they were released, for LONGEST_REQUEST_SECONDS
+
+    def drop(self, keys: Iterable[str]) -> frozenset[str]:
+        """Delete these chunks; returns those whose bytes are gone from all tiers."""
+        return frozenset(key for key in keys if self._store.delete(key))
+
+    def follow(self, now: float) -> None:
+        """Delete what was released since the last call (by other processes, or before a crash), what requests under
+        way stored again, and what a tier could not let go of earlier. ``now``: Unix seconds."""
+        with self._lock:
+            after = min(self._followed_until, now) - LONGEST_TRANSACTION_SECONDS
+            released = self._catalog.released(after, now)
+            self.drop(key for key, at in released.items() if self._recent.get(key) != at)
+            settled = now - LONGEST_REQUEST_SECONDS
+            recent = {key: at for key, at in self._recent.items() if at > settled}
+            self.drop(self._catalog.unheld(self._store.lying(recent.keys())))
+            self._recent = recent | released
+            unfinished = self._catalog.released(-math.inf, settled, limit=MADE_UP_AT_ONCE)
+            self._catalog.forget_released(self.drop(unfinished), settled)
+            self._followed_until = now

@@ -1,4 +1,4 @@
-"""Context caches as the catalog's rows: how they are written, looked up, and read back."""
+"""Writes context caches as the catalog's rows, looks them up, and reads them back."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlinker.errors import StoreError
-from kvlinker.store.catalog.encryption import prefix_of, tokens_of
+from kvlinker.store.catalog.encryption import TokenBlobs, changed_entry, prefix_of, tokens_of
 from kvlinker.store.catalog.schema import index_metadata
-from kvlinker.store.catalog.token_blobs import TokenBlobs, changed_entry
 from kvlinker.types.chunks import Chunk, packed_chunk_key
 from kvlinker.types.context_cache import ContextCache
 from kvlinker.types.tenants import SHARED_TENANT
 
 COLUMNS = """c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned, c.chunk_key,
     k.fingerprint, k.tokens, k.prefix, k.nbytes"""
-"""What ``read_row`` takes, of context caches ``c`` that are joined with ``CHUNK``."""
+"""Names the columns that ``read_row`` takes, of context caches ``c`` that are joined with ``CHUNK``."""
 
 CHUNK = "JOIN chunks k ON k.key = c.chunk_key"
 
 BY_OWNER = "context_caches AS c INDEXED BY context_caches_by_owner"
-"""Looked up by owner and id in one index, another tenant's id takes exactly the way of an unknown one."""
+"""Selects context caches ``c`` by owner and id in one index: another tenant's id takes exactly the way of an unknown
+one."""
 
 LIVE = "(c.expires_at IS NULL OR c.expires_at > :now)"
 
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """Context caches ``c`` to be selected: ``values`` are those of ``condition``, which another may follow."""
+    """Describes in SQL which context caches ``c`` to select. Another condition may follow ``condition``, whose values
+    are ``values``."""
 
     tables: str
     condition: str
@@ -40,7 +41,7 @@ class Matching:
 
 
 def matching(tenant: str, metadata: Mapping[str, str], now: float) -> Matching:
-    """A tenant's live context caches that have all these pairs."""
+    """Describe a tenant's live context caches that have all these pairs."""
     values: dict[str, Any] = {"tenant": tenant, "now": now}
     if not metadata:
         return Matching("context_caches c", f"c.tenant = :tenant AND {LIVE}", values, "c.created_at, c.number")
@@ -89,7 +90,8 @@ def insert_rows(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequ
 
 
 def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
-    """The context cache of a row of ``COLUMNS``. Raises StoreError where its token ids were changed from outside."""
+    """Return the context cache of a row of ``COLUMNS``. Raises StoreError where its token ids were changed from
+    outside."""
     cache_id, tenant, model, name, metadata, created_at, expires_at, pinned, *chunk = row
     chunk_key, fingerprint, tokens, prefix, nbytes = chunk
     if not is_genuine(blobs, chunk_key, fingerprint, tenant, tokens, prefix):
@@ -115,7 +117,8 @@ def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
 
 
 def is_genuine(blobs: TokenBlobs, key: str, fingerprint: str, tenant: str, tokens: bytes, prefix: bytes) -> bool:
-    """Whether a chunk's token ids, as its row has them, are those that its key names: SQLite has no checksums."""
+    """Return whether a chunk's token ids, as its row has them, are those that its key names: SQLite has no
+    checksums."""
     try:
         packed = blobs.open(tokens, tokens_of(key)), blobs.open(prefix, prefix_of(key))
     except StoreError:
@@ -124,5 +127,5 @@ def is_genuine(blobs: TokenBlobs, key: str, fingerprint: str, tenant: str, token
 
 
 def pack_metadata(metadata: Mapping[str, str]) -> str:
-    """What the column ``metadata`` holds."""
+    """Return what the column ``metadata`` holds."""
     return json.dumps(dict(metadata))

@@ -1,4 +1,4 @@
-"""The tables of the catalog, and how an older file becomes one of this version."""
+"""Creates the tables of the catalog, and upgrades an older file to this version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which variants of a chunk are stored, how they depend on their context, and how much they are reused."""
+"""Keeps which variants of a chunk are stored, how they depend on their context, and how much they are reused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from kvlinker.store.catalog.database import Database
-from kvlinker.store.catalog.encryption import variant_of
-from kvlinker.store.catalog.token_blobs import TokenBlobs
+from kvlinker.store.catalog.encryption import TokenBlobs, variant_of
 from kvlinker.store.eviction import MOST_REUSE, use_weight
 from kvlinker.types.chunk_scores import Contextualization
 from kvlinker.types.tenants import SHARED_TENANT
@@ -19,17 +18,19 @@ from kvlinker.types.tenants import SHARED_TENANT
 
 @dataclass(frozen=True, slots=True)
 class StoredVariant:
-    """``key``: of its KV in the store. ``prefix``: the token ids that it was computed behind."""
+    """A variant of a chunk whose KV is in the store."""
 
     key: str
+    """The key of its KV in the store."""
     prefix: tuple[int, ...]
+    """The token ids that it was computed behind."""
     contextualization: Contextualization
 
 
 @dataclass(frozen=True, slots=True)
 class VariantOwner:
-    """What variants belong to: one tenant's chunk under one model. A shared chunk's variants are each tenant's own,
-    for they tell what stood before it."""
+    """Owns variants: one tenant's chunk under one model. A shared chunk's variants are each tenant's own, for they tell
+    what stood before it."""
 
     fingerprint: str
     tenant: str
@@ -37,7 +38,7 @@ class VariantOwner:
 
 
 class VariantIndex:
-    """Variants by owner, in the catalog's file. All methods may be called from any thread."""
+    """Keeps variants by owner, in the catalog's file. All methods may be called from any thread."""
 
     def __init__(self, database: Database, blobs: TokenBlobs) -> None:
         self._database = database
@@ -46,7 +47,7 @@ class VariantIndex:
         self._uses: defaultdict[str, float] = defaultdict(float)  # not yet written
 
     def find(self, owner: VariantOwner) -> tuple[StoredVariant, ...]:
-        """All variants, the most reused first."""
+        """Return all variants, the most reused first."""
         rows = self._database.query(
             "SELECT key, prefix, contextualization FROM variants WHERE fingerprint = :fingerprint"
             " AND tenant = :tenant AND content = :content ORDER BY reuse DESC, key",
@@ -87,7 +88,7 @@ class VariantIndex:
             self._uses[key] += use_weight(recomputed)
 
     def forget(self, key: str) -> None:
-        """The variant's KV is gone."""
+        """Forget a variant whose KV is gone."""
         with self._database.transaction() as connection:
             connection.execute("DELETE FROM variants WHERE key = ?", (key,))
 
@@ -112,7 +113,7 @@ def release_variants(connection: sqlite3.Connection, fingerprint: str, content: 
 def _insert(
     connection: sqlite3.Connection, blobs: TokenBlobs, owner: VariantOwner, variant: StoredVariant, reuse: float
 ) -> bool:
-    """Whether the variant is recorded now: only while some context cache holds its chunk in any form."""
+    """Record the variant, if some context cache holds its chunk in any form; returns whether it is recorded now."""
     connection.execute(
         "INSERT OR IGNORE INTO variants SELECT :key, :fingerprint, :tenant, :content, :prefix, :text, :reuse"
         " WHERE EXISTS (SELECT 1 FROM chunks WHERE fingerprint = :fingerprint AND tenant IN (:tenant, :shared)"
@@ -130,7 +131,7 @@ def _insert(
 
 
 def _evict(connection: sqlite3.Connection, *, keep: int) -> dict[str, float]:
-    """The keys that went, with their f_r."""
+    """Remove the least reused variants but for ``keep``; returns the keys that went, with their f_r."""
     rows = connection.execute(
         "DELETE FROM variants WHERE key IN (SELECT key FROM variants ORDER BY reuse, rowid"
         " LIMIT max(0, (SELECT count(*) FROM variants) - :keep)) RETURNING key, reuse",

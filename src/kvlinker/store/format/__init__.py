@@ -1,1 +1,1 @@
-"""Chunk files: their layout, checksums, codecs, compression and encryption."""
+"""Writes and reads chunk files: their layout, checksums, codecs, compression and encryption."""

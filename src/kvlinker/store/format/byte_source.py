@@ -1,4 +1,4 @@
-"""Where the bytes of a stored chunk come from: the chunk file's readers see files and buffers alike."""
+"""Gives the bytes of a stored chunk to the chunk file's readers, which see files and buffers alike."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 
 AHEAD_BYTES = 8 << 20
-"""What one journey brings, about."""
+"""Bytes that one round trip brings, about."""
 
 
 class ByteSource(Protocol):
-    """A fixed number of bytes that can be read in any order, from any thread."""
+    """Gives a fixed number of bytes, in any order, to any thread."""
 
     @property
     def size(self) -> int:
-        """How many bytes there are."""
+        """The number of bytes."""
         ...
 
     def read(self, offset: int, length: int) -> Bytes:
-        """These bytes, which nobody else changes from then on.
+        """Return these bytes, which nobody else changes from then on.
 
         Raises EOFError where they turn out to be fewer, and OSError.
         """
@@ -32,7 +32,7 @@ class ByteSource(Protocol):
 
 
 class BufferSource:
-    """Bytes in memory; what is read is a view of them."""
+    """Gives bytes in memory; what is read is a view of them."""
 
     def __init__(self, data: Bytes) -> None:
         self._data = data
@@ -48,7 +48,7 @@ class BufferSource:
 
 
 class FileSource:
-    """An open file; what is read are views of one buffer of the file's size."""
+    """Gives the bytes of an open file; what is read are views of one buffer of the file's size."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._descriptor = file.fileno()
@@ -71,11 +71,13 @@ class FileSource:
 
 
 class AheadSource:
-    """Bytes that are far away: each journey brings more than was asked for, for the next read most often follows.
-    One thread at a time."""
+    """Gives bytes that are far away, to one thread at a time.
+
+    Each round trip brings more than was asked for, for the next read most often follows.
+    """
 
     def __init__(self, size: int, fetch: Callable[[int, int], Bytes], *, ahead_bytes: int = AHEAD_BYTES) -> None:
-        """``fetch`` takes (offset, length); what it raises, reading raises."""
+        """Begin with nothing read. ``fetch`` takes (offset, length); what it raises, reading raises."""
         self._size = size
         self._fetch = fetch
         self._ahead_bytes = ahead_bytes

@@ -1,4 +1,4 @@
-"""The format of one chunk's KV outside of memory, as the slower tiers keep it: safetensors, layer by layer.
+"""Writes and reads one chunk's KV outside of memory, as the slower tiers keep it: safetensors, layer by layer.
 
 Tensors are named ``layer.00.key``, ``layer.00.value``, ``layer.01.key`` … and lie in that order, so that a reader can
 take one layer after another; a codec's further parts follow each, as ``layer.00.key.scale``. Before them, where the
@@ -58,9 +58,10 @@ Pieces = Iterable[memoryview]
 
 @dataclass(frozen=True, slots=True)
 class EncodedKV:
-    """A chunk as it is stored: ``header`` are all bytes before the tensors."""
+    """A chunk as it is stored."""
 
     header: bytes
+    """All bytes before the tensors."""
     tensors: tuple[torch.Tensor, ...]
 
     @property
@@ -68,14 +69,14 @@ class EncodedKV:
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
     def pieces(self) -> Iterator[memoryview]:
-        """All bytes, as views of where they lie."""
+        """Yield all bytes, as views of where they lie."""
         yield memoryview(self.header)
         for tensor in self.tensors:
             yield raw_bytes(tensor)
 
 
 def encode_chunk(key: str, kv: ChunkKV, codec: Codec = RAW, rest: Rest = no_rest) -> EncodedKV:
-    """The chunk in the codec, or as it is where the codec refuses its numbers.
+    """Encode the chunk in the codec, or as it is where the codec refuses its numbers.
 
     ``rest`` is called between tensors. Raises ValueError for KV that the format does not have, and MissingLibraryError.
     """
@@ -105,13 +106,14 @@ def write_chunk_file(
 
 
 def read_chunk_file(path: Path, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
-    """``decode_chunk`` of a file. Raises OSError, too."""
+    """Read and verify a chunk's file. Raises OSError, and what ``decode_chunk`` does."""
     with open_regular(path) as file:
         return decode_chunk(FileSource(file), key, sealing)
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file, and nothing that could wait for others or never end. Raises ChunkFileError for anything else."""
+    """Open a regular file, and nothing that could wait for others or never end. Raises ChunkFileError for anything
+    else."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except OSError as error:
@@ -125,7 +127,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def decode_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> ChunkKV:
-    """All of ``open_chunk``; raises what it and its reader do."""
+    """Read and verify all of an encoded chunk. Raises what ``open_chunk`` and its reader do."""
     reader = open_chunk(source, key, sealing)
     return ChunkKV(tuple(reader.read(layer) for layer in range(reader.layers)), reader.scores)
 
@@ -149,7 +151,7 @@ def open_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> E
 
 
 class EncodedChunk:
-    """An encoded chunk whose header and scores are verified. One thread at a time."""
+    """Reads an encoded chunk whose header and scores are verified. One thread at a time."""
 
     def __init__(self, source: ByteSource, header: Header, scores: ChunkScores | None) -> None:
         self._source = source
@@ -165,7 +167,7 @@ class EncodedChunk:
 
     @property
     def nbytes(self) -> int:
-        """Of all layers, as they are encoded."""
+        """The bytes of all layers, as they are encoded."""
         return self._entries[-1].end - self._entries[0].start
 
     def read(self, layer: int) -> LayerKV:
@@ -184,8 +186,8 @@ class EncodedChunk:
 
 
 class _Room:
-    """``codecs.Room`` for a known number of tensors, out of one piece of memory as long as they are as large as the
-    first."""
+    """Gives memory as ``codecs.Room`` for a known number of tensors, out of one piece as long as they are as large as
+    the first."""
 
     def __init__(self, tensors: int) -> None:
         self._tensors = tensors
@@ -203,7 +205,7 @@ class _Room:
 
 @contextmanager
 def _what_is_wrong() -> Iterator[None]:
-    """What tells of damage becomes a ChunkFileError."""
+    """Raise what tells of damage as ChunkFileError."""
     try:
         yield
     except SealedDataError as error:
@@ -213,7 +215,7 @@ def _what_is_wrong() -> Iterator[None]:
 
 
 def _encoded(kv: ChunkKV, codec: Codec, rest: Rest) -> list[StoredTensor]:
-    """All tensors in order. Raises ValueError where the codec refuses."""
+    """Return all tensors in order. Raises ValueError where the codec refuses."""
     tensors = []
     if kv.scores is not None:
         for name, array in zip(SCORE_NAMES, (kv.scores.inter, kv.scores.received), strict=True):
@@ -233,7 +235,7 @@ def _named_heads(kv: ChunkKV) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _read_tensor(source: ByteSource, start: int, entry: Entry) -> torch.Tensor:
-    """The tensor; where it is not compressed, a view of what was read."""
+    """Read and verify a tensor; where it is not compressed, it is a view of what was read."""
     part = source.read(start + entry.start, entry.end - entry.start)
     if checksum_of(part.data) != entry.checksum:
         raise ChunkFileError(f"{entry.name} does not match its checksum")
@@ -246,12 +248,12 @@ def _read_tensor(source: ByteSource, start: int, entry: Entry) -> torch.Tensor:
 
 
 class TierReader:
-    """``ChunkReader`` of an encoded chunk in a tier."""
+    """Reads an encoded chunk in a tier, as a ``ChunkReader``."""
 
     def __init__(
         self, chunk: EncodedChunk, *, failed: Callable[[Exception], object], close: Callable[[], None] = lambda: None
     ) -> None:
-        """``failed`` takes what reading raised, and decides what becomes of the copy."""
+        """Take over a chunk. ``failed`` is told what reading raised, and decides what becomes of the copy."""
         self._chunk = chunk
         self._failed = failed
         self._close = close

@@ -1,4 +1,4 @@
-"""zstd below the codecs: a stored tensor in fewer bytes, without loss; chunk files are its caller.
+"""Compresses stored tensors with zstd, below the codecs and without loss; chunk files are the caller.
 
 Numbers of several bytes are shuffled first: all lowest bytes, then the next ones. Signs and exponents, which are alike,
 so come together, and digits, which are noise, apart.
@@ -18,23 +18,24 @@ from kvlinker.store.format.byte_source import Bytes
 LEVEL = 3
 
 _LEAST_WINDOW = 1024
-"""That a frame of zstd can ask for."""
+"""The smallest window, in bytes, that a frame of zstd can ask for."""
 
 MOST_EXPANSION = 64
-"""Of what is stored: nothing that is read may claim more memory. What would shrink further is stored as it is."""
+"""The most that decompression may multiply the bytes by: nothing that is read may claim more memory. What would shrink
+further is stored as it is."""
 
 
 class MissingLibraryError(Exception):
-    """zstandard is not installed; the message says how to install it."""
+    """A library that this takes is not installed here; the message says how to install it."""
 
 
 def require_zstd() -> None:
-    """Raises MissingLibraryError."""
+    """Check that zstandard is installed. Raises MissingLibraryError."""
     _zstandard()
 
 
 def compressed(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The contiguous CPU tensor's bytes [length], uint8, compressed; None where that does not pay, or too well.
+    """Compress the bytes of a contiguous CPU tensor: [length], uint8; None where that does not pay, or too well.
 
     Raises MissingLibraryError.
     """
@@ -46,7 +47,7 @@ def compressed(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def decompressed(data: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """What ``compressed`` was given. Takes no more memory than the tensor and ``data``.
+    """Return the tensor that ``compressed`` was given. Takes no more memory than the tensor and ``data``.
 
     Raises ValueError for bytes that are not exactly that, and MissingLibraryError.
     """

@@ -1,4 +1,4 @@
-"""Encryption at rest (AES-256-GCM): small records as a whole, chunks in blocks that can be read in any order.
+"""Encrypts at rest (AES-256-GCM): small records as a whole, chunks in blocks that can be read in any order.
 
 A sealed chunk is a header (magic, salt, length of the plain bytes) and blocks of equal length, but for the last, each
 with its tag. Every chunk has a key of its own, derived from the salt; a block's nonce is its number. Blocks are bound
@@ -41,10 +41,10 @@ class SealedDataError(Exception):
 
 
 class Cipher:
-    """One encryption key. Methods may be called from any thread."""
+    """Encrypts with one key. Methods may be called from any thread."""
 
     def __init__(self, key: bytes) -> None:
-        """``key``: 32 bytes. Raises StoreError where the library is missing."""
+        """Take a key of 32 bytes. Raises StoreError where the library is missing."""
         try:
             import cryptography  # noqa: F401
         except ModuleNotFoundError as error:
@@ -55,16 +55,16 @@ class Cipher:
         self._records = self._derived(b"", b"records")
 
     def seal(self, data: bytes, associated: bytes) -> bytes:
-        """The data encrypted, with a random nonce before it; opens only with the same ``associated`` bytes."""
+        """Encrypt the data, with a random nonce before it; it opens only with the same ``associated`` bytes."""
         nonce = os.urandom(_NONCE_BYTES)
         return nonce + self._records.encrypt(nonce, data, associated)
 
     def open(self, sealed: bytes, associated: bytes) -> bytes:
-        """Raises SealedDataError."""
+        """Decrypt what ``seal`` returned. Raises SealedDataError."""
         return _opened(self._records, sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], associated)
 
     def of_chunk(self, salt: bytes) -> AESGCM:
-        """The cipher of one chunk alone."""
+        """Return the cipher of one chunk alone."""
         return self._derived(salt, b"chunk")
 
     def _derived(self, salt: bytes, purpose: bytes) -> AESGCM:
@@ -77,7 +77,10 @@ class Cipher:
 
 
 def load_cipher(key: SecretStr | None, variable: str = KEY_VARIABLE) -> Cipher | None:
-    """The cipher of a key as ``variable`` gives it, 32 bytes in hex or base64; None without one. Raises StoreError."""
+    """Return the cipher of a key as ``variable`` gives it, 32 bytes in hex or base64; None without one.
+
+    Raises StoreError for what is no key.
+    """
     return None if key is None else Cipher(_parsed(key.get_secret_value().strip(), variable))
 
 
@@ -97,7 +100,8 @@ def _parsed(text: str, variable: str) -> bytes:
 
 
 class Sealing:
-    """What a tier does to the bytes of chunks on their way out and in: encrypts them, or nothing without a cipher."""
+    """Encrypts the bytes of chunks on their way out of a tier and decrypts them on their way in; without a cipher, it
+    leaves them as they are."""
 
     def __init__(self, cipher: Cipher | None = None) -> None:
         self._cipher = cipher
@@ -107,13 +111,13 @@ class Sealing:
         return self._cipher is not None
 
     def nbytes(self, plain: int) -> int:
-        """How many bytes ``pieces`` makes of so many."""
+        """Return how many bytes ``pieces`` makes of so many."""
         if self._cipher is None:
             return plain
         return _HEADER_BYTES + plain + _TAG_BYTES * -(-plain // BLOCK_BYTES)
 
     def pieces(self, key: str, nbytes: int, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-        """The ``nbytes`` of the chunk of this key, sealed."""
+        """Yield the ``nbytes`` of the chunk of this key, sealed."""
         if self._cipher is None:
             yield from pieces
             return
@@ -124,7 +128,7 @@ class Sealing:
             yield memoryview(cipher.encrypt(_nonce(number), block, _associated(key, nbytes)))
 
     def source(self, key: str, source: ByteSource) -> ByteSource:
-        """The plain bytes of a sealed chunk. Raises SealedDataError, and so does reading from it."""
+        """Return the plain bytes of a sealed chunk. Raises SealedDataError, and so does reading from it."""
         return source if self._cipher is None else _OpenedSource(self._cipher, key, source)
 
 
@@ -173,7 +177,8 @@ class _OpenedSource:
 
 
 def _blocks(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """The bytes of the pieces in blocks of equal length, but for the last; views of the pieces where these suffice."""
+    """Yield the bytes of the pieces in blocks of equal length, but for the last; views of the pieces where these
+    suffice."""
     rest = bytearray()
     for piece in pieces:
         left = piece.cast("B")

@@ -1,7 +1,7 @@
-"""The header of a chunk file: what is written says all that reading believes, and nothing else is believed.
+"""Composes and reads the header of a chunk file: it says all that reading believes, and nothing else is believed.
 
 The first eight bytes are the length of the JSON that follows, as in any safetensors file. The only caller,
-``store.chunk_file``, says what the tensors are.
+``store.format.chunk_file``, says what the tensors are.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 import xxhash
 
 from kvlinker.store.format.byte_source import ByteSource
-from kvlinker.store.format.codecs import CODECS, Codec
-from kvlinker.store.format.compression import MOST_EXPANSION
+from kvlinker.store.format.codecs import Codec, known_codecs
+from kvlinker.store.format.compression import MOST_EXPANSION, MissingLibraryError
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.types.chunk_scores import Contextualization
 
 FORMAT = "kvlinker-chunk"
 FORMAT_VERSION = 3
 COMPRESSED_VERSION = 4
-"""Of files some of whose tensors are compressed; all else is as in version 3."""
+"""The version of files some of whose tensors are compressed; all else is as in version 3."""
 
 SCORE_NAMES = ("scores.inter", "scores.received")
 KV_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -46,11 +46,12 @@ class ChunkFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """``stored``: ``tensor`` itself, or its bytes compressed."""
+    """A tensor to be written."""
 
     name: str
     tensor: torch.Tensor
     stored: torch.Tensor
+    """``tensor`` itself, or its bytes compressed."""
 
     @property
     def compressed(self) -> bool:
@@ -59,7 +60,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file, as it is once read. ``start`` and ``end`` count bytes from the end of the header;
+    """A tensor of a file, as it is once read. ``start`` and ``end`` count bytes from the end of the header;
     ``checksum`` is that of the bytes between them."""
 
     name: str
@@ -91,7 +92,7 @@ def compose_header(
     contextualization: Contextualization | None,
     rest: Rest = no_rest,
 ) -> bytes:
-    """All bytes before the tensors, which follow one another; ``rest`` is called between these."""
+    """Return all bytes before the tensors, which follow one another; ``rest`` is called between these."""
     compressed = any(tensor.compressed for tensor in tensors)
     metadata = {
         "format": FORMAT,
@@ -140,18 +141,18 @@ def read_header(source: ByteSource, key: str) -> Header:
 
 
 def heads_names(layers: int) -> list[str]:
-    """Of all layers' keys and values, in order."""
+    """Return the names of all layers' keys and values, in order."""
     width = max(2, len(str(layers - 1)))
     return [f"layer.{index:0{width}d}.{part}" for index in range(layers) for part in ("key", "value")]
 
 
 def part_name(heads: str, part: str) -> str:
-    """Of one of the parts that a codec makes of heads."""
+    """Return the name of one of the parts that a codec makes of heads."""
     return f"{heads}.{part}" if part else heads
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """A view of a contiguous CPU tensor's bytes."""
+    """Return a view of a contiguous CPU tensor's bytes."""
     return tensor.view(torch.uint8).reshape(-1).numpy().data
 
 
@@ -176,10 +177,15 @@ def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
     if metadata["key"] != key:
         raise ChunkFileError(f"it holds chunk {metadata['key']}")
     del header[_METADATA]
+    codec = known_codecs().get(metadata[_CODEC])
+    if codec is None:
+        raise MissingLibraryError(
+            f"its codec {metadata[_CODEC]!r} is not known here: install the package that brings it"
+        )
     parsed = Header(
         [_entry(name, fields, metadata) for name, fields in header.items()],
         start,
-        CODECS[metadata[_CODEC]],
+        codec,
         KV_DTYPES[metadata[_DTYPE]],
         Contextualization.from_json(metadata[_SCORES]) if _SCORES in metadata else None,
     )
@@ -200,7 +206,7 @@ def _entry(name: str, fields: dict[str, Any], metadata: dict[str, str]) -> Entry
 
 
 def _check_layout(header: Header) -> None:
-    """Raises ValueError unless the tensors are all layers' keys and values of one chunk, end to end."""
+    """Raise ValueError unless the tensors are all layers' keys and values of one chunk, end to end."""
     entries = header.entries
     score_names = () if header.contextualization is None else SCORE_NAMES
     scores, layers = entries[: len(score_names)], entries[len(score_names) :]
@@ -229,7 +235,7 @@ def _check_layout(header: Header) -> None:
 
 
 def _check_size(header: Header, entry: Entry) -> None:
-    """Raises ValueError for a size that is not the shape's, or that compression does not make of it."""
+    """Raise ValueError for a size that is not the shape's, or that compression does not make of it."""
     stored = entry.end - entry.start
     plain = math.prod(entry.shape) * entry.dtype.itemsize
     if not entry.compressed:

@@ -1,4 +1,4 @@
-"""What the store knows of a tier: one place that keeps chunk caches within a budget of bytes."""
+"""Says what a tier is to the store: one place that keeps chunks within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ from kvlinker.events import ChunkDamaged
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.loading.layer_stream import ChunkReader
 from kvlinker.store.throttle import Rest, no_rest
+from kvlinker.types.chunks import CHUNK_KEY
 
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """How full a tier is. ``reachable``: False where it does not answer, and nothing was counted."""
+    """How full a tier is."""
 
     name: str
     used_bytes: int
     budget_bytes: int
     chunks: int
     reachable: bool = True
+    """False where the tier does not answer, and nothing was counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierCheck:
-    """What ``Tier.check`` found: how many copies it read, and those that were damaged and are now gone."""
+    """What ``Tier.check`` found."""
 
     name: str
     checked: int
+    """The number of copies that were read."""
     damaged: tuple[ChunkDamaged, ...]
+    """The copies that were damaged and are gone now."""
 
 
 class Tier(Protocol):
@@ -45,22 +49,22 @@ class Tier(Protocol):
 
     @property
     def name(self) -> str:
-        """What events and usage call it, such as "host" or "disk"."""
+        """The name in events and figures, such as "host" or "disk"."""
         ...
 
     @property
     def speed_name(self) -> str:
-        """What its bandwidth is remembered under: all that it depends on (see ``bandwidth.speed_name``)."""
+        """The name that its bandwidth is remembered under: all that it depends on (see ``bandwidth.speed_name``)."""
         ...
 
     @property
     def shared(self) -> bool:
-        """Whether other servers keep chunks here, which this one's catalog does not know."""
+        """True where other servers keep chunks here, which this one's catalog does not know."""
         ...
 
     @property
     def budget_bytes(self) -> int:
-        """``used_bytes`` never exceeds this."""
+        """The bytes that ``used_bytes`` never exceeds."""
         ...
 
     @property
@@ -69,13 +73,14 @@ class Tier(Protocol):
         ...
 
     def get(self, key: str) -> ChunkKV | None:
-        """The chunk's KV, now the most recently used, or None. The caller must not modify it."""
+        """Return the chunk's KV, now the most recently used, or None. The caller must not modify it."""
         ...
 
     def open(self, key: str) -> ChunkReader | None:
-        """The chunk's KV to be read layer by layer, now the most recently used, or None. To be closed by the caller.
+        """Open the chunk's KV, now the most recently used, to be read layer by layer; None where it is absent.
 
-        A copy that turns out damaged while it is read is dropped as ``get`` would drop it.
+        The caller closes the reader. A copy that turns out damaged while it is read is dropped as ``get`` would drop
+        it.
         """
         ...
 
@@ -102,30 +107,34 @@ class Tier(Protocol):
         ...
 
     def contains(self, key: str) -> bool:
-        """Whether ``get`` would look at a copy. Does not count as a use."""
+        """Return whether ``get`` would look at a copy. Does not count as a use."""
         ...
 
     def delete(self, key: str) -> bool:
-        """Forget the key; an absent key is no error. False: the medium has not let go of its bytes yet, though they are
-        not found any more; the tier tries that again, and so may the caller.
+        """Forget the key; an absent key is no error.
+
+        Returns False where the medium has not let go of its bytes yet: the chunk is tombstoned, so that it is not found
+        any more; the tier tries that again, and so may the caller.
         """
         ...
 
     def keys(self) -> tuple[str, ...]:
-        """The keys held, in the order of eviction, but pinned ones last."""
+        """Return the keys held, in the order of eviction, but pinned ones last."""
         ...
 
     def __len__(self) -> int:
-        """The number of chunks held."""
+        """Return the number of chunks held."""
         ...
 
     def nbytes(self, key: str) -> int | None:
-        """Bytes that the chunk takes up in this tier, or None where it is absent. Does not count as a use."""
+        """Return the bytes that the chunk takes up here, or None where it is absent. Does not count as a use."""
         ...
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int] | None:
-        """``nbytes`` of those of the keys that the tier knows of, with few questions to its medium, so that what other
-        processes put here lately may be missing; None where the medium does not answer."""
+        """Return ``nbytes`` of those of the keys that the tier knows of; None where the medium does not answer.
+
+        Asks the medium few questions, so that what other processes put here lately may be missing.
+        """
         ...
 
     def check(self) -> TierCheck:
@@ -135,3 +144,10 @@ class Tier(Protocol):
     def close(self) -> None:
         """Give up memory and handles; what a persistent tier keeps stays. Idempotent."""
         ...
+
+
+def checked_key(key: str) -> str:
+    """Return the chunk key itself. Raises ValueError for what is none: a caller's mistake."""
+    if not CHUNK_KEY.fullmatch(key):
+        raise ValueError(f"{key!r} is not a chunk key: 64 lowercase hexadecimal characters.")
+    return key

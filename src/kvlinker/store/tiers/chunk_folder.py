@@ -1,4 +1,4 @@
-"""Where chunk files lie in a folder: their names, and how one appears and goes. The disk tier and ``rekey`` use it."""
+"""Names chunk files in a folder, and has them appear and go. The disk tier and ``rekey`` use it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from kvlinker.store.format.durability import synchronize
+from kvlinker.store.format.durability import TEMPORARY_SUFFIX, synchronize, write_beside
+from kvlinker.store.tiers.base import checked_key
+from kvlinker.types.chunks import CHUNK_KEY
 
 logger = logging.getLogger(__name__)
 
 SPARE_BYTES = 64 << 20
-SPARE_SHARE = 0.05
-"""Of a file system's size, where that is less: what chunk files leave free for others."""
+"""Bytes of the disk that chunk files leave free for others, where ``SPARE_SHARE`` is not less."""
 
-_KEY = re.compile(r"[0-9a-f]{64}")
+SPARE_SHARE = 0.05
+"""Share of a file system's size that chunk files leave free for others, where ``SPARE_BYTES`` is not less."""
+
 _SUFFIX = ".safetensors"
-_FILE_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
-_TEMPORARY_SUFFIX = ".tmp"
+_FILE_NAME = re.compile(rf"({CHUNK_KEY.pattern})\.safetensors")
 _FOLDER_CHARACTERS = 2
 _ASIDE_SUFFIX = ".aside"
 
 
 class ChunkFolder:
-    """Files ``<directory>/<first two characters of the key>/<key>.safetensors``, by chunk key.
+    """Keeps files ``<directory>/<first two characters of the key>/<key>.safetensors``, by chunk key.
 
     A file appears whole or not at all: written beside its place, synchronised, renamed. Its modification time is its
     last use. Whatever else lies there is left alone, or moved aside where it is in the way. Raises OSError.
@@ -44,48 +46,42 @@ class ChunkFolder:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def shortage(self, nbytes: int) -> int:
-        """Bytes that the file system lacks to take so many and leave some to others, the catalog first of all."""
+        """Return how many bytes the file system lacks to take so many and leave some to others, first the catalog."""
         disk = os.statvfs(self.directory)
         spare = min(SPARE_BYTES, int(disk.f_blocks * disk.f_frsize * SPARE_SHARE))
         return max(0, nbytes + spare - disk.f_bavail * disk.f_frsize)
 
     def path(self, key: str) -> Path:
-        """A chunk's place. Raises ValueError for what is no chunk key."""
-        if not _KEY.fullmatch(key):
-            raise ValueError(f"{key!r} is not a chunk key: 64 lowercase hexadecimal characters.")
-        return Path(self._place(key))
+        """Return a chunk's place. Raises ValueError for what is no chunk key."""
+        return Path(self._place(checked_key(key)))
 
     def files(self) -> Iterator[tuple[str, os.stat_result]]:
-        """The keys of all files, whoever wrote them, with their stat."""
+        """Yield the keys of all files, whoever wrote them, with their stat."""
         for key, status in self._places():
             if stat.S_ISREG(status.st_mode):
                 yield key, status
 
-    def strangers(self) -> list[str]:
-        """The keys at whose place something lies that is no file."""
+    def misplaced(self) -> list[str]:
+        """Return the keys at whose place something lies that is no file."""
         return [key for key, status in self._places() if not stat.S_ISREG(status.st_mode)]
 
     def write(self, key: str, write: Callable[[BinaryIO], None], last_use: int | None = None) -> Path:
-        """Write a file beside its place and wait for the disk; returns where. On an error nothing stays behind.
+        """Write a file beside its place, wait for the disk, and return its path. On an error nothing stays behind.
 
-        ``last_use`` in nanoseconds; now where it is not given.
+        ``last_use`` is in nanoseconds since 1970; now where it is not given.
         """
-        folder = self.path(key).parent
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=key, suffix=_TEMPORARY_SUFFIX, dir=folder)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                write(file)
-                file.flush()
-                set_last_use(file.fileno(), last_use)  # kernels before 6.13 stamp too coarsely to sort by
-                os.fsync(file.fileno())
-        except BaseException:
-            self.remove(Path(name))
-            raise
-        return Path(name)
+        path = self.path(key)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+        def write_and_stamp(file: BinaryIO) -> None:
+            write(file)
+            file.flush()
+            set_last_use(file.fileno(), last_use)  # kernels before 6.13 stamp too coarsely to sort by
+
+        return write_beside(path, write_and_stamp)
 
     def place(self, temporary: Path, key: str) -> None:
-        """Put a written file in its place, which it may share with another that goes."""
+        """Put a written file in its place; what lies there already goes."""
         path = self.path(key)
         if path.is_dir():
             self.remove(path)
@@ -97,8 +93,8 @@ class ChunkFolder:
             synchronize(self.path(key).parent)
 
     def remove(self, path: Path) -> bool:
-        """Whether nothing lies there any more. A folder that is not empty is moved aside: nobody put chunks into it.
-        Raises nothing."""
+        """Remove what lies there, and return whether nothing does any more. A folder that is not empty is moved aside:
+        nobody put chunks into it. Raises nothing."""
         try:
             if path.is_dir() and not path.is_symlink():
                 aside = tempfile.mkdtemp(prefix=path.stem, suffix=_ASIDE_SUFFIX, dir=path.parent)
@@ -121,10 +117,10 @@ class ChunkFolder:
         return [path.name for path in found]
 
     def remove_temporary_files(self, older_than: float) -> None:
-        """What a crash left behind, if it is older than so many seconds: a younger file may be another process's that
-        is still being written."""
+        """Remove what a crash left behind, if it is older than so many seconds: a younger file may be another process's
+        that is still being written."""
         for entry in self._entries():
-            if entry.name.endswith(_TEMPORARY_SUFFIX):
+            if entry.name.endswith(TEMPORARY_SUFFIX):
                 with suppress(FileNotFoundError):
                     if time.time() - entry.stat(follow_symlinks=False).st_mtime > older_than:
                         self.remove(Path(entry.path))
@@ -133,7 +129,7 @@ class ChunkFolder:
         return f"{self._root}/{key[:_FOLDER_CHARACTERS]}/{key}{_SUFFIX}"
 
     def _places(self) -> Iterator[tuple[str, os.stat_result]]:
-        """The keys at whose place anything lies, with its stat."""
+        """Yield the keys at whose place anything lies, with its stat."""
         for entry in self._entries():
             found = _FILE_NAME.fullmatch(entry.name)
             if found is not None and entry.path == self._place(key := found[1]):
@@ -143,7 +139,7 @@ class ChunkFolder:
                     continue
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
-        """What lies in the folders that chunk files belong in."""
+        """Yield what lies in the folders that chunk files belong in."""
         for folder in os.scandir(self.directory):
             if len(folder.name) == _FOLDER_CHARACTERS and folder.is_dir():
                 with suppress(FileNotFoundError):
@@ -151,6 +147,6 @@ class ChunkFolder:
 
 
 def set_last_use(file: Path | int, at: int | None = None) -> None:
-    """``at`` in nanoseconds, now where it is not given. Raises OSError."""
+    """Set a file's time of last use to ``at``, in nanoseconds since 1970, or to now. Raises OSError."""
     at = time.time_ns() if at is None else at
     os.utime(file, ns=(at, at))

@@ -1,4 +1,5 @@
-"""The tier before all others: copies of chunks in the memory of the device that computes, where it has its own."""
+"""Keeps copies of chunks in the memory of the device that computes, where it has its own: the tier before all
+others."""
 
 from __future__ import annotations
 
@@ -12,16 +13,18 @@ from kvlinker.events import Events
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.eviction import Eviction
 from kvlinker.store.throttle import Rest, no_rest
+from kvlinker.store.tiers.base import Tier
+from kvlinker.store.tiers.configured import ConfiguredTier, register
 from kvlinker.store.tiers.host import HostTier
 
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.1
-"""Of a CUDA device's free memory: what the tier takes if nothing is said."""
+"""Share of a CUDA device's free memory that the tier takes if nothing is said."""
 
 
 class DeviceTier(HostTier):
-    """As the host tier, but what it keeps, and gives, lies on ``device``.
+    """Keeps chunks as the host tier does, but what it keeps, and gives, lies on ``device``.
 
     It holds what is used, so that it is placed without a copy over the bus; the store puts nothing else here. Each of
     its chunks was in host memory when it came, so that evicting it loses nothing that the host still has.
@@ -36,7 +39,7 @@ class DeviceTier(HostTier):
         return copied is not None and super().put(key, copied)
 
     def copied(self, kv: ChunkKV) -> ChunkKV | None:
-        """The KV on the device, itself where it is there already; None where there is no room for it."""
+        """Return the KV on the device, itself where it is there already; None where there is no room for it."""
         if kv.nbytes > self.budget_bytes:
             return None
         try:
@@ -50,20 +53,35 @@ class DeviceTier(HostTier):
         """Does nothing: the tiers behind keep what is pinned."""
 
 
-def device_tier(
-    budget_bytes: int | None, device: torch.device, events: Events, *, eviction: Eviction = "lru"
-) -> DeviceTier | None:
-    """The tier of the device that a model runs on, None for a budget of 0; without a budget, FREE_SHARE of what is free
-    now on a CUDA device, and none elsewhere.
+@register
+class ConfiguredDevice(ConfiguredTier):
+    """Keeps copies on the device that a model runs on, where it takes chunks from the store.
 
-    Raises InvalidRequestError for a budget where the device's memory is the host's.
+    Without a budget, the tier takes FREE_SHARE of what is free on a CUDA device when it is opened, and nothing
+    elsewhere.
     """
-    if budget_bytes is None:
-        budget_bytes = int(torch.cuda.mem_get_info(device)[0] * FREE_SHARE) if device.type == "cuda" else 0
-    elif budget_bytes and device.type == "cpu":
-        raise InvalidRequestError(
-            f"device_memory is {budget_bytes:,} bytes, but the model runs on the CPU, whose memory is the host's. "
-            "Leave device_memory out, and set host_memory.",
-            param="device_memory",
-        )
-    return DeviceTier(budget_bytes, device, events, eviction=eviction) if budget_bytes else None
+
+    name = "device"
+    rank = 0
+    settings = ("device_memory", "eviction")
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes. Raises InvalidRequestError for one where the device's memory is the host's."""
+        device, budget_bytes = self.setup.device, self.setup.settings.device_memory
+        if device is None:
+            return 0
+        if budget_bytes is None:
+            return int(torch.cuda.mem_get_info(device)[0] * FREE_SHARE) if device.type == "cuda" else 0
+        if budget_bytes and device.type == "cpu":
+            raise InvalidRequestError(
+                f"device_memory is {budget_bytes:,} bytes, but the model runs on the CPU, whose memory is the host's. "
+                "Leave device_memory out, and set host_memory.",
+                param="device_memory",
+            )
+        return budget_bytes
+
+    def open(self) -> Tier:
+        device = self.setup.device
+        assert device is not None  # else it is left out
+        return DeviceTier(self.budget_bytes, device, self.setup.events, eviction=self.setup.settings.eviction)

@@ -1,4 +1,4 @@
-"""The fastest tier: chunk caches in this process's memory."""
+"""Keeps chunks in this process's memory: the fastest tier, which every store has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.eviction import Eviction, EvictionIndex
 from kvlinker.store.loading.layer_stream import ChunkReader, HeldReader
 from kvlinker.store.throttle import Rest, no_rest
-from kvlinker.store.tiers.base import TierCheck
+from kvlinker.store.tiers.base import Tier, TierCheck
+from kvlinker.store.tiers.configured import ConfiguredTier, register
 
 
 class HostTier:
@@ -102,3 +103,21 @@ class HostTier:
         with self._lock:
             self._index = EvictionIndex(self.budget_bytes)
             self._kv.clear()
+
+
+@register
+class ConfiguredHost(ConfiguredTier):
+    """Keeps chunks in host memory, which comes first of what the store has; without a budget, it stays empty."""
+
+    name = "host"
+    rank = 10
+    settings = ("host_memory", "eviction")
+    is_left_out = False
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.setup.host_bytes
+
+    def open(self) -> Tier:
+        eviction = self.setup.settings.eviction
+        return HostTier(self.budget_bytes, self.setup.events, pinned=self.setup.pinned, eviction=eviction)

@@ -1,4 +1,4 @@
-"""Blobs as objects in whatever fsspec reaches: S3, Google Cloud Storage, Azure, a mounted folder."""
+"""Keeps chunks as objects in whatever fsspec reaches: S3, Google Cloud Storage, Azure, a mounted folder."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from typing import Any
 
-import fsspec
-
 from kvlinker.errors import StoreError
+from kvlinker.events import Events
 from kvlinker.store.eviction import EvictionIndex
+from kvlinker.store.format.codecs import RAW, Codec, find_codec
+from kvlinker.store.format.durability import TEMPORARY_SUFFIX
+from kvlinker.store.format.encryption import Cipher, Sealing
+from kvlinker.store.tiers.base import Tier
+from kvlinker.store.tiers.configured import SCRATCH, ConfiguredTier, register
 from kvlinker.store.tiers.medium import (
     BlobDamaged,
     BlobGone,
@@ -26,12 +31,14 @@ from kvlinker.store.tiers.medium import (
     place_of,
     redacted,
 )
+from kvlinker.store.tiers.remote import EXCHANGE_SECONDS, BlobTier, emptied, missing_library
+from kvlinker.types.chunks import CHUNK_KEY
 
 LISTING_SECONDS = 300.0
-"""How often what other servers wrote and removed is looked up."""
+"""The time from one listing of what other servers wrote and removed to the next."""
 
-_NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.safetensors")
-_TEMPORARY_NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}\.[0-9a-f]{32}\.tmp")
+_NAME = re.compile(rf"([0-9a-f]{{2}})/(?=\1)({CHUNK_KEY.pattern})\.safetensors")
+_TEMPORARY_NAME = re.compile(rf"[0-9a-f]{{2}}/{CHUNK_KEY.pattern}\.[0-9a-f]{{32}}{re.escape(TEMPORARY_SUFFIX)}")
 _STALE_SECONDS = 600.0
 _LOCAL = {"file", "local"}
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -39,7 +46,7 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "crea
 
 
 class ObjectMedium:
-    """Each blob is ``<url>/<first two characters of the key>/<key>.safetensors``; other names are left alone.
+    """Keeps each blob as ``<url>/<first two characters of the key>/<key>.safetensors``; other names are left alone.
 
     What is there, and its size, is listed when the medium is opened and every few minutes, by a thread of its own;
     blobs that others wrote since are found when they are asked for. Uses are known to each server only as far as they
@@ -50,8 +57,15 @@ class ObjectMedium:
     def __init__(
         self, url: str, budget_bytes: int, *, timeout: float, folder: str = "", listing_seconds: float = LISTING_SECONDS
     ) -> None:
-        """``folder``: below the URL. ``timeout``: how long to wait for the first listing, in seconds. Raises StoreError
-        for a URL that is none, or whose library is missing."""
+        """Prepare to connect, which is done by ``open``.
+
+        ``folder`` lies below the URL. ``timeout`` is how long to wait for the first listing, in seconds. Raises
+        StoreError for a URL that is none, or whose library is missing.
+        """
+        try:
+            import fsspec
+        except ModuleNotFoundError as error:
+            raise missing_library("remote") from error
         self.place = place_of(url)
         self.budget_bytes = budget_bytes
         self._timeout = timeout
@@ -76,7 +90,7 @@ class ObjectMedium:
         self._listing_error: Exception | None = None
 
     def open(self) -> tuple[int, ...]:
-        """A listing that takes long goes on in the background."""
+        """List what is there and evict down to the budget; a listing that takes long goes on in the background."""
         self._listed_at = float("-inf")
         self._listing_error = None
         self._list_now_and_then()
@@ -146,7 +160,7 @@ class ObjectMedium:
             return self._index.keys()
 
     def sizes(self, keys: Sequence[str]) -> dict[str, int]:
-        """As last listed."""
+        """Return the bytes of those of the keys that were there when they were last listed."""
         self._list_now_and_then()
         with self._lock:
             return self._index.sizes(keys)
@@ -170,10 +184,10 @@ class ObjectMedium:
             self._index = EvictionIndex(self.budget_bytes)
 
     def close(self) -> None:
-        """Nothing is open between calls."""
+        """Does nothing: nothing is open between calls."""
 
     def _missing_folders(self) -> list[str]:
-        """Local folders above this one that the first write will make, the innermost first."""
+        """Return the local folders above this one that the first write will make, the innermost first."""
         missing = []
         above = self._root.rpartition("/")[0]
         while self._is_local and above and not self._files.exists(above):
@@ -185,11 +199,11 @@ class ObjectMedium:
         return f"{self._root}/{key[:2]}/{key}.safetensors"
 
     def _put(self, path: str, pieces: Iterable[memoryview]) -> None:
-        """An object appears whole by itself, a file by renaming."""
+        """Write the blob so that it appears whole: an object does by itself, a file by renaming."""
         if not self._is_local:
             self._files.pipe_file(path, b"".join(pieces))
             return
-        temporary = f"{path.removesuffix('.safetensors')}.{secrets.token_hex(16)}.tmp"
+        temporary = f"{path.removesuffix('.safetensors')}.{secrets.token_hex(16)}{TEMPORARY_SUFFIX}"
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
         try:
             with self._files.open(temporary, "wb") as file:
@@ -209,7 +223,7 @@ class ObjectMedium:
         self._changed_at[key] = time.time()
 
     def _forget(self, key: str) -> None:
-        """The lock is held."""
+        """Count a blob no more; the lock is held."""
         self._index.remove(key)
         self._used_at.pop(key, None)
         self._changed_at[key] = time.time()
@@ -276,6 +290,7 @@ class ObjectMedium:
 
 @contextmanager
 def _translated() -> Iterator[None]:
+    """Raise what fsspec's file systems raise as a medium's exceptions."""
     try:
         yield
     except FileNotFoundError as error:
@@ -286,8 +301,61 @@ def _translated() -> Iterator[None]:
 
 
 def _modified(info: dict[str, Any]) -> float:
-    """When the object was written, in Unix seconds; 0 where nothing says so."""
+    """Return when the object was written, in Unix seconds; 0 where nothing says so."""
     value = next((info[name] for name in _TIMES if info.get(name) is not None), 0.0)
     if isinstance(value, str):
         value = datetime.fromisoformat(value)
     return value.timestamp() if isinstance(value, datetime) else float(value)
+
+
+def object_tier(
+    url: str,
+    budget_bytes: int,
+    events: Events,
+    *,
+    folder: str = "",
+    cipher: Cipher | None = None,
+    codec: Codec = RAW,
+) -> BlobTier:
+    """Open a tier of objects in a folder below a URL that fsspec knows; the place need not be reachable.
+
+    Raises StoreError for a URL that is none, or where its library is missing.
+    """
+    medium = ObjectMedium(url, budget_bytes, timeout=EXCHANGE_SECONDS, folder=folder)
+    return BlobTier("object", medium, events, conceal=partial(redacted, url=url), sealing=Sealing(cipher), codec=codec)
+
+
+@register
+class ConfiguredObjects(ConfiguredTier):
+    """Keeps chunks in the object store that ``object_url`` names."""
+
+    name = "object"
+    rank = 40
+    settings = ("object_url", "object_space", "object_codec")
+
+    @property
+    def budget_bytes(self) -> int:
+        return 0 if self.setup.settings.object_url is None else self.setup.settings.object_space
+
+    @property
+    def codec(self) -> Codec:
+        return find_codec(self.setup.settings.object_codec)
+
+    @property
+    def place(self) -> str:
+        return place_of(self._url)
+
+    def open(self) -> Tier:
+        return self._opened(self.budget_bytes, self.setup.events)
+
+    def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:
+        return emptied(self._opened(budget_bytes, Events(), SCRATCH))
+
+    @property
+    def _url(self) -> str:
+        url = self.setup.settings.object_url
+        assert url is not None  # else it is left out
+        return url.get_secret_value()
+
+    def _opened(self, budget_bytes: int, events: Events, folder: str = "") -> BlobTier:
+        return object_tier(self._url, budget_bytes, events, folder=folder, cipher=self.setup.cipher, codec=self.codec)

@@ -1,22 +1,21 @@
-"""Blobs in a Redis server that several kvlinker servers, and others, may share."""
+"""Keeps chunks in a Redis server that several kvlinker servers, and others, may share."""
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-import redis
-from redis import exceptions
-from redis.backoff import NoBackoff
-from redis.retry import Retry
-
 from kvlinker.errors import StoreError
+from kvlinker.events import Events
+from kvlinker.store.format.codecs import RAW, Codec, find_codec
+from kvlinker.store.format.encryption import Cipher, Sealing
 from kvlinker.store.tiers import redis_scripts
+from kvlinker.store.tiers.base import Tier
+from kvlinker.store.tiers.configured import SCRATCH, ConfiguredTier, register
 from kvlinker.store.tiers.medium import (
     BlobDamaged,
     BlobGone,
@@ -25,27 +24,42 @@ from kvlinker.store.tiers.medium import (
     MediumUsage,
     Written,
     place_of,
+    redacted,
 )
+from kvlinker.store.tiers.remote import EXCHANGE_SECONDS, BlobTier, emptied, missing_library
+from kvlinker.types.chunks import CHUNK_KEY
 
 PART_BYTES = 1 << 20
+"""The bytes of a blob that one field of its hash holds."""
 
 _PARTS_PER_COMMAND = 8
 _KEYS_PER_SCRIPT = 500
 _TEMPORARY_SECONDS = 60
-_KEY = re.compile(rb"[0-9a-f]{64}")
 
 T = TypeVar("T")
 
 
 class RedisMedium:
-    """Every key begins with ``<prefix>:``, and no other is ever touched. Sizes and last uses are kept in Redis itself
-    (see ``redis_scripts``), so that the budget holds however many servers share it.
+    """Keeps each blob as a hash, under keys that begin with ``<prefix>:``; no other key is ever touched.
+
+    Sizes and last uses are kept in Redis itself (see ``redis_scripts``), so that the budget holds however many servers
+    share it.
 
     Blobs that another program, or Redis itself, changed or evicted are found when they are used, or by ``audit``.
     """
 
     def __init__(self, url: str, budget_bytes: int, *, prefix: str, timeout: float) -> None:
-        """``timeout`` in seconds, for each single exchange of bytes. Raises StoreError for a URL that is none."""
+        """Prepare to connect, which is done when something is asked. ``timeout``, in seconds, is for each single
+        exchange of bytes.
+
+        Raises StoreError for a URL that is none, or where redis-py is missing.
+        """
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ModuleNotFoundError as error:
+            raise missing_library("redis") from error
         self.place = place_of(url)
         self.budget_bytes = budget_bytes
         self._prefix = f"{prefix}:"
@@ -124,7 +138,7 @@ class RedisMedium:
     def keys(self) -> tuple[str, ...]:
         with _translated():
             names = self._redis.zrange(self._accounting[0], 0, -1)
-        return tuple(name.decode() for name in names if _KEY.fullmatch(name))
+        return tuple(name for name in (name.decode(errors="replace") for name in names) if CHUNK_KEY.fullmatch(name))
 
     def sizes(self, keys: Sequence[str]) -> dict[str, int]:
         found = self._run(redis_scripts.SIZES, "", *keys)
@@ -160,7 +174,7 @@ class RedisMedium:
             pipeline.execute()
 
     def _making_way(self, key: str, nbytes: int, step: Callable[[], Any]) -> tuple[tuple[int, ...], Any]:
-        """Do a step of a write; where Redis has no memory left, once more after giving up as much of our own."""
+        """Do a step of a write; where Redis has no memory left, do it once more after evicting as much of our own."""
         try:
             return (), step()
         except _OutOfMemory:
@@ -170,7 +184,7 @@ class RedisMedium:
             return evicted, step()
 
     def _run(self, script: str, key: str, *arguments: object, temporary: str | None = None) -> Any:
-        """Once more after mending, where somebody overwrote the accounting."""
+        """Run a script; where somebody overwrote the accounting, run it once more after mending that."""
         keys = [*self._accounting, *([temporary] if temporary else [])]
         values: list[Any] = [self._blobs, key, *arguments]
         try:
@@ -188,7 +202,7 @@ class RedisMedium:
             return self._scripts[script](keys=keys, args=values)
 
     def _reconcile(self) -> None:
-        """Look at all blobs, and at all that is accounted."""
+        """Make the accounting agree with all blobs that are there."""
         with _translated():
             found = self._redis.scan_iter(match=_literal(self._blobs) + "*", count=1000)
             names = {name.removeprefix(self._blobs.encode()) for name in found}
@@ -206,6 +220,9 @@ class _OutOfMemory(MediumRefused):
 
 @contextmanager
 def _translated() -> Iterator[None]:
+    """Raise what redis-py raises as a medium's exceptions."""
+    from redis import exceptions
+
     try:
         yield
     except exceptions.OutOfMemoryError as error:
@@ -217,12 +234,12 @@ def _translated() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, without the command, which redis-py puts before it: that may hold parts of a chunk."""
+    """Return what went wrong, without the command, which redis-py puts before it: that may hold parts of a chunk."""
     return str(error).rpartition("caused error: ")[2]
 
 
 def _parts(pieces: Iterable[memoryview]) -> Iterator[bytes]:
-    """The same bytes, cut at multiples of PART_BYTES."""
+    """Yield the same bytes, cut at multiples of PART_BYTES."""
     gathered: list[memoryview] = []
     missing = PART_BYTES
     for piece in pieces:
@@ -250,5 +267,59 @@ def _sizes(answer: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _literal(text: str) -> str:
-    """For a pattern of Redis that matches just this text."""
+    """Return a pattern of Redis that matches just this text."""
     return "".join(f"\\{character}" if character in "*?[]^-\\" else character for character in text)
+
+
+def redis_tier(
+    url: str,
+    budget_bytes: int,
+    events: Events,
+    *,
+    prefix: str = "kvlinker",
+    cipher: Cipher | None = None,
+    codec: Codec = RAW,
+) -> BlobTier:
+    """Open a tier of chunks in a Redis server, under keys that begin with ``prefix``; the server need not be up.
+
+    Raises StoreError for a URL that is none, or where redis-py is missing.
+    """
+    medium = RedisMedium(url, budget_bytes, prefix=prefix, timeout=EXCHANGE_SECONDS)
+    return BlobTier("redis", medium, events, conceal=partial(redacted, url=url), sealing=Sealing(cipher), codec=codec)
+
+
+@register
+class ConfiguredRedis(ConfiguredTier):
+    """Keeps chunks in the Redis server that ``redis_url`` names."""
+
+    name = "redis"
+    rank = 30
+    settings = ("redis_url", "redis_space", "redis_codec", "redis_prefix")
+
+    @property
+    def budget_bytes(self) -> int:
+        return 0 if self.setup.settings.redis_url is None else self.setup.settings.redis_space
+
+    @property
+    def codec(self) -> Codec:
+        return find_codec(self.setup.settings.redis_codec)
+
+    @property
+    def place(self) -> str:
+        return place_of(self._url)
+
+    def open(self) -> Tier:
+        return self._opened(self.budget_bytes, self.setup.events, self.setup.settings.redis_prefix)
+
+    def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:
+        return emptied(self._opened(budget_bytes, Events(), f"{self.setup.settings.redis_prefix}:{SCRATCH}"))
+
+    @property
+    def _url(self) -> str:
+        url = self.setup.settings.redis_url
+        assert url is not None  # else it is left out
+        return url.get_secret_value()
+
+    def _opened(self, budget_bytes: int, events: Events, prefix: str) -> BlobTier:
+        cipher = self.setup.cipher
+        return redis_tier(self._url, budget_bytes, events, prefix=prefix, cipher=cipher, codec=self.codec)

@@ -1,4 +1,4 @@
-"""What the Redis medium does in one step on the server: accounting and eviction, in Lua.
+"""Accounts and evicts in Lua, in one step on the server; the Redis medium runs these scripts.
 
 Each script sees the accounting that all servers share: ``uses`` (a sorted set: chunk key, when it was last used),
 ``sizes`` (a hash: chunk key, bytes) and ``totals`` (a hash: the sum of ``sizes``, and the clock of ``uses``). A blob
@@ -59,10 +59,10 @@ end
 """
 
 EVICT = _PRELUDE + "return evict_down_to(tonumber(ARGV[3]), key)"
-"""Arguments: a key to spare, bytes to come down to. Returns evicted sizes."""
+"""Evicts down to a number of bytes. Arguments: a key to spare, the bytes. Returns evicted sizes."""
 
 MAKE_WAY = _PRELUDE + "return evict_down_to(used() - tonumber(ARGV[3]), key)"
-"""Arguments: a key to spare, bytes to give up of what is used. Returns evicted sizes."""
+"""Evicts a number of bytes. Arguments: a key to spare, the bytes. Returns evicted sizes."""
 
 LOOK = (
     _PRELUDE
@@ -86,7 +86,8 @@ end
 return size
 """
 )
-"""Arguments: key, bytes of a part, whether this is a use. Returns the blob's size, -1 for what is none, or nothing.
+"""Looks at a blob. Arguments: key, bytes of a part, whether this is a use. Returns the blob's size, -1 for what is
+none, or nothing.
 
 A use that cannot be noted (no memory, read-only) is not: reading goes on.
 """
@@ -105,7 +106,7 @@ account(key, size)
 return evicted
 """
 )
-"""Arguments: key, bytes, budget. Takes the room for a blob that is about to be written; returns evicted sizes, or
+"""Takes the room for a blob that is about to be written. Arguments: key, bytes, budget. Returns evicted sizes, or
 nothing where it is there already."""
 
 COMMIT = (
@@ -122,8 +123,7 @@ redis.call('RENAME', temporary, blob)
 return 1
 """
 )
-"""Arguments: key. Puts a written blob in its place, unless it was deleted or evicted meanwhile: returns 1, or
-0."""
+"""Puts a written blob in its place, unless it was deleted or evicted meanwhile. Arguments: key. Returns 1, or 0."""
 
 ABANDON = (
     _PRELUDE
@@ -134,7 +134,7 @@ if redis.call('EXISTS', blob) == 0 then
 end
 """
 )
-"""Arguments: key. Gives up a write."""
+"""Gives up a write. Arguments: key."""
 
 DELETE = (
     _PRELUDE
@@ -143,13 +143,13 @@ redis.call('DEL', blob)
 forget(key)
 """
 )
-"""Arguments: key."""
+"""Deletes a blob. Arguments: key."""
 
 SIZES = _PRELUDE + "return redis.call('HMGET', sizes, unpack(ARGV, 3))"
-"""Arguments: nothing, keys. Returns what is accounted for each, or nothing."""
+"""Reads sizes. Arguments: nothing, keys. Returns what is accounted for each, or nothing."""
 
 USAGE = _PRELUDE + "return {used(), redis.call('ZCARD', uses)}"
-"""No arguments. Returns bytes and blobs."""
+"""Reads how full the medium is. No arguments. Returns bytes and blobs."""
 
 MEND = (
     _PRELUDE
@@ -170,7 +170,7 @@ redis.call('DEL', uses, sizes, totals)
 return 1
 """
 )
-"""No arguments. Removes accounting that somebody overwrote; returns whether it did."""
+"""Removes accounting that somebody overwrote. No arguments. Returns whether it did."""
 
 RECONCILE = (
     _PRELUDE
@@ -193,5 +193,5 @@ if ARGV[3] == 'last' then
 end
 """
 )
-"""Arguments: nothing, "last" or anything else, keys. Makes the accounting of these keys agree with their blobs; at
-last, the sum with the sizes."""
+"""Makes the accounting of keys agree with their blobs, and at last the sum with the sizes. Arguments: nothing, "last"
+or anything else, keys."""

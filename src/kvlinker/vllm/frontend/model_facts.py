@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from kvlinker.engine.model_files import (
     read_model,
     read_tokenizer,
 )
+from kvlinker.store.format.durability import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +100,7 @@ def _known_fingerprint(settings: Settings, dtype: torch.dtype) -> str:
     known = (known if isinstance(known, dict) else {}) | {name: fingerprint(model)}
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = place.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(known))
-        temporary.replace(place)
+        replace_file(place, json.dumps(known).encode())
     except OSError as error:
         logger.warning("The model's fingerprint is computed again next time: %s", error)
     return str(known[name])

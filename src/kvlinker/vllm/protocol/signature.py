@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvlinker.errors import InvalidRequestError
+from kvlinker.store.format.durability import create_file
 from kvlinker.vllm.protocol.transfer_plan import PARAM, LinkOrder, order_of_params
 
 SEAL = "kvlinker_seal"
@@ -33,12 +32,7 @@ class OrderSeal:
         place = state_dir / KEY_FILE
         if not place.exists():
             state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            temporary = state_dir / f"{KEY_FILE}.{secrets.token_hex(4)}"
-            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(KEY_BYTES))
-            with suppress(FileExistsError):  # another process was quicker
-                os.link(temporary, place)
-            temporary.unlink()
+            create_file(place, secrets.token_bytes(KEY_BYTES))  # unless another process is quicker
         return cls(place.read_bytes())
 
     def params(self, order: LinkOrder, tokens: Sequence[int]) -> dict[str, Any]:

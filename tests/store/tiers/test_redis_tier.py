@@ -11,9 +11,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
-from test_tiers import KV, TierMachine
-from tests.redis_server import RedisServer
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, TierUnavailable
 from kvlinker.store import StoreError
@@ -22,6 +19,9 @@ from kvlinker.store.tiers import BlobTier, redis_tier
 from kvlinker.store.tiers.medium import KEYS_AT_ONCE
 from kvlinker.store.tiers.redis import PART_BYTES
 from kvlinker.store.tiers.redis_scripts import BEGIN
+from tests.redis_server import RedisServer
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
+from tests.store.tiers.test_tiers import KV, TierMachine
 
 PLENTY = 1 << 30
 
@@ -313,7 +313,7 @@ def test_a_missing_library_is_told_with_the_extra_that_brings_it(library: str, c
 import sys; sys.modules[{library!r}] = None
 from kvlinker.events import Events
 from kvlinker.store import StoreError
-from kvlinker.store.remote import object_tier, redis_tier
+from kvlinker.store.tiers import object_tier, redis_tier
 try:
     {call}
 except StoreError as error:

@@ -15,20 +15,20 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
-from store_chunks import Recorder, key_of, same_kv
 
 from kvlinker.events import ChunkDamaged
 from kvlinker.store import ChunkKV, DiskTier, LayerKV, StoreError
 from kvlinker.store.format import compression
 from kvlinker.store.format.byte_source import BufferSource, Bytes
 from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk, open_chunk
-from kvlinker.store.format.codecs import CODECS, find_codec
+from kvlinker.store.format.codecs import find_codec, known_codecs
 from kvlinker.store.format.compression import MOST_EXPANSION, compressed, decompressed
 from kvlinker.store.format.header import ChunkFileError
 from kvlinker.store.tiers import object_tier
+from tests.store.store_chunks import Recorder, key_of, same_kv
 
 KEY = key_of(1)
-COMPRESSING = [name for name, codec in CODECS.items() if codec.compresses]
+COMPRESSING = [name for name, codec in known_codecs().items() if codec.compresses]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8]
 
 

@@ -12,10 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
-from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 
 from kvlinker.events import ChunkDamaged
 from kvlinker.store import DiskTier, StoreError
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 
 BUDGET = 1 << 20
 

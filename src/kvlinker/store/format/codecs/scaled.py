@@ -1,78 +1,26 @@
-"""How a tier writes keys and values: as they are, or in fewer bits, and these compressed or not.
+"""Registers the codecs that write keys and values in fewer bits: eight, or four behind a rotation.
 
-A codec turns one layer's keys or values [heads, tokens, dim] into named parts and back. What is lost is bounded per
-token and head: each has a scale of its own. Numbers that are not finite make the codec refuse: no scale fits them.
+What is lost is bounded per token and head: each has a scale of its own. Numbers that are not finite make these codecs
+refuse, for no scale fits them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvlinker.errors import InvalidRequestError, StoreError
-from kvlinker.store.format.compression import MissingLibraryError, require_zstd
-
-Parts = Mapping[str, Tensor]
-"""Tensors by name, in order; "" is the main one, whose first two dimensions are [heads, tokens]."""
-
-Layout = Mapping[str, tuple[torch.dtype, int]]
-"""Dtype and number of dimensions of each part."""
-
-Room = Callable[..., Tensor]
-"""Memory for a tensor, as ``torch.empty`` gives it: called with its shape and ``dtype=``."""
+from kvlinker.store.format.codecs.base import Layout, Parts, Room, register
 
 _LARGEST_BLOCK = 128
 _PIECE_NUMBERS = 16_384
 
 
-class Codec(Protocol):
-    """One way to write heads [heads, tokens, dim] of a floating dtype."""
-
-    @property
-    def name(self) -> str:
-        """As in settings and stored files."""
-        ...
-
-    @property
-    def compresses(self) -> bool:
-        """Whether the parts are stored compressed (``kvlinker.store.format.compression``)."""
-        ...
-
-    def layout(self, dtype: torch.dtype) -> Layout:
-        """The parts of heads of this dtype."""
-        ...
-
-    def encode(self, heads: Tensor) -> Parts:
-        """Contiguous CPU tensors. Raises ValueError for numbers that no scale fits, where the codec needs one."""
-        ...
-
-    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
-        """[heads, tokens, dim], in ``room`` unless it is one of the parts. ``parts`` are those of one ``encode``."""
-        ...
-
-
-class Raw:
-    """The numbers themselves."""
-
-    name = "raw"
-    compresses = False
-
-    def layout(self, dtype: torch.dtype) -> Layout:
-        return {"": (dtype, 3)}
-
-    def encode(self, heads: Tensor) -> Parts:
-        return {"": heads.contiguous()}
-
-    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> Tensor:
-        return parts[""]
-
-
+@register
 class Int8:
-    """Eight bits per number, and a half-precision scale per token and head: the largest number becomes ±127."""
+    """Writes eight bits per number, and a half-precision scale per token and head: the largest number becomes ±127."""
 
     name = "int8"
     compresses = False
@@ -94,8 +42,9 @@ class Int8:
         return decoded
 
 
+@register
 class Int4:
-    """Four bits per number behind a block-Hadamard rotation, as SAW-INT4 describes, and a scale per token and head.
+    """Writes four bits per number behind a block-Hadamard rotation, and a scale per token and head, as SAW-INT4 does.
 
     The rotation spreads outliers over a block (the largest power of two that divides ``dim``, at most 128), so that all
     numbers of a block need about the same range. The number that is largest becomes -8, whatever its sign. Two numbers
@@ -128,42 +77,8 @@ class Int4:
         return decoded
 
 
-class Compressed:
-    """Another codec's parts, compressed."""
-
-    compresses = True
-
-    def __init__(self, codec: Codec) -> None:
-        self.name = f"{codec.name}+zstd"
-        self.layout = codec.layout
-        self.encode = codec.encode
-        self.decode = codec.decode
-
-
-RAW: Codec = Raw()
-COMPRESSED_RAW: Codec = Compressed(RAW)
-
-CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (RAW, Int8(), Int4(), COMPRESSED_RAW, Compressed(Int8()), Compressed(Int4()))
-}
-"""All codecs by name."""
-
-
-def find_codec(name: str) -> Codec:
-    """Raises InvalidRequestError, which lists the names, for an unknown one, and StoreError where its library is
-    missing."""
-    if name not in CODECS:
-        raise InvalidRequestError(f"Unknown codec {name!r}; known are {', '.join(CODECS)}.", param="codec")
-    codec = CODECS[name]
-    if codec.compresses:
-        try:
-            require_zstd()
-        except MissingLibraryError as error:
-            raise StoreError(f"The codec {name} cannot be used: {error}") from error
-    return codec
-
-
 def _half(scale: Tensor) -> Tensor:
+    """Round the scale to half precision. Raises ValueError where it has none."""
     half = scale.half()
     if not torch.isfinite(half).all():
         raise ValueError("numbers that are too large, or not finite, have no half-precision scale")
@@ -171,19 +86,19 @@ def _half(scale: Tensor) -> Tensor:
 
 
 def _range(heads: Tensor) -> tuple[Tensor, Tensor]:
-    """Per token and head, how far its numbers go above zero and below it: [heads, tokens, 1] each, not finite where one
-    of the numbers is not."""
+    """Return how far the numbers of each token and head go above zero and below it: [heads, tokens, 1] each, not finite
+    where one of the numbers is not."""
     return heads.amax(-1, keepdim=True), heads.amin(-1, keepdim=True).neg_()
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """``scale`` as it will be read, 1 where it is zero: then all numbers are."""
+    """Return ``scale`` as it will be read, with 1 where it is zero, for then all numbers are."""
     wide = scale.float()
     return wide.masked_fill(wide == 0, 1)
 
 
 def _pieces(stored: Tensor, scale: Tensor, decoded: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """``stored`` and ``decoded`` [heads, tokens, …] with ``scale`` [heads, tokens], some rows of numbers at a time: so
+    """Yield ``stored`` and ``decoded`` [heads, tokens, …] with ``scale`` [heads, tokens], some rows at a time: so
     few that PyTorch does not deal them out among threads, of which those that read have no use, and that they stay in
     the processor's cache."""
     rows = max(1, _PIECE_NUMBERS // decoded.shape[-1])
@@ -193,7 +108,7 @@ def _pieces(stored: Tensor, scale: Tensor, decoded: Tensor) -> Iterator[tuple[Te
 
 
 def _rotate(heads: Tensor, out: Tensor) -> None:
-    """Each block of the last dimension times a Hadamard matrix, which is its own inverse."""
+    """Multiply each block of the last dimension by a Hadamard matrix, which is its own inverse."""
     dim = heads.shape[-1]
     block = min(dim & -dim, _LARGEST_BLOCK)
     torch.mm(heads.reshape(-1, block), _hadamard(block).to(heads.dtype), out=out.view(-1, block))
@@ -201,14 +116,14 @@ def _rotate(heads: Tensor, out: Tensor) -> None:
 
 @cache
 def _pairs(dtype: torch.dtype) -> Tensor:
-    """The two numbers, before they are scaled, that each byte stands for: [256, 2]."""
+    """Return the two numbers, before they are scaled, that each byte stands for: [256, 2]."""
     bytes_ = torch.arange(256)
     return torch.stack(((bytes_ & 15) - 8, (bytes_ >> 4) - 8), dim=-1).to(dtype)
 
 
 @cache
 def _hadamard(size: int) -> Tensor:
-    """The orthonormal Hadamard matrix of a power of two (Sylvester's construction)."""
+    """Return the orthonormal Hadamard matrix of a power of two (Sylvester's construction)."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))

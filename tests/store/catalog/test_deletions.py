@@ -7,11 +7,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from crash_work import Shared, State, chunk_of, open_state
-from tests.redis_server import RedisServer
 
-from kvlinker.store.catalog.deletions import LONGEST_REQUEST_SECONDS, LONGEST_TRANSACTION_SECONDS
+from kvlinker.store.catalog.releases import LONGEST_REQUEST_SECONDS, LONGEST_TRANSACTION_SECONDS
 from kvlinker.types.tenants import Quota, Quotas
+from tests.redis_server import RedisServer
+from tests.store.crash_work import Shared, State, chunk_of, open_state
 
 
 class Clock:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvlinker.store import Catalog, TenantUsage
+from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.schema import _FIRST, _SECOND, SCHEMA_VERSION
-from kvlinker.store.catalog.token_blobs import TokenBlobs
 from kvlinker.types.chunks import Chunk, chunk_key
 
 NOW = 1000.0

@@ -6,18 +6,19 @@ The "meta" device stands for one with memory of its own: what lies there is neve
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import ChunkEvicted, ChunkLookup
-from kvlinker.store import ChunkKV, ChunkStore, DeviceTier, HostTier, TierUsage, device_tier, open_store
+from kvlinker.store import ChunkKV, ChunkStore, DeviceTier, HostTier, TierUsage, open_store
 from kvlinker.store.loading.bandwidth import LoadTime
 from kvlinker.store.loading.wanted import Urgency
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
 
 PLENTY = 1 << 20
 SIZE = chunk_kv(0).nbytes
@@ -92,8 +93,8 @@ def test_what_has_no_room_on_the_device_is_taken_from_the_host(
 
 def test_slower_tiers_are_written_from_the_host(tmp_path: Path, recorder: Recorder) -> None:
     def opened(host_bytes: int) -> ChunkStore:
-        device = DeviceTier(PLENTY, META, recorder.events)
-        return open_store(tmp_path, host_bytes=host_bytes, disk_bytes=PLENTY, events=recorder.events, device=device)
+        settings = sized(tmp_path, host_bytes, PLENTY, device_memory=PLENTY)
+        return open_store(settings, recorder.events, device=META)
 
     store = opened(PLENTY)
     store.put(key_of(1), chunk_kv(1))
@@ -145,17 +146,24 @@ def test_pins_are_for_the_tiers_behind(recorder: Recorder) -> None:
     assert [store.tier_of(key_of(number)) for number in range(2)] == ["host", "device"]
 
 
-def test_by_default_a_tenth_of_what_is_free_on_cuda() -> None:
-    events = Recorder().events
+def budgets(tmp_path: Path, device: torch.device | None, device_memory: int | None) -> dict[str, int]:
+    """The budgets of a store's tiers where a model runs on the device."""
+    settings = sized(tmp_path, PLENTY, 0, **({} if device_memory is None else {"device_memory": device_memory}))
+    with closing(open_store(settings, Recorder().events, device=device)) as store:
+        return {usage.name: usage.budget_bytes for usage in store.usage()}
+
+
+def test_by_default_a_tenth_of_what_is_free_on_cuda(tmp_path: Path) -> None:
+    cuda, host = torch.device("cuda"), {"host": PLENTY}
     with mock.patch("torch.cuda.mem_get_info", return_value=(10_000, 20_000)):
-        tier = device_tier(None, torch.device("cuda"), events)
-    assert tier is not None
-    assert tier.budget_bytes == 1000
-    assert device_tier(None, CPU, events) is None
-    assert device_tier(0, CPU, events) is None
-    assert device_tier(0, torch.device("cuda"), events) is None
+        assert budgets(tmp_path, cuda, None) == {"device": 1000} | host
+    assert budgets(tmp_path, cuda, 500) == {"device": 500} | host
+    assert budgets(tmp_path, CPU, None) == host
+    assert budgets(tmp_path, CPU, 0) == host
+    assert budgets(tmp_path, cuda, 0) == host
+    assert budgets(tmp_path, None, 1000) == host
 
 
-def test_a_budget_where_the_devices_memory_is_the_hosts_is_refused() -> None:
+def test_a_budget_where_the_devices_memory_is_the_hosts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"device_memory is 1,000 bytes.*set host_memory"):
-        device_tier(1000, CPU, Recorder().events)
+        budgets(tmp_path, CPU, 1000)

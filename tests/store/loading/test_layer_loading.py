@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 from kvlinker.events import ChunkDamaged, ChunkLoaded, ChunkLookup
 from kvlinker.store import ChunkKV, ChunkStore, DiskTier, HostTier, LayerKV, Speeds
@@ -24,6 +23,7 @@ from kvlinker.store.loading.load_job import LoadJob
 from kvlinker.store.loading.reader_threads import ReaderThreads
 from kvlinker.store.loading.wanted import Loaded, Opened, Urgency, Wanted, preload_depth
 from kvlinker.store.tiers import object_tier
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 PLENTY = 1 << 24
 TIMEOUT = 10.0

@@ -7,11 +7,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from store_chunks import run_threads
 
 from kvlinker.store import Catalog, Cipher, StoreError
 from kvlinker.store.catalog import database as state_lock
 from kvlinker.store.catalog.database import StateLock
+from tests.store.store_chunks import run_threads
 
 KEY = bytes(32)
 

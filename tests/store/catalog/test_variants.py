@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_catalog import record
 
 from kvlinker.store import Catalog
 from kvlinker.store.catalog.variants import StoredVariant, VariantIndex, VariantOwner
 from kvlinker.store.eviction import MOST_REUSE
 from kvlinker.types.chunk_scores import Contextualization
+from tests.store.catalog.test_catalog import record
 
 HELD = record(1)
 OWNER = VariantOwner(HELD.fingerprint, HELD.tenant, HELD.chunk.content)

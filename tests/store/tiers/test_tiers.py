@@ -12,11 +12,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 from kvlinker.events import ChunkEvicted
 from kvlinker.store import DiskTier, HostTier, Tier
 from kvlinker.store.format.chunk_file import encode_chunk
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 NUMBERS = st.integers(0, 5)
 KV = {number: chunk_kv(number, tokens=2 * number + 1) for number in range(6)}  # 80 to 880 bytes

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
-from store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
-from test_tiers import KV, TierMachine
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, TierUnavailable
 from kvlinker.store import StoreError
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.tiers import BlobTier, object_tier
 from kvlinker.store.tiers.object import ObjectMedium
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
+from tests.store.tiers.test_tiers import KV, TierMachine
 
 PLENTY = 1 << 30
 
@@ -201,14 +201,12 @@ def test_threads_meet_without_harm(url: str, recorder: Recorder) -> None:
 
 def test_a_program_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
     program = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from pathlib import Path
-from store_chunks import Recorder, chunk_kv, key_of
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, sized
 from kvlinker.store import open_store
-from kvlinker.store.remote import object_tier
-events = Recorder().events
-shared = [object_tier("file://{tmp_path}/objects", 1 << 20, events)]
-store = open_store(Path({str(tmp_path)!r}), host_bytes=1 << 20, disk_bytes=0, events=events, shared=shared)
+settings = sized(Path({str(tmp_path)!r}), 1 << 20, 0, object_url="file://{tmp_path}/objects")
+store = open_store(settings, Recorder().events)
 for number in range(5):
     store.put(key_of(number), chunk_kv(number))
 """

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_chunks import run_threads
 
 from kvlinker.errors import PinLimitError, QuotaExceededError
 from kvlinker.store import Catalog, ContextCache, Limits, TenantUsage, new_context_cache_id
 from kvlinker.types.chunks import Chunk, chunk_key
 from kvlinker.types.tenants import SHARED_TENANT, Quota, Quotas
+from tests.store.store_chunks import run_threads
 
 NOW = 1000.0
 
@@ -97,6 +98,62 @@ def test_a_quota_counts_each_chunk_once_and_names_the_numbers(catalog: Catalog) 
         catalog.add([record(0)], quota(caches=4))
     catalog.add([record(2, tenant="bert")], limits)
     catalog.add([record(9, tenant=SHARED_TENANT)], limits)
+
+
+RECORDS = st.lists(
+    st.builds(
+        record,
+        st.integers(0, 3),
+        tenant=st.sampled_from(["anna", "bert", SHARED_TENANT]),
+        pinned=st.booleans(),
+    ),
+    max_size=4,
+)
+LIMIT = st.none() | st.integers(0, 80)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kept=RECORDS, added=RECORDS, quota=st.builds(Quota, LIMIT, st.none() | st.integers(0, 5), LIMIT), most_pinned=LIMIT
+)
+def test_what_is_checked_before_is_what_counts_afterwards(
+    tmp_path_factory: pytest.TempPathFactory,
+    kept: list[ContextCache],
+    added: list[ContextCache],
+    quota: Quota,
+    most_pinned: int | None,
+) -> None:
+    """What would be too much is refused, and nothing else, as counting what was added shows."""
+    limits = Limits(Quotas(quota, {SHARED_TENANT: quota}), most_pinned)
+    folder = tmp_path_factory.mktemp("catalog")
+    with closing(Catalog(folder / "limited.sqlite")) as limited, closing(Catalog(folder / "free.sqlite")) as free:
+        for catalog in (limited, free):
+            catalog.add([dataclasses.replace(one, id=new_context_cache_id()) for one in kept])
+        tenants = {one.tenant for one in added}
+        before = {tenant: (free.usage(tenant), free.pinned_bytes(tenant)) for tenant in ("anna", "bert", SHARED_TENANT)}
+        free.add(added)
+        after = {tenant: (free.usage(tenant), free.pinned_bytes(tenant)) for tenant in before}
+
+        def exceeds(limit: int | None, had: int, has: int) -> bool:
+            return limit is not None and has > max(limit, had)
+
+        too_much = any(
+            exceeds(quota.caches, before[tenant][0].caches, after[tenant][0].caches)
+            or exceeds(quota.bytes, before[tenant][0].bytes, after[tenant][0].bytes)
+            for tenant in tenants
+        )
+        pinned, was_pinned = (sum(nbytes for _, nbytes in counted.values()) for counted in (after, before))
+        too_many_pins = exceeds(most_pinned, was_pinned, pinned) or any(
+            exceeds(quota.pinned_bytes, before[tenant][1], after[tenant][1]) for tenant in tenants
+        )
+        for call in (limited.check_room, limited.add):
+            if too_much or too_many_pins:
+                with pytest.raises(QuotaExceededError if too_much else PinLimitError):
+                    call(added, limits)
+            else:
+                call(added, limits)
+        expected = before if too_much or too_many_pins else after
+        assert {tenant: (limited.usage(tenant), limited.pinned_bytes(tenant)) for tenant in before} == expected
 
 
 def test_a_quota_that_was_lowered_lets_nothing_in_but_what_costs_nothing(catalog: Catalog) -> None:

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cutting_proxy import CuttingProxy
-from store_chunks import Recorder, chunk_kv, key_of, same_kv
-from tests.redis_server import RedisServer
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, TierUnavailable
 from kvlinker.store import ChunkStore, DiskTier, HostTier
 from kvlinker.store.tiers import redis_tier
 from kvlinker.store.tiers.redis import RedisMedium
 from kvlinker.store.tiers.remote import BlobTier
+from tests.redis_server import RedisServer
+from tests.store.cutting_proxy import CuttingProxy
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 PLENTY = 1 << 30
 TIMEOUT = 0.5

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlinker.config import load_settings
 from kvlinker.errors import InvalidRequestError
-from kvlinker.store.format.codecs import CODECS, find_codec
+from kvlinker.store.format.codecs import Layout, Parts, Room, base, find_codec, known_codecs, register
 
-PLAIN = [name for name, codec in CODECS.items() if not codec.compresses]
+PLAIN = [name for name, codec in known_codecs().items() if not codec.compresses]
 
 ERRORS = {"raw": 0.0, "int8": 0.01, "int4": 0.15}
 """Largest relative error (L2) of heads of normal numbers."""
@@ -80,3 +81,40 @@ def test_int8_is_off_by_half_a_step_at_most(seed: int, size: float) -> None:
 def test_unknown_codecs() -> None:
     with pytest.raises(InvalidRequestError, match="int8"):
         find_codec("int2")
+
+
+class Halves:
+    """Writes numbers of half precision."""
+
+    name = "halves"
+    compresses = False
+
+    def layout(self, dtype: torch.dtype) -> Layout:
+        return {"": (torch.float16, 3)}
+
+    def encode(self, heads: torch.Tensor) -> Parts:
+        return {"": heads.half().contiguous()}
+
+    def decode(self, parts: Parts, dtype: torch.dtype, room: Room = torch.empty) -> torch.Tensor:
+        return parts[""].to(dtype)
+
+
+def test_a_codec_of_ones_own_is_found_by_name_also_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base._registry, "_values", dict(base._registry.known()))
+    with pytest.raises(InvalidRequestError, match=r"'halves'.*it must be one of raw, int8, int4"):
+        load_settings(disk_codec="halves")
+    assert register(Halves) is register(Halves) is Halves
+    assert find_codec("halves").name == "halves"
+    assert find_codec("halves+zstd").compresses
+    assert load_settings(disk_codec="halves+zstd").disk_codec == "halves+zstd"
+
+    class Other(Halves):
+        name = "raw"
+
+    class Sum(Halves):
+        name = "one+two"
+
+    with pytest.raises(ValueError, match=r"codec 'raw' is registered already, by kvlinker.store.format.codecs.base"):
+        register(Other)
+    with pytest.raises(ValueError, match=r"'one\+two' has a '\+' in its name"):
+        register(Sum)

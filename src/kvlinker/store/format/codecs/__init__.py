@@ -1,0 +1,15 @@
+"""Finds codecs by name, which say how a tier writes keys and values. Every module of this package registers some."""
+
+from kvlinker.store.format.codecs.base import (
+    COMPRESSED_RAW,
+    RAW,
+    Codec,
+    Layout,
+    Parts,
+    Room,
+    find_codec,
+    known_codecs,
+    register,
+)
+
+__all__ = ["COMPRESSED_RAW", "RAW", "Codec", "Layout", "Parts", "Room", "find_codec", "known_codecs", "register"]

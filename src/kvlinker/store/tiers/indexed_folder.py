@@ -1,0 +1,270 @@
+"""Knows which chunk files lie in a folder, and evicts: what is in them is the disk tier's business, the only caller."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvlinker.store.eviction import Eviction, EvictionIndex
+from kvlinker.store.tiers.chunk_folder import ChunkFolder, set_last_use
+
+logger = logging.getLogger(__name__)
+
+_STALE_SECONDS = 600.0
+
+
+class IndexedFolder:
+    """Keeps the files of a ``ChunkFolder`` in the order of their eviction, within a budget of bytes and within what the
+    disk has free.
+
+    Several processes may share the folder: each adopts files that another wrote when it is asked for them, and counts
+    in ``used_bytes`` those that it has met. A deleted chunk whose file the disk does not let go of is tombstoned: it is
+    not found any more, and deleted again later.
+
+    All methods may be called from any thread: a lock guards the index and the names in the folder. Reading and writing
+    files takes no lock.
+    """
+
+    def __init__(
+        self,
+        folder: ChunkFolder,
+        budget_bytes: int,
+        evicted: Callable[[int], None],
+        *,
+        pinned: Set[str] = frozenset(),
+        eviction: Eviction = "lru",
+        yields: bool = True,
+    ) -> None:
+        """List the folder, and evict down to the budget; ``evicted`` is told the bytes of each chunk that goes.
+
+        With ``yields``, chunks are evicted where the disk itself has no room, too. Raises OSError.
+        """
+        self._folder = folder
+        self._evicted = evicted
+        self._yields = yields
+        self._lock = threading.RLock()
+        self._index = EvictionIndex(budget_bytes, pinned, eviction)
+        self._reserved_bytes = 0
+        self._refusing = False
+        self._tombstoned: set[str] = set()
+        folder.remove_temporary_files(older_than=_STALE_SECONDS)
+        with _collector_paused():
+            found = sorted((status.st_mtime_ns, key, status.st_size) for key, status in folder.files())
+            self._index.fill((key, nbytes) for _, key, nbytes in found)
+        self._evict_for(0)
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._index.budget_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._index.used_bytes
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def contains(self, key: str) -> bool:
+        """Return whether the chunk's file is known, or lies there now."""
+        with self._lock:
+            return key in self._index or self._adopt(key)
+
+    def keys(self) -> tuple[str, ...]:
+        with self._lock:
+            return self._index.keys()
+
+    def nbytes(self, key: str) -> int | None:
+        with self._lock:
+            return self._index.nbytes(key) if self.contains(key) else None
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        with self._lock:
+            return self._index.sizes(keys)
+
+    def set_pinned(self, keys: Set[str]) -> None:
+        with self._lock:
+            self._index.set_pinned(keys)
+
+    def touch(self, key: str) -> bool:
+        """Note a use, in the file's modification time, too; returns False where the chunk is absent."""
+        with self._lock:
+            if not self.contains(key):
+                return False
+            try:
+                set_last_use(self._folder.path(key))
+            except FileNotFoundError:
+                self._index.remove(key)
+                return False
+            except OSError as error:
+                logger.debug("The use of chunk %s will be forgotten at the next start: %s", key, error)
+            return self._index.touch(key)
+
+    def note_use(self, key: str, weight: float) -> None:
+        """Add ``weight`` to what the chunk's uses add up to, in the index alone."""
+        with self._lock:
+            self._index.touch(key, weight)
+
+    def make_room(self, key: str, nbytes: int) -> bool:
+        """Evict for a chunk's file of so many bytes; returns whether it has room now."""
+        with self._lock:
+            if not self._index.fits(nbytes + self._reserved_bytes):
+                return False
+            self._evict_for(nbytes)
+            if not self._leave_room(nbytes):
+                self._note_refusal(key, "the disk is almost full, and the rest is for the catalog")
+                return False
+            return True
+
+    @contextmanager
+    def reserved(self, key: str, nbytes: int) -> Iterator[bool]:
+        """Make room and keep it from others while the block writes the file; yields whether there is room."""
+        with self._lock:
+            has_room = self.make_room(key, nbytes)
+            taken = nbytes if has_room else 0
+            self._reserved_bytes += taken
+        try:
+            yield has_room
+        finally:
+            with self._lock:
+                self._reserved_bytes -= taken
+
+    def refuse(self, key: str, nbytes: int, error: OSError) -> None:
+        """Note that the disk did not take a chunk's file; where it is full, chunks are evicted for the next one."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with self._lock:
+                self._give_up(nbytes)
+        self._note_refusal(key, str(error))
+
+    def commit(self, key: str, temporary: Path, nbytes: int) -> bool:
+        """Put a written file in its place and count it; returns whether the disk took it."""
+        try:
+            with self._lock:
+                self._index.remove(key)
+                self._evict_for(nbytes)
+                self._folder.place(temporary, key)
+                self._tombstoned.discard(key)
+                self._index.add(key, nbytes)
+        except OSError as error:
+            self._note_refusal(key, str(error))
+            self._folder.remove(temporary)
+            return False
+        self._refusing = False
+        self._folder.settle(key)
+        return True
+
+    def delete(self, key: str) -> bool:
+        """Remove the chunk's file; returns False where the disk does not let go of it."""
+        with self._lock:
+            self._index.remove(key)
+            gone = self._remove(key)
+            if gone:
+                self._tombstoned.discard(key)
+            else:
+                self._tombstoned.add(key)
+            return gone
+
+    def drop(self, key: str) -> bool:
+        """Remove a file that is damaged; returns False where it was deleted or evicted meanwhile."""
+        with self._lock:
+            if not self._index.remove(key):
+                return False
+            self._remove(key)
+            return True
+
+    def clear_places(self) -> tuple[list[str], list[str]]:
+        """Delete what is tombstoned, and take away what is no file, or no folder for files; returns the names of such
+        folders and the keys of such files."""
+        with self._lock:
+            tombstoned = tuple(self._tombstoned)
+        for key in tombstoned:
+            self.delete(key)
+        folders = self._folder.clear_folders()
+        misplaced = self._folder.misplaced()
+        for key in misplaced:
+            with self._lock:
+                self._index.remove(key)
+                self._remove(key)
+        return folders, misplaced
+
+    def _remove(self, key: str) -> bool:
+        """Remove what lies in the chunk's place; returns whether nothing lies there any more."""
+        return self._folder.remove(self._folder.path(key))
+
+    def _adopt(self, key: str) -> bool:
+        """Take over a file that another process wrote since the start; the lock is held."""
+        path = self._folder.path(key)
+        if key in self._tombstoned:
+            return False
+        try:
+            status = path.lstat()
+        except OSError:
+            return False
+        if not stat.S_ISREG(status.st_mode) or not self._index.fits(status.st_size + self._reserved_bytes):
+            return False
+        self._evict_for(status.st_size)
+        self._index.add(key, status.st_size)
+        return True
+
+    def _evict_for(self, nbytes: int) -> None:
+        """Evict until ``nbytes`` fit beside what is being written; the lock is held."""
+        self._evict(nbytes + self._reserved_bytes)
+
+    def _evict(self, nbytes: int) -> None:
+        """Evict until so many bytes of the budget are unused; the lock is held."""
+        for key, size in self._index.make_room(nbytes):
+            self._remove(key)
+            self._evicted(size)
+
+    def _leave_room(self, nbytes: int) -> bool:
+        """Evict until the disk itself has room for so many bytes; returns whether it has. The lock is held.
+
+        Where it cannot have it, only as much is evicted as others have to find free.
+        """
+        if not self._yields:
+            return True  # writing will tell
+        try:
+            lacking = self._folder.shortage(nbytes + self._reserved_bytes)
+            possible = self._index.fits(self._unused_bytes + lacking)
+            if not possible:
+                lacking = self._folder.shortage(0)
+        except OSError:
+            return True  # writing will tell
+        if lacking:
+            self._give_up(lacking)
+        return possible
+
+    def _give_up(self, nbytes: int) -> None:
+        """Evict so many bytes, or what can be evicted; the lock is held."""
+        if self._yields:
+            self._evict(self._unused_bytes + nbytes)
+
+    @property
+    def _unused_bytes(self) -> int:
+        """The bytes of the budget that no chunk takes."""
+        return self._index.budget_bytes - self._index.used_bytes
+
+    def _note_refusal(self, key: str, reason: str) -> None:
+        """Log that a chunk was not written: once, until one is written again."""
+        if not self._refusing:
+            self._refusing = True
+            logger.warning(
+                "Chunk %s was not written to %s, and others may not be for now: %s", key, self._folder.directory, reason
+            )
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector while many objects are made that all stay: it would look at them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,176 @@
+"""Calls a medium that may be slow or down: within a deadline, and not at all during an outage. Remote tiers use it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from kvlinker.events import Events, TierUnavailable
+from kvlinker.store.tiers.medium import BlobDamaged, BlobGone, MediumRefused, MediumUnavailable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ANSWER_SECONDS = 2.0
+"""A medium that says nothing for so long does not answer."""
+
+PAUSE_SECONDS = 3.0
+"""The time from the beginning of an outage to the first trial."""
+
+_SLOWEST_BYTES_PER_SECOND = 10e6  # what is read or written more slowly is abandoned
+_LONGEST_PAUSE = 60.0
+_MOST_CALLS = 32
+
+
+class Deadline:
+    """Runs calls in threads of their own, so that one that hangs holds up nobody, not even the process's end."""
+
+    def __init__(self) -> None:
+        self._places = threading.Semaphore(_MOST_CALLS)
+
+    def call(self, function: Callable[[], T], seconds: float) -> T:
+        """Return the function's result. Raises what the function raises, and TimeoutError when there is none in time.
+
+        A call that is late goes on unattended, and takes one of a limited number of places until it ends.
+        """
+        started = time.monotonic()
+        if not self._places.acquire(timeout=seconds):
+            raise TimeoutError
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+            finally:
+                self._places.release()
+
+        try:
+            threading.Thread(target=run, name="kvlinker-remote", daemon=True).start()
+        except BaseException:
+            self._places.release()
+            raise
+        return result.result(timeout=max(0.0, started + seconds - time.monotonic()))
+
+
+class GuardedMedium:
+    """Asks a medium as long as it answers.
+
+    After a failure the medium is down: nobody asks it, until a thread of its own finds that it answers again. It is
+    tried after ``pause_seconds``, and after twice as long each time as long as nothing but the trials succeeds, up to a
+    minute. The start and the end of an outage are logged; every failure is published as TierUnavailable.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        place: str,
+        trial: Callable[[], None],
+        events: Events,
+        *,
+        answer_seconds: float,
+        pause_seconds: float,
+        conceal: Callable[[str], str],
+    ) -> None:
+        """Begin with a medium that is taken to be up.
+
+        ``trial`` reaches it during an outage, through ``call``, and raises where it does not answer. ``conceal`` takes
+        credentials out of what its errors say.
+        """
+        self._tier = tier
+        self._place = place
+        self._trial = trial
+        self._events = events
+        self._answer_seconds = answer_seconds
+        self._first_pause = self._pause = pause_seconds
+        self._conceal = conceal
+        self._deadline = Deadline()
+        self._lock = threading.Lock()
+        self._up = True
+        self._refusing = False
+        self._closed = threading.Event()
+
+    @property
+    def up(self) -> bool:
+        """False during an outage."""
+        return self._up
+
+    def ask(self, call: Callable[[], T], otherwise: T, *, nbytes: int = 0) -> T:
+        """Return what the call does, or ``otherwise`` where the blob is gone, or the medium is down, fails or refuses.
+
+        ``nbytes`` is how much the call moves. Raises BlobDamaged.
+        """
+        if not self._up:
+            return otherwise
+        try:
+            return self.call(call, nbytes=nbytes)
+        except BlobDamaged:
+            raise
+        except BlobGone:
+            pass
+        except MediumRefused as refusal:
+            self._note_refusal(str(refusal))
+        except Exception as error:  # a library's own: whatever it is, the medium is of no use now
+            self._note_failure(error)
+        return otherwise
+
+    def call(self, call: Callable[[], T], *, nbytes: int = 0) -> T:
+        """Return what the call does, whether the medium is up or not. Raises TimeoutError, and what the call raises."""
+        return self._deadline.call(call, self._answer_seconds + nbytes / _SLOWEST_BYTES_PER_SECOND)
+
+    def note_transfer(self, *, written: bool = False) -> None:
+        """Note that a chunk was read or written: the next outage begins with a short pause again."""
+        self._pause = self._first_pause
+        if written:
+            self._refusing = False
+
+    def close(self) -> None:
+        """Try no more. Idempotent."""
+        self._closed.set()
+
+    def _note_refusal(self, reason: str) -> None:
+        """Publish that the medium does not take chunks, and log it once, until it takes one again."""
+        reason = self._conceal(reason)
+        if not self._refusing:
+            self._refusing = True
+            logger.warning("Tier %s (%s) does not take chunks for now: %s", self._tier, self._place, reason)
+        self._events.publish(TierUnavailable(self._tier, reason))
+
+    def _note_failure(self, error: Exception) -> None:
+        """Begin an outage, unless one is under way, and publish the failure."""
+        reason = self._conceal(str(error) or "no answer in time")
+        if not isinstance(error, MediumUnavailable | TimeoutError):
+            reason = f"{type(error).__name__}: {reason}"
+        with self._lock:
+            begins = self._up and not self._closed.is_set()
+            if begins:
+                self._up = False
+        if begins:
+            logger.warning(
+                "Tier %s (%s) is left alone for now, and tried again every few seconds: %s",
+                self._tier,
+                self._place,
+                reason,
+            )
+            threading.Thread(target=self._watch, name=f"kvlinker-{self._tier}-watch", daemon=True).start()
+        self._events.publish(TierUnavailable(self._tier, reason))
+
+    def _watch(self) -> None:
+        """Try the medium again and again until it answers."""
+        while not self._closed.wait(self._pause):
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            try:
+                self._trial()
+            except Exception as error:
+                reason = self._conceal(str(error) or "no answer in time")
+                self._events.publish(TierUnavailable(self._tier, reason))
+            else:
+                self._up = True
+                logger.warning("Tier %s (%s) answers again", self._tier, self._place)
+                return
