@@ -4,14 +4,24 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+TOOLS_VENV := .venv-tools
+TOOLS_INSTALLED := $(TOOLS_VENV)/.installed
+# One test process for each processor.
+WORKERS ?= auto
+PARALLEL := -n $(WORKERS) --dist loadgroup
+# Tests of what needs no model, server or engine: for the inner loop.
+FAST := $(wildcard tests/types tests/prompt tests/splitting tests/linking tests/store tests/test_config.py tests/test_futures.py)
 
-.PHONY: serve test lint serve-vllm test-vllm clean redis-server
+.PHONY: serve test test-fast lint docs dist serve-vllm test-vllm clean redis-server
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
 
 test: $(INSTALLED) redis-server
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest $(PARALLEL)
+
+test-fast: $(INSTALLED)
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" $(FAST)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
@@ -26,10 +36,28 @@ $(INSTALLED): requirements.txt pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
+# The documentation as a site, in site/; broken links fail.
+docs: $(TOOLS_INSTALLED)
+	$(TOOLS_VENV)/bin/python tools/reference_pages.py
+	$(TOOLS_VENV)/bin/zensical build --clean --strict
+
+# A release: wheel and source distribution of the version in pyproject.toml, in dist/, and checked.
+dist: $(TOOLS_INSTALLED)
+	rm -rf build dist
+	$(TOOLS_VENV)/bin/python -m build --no-isolation
+	$(TOOLS_VENV)/bin/python -m twine check --strict dist/*
+	$(TOOLS_VENV)/bin/python tools/check_dist.py dist
+
+$(TOOLS_INSTALLED): requirements-tools.txt
+	$(PYTHON) -m venv $(TOOLS_VENV)
+	$(TOOLS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-tools.txt
+	touch $@
+
 # vLLM with CPU kernels, in an environment of its own.
 serve-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/kvlinker serve --engine vllm --port $(PORT)
 
+# In one process: each engine that these tests start takes gigabytes, and all processors.
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
@@ -48,4 +76,5 @@ redis-server:
 		|| echo "redis-server is missing: tests that need it are skipped"
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
+	rm -rf build dist site docs/reference

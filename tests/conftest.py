@@ -1,25 +1,43 @@
-"""Servers that tests share."""
+"""Servers and folders that tests share. Heavy modules are imported by the fixtures that need them, and only then."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvlinker.llm import LLM
-from tests.redis_server import RedisServer
-from tests.server.serving import Served, serving, tiny_model, tiny_settings
+if TYPE_CHECKING:
+    from tests.redis_server import RedisServer
+    from tests.server.serving import Served
+
+# Workers of pytest-xdist, and the processes that they start, share the processors: each computes in one thread.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
 
 # Examples are the same in every run, and a busy machine is no failure.
 settings.register_profile("kvlinker", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvlinker")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_state_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whoever names no state directory gets one of this test process, never the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVLINKER_STATE_DIR", str(tmp_path_factory.mktemp("default-state")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server without keys, on the real engine."""
+    from kvlinker.llm import LLM
+    from tests.server.serving import serving, tiny_model, tiny_settings
+
     settings = tiny_settings(tmp_path_factory.mktemp("state"))
     with serving(LLM.from_model(tiny_model(), settings), settings) as running:
         yield running
@@ -28,6 +46,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def keyed(served: Served) -> Iterator[Served]:
     """The same LLM behind the keys ``key-alpha`` and ``key-beta``; requests go out without a key."""
+    from tests.server.serving import serving
+
     settings = served.llm.settings.model_copy(update={"api_keys": ("key-alpha", "key-beta")})
     with serving(served.llm, settings) as running:
         yield running
@@ -35,6 +55,8 @@ def keyed(served: Served) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def running_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    from tests.redis_server import RedisServer
+
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.kill()
@@ -51,6 +73,8 @@ def redis_server(running_redis: RedisServer) -> RedisServer:
 @pytest.fixture
 def frail_redis(tmp_path: Path) -> Iterator[RedisServer]:
     """One for tests that harm it."""
+    from tests.redis_server import RedisServer
+
     server = RedisServer(tmp_path)
     yield server
     server.kill()

@@ -82,7 +82,7 @@ class Cast:
         return _sentence(self.phrase(relation.statements), subject, value)
 
     def referring_statement(self, entity: Entity, relation: Relation, value: str, follows: bool) -> str:
-        """Make the same behind a pronoun, or behind another reference where the sentence before is of others."""
+        """Make the same behind a pronoun, or another reference where the sentence before is of something else."""
         rng = self.rng
         able = tuple(s for s in relation.statements if s.startswith("{s}"))
         subject = entity.pronouns[0]

@@ -53,9 +53,9 @@ def test_requests_in_one_batch_equal_requests_alone(bench, family):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_full_pool_preempts_and_resumes(bench, family):
-    expected = alone(bench, family, 180)
+    expected = alone(bench, family, 100)
     made = bench(family, max_step_tokens=64, kv_slots=400)
-    outcomes = [made.submit(prompt, policy, max_tokens=180)[0] for prompt, policy in requests()]
+    outcomes = [made.submit(prompt, policy, max_tokens=100)[0] for prompt, policy in requests()]
     for outcome, single in zip(outcomes, expected, strict=True):
         same(outcome.wait(), single)
     assert made.engine.scheduler.preemptions > 0

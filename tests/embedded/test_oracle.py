@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from kvlinker.embedded.batch import Batch, Capture, Run
-from kvlinker.embedded.link_loading import PromptEvidence
 from kvlinker.embedded.pool import KVPool
 from kvlinker.embedded.runner import Runner
 from kvlinker.engine.observation import ScoreCollector
 from kvlinker.linking import Policy, make_plan, parse_policy
+from kvlinker.linking.evidence import PromptEvidence
 from kvlinker.linking.union import Union
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.types.chunks import chunk_key

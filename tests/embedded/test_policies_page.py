@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvlinker.embedded.link_loading import PromptEvidence
 from kvlinker.linking import known_policies, parse_policy
+from kvlinker.linking.evidence import PromptEvidence
 from kvlinker.linking.registry import _families
 from tests.embedded.conftest import linked_prompt
 from tests.linking.test_policies import chunk_prompt, select

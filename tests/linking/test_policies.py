@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.embedded.link_loading import PromptEvidence
 from kvlinker.linking import known_policies, parse_policy
+from kvlinker.linking.evidence import PromptEvidence
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.types.chunk_scores import ChunkScores, ContextChunk, Contextualization
 from kvlinker.types.chunks import Chunk

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from kvlinker.embedded.link_loading import PromptEvidence
 from kvlinker.errors import PolicyError
 from kvlinker.linking import Policy, make_plan, parse_policy
+from kvlinker.linking.evidence import PromptEvidence
 from kvlinker.linking.registry import MOST_PARTS
 from kvlinker.linking.union import Union
 from tests.linking.test_policies import NOTHING, chunk_prompt, select, selected

@@ -1,4 +1,7 @@
-"""A server in a thread, on a free port, over a tiny random model; for tests that speak HTTP."""
+"""A server in a thread, on a free port, over a tiny random model; for tests that speak HTTP.
+
+What loads torch or the server is imported inside the functions: tests of the client are collected without either.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import torch
-import uvicorn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvlinker.config import Settings, load_settings
-from kvlinker.embedded.model.loading import LoadedModel, prepare_model
-from kvlinker.llm import LLM
-from kvlinker.server.address import bind, url_of
-from kvlinker.server.app import create_app
-from tests.server.openapi_contract import Contract
-from tests.toy_tokenizers import byte_level
+
+if TYPE_CHECKING:
+    from kvlinker.embedded.model.loading import LoadedModel
+    from kvlinker.llm import LLM
 
 MODEL_NAME = "tiny"
 CONTEXT_WINDOW = 2048
@@ -65,6 +63,12 @@ class Served:
 
 @cache
 def tiny_model(head_dim: int = 8) -> LoadedModel:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from kvlinker.embedded.model.loading import prepare_model
+    from tests.toy_tokenizers import byte_level
+
     torch.manual_seed(0)
     tokenizer = byte_level()
     config = LlamaConfig(
@@ -97,9 +101,15 @@ def tiny_settings(state_dir: Path, **options: Any) -> Settings:
 @contextmanager
 def serving(llm: LLM, settings: Settings, *, headers: Mapping[str, str] | None = None) -> Iterator[Served]:
     """Serve until the block ends; closes the LLM. Every answer is checked against the server's OpenAPI document."""
+    import uvicorn
+
+    from kvlinker.server.address import bind, url_of
+    from kvlinker.server.app import create_app
+    from tests.server.openapi_contract import Contract
+
     listener = bind("127.0.0.1", 0)
     app = create_app(llm, settings)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on"))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="critical", lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     url = url_of(listener)

@@ -18,7 +18,7 @@ from unittest import mock
 
 from typer.testing import CliRunner, Result
 
-from kvlinker.cli import app
+from kvlinker.cli import caches as caches_commands
 from kvlinker.config import load_settings
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import ContextCacheNotFoundError, PinLimitError
@@ -151,8 +151,8 @@ def open_state(folder: Path, shared: Shared = ALONE, quotas: Quotas = NO_QUOTAS,
 
 def check(folder: Path, *options: str, shared: Shared = ALONE) -> Result:
     """Run ``kvlinker caches check``."""
-    arguments = ["caches", "check", "--state-dir", str(folder), "--disk-space", str(DISK_BYTES), *options]
-    return CliRunner().invoke(app, [*arguments, *shared.options])
+    arguments = ["check", "--state-dir", str(folder), "--disk-space", str(DISK_BYTES), *options]
+    return CliRunner().invoke(caches_commands.app, [*arguments, *shared.options])
 
 
 def work(folder: Path, seed: int, shared: Shared = ALONE) -> None:

@@ -377,6 +377,7 @@ def pinned_bytes(records: list[Held]) -> int:
     return sum({held.key: held.nbytes for held in records if held.pinned}.values())
 
 
+@pytest.mark.slow
 def test_context_caches(request: pytest.FixtureRequest) -> None:
     redis = request.getfixturevalue("redis_server") if shutil.which("redis-server") else None
     run_state_machine_as_test(

@@ -426,6 +426,7 @@ def test_threads_meet_without_harm(tmp_path: Path, recorder: Recorder) -> None:
     assert recorder.of(ChunkDamaged) == []
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
     program = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})

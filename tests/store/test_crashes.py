@@ -48,6 +48,8 @@ SEED = int(os.environ.get("KVLINKER_CRASH_SEED", "5"))
 LONGEST_SECONDS = 0.4
 STALE_SECONDS = 600.0
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("crashes")]
+
 
 def run_and_kill(
     target: Callable[[Path, int], None], folder: Path, seed: int, seconds: float, *, steps: int = 0

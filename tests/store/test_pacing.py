@@ -10,7 +10,7 @@ import pytest
 from kvlinker.store import throttle as pacing
 from kvlinker.store.throttle import Pacing
 
-WORK = 0.01
+WORK = 0.05
 TIMEOUT = 10.0
 
 

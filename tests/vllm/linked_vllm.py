@@ -19,8 +19,8 @@ import vllm
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-from kvlinker.embedded.link_loading import PromptEvidence
 from kvlinker.linking import make_plan, parse_policy
+from kvlinker.linking.evidence import PromptEvidence
 from kvlinker.research.bench.shapes import byte_tokenizer
 from kvlinker.types.chunks import chunk_key
 from kvlinker.vllm.frontend.planning import PlannedLink, Planner

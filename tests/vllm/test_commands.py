@@ -15,7 +15,7 @@ OPTIONS = '{"enforce_eager": true, "gpu_memory_utilization": 0.05}'
 
 
 def assert_served(url):
-    assert output_of(PROGRAM.replace(README_URL, url), os.environ) == SHOWN
+    assert output_of(PROGRAM.replace(README_URL, url)) == SHOWN
 
 
 @pytest.mark.slow

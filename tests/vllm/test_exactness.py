@@ -7,9 +7,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvlinker.embedded.link_loading import PromptEvidence
 from kvlinker.linking import parse_policy
-from kvlinker.linking.evidence import NoVariants
+from kvlinker.linking.evidence import NoVariants, PromptEvidence
 from kvlinker.linking.plan import layer_masks
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.types.chunks import Chunk

@@ -18,35 +18,16 @@ from kvlinker.embedded.variants import VariantLibrary
 from kvlinker.engine.contract import GenerationRequest
 from kvlinker.errors import KVLinkerError
 from kvlinker.futures import gather
-from kvlinker.linking.evidence import Forecast, NoVariants
+from kvlinker.linking.evidence import Forecast, NoVariants, PromptEvidence
 from kvlinker.linking.plan import LinkPlan, chunk_uses, make_plan, probe_plan, ranges
 from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.loading.bandwidth import LoadTime
-from kvlinker.types.chunk_scores import ChunkScores
 from kvlinker.types.chunks import Chunk, chunk_key
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptEvidence:
-    """``Evidence`` from what was stored with the chunks, and from a probe."""
-
-    chunk_scores: tuple[ChunkScores | None, ...] | None = None
-    attention: NDArray[np.float32] | None = None
-
-    def scores(self, chunk: int) -> ChunkScores | None:
-        if self.chunk_scores is None:
-            raise RuntimeError("a policy that looks at chunks' scores must say that it uses them")
-        return self.chunk_scores[chunk]
-
-    def question_attention(self) -> NDArray[np.float32]:
-        if self.attention is None:
-            raise RuntimeError("a policy that looks at the question's attention must say that it probes")
-        return self.attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,24 @@ class Evidence(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class PromptEvidence:
+    """The ``Evidence`` of one prompt: its chunks' stored scores, and a probe's attention, each if asked for."""
+
+    chunk_scores: tuple[ChunkScores | None, ...] | None = None
+    attention: NDArray[np.float32] | None = None
+
+    def scores(self, chunk: int) -> ChunkScores | None:
+        if self.chunk_scores is None:
+            raise RuntimeError("a policy that looks at chunks' scores must say that it uses them")
+        return self.chunk_scores[chunk]
+
+    def question_attention(self) -> NDArray[np.float32]:
+        if self.attention is None:
+            raise RuntimeError("a policy that looks at the question's attention must say that it probes")
+        return self.attention
+
+
 class LayerEvidence(Protocol):
     """What a layer's keys and values show about the tokens that the policy has kept so far, before its attention."""
 

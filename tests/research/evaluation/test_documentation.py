@@ -1,24 +1,21 @@
 """The page on quality: its example runs, and its record is one."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from kvlinker.prompt.encoding import TextEncoder
 from kvlinker.research.bench.shapes import byte_tokenizer
 from kvlinker.research.evaluation.contexts import ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
+from tests.programs import output_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "quality.md").read_text()
 
 
-def test_the_example_runs(tmp_path):
+def test_the_example_runs(tmp_path, monkeypatch):
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    environment = os.environ | {"KVLINKER_STATE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    full, lego = run.stdout.splitlines()
+    monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path))
+    full, lego = output_of(program).splitlines()
     assert full == "full exact_match 1.0"
     assert re.fullmatch(r"legolink-4 exact_match [01]\.[0-9]+", lego)
 

@@ -161,7 +161,7 @@ def test_a_lost_layer_loses_its_chunk_and_no_other(loader: LayerLoader) -> None:
 
 
 def test_who_waits_in_vain_waits_once(loader: LayerLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_job, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(load_job, "PATIENCE_SECONDS", 0.5)
     ended: list[Loaded | None] = []
     readers = [ScriptedReader(1, []), ScriptedReader(2, [])]
     permits = [threading.Semaphore(1), threading.Semaphore(1)]
@@ -175,7 +175,7 @@ def test_who_waits_in_vain_waits_once(loader: LayerLoader, monkeypatch: pytest.M
         assert kv is not None
         with pytest.raises(LayerLostError):
             kv.layers[3]
-    assert 0.15 < time.monotonic() - begin < 0.4
+    assert 0.4 < time.monotonic() - begin < 0.9
     for permit in permits:
         permit.release(4)
     wait_for(ended, 2)

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.embedded.link_loading import PromptEvidence
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import make_plan, parse_policy
+from kvlinker.linking.evidence import PromptEvidence
 from kvlinker.vllm.protocol.signature import SEAL, OrderSeal
 from kvlinker.vllm.protocol.slices import Budget, Progress
 from kvlinker.vllm.protocol.transfer_plan import (

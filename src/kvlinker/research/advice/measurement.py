@@ -100,7 +100,7 @@ def advise(
             param="context_tokens",
         )
     places = scratch_places(settings, load_cipher(settings.encryption_key))
-    with subject.llm(kv_slots=context_tokens + _SPARE_SLOTS, disk_space=0, device_memory=0) as llm:
+    with subject.llm(kv_slots=context_tokens + _SPARE_SLOTS, disk_space=0) as llm:
         prefill_seconds = measure_prefill(llm.engine, loaded.vocabulary, context_tokens, progress)
         percent = _percent_of(parse_policy(policy), llm.engine, loaded, context_tokens, progress)
         sample = _sample(llm, loaded, min(SAMPLE_TOKENS, context_tokens))

@@ -83,7 +83,7 @@ class Benchmark:
 
     @property
     def summary(self) -> str:
-        """What it measures, in a line."""
+        """A line that says what is measured."""
         return (getdoc(self.run) or "").partition("\n")[0]
 
 
@@ -103,9 +103,14 @@ def benchmark(name: str, **about: Any) -> Callable[[Run], Run]:
     return decorate
 
 
+def known_benchmarks() -> Mapping[str, Benchmark]:
+    """Import all benchmarks, those of installed packages included, and return them by name."""
+    return _registry.known()
+
+
 def find_benchmark(name: str) -> Benchmark:
     """Return the benchmark of this name. Raises InvalidRequestError, which lists the names, for an unknown one."""
-    known = _registry.known()
+    known = known_benchmarks()
     if name not in known:
         raise InvalidRequestError(f"Unknown benchmark {name!r}; known are {', '.join(sorted(known))}.", param="name")
     return known[name]

@@ -100,7 +100,8 @@ def make_subject(settings: Settings, *, shape: str | None, command: str, **optio
 def served(llm: LLM) -> Iterator[str]:
     """Serve an LLM on a free port of this machine, in a thread of its own; yield its address."""
     with closing(bind("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(create_app(llm, llm.settings), log_level="error", lifespan="off"))
+        app = create_app(llm, llm.settings)
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="error", lifespan="off"))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()
         while not server.started:

@@ -125,7 +125,7 @@ def calibrate(
     full = fmean(score for score, _ in found[REFERENCE]) if found[REFERENCE] else 0.0
     if not full:
         reason = f"{skipped[0].where}: {skipped[0].reason}" if skipped else "full prefill answers none of them right"
-        raise InvalidRequestError(f"These examples cannot tell candidates apart: {reason}.", param="dataset")
+        raise InvalidRequestError(f"These examples cannot tell settings apart: {reason}.", param="dataset")
     candidates = tuple(_candidate(policy, found[policy], full) for policy in dict.fromkeys(policies))
     return Calibration(target, candidates, tuple(skipped))
 

@@ -130,7 +130,7 @@ class Scored(_Result):
 
 
 Result = Answered | Scored
-"""What one policy made of one example."""
+"""The result of one policy on one example."""
 
 ExampleResults = tuple[Result, ...] | Skipped
 """The results of one example, one for each policy, or why it has none."""

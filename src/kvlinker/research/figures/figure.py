@@ -24,9 +24,9 @@ class Figure:
     """The name in ``kvlinker bench figure NAME``."""
     title: str
     source: str
-    """Whose figure it is, such as "EPIC, figure 6"."""
+    """The paper and the figure in it, such as "EPIC, figure 6"."""
     claim: str
-    """What is seen in the source, in our words."""
+    """The claim of the source, in our words."""
     columns: Sequence[str]
     """The columns of the table."""
     measure: Callable[[Lab], list[Row]]

@@ -32,7 +32,7 @@ def _measure(lab: Lab) -> list[Row]:
 
 
 def cheapest_by_family(rows: Sequence[Row], kept: float = KEPT) -> dict[str, Row]:
-    """Of each family of policies the row with the smallest recomputed share that keeps ``kept`` of full's score.
+    """Return, by family of policies, the row with the smallest recomputed share that keeps ``kept`` of full's score.
 
     ``rows`` are of one task. Families that keep it nowhere are missing, and so are full and naive.
     """
@@ -45,7 +45,7 @@ def cheapest_by_family(rows: Sequence[Row], kept: float = KEPT) -> dict[str, Row
 
 
 def told_cheapest(rows: Sequence[Row], kept: float = KEPT) -> str:
-    """The policies of ``cheapest_by_family`` in a few words, the cheapest first."""
+    """Name the policies of ``cheapest_by_family`` in a few words, the cheapest first."""
     cheapest = sorted(cheapest_by_family(rows, kept).values(), key=lambda row: row["recomputed_fraction"])
     return ", ".join(f"{row['policy']} ({row['recomputed_fraction']:.1%} recomputed)" for row in cheapest) or "none"
 

@@ -18,7 +18,7 @@ POLICIES = (
 )
 
 PANELS = (("anaphora", "score"), ("all", "score"), ("prose", "vs_full"))
-"""Tasks, and what is drawn of them."""
+"""The tasks that are drawn, each with its metric."""
 
 
 def _measure(lab: Lab) -> list[Row]:

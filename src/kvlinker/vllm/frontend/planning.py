@@ -13,11 +13,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.embedded.link_loading import PromptEvidence, asking
+from kvlinker.embedded.link_loading import asking
 from kvlinker.engine.contract import GenerationRequest
 from kvlinker.errors import KVLinkerError, PolicyError
 from kvlinker.linking import Policy, make_plan
-from kvlinker.linking.evidence import NoVariants
+from kvlinker.linking.evidence import NoVariants, PromptEvidence
 from kvlinker.linking.plan import LinkPlan, layer_masks, ranges
 from kvlinker.linking.refinement import Refinement
 from kvlinker.vllm.frontend.chunk_provider import ChunkProvider

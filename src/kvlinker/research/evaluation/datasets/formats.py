@@ -23,7 +23,7 @@ class Source:
     """Cuts contexts into passages."""
 
 
-Reader = Callable[[Iterable[Record], Source], Iterator[Example | Skipped]]
+RecordReader = Callable[[Iterable[Record], Source], Iterator[Example | Skipped]]
 """Turns all records of a file into examples, lazily and in order."""
 
 
@@ -38,7 +38,7 @@ class Format:
     name: str
     fields: tuple[str, ...]
     """The fields that every record has."""
-    read: Reader
+    read: RecordReader
     objection: Callable[[Record], str | None] = _no_objection
     """Says why a record that has the fields is of another format all the same; None if it is not."""
 
@@ -83,7 +83,7 @@ def recognise(records: Sequence[Record], path: Path) -> Format:
     )
 
 
-def one_by_one(parse: Callable[[Record, Source], Example]) -> Reader:
+def one_by_one(parse: Callable[[Record, Source], Example]) -> RecordReader:
     """Make the reader of a format whose records are examples by themselves; ``parse`` may raise BadRecordError."""
 
     def read(records: Iterable[Record], source: Source) -> Iterator[Example | Skipped]:

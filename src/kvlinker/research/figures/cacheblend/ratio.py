@@ -12,10 +12,10 @@ from kvlinker.research.figures.figure import Figure, register
 from kvlinker.research.figures.lab import SEVERAL_PASSAGES, Lab
 
 RATIOS = (5, 15, 30, 50)
-"""CacheBlend's r, which counts layer 0's pass over all tokens; in few layers that pass alone is more than a small r."""
+"""CacheBlend's r in percent. It counts layer 0's pass over all tokens, which in few layers is more than a small r."""
 CONTROL_RATIOS = (5, 20, 30, 50)
 EQUAL = 30
-"""The ratio at which policies are compared."""
+"""The ratio, in percent, at which policies are compared."""
 KINDS = {
     "cacheblend": [f"cacheblend-{ratio}" for ratio in RATIOS],
     "cacheblend-onestep": [f"cacheblend-{ratio}-onestep" for ratio in RATIOS],
@@ -76,7 +76,7 @@ def _overall(rows: Sequence[Row]) -> list[Row]:
 
 
 def _widest(rows: Sequence[Row]) -> str:
-    """All tasks; a single one has no summary."""
+    """Return the task that stands for all; a single task has no summary."""
     tasks = {row["task"] for row in rows}
     return ALL_TASKS if ALL_TASKS in tasks else str(rows[0]["task"])
 

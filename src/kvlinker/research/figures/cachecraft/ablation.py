@@ -30,7 +30,7 @@ DESIGNS: dict[str, tuple[Policy, ...]] = {
     "fixed share, random tokens": tuple(parse_policy(f"random-{percent}") for percent in (30, 60)),
     "naive": (parse_policy("naive"),),
 }
-"""Designs by what they leave out."""
+"""Policies by design; designs are named by what they leave out."""
 
 WHOLE = "cachecraft-1-focus"
 

@@ -20,7 +20,7 @@ PANELS = {
     "1-beta": (PARTS, "1 − β", "behind some of the old chunks (γ = 0)"),
     "1-gamma": (ORDERS, "1 − γ", "behind the old chunks reordered (β = 1)"),
 }
-"""Scores: which new contexts they are looked at in, and what they are called."""
+"""For each score, the kind of new contexts that it is looked at in, its label, and the panel's title."""
 
 
 def _measure(lab: Lab) -> list[Row]:
@@ -83,7 +83,7 @@ def _table(rows: Sequence[Row]) -> list[Row]:
 
 
 def _points(rows: Sequence[Row], kind: str | None, score: str) -> tuple[list[float], list[float]]:
-    """Score and deviation of all chunks, or of those in new contexts of one kind."""
+    """Return score and deviation of all chunks, or of those in new contexts of one kind."""
     shown = [row for row in rows if kind in (None, row["kind"])]
     return [row[score] for row in shown], [row["deviation"] for row in shown]
 

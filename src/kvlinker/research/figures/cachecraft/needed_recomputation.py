@@ -17,10 +17,10 @@ EXAMPLES = 28
 BINS = 8
 PERCENTS = (0, 15, 30, 50, 75)
 THRESHOLDS = (0.025, 0.05, 0.1)
-"""Relative KV deviations that are put up with."""
+"""Relative KV deviations that are accepted."""
 
 SHOWN = 0.05
-"""The one that is drawn."""
+"""The threshold that is drawn."""
 
 SCORE = "cci(1-beta')"
 
@@ -40,10 +40,10 @@ def _measure(lab: Lab) -> list[Row]:
 
 
 def needed_share(percents: Sequence[int], deviations: Sequence[float], threshold: float) -> float:
-    """The smallest share of a chunk's tokens, 0 to 1, that brings its deviation down to ``threshold``.
+    """Return the smallest share of a chunk's tokens, 0 to 1, that brings its deviation down to ``threshold``.
 
-    ``deviations``: by ``percents`` recomputed, ascending; between these a straight line is assumed, and none is left at
-    100%.
+    ``deviations`` are by ``percents`` recomputed, ascending; between these a straight line is assumed, and none is left
+    at 100%.
     """
     measured = [*zip(percents, deviations, strict=True), (100, 0.0)]
     if measured[0][1] <= threshold:
@@ -119,7 +119,7 @@ def _table(rows: Sequence[Row]) -> list[Row]:
 
 
 def _points(rows: Sequence[Row], threshold: float) -> tuple[list[float], list[float]]:
-    """CCI·(1 − β′) and needed share of all chunks."""
+    """Return CCI·(1 − β′) and the needed share of all chunks."""
     shown = [row for row in rows if row["threshold"] == threshold]
     return [row[SCORE] for row in shown], [row["needed"] for row in shown]
 

@@ -22,40 +22,41 @@ SHUFFLES = (1, 4, 64)
 LAST = 2
 
 OTHERS, PARTS, ORDERS = "others", "parts", "orders"
-"""Kinds of new contexts: other chunks only (β = 0); some of the old ones among others, in their order (γ = 0); all of
-the old ones in another order (β = 1)."""
+"""The kinds of new contexts: other chunks only (β = 0); some of the old ones among others, in their order (γ = 0); all
+of the old ones in another order (β = 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReusedChunk:
-    """One chunk in one new context, with Cache-Craft's scores of it.
-
-    ``deviations``: ‖KV − KV_full‖ / ‖KV_full‖, mean over its tokens and all layers, by the percentage of its tokens
-    that was computed again, in the order of their inter attention. ``example``: whose prompt it stood in first.
-    ``outside``: the share of earlier chunks in all the attention that it gave to chunks, itself included.
-    """
+    """Holds one chunk in one new context, with Cache-Craft's scores of it."""
 
     kind: str
+    """``OTHERS``, ``PARTS`` or ``ORDERS``."""
     example: int
+    """The number of the example whose prompt the chunk stood in first."""
     tokens: int
     cci: float
     beta: float
     gamma: float
     outside: float
+    """The share of earlier chunks in all the attention that the chunk gave to chunks, itself included."""
     deviations: tuple[float, ...]
+    """‖KV − KV_full‖ / ‖KV_full‖, the mean over the chunk's tokens and all layers, by the percentage of its tokens that
+    was computed again, in the order of their inter attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A new prompt, and which of its chunks are looked at: by place, with the example they come from."""
+    """Holds a new prompt, and says which of its chunks are looked at."""
 
     kind: str
     prompt: Prompt
     chunks: tuple[tuple[int, int], ...]
+    """Places in the prompt, each with the number of the example that the chunk comes from."""
 
 
 def reuses(lab: Lab, *, limit: int, percents: Sequence[int] = (0,)) -> list[ReusedChunk]:
-    """Chunks of ``limit`` examples in new contexts of all kinds, computed again to each of ``percents``.
+    """Put chunks of ``limit`` examples into new contexts of all kinds, and recompute each of ``percents`` of them.
 
     Every example's chunks (the first 10 at most; 4 at least, or it is left out) are computed behind one another in one
     prompt first. Only chunks that stood behind others there are looked at.
@@ -73,24 +74,24 @@ def reuses(lab: Lab, *, limit: int, percents: Sequence[int] = (0,)) -> list[Reus
 
 
 def _old_chunks(reader: OpenReader, passages: Sequence[str], question: str) -> tuple[Chunk, ...]:
-    """The passages as chunks computed behind one another; none if there are too few."""
+    """Return the passages as chunks computed behind one another; none if there are too few."""
     chunks = dict.fromkeys(reader.llm.builder.encode_chunk(passage) for passage in passages)
     few = list(chunks)[:MOST_CHUNKS]
     return cached_together(reader.llm, few, question).chunks if len(few) >= FEWEST_CHUNKS else ()
 
 
 def _cases(reader: OpenReader, olds: Sequence[tuple[Chunk, ...]], index: int) -> Iterator[_Case]:
-    """All new contexts that begin with example ``index``, or that its chunks are put into."""
+    """Yield all new contexts that begin with example ``index``, or that its chunks are put into."""
     old, generator = olds[index], np.random.default_rng(index)
     question = reader.examples[0].question
 
     def case(kind: str, chunks: Sequence[Chunk], looked_at: Iterable[tuple[int, int]]) -> _Case:
         return _Case(kind, asked(reader.llm, chunks, question), tuple(looked_at))
 
-    strangers = [((index + place) % len(olds), place) for place in range(min(MOST_CHUNKS, len(olds)))]
-    strangers = [(example, place) for example, place in strangers if place < len(olds[example])]
-    placed = [(place, example) for place, (example, _) in enumerate(strangers)]
-    yield case(OTHERS, [olds[example][place] for example, place in strangers], placed[1:])
+    foreign = [((index + place) % len(olds), place) for place in range(min(MOST_CHUNKS, len(olds)))]
+    foreign = [(example, place) for example, place in foreign if place < len(olds[example])]
+    placed = [(place, example) for place, (example, _) in enumerate(foreign)]
+    yield case(OTHERS, [olds[example][place] for example, place in foreign], placed[1:])
     others = [chunk for chunk in olds[(index + 1) % len(olds)] if chunk not in old]
     for share in KEPT if others else ():
         kept = generator.random(len(old)) < share
@@ -104,7 +105,7 @@ def _cases(reader: OpenReader, olds: Sequence[tuple[Chunk, ...]], index: int) ->
 
 
 def _measured(reader: OpenReader, case: _Case, percents: Sequence[int]) -> list[ReusedChunk]:
-    """Chunks whose KV happens to be exact there are left out."""
+    """Measure the chunks of a case; those whose KV happens to be exact there are left out."""
     prompt = case.prompt
     looked_at = [(place, example) for place, example in case.chunks if not prompt.spans[place].exact]
     if not looked_at:

@@ -21,7 +21,7 @@ from kvlinker.research.figures.lab import Lab
 
 EXAMPLES = 140
 PERCENT = 30
-"""Of every chunk's tokens; the paper's share in this table."""
+"""The share of every chunk's tokens that is recomputed, as in the paper's table."""
 
 CASES = {
     "naive-unpositioned": "neither",
@@ -30,7 +30,7 @@ CASES = {
     f"inter-{PERCENT}": "both",
     "full": "full",
 }
-"""Policies and what they fix."""
+"""What each policy fixes."""
 
 METRICS = (*VERSUS_FULL, TASK)
 

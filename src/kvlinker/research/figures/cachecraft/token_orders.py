@@ -54,7 +54,7 @@ def _measure(lab: Lab) -> list[Row]:
 
 
 def _row(of: str, order: str, percent: int, values: Sequence[float], random: Sequence[float]) -> Row:
-    """``vs_random``: the mean of the paired differences from the random order at the same share."""
+    """Make a row; ``vs_random`` is the mean of the paired differences from the random order at the same share."""
     interval, differences = mean_interval(values), [a - b for a, b in zip(values, random, strict=True)]
     return {
         "deviation_of": of,
@@ -104,7 +104,7 @@ def _finding(rows: Sequence[Row]) -> str:
 
 
 def _verdict(row: Row) -> str:
-    """How much more or less than random, in percent of what random leaves."""
+    """Say how much more or less than random is left, in percent of what random leaves."""
     if row["vs_random_low"] <= 0 <= row["vs_random_high"]:
         return "no clearly different deviation"
     random = row["deviation"] - row["vs_random"]

@@ -22,10 +22,10 @@ POLICIES = ("full", "naive", "legolink-4", "legolink-16", "attnlink-16", "cacheb
 SPLITS = tuple(ContextSplit)
 SEMANTIC, FIXED = SPLITS
 WINDOW = 64
-"""Tokens of a chunk of fixed size: two or three of the data's passages."""
+"""The tokens of a chunk of fixed size: two or three of the data's passages."""
 EXAMPLES = 105
 KINDS = ("single", "anaphora")
-"""Shown beside all together: windows cut through the sentences of the first, and join passages of the second."""
+"""Tasks that are shown beside all together: windows cut sentences of the first, and join passages of the second."""
 EPIC, CACHEBLEND = "attnlink-16", "cacheblend-15"
 
 
@@ -57,13 +57,13 @@ _UNCHANGED: Row = dict.fromkeys(("vs_semantic", "vs_semantic_low", "vs_semantic_
 
 
 def _pairs(semantic: Sequence[Examined], fixed: Sequence[Examined]) -> list[tuple[Examined, Examined]]:
-    """The same examples, cut in both ways; those that were asked one way only are left out."""
+    """Pair the same examples, cut in both ways; those that were asked one way only are left out."""
     other = {example.id: (example, results) for example, results in fixed}
     return [(answered, other[answered[0].id]) for answered in semantic if answered[0].id in other]
 
 
 def _change(pairs: Sequence[tuple[Examined, Examined]], row: Row) -> Row:
-    """What fixed windows add to the score of the row's policy, with the interval of the paired differences."""
+    """Measure what fixed windows add to the score of the row's policy, with the interval of the paired differences."""
     differences = [
         _score(fixed, row["policy"]) - _score(semantic, row["policy"])
         for semantic, fixed in pairs
@@ -79,7 +79,7 @@ def _score(answered: Examined, policy: str) -> float:
 
 
 def _chunks(answered: Sequence[Examined], task: str) -> float:
-    """Mean number of chunks in a prompt of the task."""
+    """Return the mean number of chunks in a prompt of the task."""
     return fmean(len(example.passages) for example, _ in answered if task in (example.task, ALL_TASKS))
 
 
@@ -117,7 +117,7 @@ def _finding(rows: Sequence[Row]) -> str:
 
 
 def _changed(row: Row) -> str:
-    """By how much, and whether that is more than chance (by the 95% interval)."""
+    """Say by how much the score changed, and whether that is more than chance (by the 95% interval)."""
     low, high = row["vs_semantic_low"], row["vs_semantic_high"]
     unclear = "; no clear effect" if low <= 0 <= high else ""
     return f"{points(row['vs_semantic'])} ({100 * low:+.0f} to {100 * high:+.0f}{unclear})"

@@ -25,7 +25,7 @@ REPEAT = 3
 
 
 def _measure(lab: Lab) -> list[Row]:
-    """A lab's limit is the most chunks of a prompt."""
+    """Time all lengths; a lab's limit is the most chunks of a prompt."""
     chunks = [number for number in CHUNKS if lab.limit is None or number <= lab.limit]
     steps, total = count(), sum(1 + (REPEAT + 1) * (len(POLICIES) - (number > FULL_CHUNKS)) for number in chunks)
 
@@ -81,7 +81,7 @@ def _finding(rows: Sequence[Row]) -> str:
 
 
 def _at(rows: Sequence[Row], length: int) -> str:
-    """What the policies take at a length, in seconds."""
+    """Say what the policies take at a length, in seconds."""
     of = {row["policy"]: row["ttft_ms"] / 1e3 for row in rows if row["context_tokens"] == length}
     ratio = of[CACHEBLEND] / of[EPIC]
     times = ", ".join(f"{policy} {seconds:.2g} s" for policy, seconds in of.items())
@@ -89,25 +89,25 @@ def _at(rows: Sequence[Row], length: int) -> str:
 
 
 def _power(rows: Sequence[Row], policy: str, shorter: int, longer: int) -> float:
-    """b of ttft = a · tokens^b through two lengths."""
+    """Return the b of ttft = a · tokens^b through two lengths."""
     of = {row["context_tokens"]: row["ttft_ms"] for row in rows if row["policy"] == policy}
     return math.log(of[longer] / of[shorter]) / math.log(longer / shorter)
 
 
 def _common(rows: Sequence[Row]) -> list[Row]:
-    """The rows of prompts that ``full`` was measured on; those of one chunk only if there are no others."""
+    """Return the rows of prompts that ``full`` was measured on; those of one chunk only if there are no others."""
     lengths = {row["context_tokens"] for row in rows if row["policy"] == "full"}
     common = [row for row in rows if row["context_tokens"] in lengths]
     return [row for row in common if row["chunks"] > 1] or common
 
 
 def _exponents(rows: Sequence[Row]) -> dict[str, float]:
-    """By policy, over the lengths that all of them were measured on; empty where these are fewer than three."""
+    """Return exponents by policy, over the lengths that all were measured on; none where these are fewer than three."""
     return {policy: exponent for (policy, _), exponent in scaling_exponents(_common(rows)).items()}
 
 
 def _table(rows: Sequence[Row]) -> list[Row]:
-    """A row per length, with the milliseconds of each policy."""
+    """Make a row per length, with the milliseconds of each policy."""
     return [
         {"tokens": length}
         | dict.fromkeys(POLICIES)

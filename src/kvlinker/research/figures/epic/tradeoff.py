@@ -11,23 +11,23 @@ from kvlinker.research.evaluation.examples import Example
 from kvlinker.research.evaluation.task_scores import ALL_TASKS
 
 TIMED_SHARE = 5
-"""Of so many examples one is timed. No divisor of the number of kinds, which come in turn: so all kinds are timed."""
+"""One in so many examples is timed. It divides no number of kinds, which come in turn: so all kinds are timed."""
 
 Asked = TypeVar("Asked")
 
 
 def timed(examples: Sequence[Asked]) -> Sequence[Asked]:
-    """The examples to time: every fifth."""
+    """Pick the examples to time: every fifth."""
     return examples[::TIMED_SHARE]
 
 
 def with_ttft(
     rows: Sequence[Row], examples: Sequence[Example], seconds: Sequence[Mapping[tuple[str, str], float]], form: str
 ) -> list[Row]:
-    """Quality rows with ``ttft_ms``, the mean over the ``timed`` examples of the row's task.
+    """Add ``ttft_ms`` to quality rows: the mean over the ``timed`` examples of the row's task.
 
-    ``seconds``: by (form, policy) for each of ``examples``; those of ``form`` count. Tasks without an example are left
-    out.
+    ``seconds`` are by (form, policy) for each of ``examples``; those of ``form`` count. Tasks without an example are
+    left out.
     """
     joined: list[Row] = []
     for row in rows:
@@ -42,7 +42,7 @@ def with_ttft(
 
 
 def with_pareto(rows: Sequence[Row]) -> list[Row]:
-    """The rows with ``pareto``: yes where no other row of the same task is as good and as fast, and better in one."""
+    """Add ``pareto`` to rows: yes where no other row of the same task is as good and as fast, and better in one."""
     return [{**row, "pareto": "no" if any(_beats(other, row) for other in rows) else "yes"} for row in rows]
 
 
@@ -56,10 +56,10 @@ def _beats(one: Row, other: Row) -> bool:
 
 
 def front(rows: Sequence[Row]) -> list[Row]:
-    """The rows that are ``pareto``, fastest first."""
+    """Return the rows that are ``pareto``, fastest first."""
     return sorted((row for row in rows if row["pareto"] == "yes"), key=lambda row: row["ttft_ms"])
 
 
 def overall(rows: Sequence[Row]) -> list[Row]:
-    """The rows of all tasks together; of a data set with one task, that task's."""
+    """Return the rows of all tasks together; of a data set with one task, that task's."""
     return [row for row in rows if row["task"] == ALL_TASKS] or list(rows)

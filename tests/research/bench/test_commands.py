@@ -1,0 +1,37 @@
+"""The commands of benchmarks: what they compare by default, and what listing them imports."""
+
+import subprocess
+import sys
+
+import pytest
+
+from kvlinker.config import load_settings
+from kvlinker.research.bench.benchmark import compared_policies
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["advise", "--help"], ["calibrate", "--help"]])
+def test_help_imports_no_torch(arguments):
+    program = f"""
+import sys
+from kvlinker.cli import app
+try:
+    app({arguments!r})
+finally:
+    assert "torch" not in sys.modules
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "Usage" in run.stdout
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_the_policy_that_requests_have_by_default_is_compared(engine):
+    settings = load_settings(engine=engine)
+    compared = compared_policies(None, settings)
+    assert settings.policy in compared
+    assert {"full", "naive"} < set(compared)
+    assert len(set(compared)) == len(compared)
+    assert ("query-5" in compared) == (engine == "embedded")
+
+
+def test_policies_are_compared_as_they_are_given():
+    assert compared_policies("naive, query-5,naive", load_settings()) == ["naive", "query-5"]

@@ -1,0 +1,30 @@
+"""Tests of what needs no model, and the modules that they test, are loaded without torch and without a server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+LIGHT = ("types", "prompt", "splitting", "linking", "client")
+HEAVY = ("torch", "fastapi", "uvicorn", "kvlinker.llm", "kvlinker.server.app", "kvlinker.embedded", "kvlinker.vllm")
+COLLECT = """
+import sys, pytest
+status = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[1].split(",")])
+print(status.value, *(name for name in sys.argv[2].split(",") if name in sys.modules), file=sys.stderr)
+"""
+
+
+def test_collecting_loads_nothing_heavy() -> None:
+    """The light folders are collected in a process of their own, which then tells which heavy modules it has."""
+    folders = [TESTS / name for name in LIGHT if (TESTS / name).is_dir()]
+    run = subprocess.run(
+        [sys.executable, "-c", COLLECT, ",".join(map(str, folders)), ",".join(HEAVY)],
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert run.stderr.split() == ["0"], run.stdout + run.stderr
