@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
+from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle, Sink
 from kvlinker.types.answers import Delta, Finished, Timing, TokenLogprob, Usage
 
-ChoiceSink = Callable[[int, GenerationEvent], None]
-"""Takes the index of a choice (0 to n-1) and its next event, in the engine's thread."""
+ChoiceSink = Sink
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,8 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """A request ended; the prompt token counts add up to its prompt's length."""
+    """A choice of a request ended. The prompt token counts add up to the prompt's length; they are zero for choices
+    other than the first, with which the prompt is counted."""
 
     policy: str
     reason: str

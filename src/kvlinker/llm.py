@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -18,7 +16,7 @@ from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
-from kvlinker.linking import Explanation, Policy, as_policy, known_policies
+from kvlinker.linking import Explanation, Policy, as_policy, describe_policies
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.segments import Prompt
 from kvlinker.splitting import split_text
@@ -128,8 +126,8 @@ class LLM:
         return self.store.bandwidths.known()
 
     def policies(self) -> tuple[dict[str, Any], ...]:
-        """Describe all linking policies, sorted by name, as JSON: name, usage, description, parameters."""
-        return tuple(policy.describe() for policy in known_policies().values())
+        """Describe all linking policies, sorted by name, as JSON, and tell which ones this engine supports."""
+        return describe_policies(self.engine.unsupported)
 
     def generate_context_cache(
         self,
@@ -326,18 +324,7 @@ class LLM:
         With a seed, choice i uses seed + i. When one choice cannot be queued, none is. The handle cancels all. Raises
         PolicyError, and what ``Engine.generate`` does.
         """
-        request = self._request(prompt, policy, tenant, sampling)
-        handles: list[RequestHandle] = []
-        choices = _Choices(handles)
-        try:
-            for index in range(n):
-                seed = None if sampling.seed is None else sampling.seed + index
-                choice = replace(request, sampling=replace(sampling, seed=seed))
-                handles.append(self.engine.generate(choice, partial(sink, index)))
-        except BaseException:
-            choices.cancel()
-            raise
-        return choices
+        return self.engine.generate(self._request(prompt, policy, tenant, sampling, n=n), sink)
 
     def close(self) -> None:
         """Stop the engine and write what is still to be written. Idempotent."""
@@ -361,21 +348,10 @@ class LLM:
         )
 
     def _request(
-        self, prompt: Prompt, policy: str | Policy | None, tenant: str, sampling: SamplingParams
+        self, prompt: Prompt, policy: str | Policy | None, tenant: str, sampling: SamplingParams, *, n: int = 1
     ) -> GenerationRequest:
         chosen = as_policy(self.settings.policy if policy is None else policy)
-        return GenerationRequest(prompt, chosen, sampling, tenant)
-
-
-@dataclass(frozen=True, slots=True)
-class _Choices:
-    """The ``RequestHandle`` of all choices for one prompt."""
-
-    handles: Sequence[RequestHandle]
-
-    def cancel(self) -> None:
-        for handle in self.handles:
-            handle.cancel()
+        return GenerationRequest(prompt, chosen, sampling, tenant, n)
 
 
 def _expiry(ttl: float) -> float:

@@ -74,6 +74,11 @@ class Outcome:
         else:
             self.failed = event
 
+    def put(self, choice, event):
+        """The request's sink, where it asks for one choice."""
+        assert choice == 0
+        self.events.put(event)
+
     @property
     def tokens(self):
         return [token for delta in self.deltas for token in delta.token_ids]
@@ -105,7 +110,7 @@ class Bench:
         outcome = Outcome()
         params = SamplingParams(**({"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True} | sampling))
         request = GenerationRequest(prompt, as_policy(policy), params, tenant)
-        handle = self.engine.generate(request, sink or outcome.events.put)
+        handle = self.engine.generate(request, sink or outcome.put)
         return outcome, handle
 
     def answer(self, prompt, policy="legolink-4", **sampling):

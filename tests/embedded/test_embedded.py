@@ -195,7 +195,7 @@ def test_a_sink_that_raises_cancels_its_own_request_only(bench, caplog):
     made = bench()
     good, _ = made.submit(linked_prompt(seed=1), max_tokens=50)
 
-    def broken(event):
+    def broken(choice, event):
         raise RuntimeError("the receiver is gone")
 
     made.submit(linked_prompt(seed=2), max_tokens=1000, sink=broken)

@@ -9,8 +9,7 @@ from kvlinker.embedded.batch import Batch, Capture, Run
 from kvlinker.embedded.pool import KVPool
 from kvlinker.embedded.runner import Runner
 from kvlinker.engine.observation import ScoreCollector
-from kvlinker.linking import Policy, make_plan, parse_policy
-from kvlinker.linking.evidence import PromptEvidence
+from kvlinker.linking import Needs, Policy, PromptEvidence, make_plan, parse_policy
 from kvlinker.linking.union import Union
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.types.chunks import chunk_key
@@ -142,8 +141,7 @@ class Spoiling(Policy):
     pool: KVPool
     more: tuple = ()
 
-    probes = True
-    uses_scores = True
+    needs = Needs(question_attention=True, scores=True)
 
     def select(self, prompt, evidence):
         selected = self.inner.select(prompt, evidence)

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvlinker.linking import known_policies, parse_policy
-from kvlinker.linking.evidence import PromptEvidence
+from kvlinker.linking import PromptEvidence, known_policies, parse_policy
 from kvlinker.linking.registry import _families
 from tests.embedded.conftest import linked_prompt
 from tests.linking.test_policies import chunk_prompt, select
@@ -29,7 +28,7 @@ def documented():
 def test_the_examples_register_and_select():
     prompt = chunk_prompt(5, 6, 2)
     assert select("tail-3", prompt).nonzero()[0].tolist() == [8, 9, 10, 11, 12]
-    assert parse_policy("deviating").refines
+    assert parse_policy("deviating").needs.refines
     attention = np.zeros((2, len(prompt)), dtype=np.float32)
     attention[1, 7] = 1
     assert select("last-layer-10", prompt, PromptEvidence(attention=attention)).nonzero()[0].tolist() == [7]

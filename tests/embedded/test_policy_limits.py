@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kvlinker.errors import EngineClosedError
-from kvlinker.linking import Policy, parse_policy
+from kvlinker.linking import Needs, Policy, parse_policy
+from kvlinker.linking.needs import EVERY_LAYER
 from kvlinker.linking.union import Union
 from tests.embedded.conftest import EVERY_POLICY, linked_prompt, request_for
 from tests.embedded.test_oracle import TOLERANCE
@@ -181,8 +182,7 @@ class Failing(Policy):
 
     when: str
     how: str = "raise"
-    probes = True
-    refines = True
+    needs = Needs(question_attention=True, layers=EVERY_LAYER)
 
     def select(self, prompt, evidence):
         evidence.question_attention()

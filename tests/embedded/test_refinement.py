@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvlinker.engine.contract import GenerationRequest
-from kvlinker.linking import Policy
+from kvlinker.linking import Needs, Policy
+from kvlinker.linking.needs import EVERY_LAYER
 from kvlinker.types.chunks import chunk_key
 from kvlinker.types.sampling import SamplingParams
 from tests.embedded.conftest import Outcome, full_forward, linked_prompt
@@ -19,7 +20,7 @@ class Drop(Policy):
     """Computes all tokens in the first layer, and keeps those that deviate at every layer named."""
 
     family = "drop-for-tests"
-    refines = True
+    needs = Needs(layers=EVERY_LAYER)
 
     layers: set
     by: str = "key"
@@ -51,7 +52,7 @@ class KeepNone(Drop):
 def submit(made, prompt, policy, **sampling):
     outcome = Outcome()
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
-    made.engine.generate(GenerationRequest(prompt, policy, params), outcome.events.put)
+    made.engine.generate(GenerationRequest(prompt, policy, params), outcome.put)
     return outcome
 
 
@@ -180,7 +181,7 @@ def test_preemption_does_not_change_what_a_policy_keeps(bench):
         for prompt in prompts:
             outcome = Outcome()
             params = SamplingParams(temperature=0, max_tokens=150, logprobs=0, ignore_eos=True)
-            made.engine.generate(GenerationRequest(prompt, Quantile({1}), params), outcome.events.put)
+            made.engine.generate(GenerationRequest(prompt, Quantile({1}), params), outcome.put)
             outcomes.append(outcome)
         return [outcome.wait() for outcome in outcomes], made.engine.scheduler.preemptions
 
@@ -207,7 +208,7 @@ def test_a_policy_that_fails_before_the_first_layer_is_named(bench):
 def test_a_policy_may_be_asked_in_one_layer_alone(bench):
     class Once(Drop):
         family = "drop-once-for-tests"
-        refined_layer = 2
+        needs = Needs(layers=2)
 
     made = bench("llama", max_step_tokens=16)
     prompt = linked_prompt(31, 40, header=4)

@@ -87,14 +87,14 @@ def test_parameters_and_other_policies_stay_as_they_are(policy, settled):
 
 
 def test_unions_ask_for_a_forecast_if_a_part_does():
-    assert parse_policy("query-5+cacheblend-auto").forecasts
-    assert not parse_policy("query-5+cacheblend-15").forecasts
+    assert parse_policy("query-5+cacheblend-auto").needs.forecast
+    assert not parse_policy("query-5+cacheblend-15").needs.forecast
 
 
 def test_auto_alone_is_its_least_ratio():
     policy = parse_policy("cacheblend-auto-30")
     prompt = chunk_prompt(20, 30)
-    assert policy.refines
+    assert policy.needs.refines
     assert policy.kept_percent(1, 24) == parse_policy("cacheblend-30").kept_percent(1, 24)
     assert (policy.select(prompt, None) == prompt.inexact).all()
 

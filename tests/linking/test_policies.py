@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.linking import known_policies, parse_policy
-from kvlinker.linking.evidence import PromptEvidence
+from kvlinker.linking import PromptEvidence, known_policies, parse_policy
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.types.chunk_scores import ChunkScores, ContextChunk, Contextualization
 from kvlinker.types.chunks import Chunk

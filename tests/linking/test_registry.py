@@ -1,7 +1,7 @@
 import pytest
 
 from kvlinker.errors import PolicyError
-from kvlinker.linking import Policy, known_policies, parse_policy, register
+from kvlinker.linking import Policy, describe_policies, known_policies, parse_policy, register
 
 
 @pytest.mark.parametrize(
@@ -102,3 +102,24 @@ def test_a_family_is_registered_once():
 
             def select(self, prompt, evidence):
                 raise AssertionError(prompt)
+
+
+def test_policies_are_described_with_what_an_engine_supports():
+    def unsupported(policy):
+        return "no tens" if "10" in policy.name or "onestep" in policy.name else None
+
+    described = {entry["name"]: entry for entry in describe_policies(unsupported)}
+    assert list(described) == list(known_policies())
+    assert (described["naive"]["supported"], described["naive"]["restriction"]) == (True, None)
+    assert (described["cacheblend"]["supported"], described["cacheblend"]["restriction"]) == (True, "no tens")
+    nothing = describe_policies(lambda policy: f"not {policy.family}")
+    assert not any(entry["supported"] for entry in nothing)
+    assert nothing[0]["restriction"] == "not attnlink"
+
+
+def test_examples_have_every_choice_of_words():
+    names = {policy.name for policy in known_policies()["cacheblend"].examples()}
+    assert names == {f"cacheblend-50{schedule}{what}" for schedule in ("", "-onestep") for what in ("", "-k", "-v")}
+    for family, policy in known_policies().items():
+        for example in policy.examples():
+            assert parse_policy(example.name) == example, family

@@ -16,7 +16,7 @@ from kvlinker.linking.policies.cachecraft import (
     focused_chunks,
     order_penalty,
     prefix_overlap,
-    settled_focus,
+    stable_focus,
 )
 from kvlinker.types.chunk_scores import ContextChunk, Contextualization
 
@@ -239,22 +239,22 @@ CROSSING = np.array([[3, 1, 0], [0, 4, 0], [0, 1, 0], [0, 1, 0]], dtype=np.float
 
 @pytest.mark.parametrize(("window", "settled"), [(1, ({0}, 1)), (2, ({1}, 3)), (3, ({1}, 4)), (4, None), (5, None)])
 def test_the_focus_settles_when_it_lasts(window, settled):
-    assert settled_focus(CROSSING, window) == settled
+    assert stable_focus(CROSSING, window) == settled
 
 
 def test_layers_are_summed_up():
     """In the second layer alone chunk 1 is looked at most, but not in both together."""
     attention = np.array([[5, 1, 0], [0, 2, 0]], dtype=np.float32)
-    assert settled_focus(attention, 2) == ({0}, 2)
+    assert stable_focus(attention, 2) == ({0}, 2)
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2])
 def test_few_chunks_are_all_focused(chunks):
-    assert settled_focus(np.ones((4, chunks), dtype=np.float32), 3) == (set(range(chunks)), 3)
+    assert stable_focus(np.ones((4, chunks), dtype=np.float32), 3) == (set(range(chunks)), 3)
 
 
 def test_nothing_settles_before_the_first_layer():
-    assert settled_focus(np.zeros((0, 4), dtype=np.float32), 1) is None
+    assert stable_focus(np.zeros((0, 4), dtype=np.float32), 1) is None
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), max_size=8), st.integers(1, 5))
@@ -262,4 +262,4 @@ def test_settling_is_the_first_time_that_the_window_is_all_the_same(rows, window
     attention = np.array(rows, dtype=np.float64).reshape(-1, 4)
     found = [focused_chunks(attention[: layer + 1].sum(0)) for layer in range(len(rows))]
     lasting = [layer for layer in range(window, len(rows) + 1) if len(set(found[layer - window : layer])) == 1]
-    assert settled_focus(attention, window) == ((found[lasting[0] - 1], lasting[0]) if lasting else None)
+    assert stable_focus(attention, window) == ((found[lasting[0] - 1], lasting[0]) if lasting else None)

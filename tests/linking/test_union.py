@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from kvlinker.errors import PolicyError
-from kvlinker.linking import Policy, make_plan, parse_policy
-from kvlinker.linking.evidence import PromptEvidence
+from kvlinker.linking import Needs, Policy, PromptEvidence, make_plan, parse_policy
 from kvlinker.linking.registry import MOST_PARTS
 from kvlinker.linking.union import Union
 from tests.linking.test_policies import NOTHING, chunk_prompt, select, selected
@@ -27,21 +26,26 @@ def test_a_plan_keeps_what_every_part_selected():
 
 
 @pytest.mark.parametrize(
-    ("joined", "flags"),
+    ("joined", "needs"),
     [
-        ("naive+legolink-1", set()),
-        ("query-5+legolink-1", {"probes"}),
-        ("h2o-5+query-5", {"probes", "uses_scores"}),
-        ("cacheblend-5+legolink-1", {"refines"}),
-        ("cachecraft-1+legolink-1", {"uses_scores", "uses_variants"}),
-        ("legolink-1+cachecraft-1-focus", {"uses_scores", "uses_variants", "refines", "watches"}),
-        ("set-prefix+legolink-1", {"uses_variants"}),
+        ("naive+legolink-1", Needs()),
+        ("query-5+legolink-1", Needs(question_attention=True)),
+        ("h2o-5+query-5", Needs(question_attention=True, scores=True)),
+        ("cacheblend-5+legolink-1", Needs(layers="every")),
+        ("cacheblend-5-onestep+legolink-1", Needs(layers=1)),
+        ("cacheblend-5-onestep+cacheblend-5", Needs(layers="every")),
+        ("cacheblend-auto+query-5", Needs(forecast=True, question_attention=True, layers="every")),
+        ("cachecraft-1+legolink-1", Needs(scores=True, variants=True)),
+        (
+            "legolink-1+cachecraft-1-focus",
+            Needs(scores=True, variants=True, layers="every", chunk_attention=True),
+        ),
+        ("set-prefix+legolink-1", Needs(variants=True)),
     ],
 )
-def test_a_union_needs_what_any_part_needs(joined, flags):
+def test_a_union_needs_what_any_part_needs(joined, needs):
     policy = parse_policy(joined)
-    names = ("uses_scores", "uses_variants", "probes", "refines", "watches")
-    assert {name for name in names if getattr(policy, name)} == flags
+    assert policy.needs == needs
     assert policy.positioned
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 
-from kvlinker.engine.contract import EngineLoad, Failed, GenerationRequest, Sink
+from kvlinker.engine.contract import EngineLoad, Failed, GenerationEvent, GenerationRequest, Sink
 from kvlinker.errors import EngineClosedError, KVLinkerError, OverloadedError
+from kvlinker.linking import Policy
 from kvlinker.types.answers import Delta, Finished, Timing, Usage
 from kvlinker.types.chunks import Chunk
 
@@ -38,17 +42,24 @@ class FakeEngine:
         done.set_result(len(chunk))
         return done
 
-    def generate(self, request: GenerationRequest, sink: Sink) -> _Speaker:
+    def unsupported(self, policy: Policy) -> str | None:
+        return None
+
+    def generate(self, request: GenerationRequest, sink: Sink) -> _Choices:
         with self._changed:
             if self._closed:
                 raise EngineClosedError("closed")
-            if len(self._active) >= self.capacity:
+            if len(self._active) + request.n > self.capacity:
                 raise OverloadedError("busy", retry_after=7)
-            speaker = _Speaker(self, request, sink)
-            self._active.add(speaker)
-            self.requests.append(request)
-        threading.Thread(target=speaker.run, daemon=True).start()
-        return speaker
+            speakers = [
+                _Speaker(self, replace(request, n=1, sampling=request.sampling_of(choice)), partial(sink, choice))
+                for choice in range(request.n)
+            ]
+            self._active.update(speakers)
+            self.requests += [speaker.request for speaker in speakers]
+        for speaker in speakers:
+            threading.Thread(target=speaker.run, daemon=True).start()
+        return _Choices(speakers)
 
     def load(self) -> EngineLoad:
         with self._changed:
@@ -77,10 +88,21 @@ class FakeEngine:
             speaker.cancel()
 
 
-class _Speaker:
+class _Choices:
     """``RequestHandle``."""
 
-    def __init__(self, engine: FakeEngine, request: GenerationRequest, sink: Sink) -> None:
+    def __init__(self, speakers: list[_Speaker]) -> None:
+        self._speakers = speakers
+
+    def cancel(self) -> None:
+        for speaker in self._speakers:
+            speaker.cancel()
+
+
+class _Speaker:
+    """One choice."""
+
+    def __init__(self, engine: FakeEngine, request: GenerationRequest, sink: Callable[[GenerationEvent], None]) -> None:
         self.request = request
         self._engine = engine
         self._sink = sink

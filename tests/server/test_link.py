@@ -34,6 +34,7 @@ def test_all_policies_are_listed_with_their_parameters(served: Served) -> None:
     }
     assert listed["cacheblend"]["parameters"][1]["values"] == ["gradual", "onestep"]
     assert all(entry["object"] == "policy" and entry["description"] for entry in listed.values())
+    assert all(entry["supported"] and entry["restriction"] is None for entry in listed.values())
 
 
 @pytest.mark.parametrize(

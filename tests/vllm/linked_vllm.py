@@ -19,13 +19,12 @@ import vllm
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-from kvlinker.linking import make_plan, parse_policy
-from kvlinker.linking.evidence import PromptEvidence
+from kvlinker.linking import Link, PromptEvidence, make_plan, parse_policy
 from kvlinker.research.bench.shapes import byte_tokenizer
 from kvlinker.types.chunks import chunk_key
-from kvlinker.vllm.frontend.planning import PlannedLink, Planner
-from kvlinker.vllm.protocol.signature import OrderSeal
-from kvlinker.vllm.protocol.transfer_plan import PARAM, Outcome, order_of_capture, order_of_plan
+from kvlinker.vllm.frontend.linker import LinkedPrompt, VLLMLinker
+from kvlinker.vllm.protocol.signature import PlanSigner
+from kvlinker.vllm.protocol.transfer_plan import PARAM, TransferOutcome, plan_capture, plan_transfer
 from tests.embedded.reference import Reference, reference_model
 from tests.toy_models import tiny_model
 from tests.vllm.conftest import HEAD_DIM
@@ -82,8 +81,8 @@ class LinkedVLLM:
     def cache(self, prompt):
         """Have all chunks of the prompt computed and stored."""
         for chunk in prompt.chunks:
-            order = order_of_capture(key_of(chunk), begin=len(chunk.prefix), end=len(chunk.prefix) + len(chunk))
-            self.add([*chunk.prefix, *chunk.tokens, 0], order, secrets.token_hex(8), max_tokens=1)
+            capture = plan_capture(key_of(chunk), begin=len(chunk.prefix), end=len(chunk.prefix) + len(chunk))
+            self.add([*chunk.prefix, *chunk.tokens, 0], capture, secrets.token_hex(8), max_tokens=1)
         for output in self.run().values():
             assert outcome_of(output).linked
         assert all(self.chunk_file(chunk).exists() for chunk in prompt.chunks)
@@ -92,30 +91,30 @@ class LinkedVLLM:
         key = key_of(chunk)
         return self.state / "chunks" / key[:2] / f"{key}.safetensors"
 
-    def add(self, tokens, order=None, salt=None, *, max_tokens=4):
+    def add(self, tokens, transfer=None, salt=None, *, max_tokens=4):
         name = f"r{next(self._names)}"
         params = vllm.SamplingParams(
             temperature=0,
             max_tokens=max_tokens,
             logprobs=20,
             ignore_eos=True,
-            extra_args=None if order is None else {"kv_transfer_params": self.params(order, tokens)},
+            extra_args=None if transfer is None else {"kv_transfer_params": self.params(transfer, tokens)},
         )
         prompt = {"prompt_token_ids": list(tokens)} | ({"cache_salt": salt} if salt else {})
         self._engine.add_request(name, prompt, params)
         return name
 
-    def params(self, order, tokens):
-        return OrderSeal.of(self.state).params(order, tokens)
+    def params(self, transfer, tokens):
+        return PlanSigner.of(self.state).params(transfer, tokens)
 
     def submit(self, prompt, policy, *, salt="salt", evidence=NO_EVIDENCE, **options):
         """Queue a linked request, salted as the engine does it: by all that its KV depends on but the tokens."""
-        order = order_for(prompt, policy, evidence)
-        return self.add(prompt.tokens.tolist(), order, f"{salt} {order}", **options)
+        transfer = transfer_for(prompt, policy, evidence)
+        return self.add(prompt.tokens.tolist(), transfer, f"{salt} {transfer}", **options)
 
-    async def follow(self, order, tokens):
+    async def run_transfer(self, transfer, tokens):
         """What ``VLLMClient`` does under that name."""
-        name = self.add([*tokens, 0], order, secrets.token_hex(8), max_tokens=1)
+        name = self.add([*tokens, 0], transfer, secrets.token_hex(8), max_tokens=1)
         return outcome_of(self.run()[name])
 
     def evidence(self, prompt):
@@ -125,14 +124,15 @@ class LinkedVLLM:
 
     def refined(self, prompt, policy):
         """The link of a policy that refines, when it has compared."""
-        plan, keys = planned(prompt, policy)
+        link = Link.begin(prompt, parse_policy(policy))
+        keys = tuple(map(key_of, link.chunks))
         with ThreadPoolExecutor(1) as executor:
             layers = reference_model(self.family, head_dim=HEAD_DIM).config.num_hidden_layers
-            planner = Planner(self, None, executor, layers=layers, longest=1022)
-            return asyncio.run(planner.refine(PlannedLink(plan, keys, PromptEvidence())))
+            linker = VLLMLinker(self, None, executor, layers=layers, longest=1022)
+            return asyncio.run(linker.refine(LinkedPrompt(link, layers, keys)))
 
-    def follow_link(self, link, **options):
-        name = self.add(link.plan.prompt.tokens.tolist(), link.order, secrets.token_hex(8), **options)
+    def follow(self, linked, **options):
+        name = self.add(linked.plan.prompt.tokens.tolist(), linked.transfer, secrets.token_hex(8), **options)
         return self.run()[name]
 
     def abort(self, name):
@@ -164,7 +164,7 @@ class LinkedVLLM:
         state = vars(linking)
         left = {name: state[name] for name, value in state.items() if isinstance(value, dict | set | list) and value}
         assert left.keys() <= {"_held"}, left
-        assert not linking._pace._under_way
+        assert not linking._throttle._under_way
         worker = vllm.distributed.kv_transfer.get_kv_transfer_group()._worker
         assert not worker._tasks
         assert not worker._writing
@@ -185,13 +185,13 @@ def planned(prompt, policy, evidence=NO_EVIDENCE):
     return plan, tuple(key_of(placement.chunk) for placement in plan.placements)
 
 
-def order_for(prompt, policy, evidence=NO_EVIDENCE):
-    return order_of_plan(*planned(prompt, policy, evidence))
+def transfer_for(prompt, policy, evidence=NO_EVIDENCE):
+    return plan_transfer(*planned(prompt, policy, evidence))
 
 
 def outcome_of(output):
-    """What became of the order that the request carried."""
-    return Outcome.model_validate(output.kv_transfer_params[PARAM])
+    """What became of the transfer plan that the request carried."""
+    return TransferOutcome.model_validate(output.kv_transfer_params[PARAM])
 
 
 @cache

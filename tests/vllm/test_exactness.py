@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvlinker.linking import parse_policy
-from kvlinker.linking.evidence import NoVariants, PromptEvidence
+from kvlinker.linking import PromptEvidence, parse_policy
+from kvlinker.linking.evidence import NoVariants
 from kvlinker.linking.plan import layer_masks
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.types.chunks import Chunk
@@ -86,7 +86,7 @@ def test_cacheblend_in_one_step(linked, prompt, policy, percent, parts, lego):
         link = linked.refined(prompt, policy)
         computed = [mask & prompt.cached for mask in layer_masks(link.plan, oracle.layers, link.dropped)]
         np.testing.assert_array_equal(computed, expected)
-        assert difference_from(linked.follow_link(link, max_tokens=4), oracle, expected) < TOLERANCE
+        assert difference_from(linked.follow(link, max_tokens=4), oracle, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1), (64, 1), (31, 40)])
@@ -96,7 +96,7 @@ def test_cacheblend_where_a_prompt_ends_in_a_chunk(linked, lengths):
     oracle = reference(prompt, linked.family)
     (everything, kept) = blended(oracle, 40, onestep=True)
     kept[-1] = True
-    output = linked.follow_link(linked.refined(prompt, "cacheblend-40-onestep"), max_tokens=4)
+    output = linked.follow(linked.refined(prompt, "cacheblend-40-onestep"), max_tokens=4)
     assert difference_from(output, oracle, [everything, *[kept] * (oracle.layers - 1)]) < MORE_STEPS_TOLERANCE
 
 

@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvlinker.prompt.segments import FreshSegment, Prompt
-from kvlinker.vllm.protocol.signature import SEAL
+from kvlinker.vllm.protocol.signature import SIGNATURE
 from kvlinker.vllm.protocol.transfer_plan import PARAM
 from tests.embedded.conftest import linked_prompt, random_tokens
-from tests.vllm.linked_vllm import LinkedVLLM, difference, key_of, order_for, outcome_of
+from tests.vllm.linked_vllm import LinkedVLLM, difference, key_of, outcome_of, transfer_for
 
 TOLERANCE = 2e-5
 """Answers are longer than those of the tests of exactness, and so are their rounding errors."""
@@ -49,7 +49,7 @@ def test_plain_requests_get_vllms_own_answer_after_linked_ones(linked, prompt):
 
 
 def test_unsalted_requests_are_not_linked(linked, prompt):
-    name = linked.add(prompt.tokens.tolist(), order_for(prompt, "naive"))
+    name = linked.add(prompt.tokens.tolist(), transfer_for(prompt, "naive"))
     output = linked.run()[name]
     assert difference(output, prompt, "full", "llama") < TOLERANCE
     assert output.kv_transfer_params is None
@@ -69,23 +69,23 @@ def test_unsalted_requests_are_not_linked(linked, prompt):
         {"more": 1},
     ],
 )
-def test_unsound_orders_are_not_followed(linked, prompt, change, monkeypatch):
-    params = sealed(linked, prompt)
+def test_unsound_transfer_plans_are_not_followed(linked, prompt, change, monkeypatch):
+    params = signed(linked, prompt)
     assert_computed_in_full(linked, prompt, params | {PARAM: params[PARAM] | change}, monkeypatch)
 
 
-@pytest.mark.parametrize("seal", [None, "", "0" * 64, 7, "é"])
-def test_orders_without_kvlinkers_seal_are_not_followed(linked, prompt, seal, monkeypatch):
-    assert_computed_in_full(linked, prompt, sealed(linked, prompt) | {SEAL: seal}, monkeypatch)
+@pytest.mark.parametrize("signature", [None, "", "0" * 64, 7, "é"])
+def test_transfer_plans_without_kvlinkers_signature_are_not_followed(linked, prompt, signature, monkeypatch):
+    assert_computed_in_full(linked, prompt, signed(linked, prompt) | {SIGNATURE: signature}, monkeypatch)
 
 
-def test_orders_for_another_prompt_are_not_followed(linked, prompt, monkeypatch):
+def test_transfer_plans_for_another_prompt_are_not_followed(linked, prompt, monkeypatch):
     other = Prompt((*prompt.segments[:-1], FreshSegment(random_tokens(11, 55))))
-    assert_computed_in_full(linked, prompt, sealed(linked, other), monkeypatch)
+    assert_computed_in_full(linked, prompt, signed(linked, other), monkeypatch)
 
 
-def sealed(linked, prompt):
-    return linked.params(order_for(prompt, "legolink-4"), prompt.tokens.tolist())
+def signed(linked, prompt):
+    return linked.params(transfer_for(prompt, "legolink-4"), prompt.tokens.tolist())
 
 
 def assert_computed_in_full(linked, prompt, params, monkeypatch):
@@ -159,7 +159,7 @@ def test_a_comparison_whose_chunk_is_gone_has_everything_computed(linked, prompt
         link = linked.refined(prompt, "cacheblend-20-onestep")
         assert not link.dropped
         assert link.recomputed_tokens == sum(map(len, prompt.chunks))
-        assert difference(linked.follow_link(link), prompt, "full", "llama") < TOLERANCE
+        assert difference(linked.follow(link), prompt, "full", "llama") < TOLERANCE
 
 
 def forget(linked):

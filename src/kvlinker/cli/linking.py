@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -11,6 +12,9 @@ from kvlinker.cli.bench.common import MODEL_OPTIONS
 from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_display
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings, load_settings
+
+if TYPE_CHECKING:
+    from kvlinker.linking import Policy
 
 
 def check(
@@ -40,25 +44,38 @@ def check(
     typer.echo(f"{model} can be linked.")
 
 
+@settings_options("engine")
 def policies(
+    settings: Settings,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as GET /v1/policies answers it.")] = False,
 ) -> None:
-    """List the linking policies: how each is written, what it does, and what its parameters may be."""
+    """List the linking policies: how each is written, what it does, what its parameters may be, and what the engine
+    cannot follow."""
     from rich.console import Console
     from rich.table import Table
 
     from kvlinker import linking
 
-    described = [policy.describe() for policy in linking.known_policies().values()]
+    described = linking.describe_policies(_unsupported_by(settings.engine))
     if as_json:
         typer.echo(json.dumps(described, indent=2, ensure_ascii=False))
         return
     table = Table("policy", "what it recomputes", "parameters", show_lines=True)
     for policy in described:
         parameters = "\n".join(f"{row['name']}: {_allowed(row)}" for row in policy["parameters"])
-        table.add_row(policy["usage"].replace("[", "\\["), policy["description"], parameters)
+        restriction = f"\n[yellow]{policy['restriction']}[/]" if policy["restriction"] else ""
+        table.add_row(policy["usage"].replace("[", "\\["), policy["description"] + restriction, parameters)
     Console().print(table)
     typer.echo("Policies are joined with +, as in query-5+legolink-4: what any of them wants is recomputed.")
+
+
+def _unsupported_by(engine: str) -> Callable[[Policy], str | None]:
+    """What tells why the engine of this name cannot follow a policy; the embedded one follows all."""
+    if engine == "vllm":
+        from kvlinker.vllm.protocol.transfer_plan import unsupported
+
+        return unsupported
+    return lambda policy: None
 
 
 @settings_options(*MODEL_OPTIONS)

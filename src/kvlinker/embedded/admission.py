@@ -8,10 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from kvlinker.embedded.commands import CommandQueue
-from kvlinker.embedded.link_loading import Link, LinkLoader
+from kvlinker.embedded.link_loading import LinkLoader, LoadedLink
 from kvlinker.embedded.linked_request import LinkedRequest
 from kvlinker.embedded.scheduler import Scheduler
-from kvlinker.errors import KVLinkerError, OverloadedError
+from kvlinker.engine.limits import check_room
+from kvlinker.errors import KVLinkerError
 from kvlinker.futures import gather
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 PREFETCHED = 8
 """Requests in the queue whose chunks' KV is held ready; those behind them fetch it later."""
 
-Ready = Callable[[LinkedRequest, Link], None]
+Ready = Callable[[LinkedRequest, LoadedLink], None]
 """Takes a request whose chunks' KV is there. It runs in the thread that completed it; what it raises fails the
 request."""
 
@@ -63,8 +64,7 @@ class Admission:
         with self._changed:
             self._commands.check_open()
             waiting = self._scheduler.waiting + len(self._loading)
-            if waiting >= self._max_waiting:
-                raise OverloadedError(f"{waiting} requests wait already; try again later.", retry_after=1)
+            check_room(waiting, 1, most=self._max_waiting)
             self._load_soon(request, ready)
 
     def admit_again(self, request: LinkedRequest, ready: Ready) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvlinker.errors import EngineClosedError
+from kvlinker.engine.limits import engine_closed
 
 Command = Callable[[], None]
 
@@ -30,7 +30,7 @@ class CommandQueue:
     def check_open(self) -> None:
         """Raises EngineClosedError once the queue was closed."""
         if self._closed:
-            raise EngineClosedError("The engine is shutting down. Send the request again to a running server.")
+            raise engine_closed()
 
     def put(self, command: Command) -> None:
         """Have the engine's thread run ``command`` before its next step. Raises EngineClosedError."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import psutil
@@ -36,6 +35,7 @@ from kvlinker.errors import ModelLoadError
 from kvlinker.events import Events
 from kvlinker.futures import gather
 from kvlinker.linking.explanation import Explanation
+from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore, Speeds
 from kvlinker.types.answers import PromptLogprobs
@@ -173,11 +173,24 @@ class EmbeddedEngine:
         keys = [chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant) for chunk in known.chunks]
         return gather([self._chunks.build_prompt(keys, known)] if keys else [], lambda _: known)
 
+    def unsupported(self, policy: Policy) -> str | None:
+        """None: this engine offers all that a policy can need."""
+        return None
+
     def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
         max_tokens = self._limits.max_tokens(request)
-        generation = Generation(request, sink, loaded=self._loaded, max_tokens=max_tokens, events=self._events)
-        self._loop.submit(generation)
-        return _Handle(partial(self._loop.cancel, generation))
+        generations = [
+            Generation(request, sink, choice=choice, loaded=self._loaded, max_tokens=max_tokens, events=self._events)
+            for choice in range(request.n)
+        ]
+        handle = _Handle(self._loop, generations)
+        try:
+            for generation in generations:
+                self._loop.submit(generation)
+        except BaseException:
+            handle.cancel()
+            raise
+        return handle
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         self._limits.max_tokens(request)
@@ -212,4 +225,9 @@ class EmbeddedEngine:
 class _Handle:
     """``RequestHandle`` of the embedded engine."""
 
-    cancel: Callable[[], None]
+    _loop: EngineLoop
+    _generations: Sequence[Generation]
+
+    def cancel(self) -> None:
+        for generation in self._generations:
+            self._loop.cancel(generation)

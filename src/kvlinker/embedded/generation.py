@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor
 
@@ -14,19 +12,34 @@ from kvlinker.engine.contract import GenerationRequest, Sink
 from kvlinker.engine.output import Output
 from kvlinker.errors import KVLinkerError
 from kvlinker.events import Events
-from kvlinker.types.answers import Delta, Timing
+from kvlinker.types.answers import Delta
 
 
 class Generation(LinkedRequest):
     """Samples a request's tokens, decides when it ends, and tells its sink."""
 
     def __init__(
-        self, request: GenerationRequest, sink: Sink, *, loaded: LoadedModel, max_tokens: int, events: Events
+        self,
+        request: GenerationRequest,
+        sink: Sink,
+        *,
+        choice: int,
+        loaded: LoadedModel,
+        max_tokens: int,
+        events: Events,
     ) -> None:
         super().__init__(request, max_tokens=max_tokens)
         self._eos = frozenset() if request.sampling.ignore_eos else loaded.eos_token_ids
-        self._sampler = Sampler(request.sampling, prompt_length=len(request.prompt))
-        self._output = Output(request, sink, tokenizer=loaded.tokenizer, events=events, broken=self._break)
+        self._sampler = Sampler(request.sampling_of(choice), prompt_length=len(request.prompt))
+        self._output = Output(
+            request,
+            sink,
+            choice=choice,
+            clock=self.clock,
+            tokenizer=loaded.tokenizer,
+            events=events,
+            broken=self._break,
+        )
 
     def accept(self, logits: Tensor) -> None:
         """Sample the next token from ``logits`` [vocabulary] and pass it on; ends the request if it was the last."""
@@ -56,18 +69,7 @@ class Generation(LinkedRequest):
 
     def _end(self, reason: str, last: Delta | None = None) -> None:
         self.ended = True
-        self._output.finish(reason, self.usage(self._output.tokens), self._timing, last)
+        self._output.finish(reason, self.usage(self._output.tokens), last)
 
     def _break(self) -> None:
         self.cancelled = True
-
-    def _timing(self) -> Timing:
-        now = time.perf_counter()
-        started = self._started or now
-        first = self._output.first_token or now
-        return Timing(
-            load=self._loaded - self._submitted,
-            queue=max(started - self._loaded, 0.0),
-            link=max(first - started, 0.0),
-            decode=now - first,
-        )

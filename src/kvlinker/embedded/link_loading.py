@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvlinker.embedded.chunk_builder import ChunkBuilder
 from kvlinker.embedded.throughput import Pace
 from kvlinker.embedded.variants import VariantLibrary
 from kvlinker.engine.contract import GenerationRequest
-from kvlinker.errors import KVLinkerError
 from kvlinker.futures import gather
-from kvlinker.linking.evidence import Forecast, NoVariants, PromptEvidence
-from kvlinker.linking.plan import LinkPlan, chunk_uses, make_plan, probe_plan, ranges
-from kvlinker.linking.policy import Policy
+from kvlinker.linking.evidence import Forecast
+from kvlinker.linking.link import Link
+from kvlinker.linking.refinement import Refinement
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.loading.bandwidth import LoadTime
 from kvlinker.types.chunks import Chunk, chunk_key
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """A plan with the KV of its placements. With a policy that probes, the plan of the first pass.
+class LoadedLink:
+    """A link with a plan, and the KV of its ``chunks``."""
 
-    ``evidence``: what the policy may look at, but for the probe. ``forecast``: by which it settled, if it did.
-    """
-
-    plan: LinkPlan
+    link: Link
     kvs: tuple[ChunkKV, ...]
-    evidence: PromptEvidence
-    forecast: Forecast | None = None
-
-    def with_attention(self, attention: NDArray[np.float32]) -> Link:
-        """For the second pass, ``attention`` [layers, length] being what the first one showed."""
-        evidence = PromptEvidence(self.evidence.chunk_scores, attention)
-        return replace(self, plan=make_plan(self.plan.prompt, self.plan.policy, evidence), evidence=evidence)
 
 
 class LinkLoader:
@@ -69,45 +51,34 @@ class LinkLoader:
         self._variants = variants
         self._pace = pace
 
-    def link(self, request: GenerationRequest, *, at_hand: bool = False) -> Future[Link]:
+    def link(self, request: GenerationRequest, *, at_hand: bool = False) -> Future[LoadedLink]:
         """Fetch what the request's policy needs; layers of it may still be on their way (see ``ChunkStore.load``).
 
         ``at_hand``: what is not in memory is computed, whatever slower tiers have. Raises KVLinkerError when the policy
         fails; later errors are the future's.
         """
-        policy, tenant, forecast = request.policy, request.tenant, None
-        with asking(policy):
-            prompt = self._arranged(request)
-            if policy.forecasts:
-                forecast = self._forecast(prompt, tenant, at_hand=at_hand)
-                policy = policy.settle(forecast)
-        fetch = partial(self._fetch, tenant=tenant, at_hand=at_hand, forecast=forecast)
-        if policy.uses_scores or policy.probes:
-            fetched = fetch(prompt.chunks, computed=ranges(~prompt.cached))
-            return gather(fetched, partial(_plan_with_scores, prompt, policy, forecast))
-        evidence = PromptEvidence()
-        with asking(policy):
-            plan = make_plan(prompt, policy, evidence)
-        chunks = [placement.chunk for placement in plan.placements]
-        if forecast is not None and forecast.load != 0:
-            self._store.load_ahead(self._keys([chunk for chunk in prompt.chunks if chunk not in chunks], tenant))
-        fetched = fetch(chunks, computed=plan.runs)
-        return gather(fetched, lambda kvs: Link(plan, kvs, evidence, forecast))
+        tenant = request.tenant
+        link = Link.begin(
+            request.prompt,
+            request.policy,
+            library=None if self._variants is None else self._variants.of(tenant),
+            forecast=partial(self._forecast, tenant=tenant, at_hand=at_hand),
+        )
+        if link.plan is not None and link.forecast is not None and link.forecast.load != 0:
+            rest = [chunk for chunk in link.prompt.chunks if chunk not in link.chunks]
+            self._store.load_ahead(self._keys(rest, tenant))
+        fetched = self._fetch(
+            link.chunks, tenant=tenant, computed=link.computed, at_hand=at_hand, forecast=link.forecast
+        )
+        return gather(fetched, lambda kvs: LoadedLink(link.with_scores([kv.scores for kv in kvs]), kvs))
 
-    def note_use(
-        self, request: GenerationRequest, plan: LinkPlan, dropped: Sequence[tuple[int, NDArray[np.int64]]]
-    ) -> None:
-        """The request's prompt has been computed by this plan; ``dropped`` as of ``chunk_uses``. To be told once."""
-        for use in chunk_uses(plan, self._layers, dropped):
+    def note_use(self, request: GenerationRequest, link: Link, refinement: Refinement | None) -> None:
+        """The request's prompt has been computed by this link. To be told once."""
+        for use in link.uses(self._layers, refinement):
             key = chunk_key(use.chunk, fingerprint=self._fingerprint, tenant=request.tenant)
             self._store.note_use(key, use.recomputed)
             if self._variants is not None and use.chunk not in request.prompt.chunks:
                 self._variants.note_use(key, use.recomputed)
-
-    def _arranged(self, request: GenerationRequest) -> Prompt:
-        if self._variants is None or not request.policy.uses_variants:
-            return request.policy.arrange(request.prompt, NoVariants())
-        return request.policy.arrange(request.prompt, self._variants.of(request.tenant))
 
     def _forecast(self, prompt: Prompt, tenant: str, *, at_hand: bool) -> Forecast:
         load = LoadTime() if at_hand else self._store.load_time(self._keys(prompt.chunks, tenant))
@@ -172,24 +143,3 @@ def _or_else(found: Future[ChunkKV | None], build: Callable[[], Future[ChunkKV]]
 
     found.add_done_callback(decide)
     return result
-
-
-@contextmanager
-def asking(policy: Policy) -> Iterator[None]:
-    """What a policy raises becomes a KVLinkerError that names it."""
-    try:
-        yield
-    except KVLinkerError:
-        raise
-    except Exception as error:
-        logger.exception("Policy %s failed.", policy.name)
-        raise KVLinkerError(f"Policy {policy.name} failed: {error}") from error
-
-
-def _plan_with_scores(prompt: Prompt, policy: Policy, forecast: Forecast | None, kvs: tuple[ChunkKV, ...]) -> Link:
-    """Plan once the KV of all chunks is at hand, and their scores with it."""
-    evidence = PromptEvidence(tuple(kv.scores for kv in kvs))
-    with asking(policy):
-        plan = probe_plan(prompt, policy) if policy.probes else make_plan(prompt, policy, evidence)
-    at = {span.start: kv for span, kv in zip(prompt.spans, kvs, strict=True)}
-    return Link(plan, tuple(at[placement.start] for placement in plan.placements), evidence, forecast)

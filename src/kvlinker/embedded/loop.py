@@ -7,33 +7,31 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
 from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.embedded.admission import Admission
 from kvlinker.embedded.captures import Captures
 from kvlinker.embedded.commands import CommandQueue
-from kvlinker.embedded.link_loading import Link
+from kvlinker.embedded.link_loading import LoadedLink
 from kvlinker.embedded.linked_request import LinkedRequest
 from kvlinker.embedded.runner import Runner
 from kvlinker.embedded.scheduler import Scheduler, Step
 from kvlinker.embedded.sequence import Sequence
 from kvlinker.embedded.throughput import Pace
 from kvlinker.engine.contract import GenerationRequest
+from kvlinker.engine.limits import engine_closed
 from kvlinker.engine.observation import QuestionProbe
 from kvlinker.errors import EngineClosedError, KVLinkerError
-from kvlinker.linking.plan import LinkPlan
+from kvlinker.linking.link import Link, policy_failed
+from kvlinker.linking.refinement import Refinement
 
 logger = logging.getLogger(__name__)
 
-Linked = Callable[[GenerationRequest, LinkPlan, Items[tuple[int, NDArray[np.int64]]]], object]
-"""Takes a request whose prompt has been computed, by what plan, and what was dropped (``Sequence.dropped``). It runs in
-the engine's thread."""
+Linked = Callable[[GenerationRequest, Link, Refinement | None], object]
+"""Takes a request whose prompt has been computed, and by what. It runs in the engine's thread."""
 
 
 class EngineLoop:
@@ -92,12 +90,12 @@ class EngineLoop:
         self._commands.close()
         self._thread.join()
 
-    def _queue(self, request: LinkedRequest, link: Link) -> None:
+    def _queue(self, request: LinkedRequest, link: LoadedLink) -> None:
         """All chunks' KV is there: hand the request to the engine's thread. Runs in a loader, as a rule."""
         sequence = request.make_sequence(link, layers=self._layers)
-        self._commands.put(partial(self._enter, request, link, sequence))
-        if link.plan.policy.uses_variants and not request.explains:
-            self._captures.offer(link.plan.prompt, request.request.tenant)
+        self._commands.put(partial(self._enter, request, link.link, sequence))
+        if link.link.policy.needs.variants and not request.explains:
+            self._captures.offer(link.link.prompt, request.request.tenant)
 
     def _enter(self, request: LinkedRequest, link: Link, sequence: Sequence) -> None:
         if self._admission.take(request):
@@ -120,7 +118,7 @@ class EngineLoop:
             logger.exception("The engine failed; its requests are given up.")
         finally:
             self._commands.close()
-            self._fail_all(EngineClosedError("The engine was shut down."))
+            self._fail_all(engine_closed())
 
     def _turn(self) -> bool:
         """Run the commands that came, and a step if there is one; False when the engine closes."""
@@ -182,8 +180,8 @@ class EngineLoop:
 
     def _advance(self, sequence: Sequence, logits: Tensor) -> None:
         request = self._requests[sequence]
-        if (plan := request.linked()) is not None:
-            self._linked(request.request, plan, sequence.dropped)
+        if (link := request.linked()) is not None:
+            self._linked(request.request, link, sequence.refinement)
         try:
             request.accept(logits)
         except Exception as error:
@@ -204,9 +202,7 @@ class EngineLoop:
                 self._give_up_policy(sequence, sequence.refinement.error)
 
     def _give_up_policy(self, sequence: Sequence, error: Exception) -> None:
-        name = self._requests[sequence].request.policy.name
-        logger.error("Policy %s failed.", name, exc_info=error)
-        self._give_up(sequence, KVLinkerError(f"Policy {name} failed: {error}"))
+        self._give_up(sequence, policy_failed(self._requests[sequence].request.policy, error))
 
     def _give_up(self, sequence: Sequence, error: KVLinkerError) -> None:
         if sequence in self._requests:

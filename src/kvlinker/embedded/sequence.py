@@ -35,7 +35,7 @@ class Sequence:
         most_tokens: int,
         capture: Capture | None = None,
         probe: QuestionProbe | None = None,
-        refine: Callable[[], Refinement] | None = None,
+        refine: Callable[[], tuple[Refinement, Observer | None]] | None = None,
         logprobs: LogprobCollector | None = None,
     ) -> None:
         """``most_tokens``: how long it can grow.
@@ -56,10 +56,11 @@ class Sequence:
         self.held: SlotRange | None = None
         self._refine = refine
         self.refinement: Refinement | None = None
+        self._watch: Observer | None = None
         self._placed = False
         self._pending: list[Range] = list(runs)
 
-    def relink(self, runs: Items[Range], refine: Callable[[], Refinement] | None) -> None:
+    def relink(self, runs: Items[Range], refine: Callable[[], tuple[Refinement, Observer | None]] | None) -> None:
         """The probe is done: compute these runs, over what is placed already. For a policy that refines, it is placed
         anew: the probe has overwritten the last token's KV where a chunk ends the prompt."""
         self.probe = None
@@ -86,11 +87,6 @@ class Sequence:
     def lost(self) -> bool:
         """A chunk to be placed will never be there as a whole: what was computed is of no use."""
         return any(isinstance(kv.layers, LayerStream) and kv.layers.lost for _, kv in self._placements)
-
-    @property
-    def dropped(self) -> Items[tuple[int, NDArray[np.int64]]]:
-        """What the policy dropped between the layers: (first layer without them, positions)."""
-        return () if self.refinement is None else tuple(self.refinement.dropped)
 
     @property
     def decoding(self) -> bool:
@@ -125,7 +121,8 @@ class Sequence:
             self._placed = True
             placed = [self._to_place(slot, *entry) for entry in self._placements]
         if self._refine is not None and self.refinement is None:
-            refinement = self.refinement = self._refine()
+            self.refinement, self._watch = self._refine()
+            refinement = self.refinement
             budget = self.prompt_length
         taken: list[Range] = []
         while self._pending and budget > 0:
@@ -158,7 +155,7 @@ class Sequence:
     def _observer(self, refinement: Refinement | None) -> Observer | None:
         if self.capture is not None:
             return self.capture.scores
-        return self.probe if refinement is None else refinement.watch
+        return self.probe if refinement is None else self._watch
 
     @staticmethod
     def _to_place(slot: int, placement: Placement, kv: ChunkKV) -> Placed:

@@ -95,7 +95,7 @@ class Step:
         with self._timed("place"):
             self._place_layer(index)
         with self._timed("attention"):
-            return self._attend(index, query[0], key[0], value[0], _options(query, options))[None]
+            return self._attend(index, query[0], key[0], value[0], AttentionOptions.of_call(query, options))[None]
 
     def _enter(self, batch: Batch) -> None:
         """Compute these runs from now on."""
@@ -234,16 +234,6 @@ class Step:
 
     def _timed(self, part: str) -> AbstractContextManager[None]:
         return self._profile.timed(part) if self._profile is not None else nullcontext()
-
-
-def _options(query: Tensor, options: dict[str, Any]) -> AttentionOptions:
-    scaling = options.get("scaling")
-    return AttentionOptions(
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window=options.get("sliding_window"),
-        softcap=options.get("softcap"),
-        sinks=options.get("s_aux"),
-    )
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What both engines share, and the contract that the rest of kvlinker knows them by."""
+"""The contract that the rest of kvlinker knows engines by, and all that both engines share."""

@@ -1,35 +1,52 @@
-"""A layer's variant of attention, and its weights written out for those who look on."""
+"""Variants of attention, the positions of queries, and attention weights written out for observers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 QUERY_BLOCK = 256
-"""Queries that share one mask at most."""
+"""The most queries that share one mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """A layer's variant of attention.
-
-    ``window``: a query sees the keys of the last ``window`` positions, its own included. ``softcap``: scores
-    become softcap·tanh(score / softcap). ``sinks`` [heads]: extra logits that take attention and give nothing.
-    """
+    """Describes one layer's variant of attention."""
 
     scale: float
+    """What products of queries and keys are multiplied with."""
+
     window: int | None = None
+    """A query sees the keys of the last ``window`` positions only, its own included."""
+
     softcap: float | None = None
+    """Scores become softcap · tanh(score / softcap)."""
+
     sinks: Tensor | None = None
+    """Extra logits [heads] that take attention and give nothing."""
+
+    @classmethod
+    def of_call(cls, query: Tensor, options: Mapping[str, Any]) -> Self:
+        """Read the keyword arguments that transformers passes to an attention function, with its query
+        [..., head_dim]."""
+        scaling = options.get("scaling")
+        return cls(
+            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            window=options.get("sliding_window"),
+            softcap=options.get("softcap"),
+            sinks=options.get("s_aux"),
+        )
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Positions of one request's queries that are computed together, ascending: [queries]."""
+    """Holds the positions [queries] of one request's queries that are computed together, ascending."""
 
     positions: Tensor
 
@@ -50,7 +67,7 @@ class Queries:
 
     @cached_property
     def blocks(self) -> tuple[tuple[slice, Queries], ...]:
-        """Parts of at most QUERY_BLOCK queries, with the rows that they take."""
+        """The queries in parts of at most QUERY_BLOCK, each with the rows that it takes."""
         rows = [slice(begin, begin + QUERY_BLOCK) for begin in range(0, len(self), QUERY_BLOCK)]
         return tuple((part, Queries(self.positions[part])) for part in rows)
 
@@ -59,12 +76,12 @@ class Queries:
         return {}
 
     def first_seen(self, window: int | None) -> int:
-        """The first position that any of the queries sees."""
+        """Return the first position that any of the queries sees."""
         return 0 if window is None else max(self.first - window + 1, 0)
 
     def mask(self, window: int | None, copies: int, dtype: torch.dtype) -> Tensor | None:
-        """What each of ``copies`` copies of the queries sees of positions [first_seen, last]: 0 or -inf,
-        [copies · queries, keys]; None when all see all. Computed once for all layers of a kind."""
+        """Return the mask [copies · queries, keys] of what each of ``copies`` copies of the queries sees of the
+        positions [first_seen, last], 0 or -inf; None when all see all. It is made once for all layers of a kind."""
         if window is not None and self.last < window:
             window = None
         if len(self) == 1:
@@ -82,7 +99,8 @@ class Queries:
 
 
 def attention_weights(queries: Queries, query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
-    """The weights that ``attend`` would use, written out: [heads, queries, last + 1], fp32. Meant for few queries."""
+    """Write out the weights that ``attend`` would use: [heads, queries, last + 1], fp32. It is meant for few
+    queries."""
     first = queries.first_seen(options.window)
     groups = query.shape[0] // key.shape[0]
     folded = query.reshape(key.shape[0], groups * len(queries), query.shape[2])
@@ -101,7 +119,7 @@ def attention_weights(queries: Queries, query: Tensor, key: Tensor, options: Att
 
 
 def attention_scores(query: Tensor, key: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
-    """What the softmax is taken of, fp32; the matrix product has the inputs' precision."""
+    """Compute the logits of attention before the softmax, fp32; the matrix product has the inputs' precision."""
     scores = torch.matmul(query, key.transpose(1, 2)).float().mul_(options.scale)
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)

@@ -1,13 +1,13 @@
-"""What the rest of kvlinker knows of an engine: requests in, events out."""
+"""The contract of engines, which is all that the rest of kvlinker knows of them: requests in, events out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from kvlinker.errors import KVLinkerError
+from kvlinker.errors import InvalidRequestError, KVLinkerError
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt
@@ -18,36 +18,53 @@ from kvlinker.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence to generate. ``tenant`` decides whose chunk caches it may link."""
+    """A prompt to link, and how many answers to generate from it.
+
+    ``tenant`` decides whose chunk caches may be linked. The prompt is linked once for all ``n`` choices, which then go
+    on apart from one another.
+    """
 
     prompt: Prompt
     policy: Policy
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = "default"
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise InvalidRequestError(f"n is {self.n}, but must be at least 1.", param="n")
+
+    def sampling_of(self, choice: int) -> SamplingParams:
+        """How the tokens of this choice (0 to n - 1) are chosen: with a seed, choice i uses seed + i."""
+        seed = self.sampling.seed
+        return self.sampling if seed is None else replace(self.sampling, seed=seed + choice)
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The last event of a request that could not be served."""
+    """The last event of a choice that could not be served."""
 
     error: KVLinkerError
 
 
 GenerationEvent = Delta | Finished | Failed
-Sink = Callable[[GenerationEvent], None]
+
+Sink = Callable[[int, GenerationEvent], None]
+"""Takes the number of a choice (0 to n - 1) and its next event. An engine calls it from a thread of its own."""
 
 
 class RequestHandle(Protocol):
-    """A request under way."""
+    """A request under way, with all of its choices."""
 
     def cancel(self) -> None:
-        """Stop computing and free the slots at once; a ``Finished("cancelled")`` event follows. Idempotent."""
+        """Stop computing and free the slots at once; each choice that has not ended is told ``Finished("cancelled")``.
+        Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is: request counts, and KV slots (one slot holds one token)."""
+    """How busy an engine is: counts of requests (each choice is one), and KV slots (one slot holds one token)."""
 
     running: int
     waiting: int
@@ -59,13 +76,20 @@ class Engine(Protocol):
     """Creates chunk caches and generates from prompts. All methods may be called from any thread."""
 
     fingerprint: str
-    """Names model weights, config, dtype and rope: a part of every chunk key."""
+    """Names the model's weights, config, dtype and rotary parameters; it is a part of every chunk key."""
 
     max_model_len: int
-    """Longest prompt plus output, in tokens."""
+    """The most tokens that a prompt and its answer may have together."""
 
     kv_bytes_per_token: int
-    """What a token's KV takes as it is computed, over all layers."""
+    """Bytes of one token's KV over all layers, as it is computed."""
+
+    def unsupported(self, policy: Policy) -> str | None:
+        """Tell why this engine cannot follow the policy, and the way out; None where it can.
+
+        Requests under such a policy are refused with PolicyError.
+        """
+        ...
 
     def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
         """Make sure that the store holds the chunk's KV; the result is its size in bytes.
@@ -75,37 +99,41 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
-        """Queue a request; its events go to ``sink`` in order, ``Finished`` or ``Failed`` last.
+        """Queue a request, all of its choices or none. The events of each choice go to ``sink`` in order, ``Finished``
+        or ``Failed`` last; the prompt's usage is the same in all of them.
 
-        Raises ContextLengthError, OverloadedError or EngineClosedError at once.
+        Raises PolicyError, ContextLengthError, OverloadedError or EngineClosedError at once.
         """
         ...
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
-        """Link the request's prompt like ``generate``, and say how, without generating.
+        """Link the request's prompt like ``generate``, and tell how, without generating.
 
-        Raises ContextLengthError, OverloadedError or EngineClosedError at once; later errors are the future's.
+        Raises PolicyError, ContextLengthError, OverloadedError or EngineClosedError at once; later errors are the
+        future's.
         """
         ...
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
-        """Link the request's prompt like ``generate``, and say how likely its last tokens are, without generating.
+        """Link the request's prompt like ``generate``, and tell how likely its last tokens are, without generating.
 
         ``request.sampling.logprobs`` counts the alternatives that are told with each token. Raises InvalidRequestError
-        when fewer than two tokens stand behind the last chunk, and ContextLengthError, OverloadedError or
+        when fewer than two tokens stand behind the last chunk, and PolicyError, ContextLengthError, OverloadedError or
         EngineClosedError at once; later errors are the future's.
         """
         ...
 
-    def load(self) -> EngineLoad: ...
+    def load(self) -> EngineLoad:
+        """Tell how busy the engine is."""
+        ...
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """What computing a prompt of so many tokens takes, going by what was computed; None where nothing was."""
+        """Seconds that computing a prompt of so many tokens takes, by what was measured; None where nothing was."""
         ...
 
     @property
     def healthy(self) -> bool:
-        """False once the engine was closed or has failed for good."""
+        """Whether the engine still serves; False once it was closed or has failed for good."""
         ...
 
     def close(self) -> None:

@@ -1,24 +1,46 @@
-"""Arithmetic that a prompt costs, counted from the model's shape."""
+"""The cost of tokens, counted from the model's shape: memory of their KV, and arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.embedded.model.anatomy import LayerShape
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Describes one layer's attention: counts of heads, and values per head."""
+
+    query_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def values_per_token(self) -> int:
+        """How many values the KV of one token has in this layer."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+
+def kv_bytes_per_token(layers: Sequence[AttentionShape], dtype: torch.dtype) -> int:
+    """Count the bytes of one token's KV over all layers."""
+    return sum(layer.values_per_token for layer in layers) * dtype.itemsize
 
 
 class CostModel:
-    """Floating point operations: 2 per weight and token, and 4 · heads · head_dim per query and key that it sees.
+    """Counts floating point operations: 2 per weight and token, 4 · heads · head_dim per query and key that it sees.
 
     Embeddings and the output head are left out, all experts of a mixture are counted, and so are all earlier keys in
     layers with a sliding window.
     """
 
-    def __init__(self, model: Any, layers: Sequence[LayerShape]) -> None:
+    def __init__(self, model: Any, layers: Sequence[AttentionShape]) -> None:
         weights: int = sum(
             weight.numel() for name, weight in model.named_parameters() if "embed" not in name and "lm_head" not in name
         )
@@ -27,16 +49,17 @@ class CostModel:
 
     @property
     def per_token(self) -> float:
-        """Over all layers, without attention."""
+        """Operations per token over all layers, without attention."""
         return self._per_token * len(self._per_key)
 
     @property
     def per_pair(self) -> float:
-        """Of a query and a key that it sees, over all layers."""
+        """Operations per query and key that it sees, over all layers."""
         return float(sum(self._per_key))
 
     def flops(self, masks: Sequence[NDArray[np.bool_]]) -> float:
-        """Of computing the positions where ``masks`` (one per layer, [length]) are true, each seeing all before it."""
+        """Count the operations of computing, in each layer, the positions where its mask [length] is true, each seeing
+        all before it."""
         return sum(self._layer_flops(layer, mask) for layer, mask in enumerate(masks))
 
     def _layer_flops(self, layer: int, mask: NDArray[np.bool_]) -> float:

@@ -1,4 +1,5 @@
-"""What one model can be asked for; the engine checks requests before it queues them."""
+"""The limits of an engine, and the errors that refuse what exceeds them; requests are checked before they are
+queued."""
 
 from __future__ import annotations
 
@@ -8,21 +9,60 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.engine.contract import GenerationRequest
-from kvlinker.errors import ContextLengthError, InvalidRequestError
+from kvlinker.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    InvalidRequestError,
+    OverloadedError,
+    PolicyError,
+)
 from kvlinker.prompt.segments import Prompt
+
+RETRY_AFTER_SECONDS = 1
+"""How soon a refused request may come again."""
+
+
+def engine_closed() -> EngineClosedError:
+    """Make the error of requests that meet an engine which is shutting down, or was shut down."""
+    return EngineClosedError("The engine is shutting down. Send the request again to a running server.")
+
+
+def check_room(queued: int, choices: int, *, most: int) -> None:
+    """Refuse a request whose ``choices`` do not all find room beside those ``queued``, of ``most`` that there may be.
+
+    Raises OverloadedError, or InvalidRequestError for more choices than an idle engine has room for.
+    """
+    if choices > most:
+        raise InvalidRequestError(
+            f"n is {choices}, but this server has room for {most} choices at once. Ask for fewer.", param="n"
+        )
+    if queued + choices > most:
+        raise OverloadedError(
+            f"{queued} requests are queued already, and there is room for {most}. Try again later.",
+            retry_after=RETRY_AFTER_SECONDS,
+        )
+
+
+def check_supported(reason: str | None) -> None:
+    """Raises PolicyError for the ``reason`` why an engine does not support a request's policy, if there is one."""
+    if reason is not None:
+        raise PolicyError(reason, param="link.policy")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """``vocabulary``: token ids that there are. ``max_model_len``: tokens that prompt and answer may have together."""
+    """Checks requests against what one model can be asked for."""
 
     vocabulary: int
+    """Token ids go from 0 to this, exclusive."""
+
     max_model_len: int
+    """The most tokens that a prompt and its answer may have together."""
 
     def check_vocabulary(self, tokens: NDArray[np.int64], *, param: str) -> None:
         """Raises InvalidRequestError for an unknown id in ``tokens`` [length]: it would fail all requests of its step.
 
-        ``param``: the request's field that the tokens come from.
+        ``param`` names the request's field that the tokens come from.
         """
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
             bad = int(tokens[(tokens < 0) | (tokens >= self.vocabulary)][0])
@@ -31,7 +71,7 @@ class RequestLimits:
             )
 
     def max_tokens(self, request: GenerationRequest) -> int:
-        """How many tokens the answer may have: as many as were asked for, or as there is room for.
+        """Return the most tokens that the answer may have: as many as were asked for, or as there is room for.
 
         Raises InvalidRequestError, and ContextLengthError where prompt and answer are too long together.
         """

@@ -1,23 +1,32 @@
-"""Models and tokenizers as they lie in files: reading them, and naming what they hold."""
+"""Models and tokenizers in files: reading them, and the fingerprint that names what they hold."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from blake3 import blake3
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from kvlinker.config import Settings
 from kvlinker.errors import ModelLoadError
+from kvlinker.store.format.durability import replace_file
+
+logger = logging.getLogger(__name__)
+
+FINGERPRINTS = "fingerprints.json"
+"""The file in the state directory that remembers the fingerprints of models' files."""
 
 
 def read_model(settings: Settings) -> tuple[Any, Any]:
-    """The model, in the dtype and on the device that the settings ask for, and its tokenizer.
+    """Read the model, in the dtype and on the device that the settings ask for, and its tokenizer.
 
     Raises ModelLoadError when either cannot be loaded.
     """
@@ -31,7 +40,7 @@ def read_model(settings: Settings) -> tuple[Any, Any]:
 
 
 def read_tokenizer(settings: Settings) -> Any:
-    """The model's tokenizer. Raises ModelLoadError when it cannot be loaded."""
+    """Read the model's tokenizer. Raises ModelLoadError when it cannot be loaded."""
     tokenizer = _read(AutoTokenizer, settings)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ModelLoadError(f"The tokenizer of {settings.model!r} has no tokenizer.json; kvlinker needs one.")
@@ -39,7 +48,7 @@ def read_tokenizer(settings: Settings) -> Any:
 
 
 def read_config(settings: Settings) -> Any:
-    """The model's configuration. Raises ModelLoadError when it cannot be loaded."""
+    """Read the model's configuration. Raises ModelLoadError when it cannot be loaded."""
     return _read(AutoConfig, settings)
 
 
@@ -57,7 +66,7 @@ def _read(kind: Any, settings: Settings, **options: Any) -> Any:
 
 
 def choose_device(name: str) -> torch.device:
-    """The named device; ``auto`` is CUDA where present, else the CPU."""
+    """Return the named device; ``auto`` is CUDA where present, else the CPU. Raises ModelLoadError for others."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -67,7 +76,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The named dtype; ``auto`` is bfloat16 where the hardware multiplies it, else float32."""
+    """Return the named dtype; ``auto`` is bfloat16 where the hardware multiplies it, else float32."""
     if name != "auto":
         chosen: torch.dtype = getattr(torch, name)
         return chosen
@@ -78,7 +87,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def fingerprint(model: Any) -> str:
-    """BLAKE3 (hex) over the config, rotary parameters included, and every weight in the dtype it runs in."""
+    """Compute the model's fingerprint: BLAKE3 (hex) over its config, rotary parameters included, and every weight in
+    the dtype that it runs in."""
     digest = blake3(max_threads=blake3.AUTO)
     config = model.config.to_dict()
     for volatile in ("_name_or_path", "transformers_version", "_attn_implementation_autoset"):
@@ -89,3 +99,38 @@ def fingerprint(model: Any) -> str:
         content = weight.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()
         digest.update(content)
     return digest.hexdigest()
+
+
+def known_fingerprint(settings: Settings, dtype: torch.dtype) -> str:
+    """Return the fingerprint of ``settings.model`` in this dtype, without a model in memory.
+
+    It is remembered in the state directory, where it was computed for the same files before; else all weights are read.
+    Raises ModelLoadError.
+    """
+    place = settings.state_dir / FINGERPRINTS
+    name = _files_name(settings, dtype)
+    try:
+        known = json.loads(place.read_text())
+        if isinstance(known[name], str):
+            return str(known[name])
+    except (OSError, ValueError, KeyError, TypeError):
+        known = {}
+    on_cpu = settings.model_copy(update={"device": "cpu", "dtype": str(dtype).removeprefix("torch."), "threads": None})
+    model, _ = read_model(on_cpu)
+    known = (known if isinstance(known, dict) else {}) | {name: fingerprint(model)}
+    try:
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(place, json.dumps(known).encode())
+    except OSError as error:
+        logger.warning("The model's fingerprint is computed again next time: %s", error)
+    return str(known[name])
+
+
+def _files_name(settings: Settings, dtype: torch.dtype) -> str:
+    """Make a name of all that the fingerprint depends on, going by the size and time of the weights' files alone."""
+    folder = Path(settings.model)
+    if not folder.is_dir():
+        folder = Path(cached_file(settings.model, "config.json")).parent
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir())
+    parts = [str(folder.resolve()), files, str(dtype), transformers.__version__]
+    return blake3(json.dumps(parts).encode()).hexdigest()

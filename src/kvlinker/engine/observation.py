@@ -1,4 +1,4 @@
-"""Looking on while attention is computed: the weights of a few queries at a time, never the whole matrix."""
+"""Observers of attention as it is computed: they see the weights of a few queries at a time, never the whole matrix."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from kvlinker.prompt.segments import ChunkSpan
 from kvlinker.types.chunk_scores import ChunkScores, ContextChunk, Contextualization
 
 QUERIES_AT_ONCE = 64
+"""The most queries whose weights are in memory at once."""
 
 
 class Observer(Protocol):
     """Sees every run of its request in every layer, after the run's keys are in the pool."""
 
     def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
-        """``query`` [heads, run, key_dim] stands at positions from ``start`` on, ``key`` [kv_heads, start + run,
-        key_dim] at those from 0 on; both have their rotary embedding."""
+        """See one run in one layer.
+
+        ``query`` [heads, run, key_dim] stands at positions from ``start`` on, ``key`` [kv_heads, start + run, key_dim]
+        at those from 0 on; both have their rotary embedding.
+        """
         ...
 
 
 class QuestionProbe:
-    """The last prompt token's attention on every token."""
+    """Keeps the last prompt token's attention on every token."""
 
     def __init__(self, layers: int, length: int) -> None:
         self.attention: NDArray[np.float32] = np.zeros((layers, length), dtype=np.float32)
-        """[layers, length], mean over heads."""
+        """The attention so far: [layers, length], mean over heads."""
 
     def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
         if key.shape[1] == self.attention.shape[1]:
@@ -41,7 +45,8 @@ class QuestionProbe:
 
 
 class ChunkWatch:
-    """The attention of the question, the tokens behind the last chunk, on every chunk, layer by layer."""
+    """Keeps the attention of the question, the tokens behind the last chunk, on every chunk, layer by layer. It is the
+    ``ChunkAttention`` that a ``Refinement`` takes."""
 
     def __init__(self, spans: Sequence[ChunkSpan], length: int) -> None:
         self._spans = tuple(spans)
@@ -51,11 +56,11 @@ class ChunkWatch:
 
     @property
     def attention(self) -> NDArray[np.float32]:
-        """[layers so far, chunks]; sum over the question's tokens, mean over heads."""
+        """The attention so far: [layers so far, chunks], sum over the question's tokens, mean over heads."""
         return np.array(self._attention, dtype=np.float32).reshape(len(self._attention), len(self._spans))
 
     def want(self, layer: int) -> None:
-        """Somebody still looks: watch this layer, too. The first layer in which nobody does is the end of it."""
+        """Watch this layer, too. Watching ends with the first layer that nobody asks for."""
         self._wanted_in = layer
 
     def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
@@ -70,10 +75,10 @@ class ChunkWatch:
 
 
 class ScoreCollector:
-    """Scores of the chunks in a sequence that is computed as a whole; see ``ChunkScores``."""
+    """Collects the ``ChunkScores`` of the chunks in a sequence that is computed as a whole."""
 
     def __init__(self, layers: int, spans: Sequence[tuple[int, int]], contents: Sequence[str]) -> None:
-        """``spans``: positions [start, end) of the chunks, ascending; ``contents``: their names."""
+        """Begin for chunks at the positions [start, end) of ``spans``, ascending, that have these ``contents``."""
         self._layers = layers
         self._spans = tuple(spans)
         self._contents = tuple(contents)
@@ -92,7 +97,7 @@ class ScoreCollector:
                     self._note(index, position, weights.cpu())
 
     def finish(self) -> list[ChunkScores]:
-        """The scores of every chunk, once all layers have seen all tokens."""
+        """Return the scores of every chunk, once all layers have seen all tokens."""
         finished = []
         for index, (first, last) in enumerate(self._spans):
             inter = self._inter[index] / self._layers
@@ -110,7 +115,7 @@ class ScoreCollector:
         return finished
 
     def _note(self, index: int, position: int, weights: Tensor) -> None:
-        """``weights`` [queries, position + queries] of chunk ``index``'s tokens from ``position`` on."""
+        """Add the ``weights`` [queries, position + queries] of chunk ``index``'s tokens from ``position`` on."""
         first, _ = self._spans[index]
         tokens = slice(position - first, position - first + len(weights))
         for earlier, (begin, end) in enumerate(self._spans[:index]):
@@ -121,7 +126,8 @@ class ScoreCollector:
 
 
 def _mean_weights(start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> Iterator[tuple[int, Tensor]]:
-    """Blocks of queries: the first one's position, and the weights, mean over heads, [queries, keys up to the last]."""
+    """Yield blocks of queries: the first one's position, and their weights, mean over heads, [queries, keys up to the
+    last]."""
     for begin in range(0, query.shape[1], QUERIES_AT_ONCE):
         block = query[:, begin : begin + QUERIES_AT_ONCE]
         first = start + begin

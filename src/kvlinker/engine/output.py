@@ -1,4 +1,4 @@
-"""A request's output on its way to its sink: text from tokens, stop strings, events, and how it ended."""
+"""Turns the tokens of a choice into what its sink is told: text, stop strings, events, timing, and how it ended."""
 
 from __future__ import annotations
 
@@ -14,9 +14,48 @@ from kvlinker.errors import KVLinkerError
 from kvlinker.events import Events, FirstToken, RequestFinished
 from kvlinker.types.answers import Delta, Finished, Timing, TokenLogprob, Usage
 
+logger = logging.getLogger(__name__)
+
+End = tuple[str, Delta]
+"""The reason why an answer ends, and its last piece."""
+
+
+class RequestClock:
+    """Notes when a request reaches each stage of its life, in seconds of ``time.perf_counter``.
+
+    All choices of a request share ``submitted``, ``loaded`` and ``started``; each has a first token of its own.
+    """
+
+    def __init__(self) -> None:
+        self.submitted = time.perf_counter()
+        self.loaded: float | None = None
+        """When the KV of all its chunks was there."""
+
+        self.started: float | None = None
+        """When the engine began to compute its prompt."""
+
+    def mark_loaded(self) -> None:
+        """The KV of all its chunks is there now."""
+        self.loaded = time.perf_counter()
+
+    def mark_started(self) -> None:
+        """The engine begins to compute its prompt now."""
+        self.started = time.perf_counter()
+
+    def timing(self, first_token: float | None) -> Timing:
+        """Tell where the time went until now; ``first_token`` is when that came, None if it did not."""
+        now = time.perf_counter()
+        loaded = self.submitted if self.loaded is None else self.loaded
+        first = now if first_token is None else first_token
+        started = now if self.started is None else self.started
+        started = max(loaded, min(started, first))
+        return Timing(
+            load=loaded - self.submitted, queue=started - loaded, link=max(first - started, 0.0), decode=now - first
+        )
+
 
 class TextStream:
-    """Decodes one request's output; ``stopped`` once a stop string has appeared.
+    """Decodes the tokens of one answer; ``stopped`` becomes true once a stop string has appeared.
 
     Text that could be the beginning of a stop string is held back until it is clear.
     """
@@ -31,14 +70,14 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add a token; returns the text that is certain now."""
+        """Add a token, and return the text that is certain now."""
         self._ids.append(token)
         piece = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
         self._decoded += piece
         return self._release(piece)
 
     def finish(self) -> str:
-        """No more tokens come: the rest of the text, incomplete characters as U+FFFD."""
+        """Return the rest of the text, with incomplete characters as U+FFFD: no more tokens come."""
         if self.stopped:
             return ""
         whole = self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -62,51 +101,53 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
+    """Return the length of the longest end of ``text`` that is a beginning of ``stop``."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
     return 0
 
 
-logger = logging.getLogger(__name__)
-
-End = tuple[str, Delta]
-"""Why an answer ends, and its last piece."""
-
-
 class Output:
-    """Tokens in, events out; one thread at a time. ``tokens`` counts them, ``first_token`` is when the first came."""
+    """Turns the tokens of one choice into events for its request's sink. One thread at a time may use it."""
 
     def __init__(
         self,
         request: GenerationRequest,
         sink: Sink,
         *,
+        choice: int = 0,
+        clock: RequestClock,
         tokenizer: Any,
         events: Events,
         broken: Callable[[], None],
     ) -> None:
-        """``broken`` is told when the sink raises: nobody listens any more."""
+        """``broken`` is called when the sink raises: nobody listens any more."""
         self.tokens = 0
+        """How many tokens were generated."""
+
         self.first_token: float | None = None
+        """When the first token came, in seconds of ``time.perf_counter``."""
+
         self._policy = request.policy.name
         self._sink = sink
+        self._choice = choice
+        self._clock = clock
         self._tokenizer = tokenizer
         self._events = events
         self._broken = broken
         self._text = TextStream(tokenizer, request.sampling.stop)
-        self._submitted = time.perf_counter()
 
     def push(self, token: int, logprobs: tuple[TokenLogprob, ...] = (), *, ends: str | None = None) -> End | None:
-        """Pass on the next token, unless the answer ends with it: then ``finish`` is to be told what is returned.
+        """Pass on the next token, unless the answer ends with it: ``finish`` then takes what is returned.
 
-        ``ends``: ``stop`` for a token that says so, and is no text; ``length`` for the last one that there is room for.
+        ``ends`` is ``stop`` for a token that ends the answer and is no text, and ``length`` for the last token that
+        there is room for.
         """
         self.tokens += 1
         if self.first_token is None:
             self.first_token = time.perf_counter()
-            self._events.publish(FirstToken(self.first_token - self._submitted, self._policy))
+            self._events.publish(FirstToken(self.first_token - self._clock.submitted, self._policy))
         if ends == "stop":
             return "stop", Delta(self._text.finish(), (token,))
         text = self._text.push(token)
@@ -119,28 +160,31 @@ class Output:
         return None
 
     def rest(self) -> Delta | None:
-        """Text that was held back, where no further token will come."""
+        """Return the text that was held back, where no further token will come; None if there is none."""
         text = self._text.finish()
         return Delta(text, ()) if text else None
 
-    def finish(self, reason: str, usage: Usage, timing: Callable[[], Timing], last: Delta | None = None) -> None:
-        """The end, behind ``last``."""
+    def finish(self, reason: str, usage: Usage, last: Delta | None = None) -> None:
+        """Tell of the end, behind the ``last`` piece."""
         if last is not None:
             self._send(last)
         self._publish(reason, usage)
-        self._send(Finished(reason, usage, timing()))
+        self._send(Finished(reason, usage, self._clock.timing(self.first_token)))
 
     def fail(self, error: KVLinkerError) -> None:
-        """The end of a request that could not be served."""
+        """Tell of the end of a choice that could not be served."""
         self._publish("failed", Usage(0, 0, 0))
         self._send(Failed(error))
 
     def token_text(self, token: int) -> str:
-        """The token alone, decoded."""
+        """Return the token alone, decoded."""
         text: str = self._tokenizer.decode([token])
         return text
 
     def _publish(self, reason: str, usage: Usage) -> None:
+        """Tell listeners; the prompt, which all choices share, is counted with the first of them."""
+        if self._choice:
+            usage = Usage(0, 0, 0, usage.output_tokens)
         self._events.publish(
             RequestFinished(
                 policy=self._policy,
@@ -154,7 +198,7 @@ class Output:
 
     def _send(self, event: GenerationEvent) -> None:
         try:
-            self._sink(event)
+            self._sink(self._choice, event)
         except Exception:
             logger.exception("The receiver of a request's events failed; the request is cancelled.")
             self._broken()

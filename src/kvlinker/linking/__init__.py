@@ -1,12 +1,14 @@
-"""Linking: which cached tokens to keep and which to recompute. Knows prompts, no model and no engine."""
+"""Linking decides which cached tokens to keep and which to recompute. It knows prompts, but no model and no engine."""
 
 from kvlinker.linking import policies
 from kvlinker.linking.evidence import Evidence, Forecast, LayerEvidence, Library, NoVariants, Variant
 from kvlinker.linking.explanation import Explanation
+from kvlinker.linking.link import Link, PromptEvidence
+from kvlinker.linking.needs import Needs
 from kvlinker.linking.parameters import choice, number, percentage
 from kvlinker.linking.plan import LinkPlan, Placement, make_plan, probe_plan
 from kvlinker.linking.policy import Policy
-from kvlinker.linking.registry import as_policy, known_policies, parse_policy, register
+from kvlinker.linking.registry import as_policy, describe_policies, known_policies, parse_policy, register
 from kvlinker.linking.selection import Score, highest, share
 
 __all__ = [
@@ -15,14 +17,18 @@ __all__ = [
     "Forecast",
     "LayerEvidence",
     "Library",
+    "Link",
     "LinkPlan",
+    "Needs",
     "NoVariants",
     "Placement",
     "Policy",
+    "PromptEvidence",
     "Score",
     "Variant",
     "as_policy",
     "choice",
+    "describe_policies",
     "highest",
     "known_policies",
     "make_plan",

@@ -1,4 +1,4 @@
-"""What a policy may look at besides the prompt: stored scores, attention, deviations, forecasts and variants."""
+"""The evidence that policies decide by besides the prompt: scores, attention, deviations, forecasts and variants."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from kvlinker.types.chunks import Chunk
 
 
 class Evidence(Protocol):
-    """What is known before the first layer."""
+    """Tells what is known before the first layer."""
 
     def scores(self, chunk: int) -> ChunkScores | None:
-        """Scores from the creation of ``prompt.chunks[chunk]``'s KV, for policies with ``uses_scores``.
+        """Return the scores from the creation of ``prompt.chunks[chunk]``'s KV; None for KV that was stored without.
 
-        None for KV that was stored without them.
+        They are there for policies that need ``scores``.
         """
         ...
 
     def question_attention(self) -> NDArray[np.float32]:
-        """The last token's attention on every token over the placed KV, mean over heads: [layers, length].
+        """Return the last token's attention on every token over the placed KV, mean over heads: [layers, length].
 
-        For policies that probe.
+        It is there for policies that need ``question_attention``.
         """
         ...
 
@@ -51,27 +51,31 @@ class PromptEvidence:
 
 
 class LayerEvidence(Protocol):
-    """What a layer's keys and values show about the tokens that the policy has kept so far, before its attention."""
+    """Tells what a layer's keys and values show of the tokens that the policy has kept so far, before its attention."""
 
     @property
-    def prompt(self) -> Prompt: ...
+    def prompt(self) -> Prompt:
+        """The prompt as the policy arranged it."""
+        ...
 
     @property
-    def layer(self) -> int: ...
+    def layer(self) -> int:
+        """The number of the layer, from 0 on."""
+        ...
 
     @property
     def layers(self) -> int:
-        """The model's layers."""
+        """How many layers the model has."""
         ...
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """The tokens that are still computed, ascending: [active]."""
+        """The positions of the tokens that are still computed, ascending: [active]."""
         ...
 
     @property
     def cached(self) -> NDArray[np.bool_]:
-        """True for active tokens that a chunk cache holds, false for fresh ones: [active]."""
+        """A mask that is true for active tokens that a chunk cache holds, false for fresh ones: [active]."""
         ...
 
     @property
@@ -80,42 +84,46 @@ class LayerEvidence(Protocol):
         ...
 
     def key_deviation(self) -> NDArray[np.float32]:
-        """Squared L2 distance of new and placed key, over all heads: [active], 0 for fresh tokens."""
+        """Return the squared L2 distance of new and placed key, over all heads: [active], 0 for fresh tokens."""
         ...
 
     def value_deviation(self) -> NDArray[np.float32]:
-        """Squared L2 distance of new and placed value, over all heads: [active], 0 for fresh tokens."""
+        """Return the squared L2 distance of new and placed value, over all heads: [active], 0 for fresh tokens."""
         ...
 
     def chunk_attention(self) -> NDArray[np.float32]:
-        """The question's attention on every chunk in the layers before this one: [layers so far, chunks].
+        """Return the question's attention on every chunk in the layers before this one: [layers so far, chunks].
 
-        Sum over the question's tokens (those behind the last chunk), mean over heads. For policies that watch; it ends
-        with the first layer in which no policy asks for it.
+        It is the sum over the question's tokens (those behind the last chunk) and the mean over heads. It is there for
+        policies that need ``chunk_attention``, and ends with the first layer in which no policy asks for it.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds; None is not measured yet. ``load``: reading the prompt's chunks from the tiers in which they lie (what
-    is in memory takes none), T_load. ``prefill``: computing all of their tokens as one text, T_prefill(L).
-    ``overlaps``: computation can go on beside the loading; else one comes after the other."""
+    """Tells how long a prompt's chunks are expected to take, in seconds; None is not measured yet."""
 
     load: float | None
+    """Seconds to read the chunks from the tiers in which they lie, T_load. What is in memory takes none."""
+
     prefill: float | None
+    """Seconds to compute all of their tokens as one text, T_prefill(L)."""
+
     overlaps: bool = True
+    """Whether computation can go on beside the loading; else one comes after the other."""
 
     @property
     def worth_loading(self) -> bool:
-        """Loading takes no longer than computing everything."""
+        """Whether loading takes no longer than computing everything."""
         return self.load is not None and self.prefill is not None and self.load <= self.prefill
 
     def hidden_percent(self, least: float) -> float:
-        """Percent of the tokens that can be computed again while the chunks are loaded, at no cost in time, but at
-        least ``least`` (CacheBlend, section 5.1): the r with r · T_prefill = T_load, then max(r, r*), at most 100.
+        """Return the percent of tokens that can be computed again while the chunks are loaded, at no cost in time.
 
-        Loading that overlaps with nothing hides nothing: the least, unless it would be quicker to compute everything.
+        It is at least ``least`` (CacheBlend, section 5.1): the r with r · T_prefill = T_load, then max(r, r*), at most
+        100. Loading that overlaps with nothing hides nothing: the result is ``least`` then, unless it would be quicker
+        to compute everything.
         """
         if self.load is None or not self.prefill:
             return least
@@ -127,22 +135,22 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A chunk whose KV was computed behind ``chunk.prefix``, and how it depends on the chunks in there."""
+    """Describes a chunk whose KV was computed behind ``chunk.prefix``, and how it depends on the chunks in there."""
 
     chunk: Chunk
     contextualization: Contextualization
 
 
 class Library(Protocol):
-    """The variants that are stored."""
+    """Finds variants of chunks that are stored."""
 
     def variants(self, chunk: Chunk) -> Sequence[Variant]:
-        """Variants with the same tokens as ``chunk``, besides itself."""
+        """Return the variants with the same tokens as ``chunk``, besides itself."""
         ...
 
 
 class NoVariants:
-    """A ``Library`` of nothing."""
+    """A ``Library`` that holds nothing."""
 
     def variants(self, chunk: Chunk) -> Sequence[Variant]:
         return ()

@@ -1,44 +1,50 @@
-"""What a policy did to a prompt, and why: an immutable value that can be written as JSON."""
+"""Explanations tell what a policy did to a prompt, and why; they are immutable and can be written as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.linking.evidence import Forecast
-from kvlinker.linking.plan import ranges
+from kvlinker.linking.plan import DroppedTokens, LinkPlan, Range, layer_masks, probe_plan, ranges
+from kvlinker.linking.policy import Policy
 from kvlinker.linking.selection import Score
 from kvlinker.prompt.segments import CachedSegment, Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class LinkedSegment:
-    """A part of the prompt: fresh text, or a chunk with what is known of its KV.
-
-    ``exact``: its KV is what this very prompt makes of it. ``computed_behind``: how many tokens stood before it when
-    its KV was computed. ``context_cache``: the id by which the caller named it, if one did.
-    """
+    """Describes a part of the prompt: fresh text, or a chunk with what is known of its KV. The last four fields are a
+    chunk's, and None for fresh text."""
 
     kind: Literal["fresh", "chunk"]
     start: int
     tokens: int
+
     content: str | None = None
+    """SHA-256 (hex) of its token ids."""
+
     exact: bool | None = None
+    """Whether its KV is what this very prompt makes of it."""
+
     computed_behind: int | None = None
+    """How many tokens stood before it when its KV was computed."""
+
     context_cache: str | None = None
+    """The id by which the caller named it, if one did."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRange:
-    """The ``recomputed`` ranges [begin, end) of cached tokens, the same in layers ``first`` to ``last``."""
+    """Tells which ranges [begin, end) of cached tokens are ``recomputed``, the same in layers ``first`` to ``last``."""
 
     first: int
     last: int
-    recomputed: tuple[tuple[int, int], ...]
+    recomputed: tuple[Range, ...]
 
     @property
     def tokens(self) -> int:
@@ -47,7 +53,7 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """What linking costs. Token counts are averages over the layers; ``full_flops`` is a full prefill's."""
+    """Tells what linking costs. Token counts are averages over the layers; ``full_flops`` is a full prefill's."""
 
     cached_tokens: int
     recomputed_tokens: int
@@ -58,11 +64,14 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How one prompt is linked under one policy. ``settled``: the policy that took its place, going by ``forecast``;
-    the same, and None, where it does not look at forecasts."""
+    """Tells how one prompt is linked under one policy."""
 
     policy: str
+    """The name of the request's policy."""
+
     settled: str
+    """The name of the policy that took its place, going by ``forecast``; the same where it does not look at one."""
+
     forecast: Forecast | None
     tokens: int
     segments: tuple[LinkedSegment, ...]
@@ -71,7 +80,7 @@ class Explanation:
     cost: LinkCost
 
     def with_context_caches(self, ids: Mapping[str, str]) -> Explanation:
-        """The same with the chunks' ids; ``ids`` has them by content."""
+        """Add the ids of the chunks' context caches; ``ids`` has them by content."""
         named = tuple(
             replace(segment, context_cache=ids.get(segment.content)) if segment.content else segment
             for segment in self.segments
@@ -79,6 +88,7 @@ class Explanation:
         return replace(self, segments=named)
 
     def to_json(self) -> dict[str, Any]:
+        """Write it as JSON, in the form of the HTTP API."""
         cost = self.cost
         return {
             "object": "link.explanation",
@@ -131,8 +141,55 @@ class Explanation:
         }
 
 
-def linked_segments(prompt: Prompt) -> tuple[LinkedSegment, ...]:
-    """All segments with tokens, in order."""
+class PromptCost(Protocol):
+    """Counts the arithmetic that computing tokens of a prompt costs."""
+
+    def flops(self, masks: Sequence[NDArray[np.bool_]]) -> float:
+        """Count floating point operations of computing, in each layer, the positions where its mask [length] is
+        true."""
+        ...
+
+
+def explain_plan(
+    plan: LinkPlan,
+    scores: tuple[Score, ...],
+    *,
+    asked: Policy,
+    forecast: Forecast | None,
+    dropped: Sequence[DroppedTokens],
+    recomputed: int,
+    layers: int,
+    cost: PromptCost,
+) -> Explanation:
+    """Explain what became of a plan in a model of so many ``layers``.
+
+    ``scores`` are the figures by which tokens were chosen. ``asked`` is the request's policy, which may have settled
+    for the plan's. ``recomputed`` counts cached tokens that were computed again, averaged over the layers.
+    """
+    masks = layer_masks(plan, layers, dropped)
+    flops = cost.flops(masks)
+    if plan.policy.needs.question_attention:
+        flops += cost.flops(layer_masks(probe_plan(plan.prompt, plan.policy), layers))
+    return Explanation(
+        policy=asked.name,
+        settled=plan.policy.name,
+        forecast=forecast,
+        tokens=plan.length,
+        segments=_linked_segments(plan.prompt),
+        layers=_layer_ranges(plan.prompt, masks),
+        scores=scores,
+        cost=LinkCost(
+            cached_tokens=plan.cached_tokens + plan.recomputed_tokens - recomputed,
+            recomputed_tokens=recomputed,
+            fresh_tokens=plan.fresh_tokens,
+            flops=flops,
+            full_flops=cost.flops([np.ones(plan.length, dtype=np.bool_)] * layers),
+        ),
+    )
+
+
+def _linked_segments(prompt: Prompt) -> tuple[LinkedSegment, ...]:
+    """Describe all segments with tokens, in order."""
     found = []
     start = 0
     spans = iter(prompt.spans)
@@ -147,8 +204,8 @@ def linked_segments(prompt: Prompt) -> tuple[LinkedSegment, ...]:
     return tuple(found)
 
 
-def layer_ranges(prompt: Prompt, masks: Sequence[NDArray[np.bool_]]) -> tuple[LayerRange, ...]:
-    """The recomputed cached tokens, with neighbouring layers that are alike taken together."""
+def _layer_ranges(prompt: Prompt, masks: Sequence[NDArray[np.bool_]]) -> tuple[LayerRange, ...]:
+    """Find the recomputed cached tokens, with neighbouring layers that are alike taken together."""
     found: list[LayerRange] = []
     for layer, mask in enumerate(masks):
         recomputed = ranges(mask & prompt.cached)

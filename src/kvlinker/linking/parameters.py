@@ -1,4 +1,4 @@
-"""Parameters of policies: declared as dataclass fields, written behind the family's name with hyphens.
+"""Parameters of policies are declared as dataclass fields, and written behind the family's name with hyphens.
 
 A field is declared with ``number``, ``percentage`` or ``choice``; words stand in the order of the fields.
 """
@@ -6,7 +6,9 @@ A field is declared with ``number``, ``percentage`` or ``choice``; words stand i
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
+from itertools import product
 from typing import Any
 
 from kvlinker.errors import PolicyError
@@ -19,7 +21,7 @@ _TRIALS = 9
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number from ``minimum`` to ``maximum``, written with ``prefix`` before it; required without a default."""
+    """Declares a number from ``minimum`` to ``maximum``, written behind ``prefix``; required without a default."""
 
     meaning: str
     minimum: float
@@ -30,7 +32,7 @@ class Number:
 
     @property
     def trials(self) -> tuple[float, ...]:
-        """Values worth trying, ascending: those proposed, or doublings from the lower end of the range."""
+        """The values worth trying, ascending: those proposed, or doublings from the lower end of the range."""
         doubled = (max(self.minimum, 1) * 2**step for step in range(_TRIALS))
         return self.proposed or tuple(value for value in doubled if value <= self.maximum)
 
@@ -39,7 +41,7 @@ class Number:
         return f"{'a whole number' if self.whole else 'a number'} from {self.minimum:g} to {self.maximum:g}"
 
     def read(self, text: str) -> float | int | None:
-        """The value that ``text`` writes; None when it is something else."""
+        """Parse the value that ``text`` writes; None when it is something else."""
         if not text.startswith(self.prefix):
             return None
         digits = text[len(self.prefix) :]
@@ -58,7 +60,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several words; the first is the default, and is not written."""
+    """Declares a choice among several words; the first is the default, and is not written."""
 
     meaning: str
     words: tuple[str, ...]
@@ -87,32 +89,35 @@ def number(
     default: float | None = None,
     trials: tuple[float, ...] = (),
 ) -> Any:
-    """A dataclass field for a number; ``meaning`` is its unit, such as "tokens". Without a default it is required.
+    """Declare a dataclass field for a number; ``meaning`` is its unit, such as "tokens". Without a default it is
+    required.
 
-    ``trials``: the values that ``kvlinker calibrate`` tries, where the lower end of the range is not what is useful.
+    ``trials`` are the values that ``kvlinker calibrate`` tries, where the lower end of the range is of no use.
     """
     declared = Number(meaning, minimum, maximum, whole, prefix, trials)
     return field(metadata={_KEY: declared}) if default is None else field(default=default, metadata={_KEY: declared})
 
 
 def percentage(meaning: str = "percent", *, default: float | None = None) -> Any:
-    """A dataclass field for a share of tokens in percent, from 0 to 100, fractions allowed."""
+    """Declare a dataclass field for a share of tokens in percent, from 0 to 100, fractions allowed."""
     return number(meaning, 0, 100, whole=False, default=default, trials=(1, 2, 5, 10, 15, 20, 30, 50, 75))
 
 
 def choice(meaning: str, *words: str) -> Any:
-    """A dataclass field for one of several words, the first being the default."""
+    """Declare a dataclass field for one of several words, the first being the default."""
     return field(default=words[0], metadata={_KEY: Choice(meaning, words)})
 
 
 def declared(cls: type) -> dict[str, tuple[Number | Choice, Field[Any]]]:
-    """The parameters of a policy class, by field name, in the order in which they are written."""
+    """Return the parameters of a policy class, by field name, in the order in which they are written."""
     return {entry.name: (entry.metadata[_KEY], entry) for entry in fields(cls) if _KEY in entry.metadata}
 
 
 def check(policy: str, values: Any) -> None:
-    """Raises PolicyError when a field of ``values``, the policy of this name, is out of its range; numbers get the
-    digits that are written."""
+    """Check the fields of ``values``, the policy of this name; numbers get the digits that are written.
+
+    Raises PolicyError for a value out of its range.
+    """
     for name, (parameter, _) in declared(type(values)).items():
         value = getattr(values, name)
         if not parameter.accepts(value):
@@ -125,7 +130,7 @@ def check(policy: str, values: Any) -> None:
 
 
 def write(values: Any) -> list[str]:
-    """The words that stand behind the family's name; defaults are left out."""
+    """Return the words that stand behind the family's name; defaults are left out."""
     return [
         parameter.write(getattr(values, name))
         for name, (parameter, entry) in declared(type(values)).items()
@@ -134,7 +139,7 @@ def write(values: Any) -> list[str]:
 
 
 def read(cls: type, family: str, text: str | None) -> dict[str, Any]:
-    """The field values that ``text`` writes ("15-onestep"; None: nothing is written).
+    """Parse the field values that ``text`` writes, such as "15-onestep"; None where nothing is written.
 
     Raises PolicyError for what no parameter takes, for what is written twice, and for required ones that are missing.
     """
@@ -161,7 +166,7 @@ def read(cls: type, family: str, text: str | None) -> dict[str, Any]:
 
 
 def usage(cls: type, family: str) -> str:
-    """How users write it, such as ``cacheblend-<percent, 0 to 100>[-onestep]``."""
+    """Show how users write the policy, such as ``cacheblend-<percent, 0 to 100>[-onestep]``."""
     written = family
     for name, (parameter, entry) in declared(cls).items():
         if isinstance(parameter, Choice):
@@ -173,7 +178,7 @@ def usage(cls: type, family: str) -> str:
 
 
 def describe(cls: type) -> list[dict[str, Any]]:
-    """The parameters as JSON: name, meaning, and their range or words, with the default (None: required)."""
+    """Describe the parameters as JSON: name, meaning, and their range or words, with the default (None: required)."""
     described = []
     for name, (parameter, entry) in declared(cls).items():
         row: dict[str, Any] = {"name": name, "meaning": parameter.meaning}
@@ -186,9 +191,27 @@ def describe(cls: type) -> list[dict[str, Any]]:
     return described
 
 
+def examples(cls: type) -> Iterator[dict[str, Any]]:
+    """Yield field values for each choice of words, with default numbers, or numbers from the middle of their ranges."""
+    values = [
+        parameter.words if isinstance(parameter, Choice) else [_middle(parameter, entry)]
+        for parameter, entry in declared(cls).values()
+    ]
+    for chosen in product(*values):
+        yield dict(zip(declared(cls), chosen, strict=True))
+
+
+def _middle(parameter: Number, entry: Any) -> float:
+    if _has_default(entry):
+        default: float = entry.default
+        return default
+    middle = (parameter.minimum + parameter.maximum) / 2
+    return int(middle) if parameter.whole else middle
+
+
 def _shown(value: object) -> str:
     return f"{value:.12g}" if isinstance(value, float) else repr(value)
 
 
-def _has_default(entry: Field[Any]) -> bool:
+def _has_default(entry: Any) -> bool:
     return entry.default is not MISSING

@@ -1,4 +1,4 @@
-"""The link plan: an immutable value that says what to place where and what to compute, for one request."""
+"""The link plan says what to place where and what to compute for one request; it is an immutable value."""
 
 from __future__ import annotations
 
@@ -13,41 +13,50 @@ from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt
 from kvlinker.types.chunks import Chunk
 
+Range = tuple[int, int]
+"""Positions [begin, end)."""
+
+DroppedTokens = tuple[int, NDArray[np.int64]]
+"""Tokens that a policy dropped between layers: the first layer that does without them, and their positions."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Copy a chunk's tokens [first, last) into the prompt, the chunk's token i at position ``start + i``.
-
-    ``rotary_start``: keys get the rotary embedding of position ``rotary_start + i`` (``start``, but for ablations).
-    """
+    """Says to copy a chunk's tokens [first, last) into the prompt, its token i at position ``start + i``."""
 
     chunk: Chunk
     start: int
     first: int
     last: int
+
     rotary_start: int
+    """Keys get the rotary embedding of position ``rotary_start + i``; it is ``start``, but for ablations."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkPlan:
-    """What to place and what to compute.
+    """Says what to place and what to compute.
 
-    ``runs``: maximal ranges [begin, end) of positions to compute, ascending. Every position is in a run, in a
-    placement, or in both (then it is placed first and overwritten). ``selections``: what each of ``policy.parts``
-    selected among the cached tokens, [length] each.
+    Every position is in a run, in a placement, or in both: then it is placed first and overwritten.
     """
 
     policy: Policy
     prompt: Prompt = field(repr=False)
     placements: tuple[Placement, ...]
-    runs: tuple[tuple[int, int], ...]
+
+    runs: tuple[Range, ...]
+    """Maximal ranges [begin, end) of positions to compute, ascending."""
+
     cached_tokens: int
     recomputed_tokens: int
     fresh_tokens: int
+
     selections: tuple[NDArray[np.bool_], ...] = field(repr=False, compare=False)
+    """The cached tokens that each of ``policy.parts`` selected: masks, [length] each."""
 
     @property
     def length(self) -> int:
+        """How many tokens the prompt has."""
         return len(self.prompt)
 
 
@@ -57,20 +66,22 @@ def make_plan(prompt: Prompt, policy: Policy, evidence: Evidence) -> LinkPlan:
 
 
 def probe_plan(prompt: Prompt, policy: Policy) -> LinkPlan:
-    """The first pass of a policy that probes: everything is placed, and only fresh tokens are computed."""
+    """Plan the first pass of a policy that needs the question's attention: all is placed, fresh tokens are computed."""
     return _plan(prompt, policy, (np.zeros(len(prompt), dtype=np.bool_),) * len(policy.parts))
 
 
 def _plan(prompt: Prompt, policy: Policy, selections: tuple[NDArray[np.bool_], ...]) -> LinkPlan:
-    """Fresh tokens and the prompt's last token (its logits are needed) are always computed. A chunk's leading and
-    trailing computed tokens are not placed, unless the policy needs to see or keep the placed KV of all tokens.
+    """Plan to compute what is selected, and always fresh tokens and the prompt's last token, whose logits are needed.
+
+    A chunk's leading and trailing computed tokens are not placed, unless the policy needs to see or keep the placed KV
+    of all tokens.
     """
     computed = np.logical_or.reduce([~prompt.cached, *selections])
     computed[-1:] = True
     placements = []
     for chunk, span in zip(prompt.chunks, prompt.spans, strict=True):
         kept = np.flatnonzero(~computed[span.start : span.end])
-        if policy.refines or policy.probes:
+        if policy.needs.refines or policy.needs.question_attention:
             first, last = 0, span.length
         elif kept.size:
             first, last = int(kept[0]), int(kept[-1]) + 1
@@ -92,24 +103,23 @@ def _plan(prompt: Prompt, policy: Policy, selections: tuple[NDArray[np.bool_], .
     )
 
 
-def ranges(mask: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
-    """Maximal ranges [begin, end) where ``mask`` is true."""
+def ranges(mask: NDArray[np.bool_]) -> tuple[Range, ...]:
+    """Find the maximal ranges [begin, end) where ``mask`` [length] is true."""
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
     return tuple((int(begin), int(end)) for begin, end in edges.reshape(-1, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkUse:
-    """``recomputed``: the share of the chunk's tokens that were computed again, mean over the layers."""
+    """Tells what one request took of a placed chunk. ``recomputed`` is the share of its tokens that were computed
+    again, averaged over the layers."""
 
     chunk: Chunk
     recomputed: float
 
 
-def chunk_uses(
-    plan: LinkPlan, layers: int, dropped: Sequence[tuple[int, NDArray[np.int64]]] = ()
-) -> tuple[ChunkUse, ...]:
-    """A use for each placement, in order; ``dropped`` between the layers: (first layer without them, positions)."""
+def chunk_uses(plan: LinkPlan, layers: int, dropped: Sequence[DroppedTokens] = ()) -> tuple[ChunkUse, ...]:
+    """Tell what the plan takes of each placed chunk, in order, in a model of so many ``layers``."""
     computed = np.mean(layer_masks(plan, layers if dropped else 1, dropped), axis=0)
     return tuple(
         ChunkUse(placement.chunk, float(computed[placement.start : placement.start + len(placement.chunk)].mean()))
@@ -117,10 +127,8 @@ def chunk_uses(
     )
 
 
-def layer_masks(
-    plan: LinkPlan, layers: int, dropped: Sequence[tuple[int, NDArray[np.int64]]]
-) -> list[NDArray[np.bool_]]:
-    """The positions that each layer computes, [length] each; ``dropped``: (first layer without them, positions)."""
+def layer_masks(plan: LinkPlan, layers: int, dropped: Sequence[DroppedTokens] = ()) -> list[NDArray[np.bool_]]:
+    """Make masks of the positions that each of the first ``layers`` layers computes, [length] each."""
     mask = np.zeros(plan.length, dtype=np.bool_)
     for begin, end in plan.runs:
         mask[begin:end] = True

@@ -1,4 +1,4 @@
-"""The interface of a linking policy: which cached tokens of a prompt are computed again."""
+"""The interface of a linking policy, which decides what cached tokens of a prompt are computed again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvlinker.linking import parameters
 from kvlinker.linking.evidence import Evidence, Forecast, LayerEvidence, Library
+from kvlinker.linking.needs import NOTHING, Needs
 from kvlinker.linking.selection import Score
 from kvlinker.prompt.segments import Prompt
 
@@ -19,7 +20,7 @@ from kvlinker.prompt.segments import Prompt
     frozen_default=True, field_specifiers=(parameters.number, parameters.percentage, parameters.choice)
 )
 class Policy(ABC):
-    """Base of all policies. Subclasses become frozen dataclasses, their fields being the policy's parameters.
+    """Is the base of all policies. Subclasses become frozen dataclasses, whose fields are the policy's parameters.
 
     A policy holds no state. It is asked up to four times: ``arrange`` picks the KV, ``settle`` how much to compute,
     ``select`` the tokens before the first layer, ``refine`` those that are still computed in every layer. Cached tokens
@@ -27,32 +28,7 @@ class Policy(ABC):
     """
 
     family: ClassVar[str]
-    """Registered name, such as ``legolink``."""
-
-    positioned: ClassVar[bool] = True
-    """False: placed keys keep the positions that they were computed at (an ablation)."""
-
-    forecasts: ClassVar[bool] = False
-    """``settle`` looks at what loading the chunks is expected to take."""
-
-    uses_scores: ClassVar[bool] = False
-    """``select`` looks at the scores of the chunks' creation."""
-
-    uses_variants: ClassVar[bool] = False
-    """``arrange`` picks among variants; those that a request missed are created when the engine has time."""
-
-    probes: ClassVar[bool] = False
-    """``select`` looks at the question's attention: the fresh tokens pass once over the placed KV before it."""
-
-    refines: ClassVar[bool] = False
-    """``refine`` is asked in every layer, or in ``refined_layer``."""
-
-    refined_layer: ClassVar[int | None] = None
-    """The only layer in which ``refine`` is asked; None: every one. With 1, a first pass over the first layer shows all
-    that it looks at."""
-
-    watches: ClassVar[bool] = False
-    """``refine`` looks at the question's attention on the chunks in earlier layers."""
+    """The registered name, such as ``legolink``."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -64,8 +40,21 @@ class Policy(ABC):
 
     @property
     def name(self) -> str:
-        """Canonical name; parses back to an equal policy."""
+        """The canonical name, which parses back to an equal policy."""
         return "-".join([self.family, *parameters.write(self)])
+
+    @property
+    def needs(self) -> Needs:
+        """All that the policy looks at besides the prompt; nothing by default.
+
+        A subclass says ``needs = Needs(scores=True)``, or makes it a property where it depends on parameters.
+        """
+        return NOTHING
+
+    @property
+    def positioned(self) -> bool:
+        """Whether placed keys get their new positions. False leaves those that they were computed at (an ablation)."""
+        return True
 
     @property
     def parts(self) -> tuple[Policy, ...]:
@@ -73,39 +62,40 @@ class Policy(ABC):
         return (self,)
 
     def arrange(self, prompt: Prompt, library: Library) -> Prompt:
-        """The same prompt from other KV: chunks replaced by variants, or in another order. As it is by default."""
+        """Make the same prompt of other KV: of variants of its chunks, or in another order. By default it stays as it
+        is."""
         return prompt
 
     def settle(self, forecast: Forecast) -> Policy:
-        """The policy that takes this one's place for a prompt of which that is expected. Itself by default."""
+        """Choose the policy that takes this one's place for a prompt with this forecast; by default itself."""
         return self
 
     @abstractmethod
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
-        """Positions to compute again: [length]. Fresh positions are computed whatever it says.
+        """Select the positions to compute again: a mask, [length]. Fresh positions are computed whatever it says.
 
         ``prompt.inexact`` are the positions that may need repair.
         """
 
     def refine(self, evidence: LayerEvidence) -> NDArray[np.bool_] | None:
-        """Which active tokens stay from this layer's attention on: [active]; None for all.
+        """Decide which active tokens stay from this layer's attention on: a mask, [active]; None for all.
 
         Fresh ones stay whatever it says.
         """
         return None
 
     def explain(self, prompt: Prompt, evidence: Evidence) -> tuple[Score, ...]:
-        """The figures by which ``select`` chose, for people who want to know. What ``refine`` asks for is known."""
+        """Return the figures by which ``select`` chose, for explanations; what ``refine`` asks for is noted anyway."""
         return ()
 
     @classmethod
     def usage(cls) -> str:
-        """How users write it, such as ``legolink-<tokens, 1 to 4096>``."""
+        """Show how users write it, such as ``legolink-<tokens, 1 to 4096>``."""
         return parameters.usage(cls, cls.family)
 
     @classmethod
     def describe(cls) -> dict[str, Any]:
-        """Name, usage, what it does and its parameters, as JSON."""
+        """Describe the family as JSON: name, usage, what it does and its parameters."""
         return {
             "name": cls.family,
             "usage": cls.usage(),
@@ -114,8 +104,13 @@ class Policy(ABC):
         }
 
     @classmethod
+    def examples(cls) -> tuple[Self, ...]:
+        """Make a policy for each choice of its words, with numbers from the middle of their ranges."""
+        return tuple(cls(**values) for values in parameters.examples(cls))
+
+    @classmethod
     def parse(cls, text: str | None) -> Self:
-        """The policy with the parameters that stand behind the family's name and a hyphen; None without a hyphen.
+        """Make the policy with the parameters that stand behind the family's name and a hyphen; None without a hyphen.
 
         Raises PolicyError for what is not a parameter, or out of its range.
         """

@@ -1,15 +1,15 @@
-"""Policies that drop tokens between layers: what they are shown, and what became of their tokens."""
+"""One request's way through the layers under a policy that drops tokens between them; the engine drives it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.engine.observation import ChunkWatch
-from kvlinker.linking.plan import LinkPlan
+from kvlinker.linking.plan import DroppedTokens, LinkPlan
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.selection import Score
 from kvlinker.prompt.segments import Prompt
@@ -23,104 +23,79 @@ class Deviations(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StepEvidence:
-    """``LayerEvidence`` of one part of a policy in one layer of a step."""
+class ChunkAttention(Protocol):
+    """The question's attention on every chunk, collected layer by layer for as long as a policy asks for it."""
 
-    prompt: Prompt
-    layer: int
-    layers: int
-    positions: NDArray[np.int64]
-    cached: NDArray[np.bool_]
-    selected: int
-    kv: Deviations
-    rows: NDArray[np.int64]
-    """Where these tokens stand among those of ``kv``."""
-    watch: ChunkWatch | None
+    @property
+    def attention(self) -> NDArray[np.float32]:
+        """[layers so far, chunks]; sum over the question's tokens, mean over heads."""
+        ...
 
-    shown: list[Score] | None
-    """Where what was asked for is noted, if it is."""
-
-    def key_deviation(self) -> NDArray[np.float32]:
-        return self._deviation("key_deviation", 0)
-
-    def value_deviation(self) -> NDArray[np.float32]:
-        return self._deviation("value_deviation", 1)
-
-    def chunk_attention(self) -> NDArray[np.float32]:
-        if self.watch is None:
-            raise RuntimeError("a policy that looks at the question's attention on chunks must say that it watches")
-        self.watch.want(self.layer)
-        attention = self.watch.attention
-        if self.shown is not None and len(attention):
-            self.shown.append(Score("chunk_attention", attention[-1], layer=self.layer - 1))
-        return attention
-
-    def _deviation(self, name: str, part: int) -> NDArray[np.float32]:
-        deviation = np.where(self.cached, self.kv.deviation(part)[self.rows], np.float32(0))
-        if self.shown is not None:
-            self.shown.append(Score(name, deviation[self.cached], self.positions[self.cached], self.layer))
-        return deviation
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One of the policies that are joined: ``active`` [length], the cached tokens that it still wants."""
-
-    policy: Policy
-    active: NDArray[np.bool_]
-    selected: int
+    def want(self, layer: int) -> None:
+        """Ask for this layer's attention, too. Collecting ends with the first layer that nobody asks for."""
+        ...
 
 
 class Refinement:
-    """One request's way through the layers under a policy that refines. All its tokens are computed in one step."""
+    """Asks a policy in each layer which tokens stay. All of the prompt's tokens are computed in one step.
 
-    def __init__(self, plan: LinkPlan, layers: int, *, explains: bool = False) -> None:
-        """``explains``: keep what the policy is shown."""
+    A policy that raises keeps all its tokens, for the sake of the batch, and ``error`` tells what it raised.
+    """
+
+    def __init__(
+        self, plan: LinkPlan, layers: int, *, watch: ChunkAttention | None = None, explains: bool = False
+    ) -> None:
+        """``layers`` counts the model's. ``watch`` is required where the policy needs ``chunk_attention``. With
+        ``explains``, the figures that the policy asks for are kept in ``shown``."""
         self._prompt = plan.prompt
         self._layers = layers
         self._parts = [
             _Part(policy, selection.copy(), int(selection.sum()))
             for policy, selection in zip(plan.policy.parts, plan.selections, strict=True)
         ]
-        self._computed = plan.recomputed_tokens
-        self.watch = ChunkWatch(plan.prompt.spans, plan.length) if plan.policy.watches else None
-        self.dropped: list[tuple[int, NDArray[np.int64]]] = []
-        """(first layer without them, positions), layers ascending."""
+        self._selected = plan.recomputed_tokens
+        self._watch = watch
+        self._dropped: list[DroppedTokens] = []
         self._shown: list[Score] | None = [] if explains else None
         self.error: Exception | None = None
-        """What a policy raised, if one did; its tokens all stay then, for the sake of the batch."""
+        """What the policy raised, if it did."""
 
-    def keep(self, layer: int, positions: NDArray[np.int64], kv: Deviations) -> NDArray[np.bool_]:
-        """Which of the ``positions`` stay; ``kv`` is theirs."""
-        cached = self._prompt.cached[positions]
-        kept: NDArray[np.bool_] = ~cached | (
-            positions == len(self._prompt) - 1
-        )  # the prompt's last token gives the answer
-        for part in self._parts:
-            if part.policy.refines and part.policy.refined_layer in (None, layer):
-                self._ask(part, layer, positions, cached, kv)
-            kept |= part.active[positions]
-        if not kept.all():
-            self.dropped.append((layer, positions[~kept]))
-        return kept
+    @property
+    def dropped(self) -> Sequence[DroppedTokens]:
+        """The tokens that were dropped so far, layers ascending."""
+        return self._dropped
 
     @property
     def shown(self) -> tuple[Score, ...]:
-        """The figures that policies asked for."""
+        """The figures that the policy asked for, in order; empty unless it is to be explained."""
         return tuple(self._shown or ())
 
     @property
     def recomputed_tokens(self) -> int:
-        """Cached tokens that were computed again, averaged over the model's layers."""
-        spared = sum(len(positions) * (self._layers - layer) for layer, positions in self.dropped)
-        return round(self._computed - spared / self._layers)
+        """How many cached tokens were computed again, averaged over the model's layers."""
+        spared = sum(len(positions) * (self._layers - layer) for layer, positions in self._dropped)
+        return round(self._selected - spared / self._layers)
+
+    def keep(self, layer: int, positions: NDArray[np.int64], kv: Deviations) -> NDArray[np.bool_]:
+        """Ask the policy in this layer, and return which tokens stay from its attention on: [active].
+
+        ``positions`` [active], ascending, are the tokens that are still computed; ``kv`` tells of the same tokens.
+        """
+        cached = self._prompt.cached[positions]
+        kept: NDArray[np.bool_] = ~cached | (positions == len(self._prompt) - 1)  # the last token gives the answer
+        for part in self._parts:
+            if part.policy.needs.refines_in(layer):
+                self._ask(part, layer, positions, cached, kv)
+            kept |= part.active[positions]
+        if not kept.all():
+            self._dropped.append((layer, positions[~kept]))
+        return kept
 
     def _ask(
         self, part: _Part, layer: int, positions: NDArray[np.int64], cached: NDArray[np.bool_], kv: Deviations
     ) -> None:
         mine = np.flatnonzero(~cached | part.active[positions])
-        evidence = StepEvidence(
+        evidence = _StepEvidence(
             prompt=self._prompt,
             layer=layer,
             layers=self._layers,
@@ -129,7 +104,7 @@ class Refinement:
             selected=part.selected,
             kv=kv,
             rows=mine,
-            watch=self.watch,
+            watch=self._watch,
             shown=self._shown,
         )
         try:
@@ -143,3 +118,49 @@ class Refinement:
             self.error = error
             return
         part.active[evidence.positions[~stay]] = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One of the policies that are joined. ``active`` [length] are the cached tokens that it still wants."""
+
+    policy: Policy
+    active: NDArray[np.bool_]
+    selected: int
+
+
+@dataclass(frozen=True, slots=True)
+class _StepEvidence:
+    """``LayerEvidence`` for one part of a policy in one layer of a step. ``rows`` are its tokens' places in ``kv``."""
+
+    prompt: Prompt
+    layer: int
+    layers: int
+    positions: NDArray[np.int64]
+    cached: NDArray[np.bool_]
+    selected: int
+    kv: Deviations
+    rows: NDArray[np.int64]
+    watch: ChunkAttention | None
+    shown: list[Score] | None
+
+    def key_deviation(self) -> NDArray[np.float32]:
+        return self._deviation("key_deviation", 0)
+
+    def value_deviation(self) -> NDArray[np.float32]:
+        return self._deviation("value_deviation", 1)
+
+    def chunk_attention(self) -> NDArray[np.float32]:
+        if self.watch is None:
+            raise RuntimeError("a policy that looks at the question's attention on chunks must say that it needs it")
+        self.watch.want(self.layer)
+        attention = self.watch.attention
+        if self.shown is not None and len(attention):
+            self.shown.append(Score("chunk_attention", attention[-1], layer=self.layer - 1))
+        return attention
+
+    def _deviation(self, name: str, part: int) -> NDArray[np.float32]:
+        deviation = np.where(self.cached, self.kv.deviation(part)[self.rows], np.float32(0))
+        if self.shown is not None:
+            self.shown.append(Score(name, deviation[self.cached], self.positions[self.cached], self.layer))
+        return deviation

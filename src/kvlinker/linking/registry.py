@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvlinker.errors import PolicyError, did_you_mean
 from kvlinker.linking.policy import Policy
@@ -21,7 +21,7 @@ _families: dict[str, type[Policy]] = {}
 
 
 def register(policy: P) -> P:
-    """Class decorator: makes ``policy`` available under its ``family``.
+    """Decorate a class: make ``policy`` available under its ``family``.
 
     Raises ValueError when another class has that name.
     """
@@ -34,13 +34,13 @@ def register(policy: P) -> P:
 
 
 def known_policies() -> Mapping[str, type[Policy]]:
-    """All registered policies by family, installed plugins included, sorted by name."""
+    """Return all registered policies by family, installed plugins included, sorted by name."""
     _load_plugins()
     return MappingProxyType(dict(sorted(_families.items())))
 
 
 def parse_policy(text: str) -> Policy:
-    """The policy that ``text`` names: a family with its parameters behind hyphens, or several joined by ``+``.
+    """Make the policy that ``text`` names: a family with its parameters behind hyphens, or several joined by ``+``.
 
     Raises PolicyError for an unknown family, for parameters that the family does not take, and for too many parts.
     """
@@ -51,7 +51,7 @@ def parse_policy(text: str) -> Policy:
 
 
 def as_policy(policy: str | Policy) -> Policy:
-    """The policy itself, or the one that the text names. Raises PolicyError as ``parse_policy`` does."""
+    """Return the policy itself, or the one that the text names. Raises PolicyError as ``parse_policy`` does."""
     return parse_policy(policy) if isinstance(policy, str) else policy
 
 
@@ -66,6 +66,20 @@ def _parse_one(text: str) -> Policy:
         )
     family = max(matches, key=len)  # naive-unpositioned is not naive with a parameter
     return known[family].parse(text[len(family) + 1 :] if len(text) > len(family) else None)
+
+
+def describe_policies(unsupported: Callable[[Policy], str | None]) -> tuple[dict[str, Any], ...]:
+    """Describe all registered policies, sorted by name, as JSON.
+
+    ``unsupported`` tells why an engine cannot follow a policy, None where it can. ``supported`` is whether the engine
+    can follow the policy with any choice of its parameters, ``restriction`` why it cannot with others.
+    """
+    described = []
+    for policy in known_policies().values():
+        reasons = [unsupported(example) for example in policy.examples()]
+        restriction = next((reason for reason in reasons if reason is not None), None)
+        described.append(policy.describe() | {"supported": None in reasons, "restriction": restriction})
+    return tuple(described)
 
 
 @cache

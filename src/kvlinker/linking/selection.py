@@ -1,4 +1,4 @@
-"""Choosing tokens by score, and the figures by which they were chosen."""
+"""Helpers to choose tokens by score, and the figures by which they were chosen."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 DIGITS = 6
-"""Significant digits in JSON."""
+"""How many significant digits figures have in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Figures by which tokens were chosen: one per entry of ``positions`` [n], or per chunk without positions.
+    """Holds figures by which tokens were chosen: one per entry of ``positions`` [n], or per chunk without positions.
 
-    ``layer``: where they were looked at; None for before the first layer.
+    ``layer`` is where they were looked at; None for before the first layer.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Score:
 
 
 def share(percent: float, count: int) -> int:
-    """``percent`` of ``count`` tokens, rounded up."""
+    """Return ``percent`` of ``count`` tokens, rounded up."""
     return min(count, math.ceil(round(percent * count / 100, 6)))
 
 
 def highest(scores: NDArray[np.floating], count: int, among: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
-    """The mask [tokens] of the ``count`` highest ``scores`` [tokens], only where ``among`` is true.
+    """Make the mask [tokens] of the ``count`` highest ``scores`` [tokens], only where ``among`` is true.
 
     Of equal scores, the earlier token is taken.
     """

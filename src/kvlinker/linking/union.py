@@ -1,15 +1,17 @@
-"""Several policies at once: a token is computed where any of them wants it."""
+"""The union joins policies: a token is computed where any of them wants it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import reduce
+from operator import or_
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.errors import PolicyError
 from kvlinker.linking.evidence import Evidence, Forecast, Library
+from kvlinker.linking.needs import Needs
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.selection import Score
 from kvlinker.prompt.segments import Prompt
@@ -18,7 +20,7 @@ SIGN = "+"
 
 
 class Union(Policy):
-    """The union of what its parts select and keep; each part drops only what it selected itself."""
+    """Recompute what any of its parts selects and keeps; each part drops only what it selected itself."""
 
     members: tuple[Policy, ...]
 
@@ -30,12 +32,18 @@ class Union(Policy):
                 f"Policy {self.name!r}: only two or more policies that place keys alike can be joined.",
                 param="link.policy",
             )
-        for flag in ("positioned", "forecasts", "uses_scores", "uses_variants", "probes", "refines", "watches"):
-            object.__setattr__(self, flag, any(getattr(member, flag) for member in self.members))
 
     @property
     def name(self) -> str:
         return SIGN.join(member.name for member in self.members)
+
+    @property
+    def needs(self) -> Needs:
+        return reduce(or_, (member.needs for member in self.members))
+
+    @property
+    def positioned(self) -> bool:
+        return self.members[0].positioned
 
     @property
     def parts(self) -> tuple[Policy, ...]:
@@ -58,6 +66,6 @@ class Union(Policy):
 
 
 def joined(policies: Iterable[Policy]) -> Policy:
-    """The union of the policies, each taken once; the policy itself, if there is but one."""
+    """Join the policies, each taken once; a single one is returned as it is."""
     members = tuple(dict.fromkeys(policies))
     return members[0] if len(members) == 1 else Union(members)

@@ -1,1 +1,1 @@
-"""Messages and cache ids to segments."""
+"""Prompts are built here: messages, texts and chunks become segments of token ids."""

@@ -1,4 +1,4 @@
-"""Messages, prompts and chunk texts to token ids: where all text that reaches an engine passes."""
+"""Turns messages, prompts and chunk texts into token ids; all text that reaches an engine passes here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PromptBuilder:
         system_prompt: str | None = None,
         chat_template: str | None = None,
     ) -> None:
-        """Raises ModelLoadError if the chat template is no valid Jinja."""
+        """Prepare the encoder and the template. Raises ModelLoadError if the chat template is no valid Jinja."""
         self.encoder = TextEncoder(tokenizer)
         self._template = ChatTemplate(tokenizer, chat_template)
         self._context = context
@@ -43,10 +43,10 @@ class PromptBuilder:
 
     @cached_property
     def prefix(self) -> tuple[int, ...]:
-        """What a conversation has before its first user content: BOS and header, or the system prompt's turn.
+        """The ids that a conversation has before its first user content: BOS and header, or the system prompt's turn.
 
-        Without a chat template, what a completion has there. Rendered once: chunks made behind it stay exact only as
-        long as the template gives the same, so not across days for a template that tells the date.
+        Without a chat template, they are those of a completion. They are rendered once: chunks made behind it stay
+        exact only as long as the template gives the same, so not across days for a template that tells the date.
         """
         if not self._template.exists:
             return self.encoder.opening
@@ -56,7 +56,7 @@ class PromptBuilder:
         return tuple(token for text in header if isinstance(text, str) for token in self.encoder.encode_prompt(text))
 
     def encode_chunk(self, text: str, context: GenerationContext | None = None) -> Chunk:
-        """The chunk of a text. Special tokens that the text spells are plain text in it.
+        """Make the chunk of a text. Special tokens that the text spells are plain text in it.
 
         Raises InvalidRequestError (``chunks``) for text that is empty or not valid Unicode.
         """
@@ -67,7 +67,7 @@ class PromptBuilder:
         return self.chunk_from_tokens(tokens, context)
 
     def chunk_from_tokens(self, ids: Sequence[int], context: GenerationContext | None = None) -> Chunk:
-        """The chunk of these token ids; in context ``bos`` with BOS before them, unless it is their first.
+        """Make the chunk of these token ids; in context ``bos`` with BOS before them, unless it is their first.
 
         Raises InvalidRequestError (``chunks``) for no ids or ids outside the vocabulary.
         """
@@ -87,7 +87,7 @@ class PromptBuilder:
                 return Chunk(tokens, prefix=self.prefix)
 
     def chat(self, messages: Sequence[ChatMessage[Chunk]]) -> Prompt:
-        """The prompt of a conversation, up to where the assistant's answer begins.
+        """Build the prompt of a conversation, up to where the assistant's answer begins.
 
         Messages of text alone give exactly the ids of the tokenizer's ``apply_chat_template``.
         Raises InvalidRequestError (``messages``) for no messages, text that is not valid Unicode, and messages that the
@@ -100,7 +100,8 @@ class PromptBuilder:
         return self._prompt(self._template.render(messages), param="messages")
 
     def completion(self, prompt: str | Sequence[int] | Sequence[str | Chunk]) -> Prompt:
-        """The prompt of a completion. Token ids are taken as they are; texts and chunks stand one after the other.
+        """Build the prompt of a completion. Token ids are taken as they are; texts and chunks stand one after the
+        other.
 
         Text gets the special tokens that the tokenizer adds, such as BOS, once around the whole prompt; a first chunk
         that begins with them gets no second ones. Raises InvalidRequestError (``prompt``) for a prompt that is empty,
@@ -130,7 +131,8 @@ class PromptBuilder:
         opening: tuple[int, ...] = (),
         closing: tuple[int, ...] = (),
     ) -> Prompt:
-        """Segments of texts and chunks, with special tokens around them; neighbouring fresh tokens in one segment."""
+        """Join texts and chunks, with special tokens around them, into segments; neighbouring fresh tokens share
+        one."""
         joined = _join_texts(parts)
         first = joined[0] if joined else ""
         if isinstance(first, Chunk) and first.tokens[: len(opening)] == opening:
@@ -164,7 +166,7 @@ class PromptBuilder:
 
 
 def _join_texts(parts: Sequence[str | Chunk]) -> list[str | Chunk]:
-    """The same with neighbouring texts put together, and without empty texts and chunks."""
+    """Put neighbouring texts together, and leave out empty texts and chunks."""
     joined: list[str | Chunk] = []
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):

@@ -1,4 +1,4 @@
-"""Chat messages to a prompt's parts through the model's chat template; for ``PromptBuilder``."""
+"""Renders chat messages through the model's chat template into a prompt's parts, for ``PromptBuilder``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
-        """``chat_template`` replaces the tokenizer's own. Raises ModelLoadError if it is no valid Jinja."""
+        """Compile ``chat_template``, or else the tokenizer's own. Raises ModelLoadError if it is no valid Jinja."""
         self._tokenizer = tokenizer
         self._template: str | None
         try:
@@ -39,10 +39,11 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
+        """Whether the model has a chat template."""
         return self._template is not None
 
     def render(self, messages: Sequence[ChatMessage[Chunk]]) -> list[str | Chunk]:
-        """The prompt's texts and chunks in order, up to where the assistant's answer begins.
+        """Return the prompt's texts and chunks in order, up to where the assistant's answer begins.
 
         Raises InvalidRequestError (``messages``) when there is no template, when it raises, or when it does not show
         every chunk exactly once.
@@ -99,7 +100,7 @@ class ChatTemplate:
 
 
 def _chunk_word(texts: Sequence[str]) -> str:
-    """A word of ASCII letters and digits that none of the texts contains: it is made of their hash."""
+    """Make a word of ASCII letters and digits that none of the texts contains: it is made of their hash."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(text.encode() + b"\n")

@@ -1,16 +1,16 @@
-"""Text to token ids: as data, for chunks and for splitting, or as part of a prompt."""
+"""Encodes text as token ids: as data, for chunks and for splitting, or as part of a prompt."""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding, Tokenizer, models
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.prompt.leading_space import without_leading_space
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,7 +28,7 @@ class TextEncoder:
         backend: Tokenizer = tokenizer.backend_tokenizer
         self._prompt = _unlimited_copy(backend)
         self._prompt.encode_special_tokens = False
-        self._continued = without_leading_space(self._prompt)
+        self._continued = _without_leading_space(self._prompt)
         self._data = _unlimited_copy(backend)
         self._data.encode_special_tokens = True
         added = backend.get_added_tokens_decoder()
@@ -38,25 +38,26 @@ class TextEncoder:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode_data(self, text: str) -> tuple[int, ...]:
-        """Ids of a chunk's text. No special tokens, even where the text spells one: documents are data.
+        """Encode a chunk's text, without special tokens even where it spells one: documents are data.
 
         Raises InvalidRequestError where the tokenizer knows no other way to write such a text.
         """
         return tuple(self._as_data(text, self._data.encode(text, add_special_tokens=False)))
 
     def count_data(self, texts: Sequence[str]) -> list[int]:
-        """The length of ``encode_data`` for each text."""
+        """Count the tokens of ``encode_data`` for each text."""
         encodings = self._data.encode_batch(list(texts), add_special_tokens=False)
         return [len(self._as_data(text, encoding)) for text, encoding in zip(texts, encodings, strict=True)]
 
     def token_starts(self, text: str) -> list[int]:
-        """Index of the first character of each token of ``text``, ascending; bytes of one character share it."""
+        """Return the index of the first character of each token of ``text``, ascending; bytes of one character share
+        it."""
         return [start for start, _ in self._data.encode(text, add_special_tokens=False).offsets]
 
     def encode_prompt(self, text: str, *, continued: bool = False) -> tuple[int, ...]:
-        """Ids of a prompt's own text; special tokens that it spells are special tokens, and no others are added.
+        """Encode a prompt's own text; special tokens that it spells are special tokens, and no others are added.
 
-        ``continued``: other tokens stand before it, so that no space is put before its first word.
+        With ``continued``, other tokens stand before it, and no space is put before its first word.
         """
         encoding = self._prompt.encode(text, add_special_tokens=False)
         if not continued or self._continued is None:
@@ -68,7 +69,7 @@ class TextEncoder:
         return (*self._continued.encode(head, add_special_tokens=False).ids, *tail)
 
     def _as_data(self, text: str, encoding: Encoding) -> list[int]:
-        """The ids, with special tokens that ``text`` spells taken apart.
+        """Return the ids, with special tokens that ``text`` spells taken apart.
 
         ``encode_special_tokens`` keeps added tokens from being matched, but a word-level or unigram vocabulary may
         hold the same string as an ordinary entry.
@@ -91,7 +92,7 @@ class TextEncoder:
         return ids
 
     def _spelled(self, text: str, encoding: Encoding) -> list[tuple[int, str]]:
-        """Where ``text`` spells a special token that is in its encoding, and which."""
+        """Find where ``text`` spells special tokens that are in its encoding, and which."""
         if self._special_tokens.keys().isdisjoint(encoding.ids):
             return []
         tokens = zip(encoding.ids, encoding.offsets, strict=True)
@@ -119,9 +120,54 @@ def _unlimited_copy(backend: Tokenizer) -> Tokenizer:
 
 
 def _special_tokens_around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the tokenizer adds before and after a text, found with a probe."""
+    """Find, with a probe, what the tokenizer adds before and after a text."""
     probe = "a"
     inner = tokenizer.encode(probe, add_special_tokens=False).ids
     outer = tokenizer.encode(probe, add_special_tokens=True).ids
     start = next((i for i in range(len(outer)) if outer[i : i + len(inner)] == inner), 0) if inner else len(outer)
     return tuple(outer[:start]), tuple(outer[start + len(inner) :])
+
+
+def _without_leading_space(tokenizer: Tokenizer) -> Tokenizer | None:
+    """Copy ``tokenizer`` so that it puts nothing before a text; None if it puts nothing there anyway.
+
+    Tokenizers of SentencePiece's kind, such as Llama 2's, encode ``word`` as ``▁word``. That is right for a text that
+    begins a prompt, and wrong for one that goes on after a cached chunk, where it would be a space that nobody wrote.
+    """
+    parts = {name: _state(getattr(tokenizer, name)) for name in ("normalizer", "pre_tokenizer")}
+    bare = {name: _without_space(state) for name, state in parts.items()}
+    if bare == parts:
+        return None
+    shell = json.loads(Tokenizer(models.BPE()).to_str())
+    donor = Tokenizer.from_str(json.dumps(shell | bare))
+    result = copy.deepcopy(tokenizer)
+    result.normalizer = donor.normalizer
+    result.pre_tokenizer = donor.pre_tokenizer
+    return result
+
+
+def _state(component: Any) -> dict[str, Any] | None:
+    """Return what ``tokenizer.json`` says of a normalizer or pre-tokenizer."""
+    return None if component is None else cast(dict[str, Any], json.loads(component.__getstate__()))
+
+
+def _without_space(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    if state is None:
+        return None
+    match state:
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Metaspace"}:
+            return state | {"prepend_scheme": "never"}
+        case {"type": "ByteLevel", "add_prefix_space": True}:
+            return state | {"add_prefix_space": False}
+        case {"normalizers": list(steps)}:
+            return state | {"normalizers": _each(steps)}
+        case {"pretokenizers": list(steps)}:
+            return state | {"pretokenizers": _each(steps)}
+        case _:
+            return state
+
+
+def _each(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [kept for step in steps if (kept := _without_space(step)) is not None]

@@ -1,4 +1,4 @@
-"""A prompt as the engine and the policies see it: cached chunks and fresh tokens, in order."""
+"""Prompts as engines and policies see them: cached chunks and fresh tokens, in order."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from kvlinker.types.chunks import Chunk
 
 @dataclass(frozen=True, slots=True)
 class FreshSegment:
-    """Tokens that have no chunk cache and are always computed."""
+    """Holds tokens that have no chunk cache and are always computed."""
 
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CachedSegment:
-    """A chunk whose KV the store holds (or can have computed again)."""
+    """Holds a chunk whose KV the store has, or can have computed again."""
 
     chunk: Chunk
 
     @property
     def tokens(self) -> tuple[int, ...]:
+        """The chunk's token ids."""
         return self.chunk.tokens
 
 
@@ -36,23 +37,23 @@ Segment = FreshSegment | CachedSegment
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """Where a cached chunk stands in a prompt: positions [start, start + length).
-
-    ``exact``: the prompt before it is what its KV was computed behind, so that the KV needs no repair.
-    """
+    """Tells where a cached chunk stands in a prompt: positions [start, start + length)."""
 
     start: int
     length: int
+
     exact: bool
+    """Whether the prompt before it is what its KV was computed behind, so that the KV needs no repair."""
 
     @property
     def end(self) -> int:
+        """The position behind its last token."""
         return self.start + self.length
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """An immutable list of segments; positions count tokens from 0 over all of them."""
+    """Holds an immutable list of segments; positions count tokens from 0 over all of them."""
 
     segments: tuple[Segment, ...]
 
@@ -72,7 +73,7 @@ class Prompt:
 
     @cached_property
     def spans(self) -> tuple[ChunkSpan, ...]:
-        """One span per entry of ``chunks``, in the same order."""
+        """Where the ``chunks`` stand, one span each, in the same order."""
         starts = accumulate((len(s.tokens) for s in self.segments), initial=0)
         return tuple(
             ChunkSpan(start, len(segment.chunk), self._is_exact(segment.chunk, start))
@@ -86,16 +87,16 @@ class Prompt:
         return tuple(chunk.content for chunk in self.chunks)
 
     def tokens_before(self, chunk: int) -> list[int]:
-        """All token ids before ``chunks[chunk]``."""
+        """Return all token ids before ``chunks[chunk]``."""
         before: list[int] = self.tokens[: self.spans[chunk].start].tolist()
         return before
 
     def variant(self, chunk: int) -> Chunk:
-        """``chunks[chunk]`` as it is where it stands: computed behind all that is before it."""
+        """Return ``chunks[chunk]`` as the variant that is computed behind all that stands before it here."""
         return Chunk(self.chunks[chunk].tokens, tuple(self.tokens_before(chunk)))
 
     def with_chunks(self, chunks: Iterable[Chunk]) -> Prompt:
-        """The prompt with other chunks in the places of its own, in order."""
+        """Return the prompt with other chunks in the places of its own, in order."""
         following = iter(chunks)
         return Prompt(
             tuple(CachedSegment(next(following)) if isinstance(s, CachedSegment) else s for s in self.segments)
@@ -103,12 +104,12 @@ class Prompt:
 
     @cached_property
     def cached(self) -> NDArray[np.bool_]:
-        """True where a chunk stands, false for fresh tokens: [length]."""
+        """A mask that is true where a chunk stands, false for fresh tokens: [length]."""
         return self._mask(self.spans)
 
     @cached_property
     def inexact(self) -> NDArray[np.bool_]:
-        """True where a chunk stands whose KV is not exact there: [length]."""
+        """A mask that is true where a chunk stands whose KV is not exact there: [length]."""
         return self._mask([span for span in self.spans if not span.exact])
 
     def _mask(self, spans: Iterable[ChunkSpan]) -> NDArray[np.bool_]:

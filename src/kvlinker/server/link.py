@@ -45,12 +45,18 @@ class ChoiceParameter(ResponseBody):
 
 
 class PolicyObject(ResponseBody):
-    """A linking policy; ``usage`` is how its name is written with its parameters."""
+    """A linking policy; ``usage`` is how its name is written with its parameters.
+
+    ``supported`` tells whether this engine can follow it, with some of its parameters at least; ``restriction`` why it
+    cannot, or not with all of them.
+    """
 
     object: Literal["policy"]
     name: str
     usage: str
     description: str
+    supported: bool
+    restriction: str | None
     parameters: list[Annotated[NumberParameter | ChoiceParameter, Field(discriminator="type")]]
 
 

@@ -1,1 +1,1 @@
-"""Plain values that the whole project shares, the client included: nothing here imports torch."""
+"""Plain values that the whole project shares, the client included; nothing here imports torch."""

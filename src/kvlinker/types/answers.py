@@ -1,4 +1,4 @@
-"""What a request comes to: pieces of output, log probabilities, usage and timing."""
+"""Answers as plain values: pieces of output, log probabilities, usage and timing."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log probability of one token before any sampling filter; ``text`` is the token alone, decoded."""
+    """Holds the log probability of one token before any sampling filter, in nats."""
 
     token_id: int
+
     text: str
+    """The token alone, decoded."""
+
     logprob: float
+
     top: tuple[TokenLogprob, ...] = ()
+    """The most likely tokens in its place, best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Prompt tokens by what became of them: cached + recomputed + fresh is the prompt's length."""
+    """Counts prompt tokens by what became of them: cached + recomputed + fresh is the prompt's length."""
 
     cached_tokens: int
     recomputed_tokens: int
@@ -33,14 +38,14 @@ class Usage:
 
     @property
     def recomputed_fraction(self) -> float:
-        """Tokens computed again over all that chunk caches held."""
+        """The share of tokens computed again among all that chunk caches held."""
         held = self.cached_tokens + self.recomputed_tokens
         return self.recomputed_tokens / held if held else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """How likely the tokens behind a prompt's last chunk are, each after all that stands before it, in nats.
+    """Tells how likely the tokens behind a prompt's last chunk are, each after all that stands before it, in nats.
 
     The first of them is left out: what stands before it is a chunk, whose last token a policy may not compute. Prompts
     without chunks are scored from their second token on. ``token_ids`` and ``logprobs`` are [scored]; ``top_ids`` and
@@ -55,31 +60,35 @@ class PromptLogprobs:
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
+        """The mean negative log probability, in nats per token."""
         return -float(self.logprobs.mean(dtype=np.float64))
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where a request's time went, in seconds.
-
-    ``queue``: until its first step; ``load``: fetching (or computing again) its chunks' KV; ``link``: from the
-    first step to the first token; ``decode``: from the first token to the last.
-    """
+    """Tells where a request's time went, in seconds."""
 
     queue: float = 0.0
+    """Seconds until its first step, without loading."""
+
     load: float = 0.0
+    """Seconds of fetching its chunks' KV, or computing it again."""
+
     link: float = 0.0
+    """Seconds from the first step to the first token."""
+
     decode: float = 0.0
+    """Seconds from the first token to the last."""
 
     @property
     def ttft(self) -> float:
+        """Seconds until the first token."""
         return self.queue + self.load + self.link
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New output: ``text`` may be empty while a character or a possible stop string is incomplete."""
+    """Brings new output; ``text`` may be empty while a character or a possible stop string is incomplete."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -88,7 +97,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a request that was served. ``reason`` is ``stop``, ``length`` or ``cancelled``."""
+    """Is the last event of a choice that was served. ``reason`` is ``stop``, ``length`` or ``cancelled``."""
 
     reason: str
     usage: Usage

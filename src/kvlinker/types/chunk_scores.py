@@ -1,4 +1,4 @@
-"""What attention showed about a chunk while its KV was computed: the basis of Cache-Craft's and H2O's selections."""
+"""Scores that attention gave a chunk while its KV was computed; Cache-Craft and H2O select tokens by them."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class ContextChunk:
-    """A chunk that stood before another one when that one's KV was computed.
-
-    ``attention``: inter(C_j, C_i), the attention of all the later chunk's tokens on this one (mean over heads and
-    layers, sum over tokens).
-    """
+    """Describes a chunk that stood before another one when that one's KV was computed."""
 
     content: str
+    """SHA-256 (hex) of its token ids."""
+
     tokens: int
+
     attention: float
+    """inter(C_j, C_i): the attention of all the later chunk's tokens on this one, mean over heads and layers, sum over
+    tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contextualization:
-    """How much a chunk of ``tokens`` tokens looked at the chunks before it, and at itself (Cache-Craft, section 3.1).
-
-    ``context``: the chunks before it, in order. ``intra``: the attention of its tokens on its earlier tokens (mean
-    over heads and layers, sum over tokens).
-    """
+    """Tells how much a chunk of ``tokens`` tokens looked at the chunks before it, and at itself (Cache-Craft, section
+    3.1)."""
 
     tokens: int
+
     intra: float
+    """The attention of its tokens on its earlier tokens, mean over heads and layers, sum over tokens."""
+
     context: tuple[ContextChunk, ...] = ()
+    """The chunks before it, in order."""
 
     def to_json(self) -> str:
+        """Write it as JSON."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises ValueError, KeyError or TypeError for what ``to_json`` did not write."""
+        """Read what ``to_json`` wrote. Raises ValueError, KeyError or TypeError for anything else."""
         fields = json.loads(text)
         context = tuple(ContextChunk(**chunk) for chunk in fields["context"])
         return cls(fields["tokens"], fields["intra"], context)
@@ -48,16 +51,17 @@ class Contextualization:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkScores:
-    """Attention scores of one chunk, means over heads and layers.
-
-    ``inter`` [tokens]: each token's attention on all chunks before it. ``received`` [tokens]: the attention that each
-    token gets from the chunk's tokens. Both are fp32.
-    """
+    """Holds the attention scores of one chunk, means over heads and layers."""
 
     contextualization: Contextualization
+
     inter: NDArray[np.float32]
+    """Each token's attention on all chunks before it: [tokens]."""
+
     received: NDArray[np.float32]
+    """The attention that each token gets from the chunk's tokens: [tokens]."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the figures per token."""
         return self.inter.nbytes + self.received.nbytes

@@ -1,4 +1,4 @@
-"""Chunks: token ids cached as one unit, the context they are computed in, and the key that names their KV."""
+"""Chunks are token ids cached as one unit; here are the contexts they are computed in, and the keys of their KV."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ CHUNK_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 class GenerationContext(StrEnum):
-    """What stands before a chunk while its KV is computed.
-
-    ``ALONE``: nothing. ``BOS``: the model's BOS token, as a part of the chunk itself (EPIC's public code).
-    ``PREFIX``: the server's prefix (BOS and chat header, or a system prompt), whose own KV is dropped.
-    """
+    """Names what stands before a chunk while its KV is computed."""
 
     ALONE = "alone"
+    """Nothing stands before it."""
+
     BOS = "bos"
+    """The model's BOS token stands before it, as a part of the chunk itself (EPIC's public code)."""
+
     PREFIX = "prefix"
+    """The server's prefix stands before it (BOS and chat header, or a system prompt), whose own KV is dropped."""
 
 
 def parse_context(name: str) -> GenerationContext:
-    """The named generation context. Raises InvalidRequestError for others."""
+    """Return the generation context of this name. Raises InvalidRequestError for others."""
     try:
         return GenerationContext(name)
     except ValueError as error:
@@ -39,33 +40,33 @@ def parse_context(name: str) -> GenerationContext:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Token ids cached as one unit.
-
-    ``tokens`` are those that appear in a prompt (with ``BOS``, the BOS token is the first of them);
-    ``prefix`` are the tokens that stood before them when their KV was computed, and do not appear with them.
-    ``shared``: its KV is that of all tenants.
-    """
+    """Holds token ids that are cached as one unit."""
 
     tokens: tuple[int, ...]
+    """The ids that appear in a prompt; in context ``BOS``, the BOS token is the first of them."""
+
     prefix: tuple[int, ...] = ()
+    """The ids that stood before them when their KV was computed, and do not appear with them."""
+
     shared: bool = False
+    """Whether its KV is that of all tenants."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def content(self) -> str:
-        """SHA-256 (hex) of the token ids alone: the same for all variants of a chunk."""
+        """The SHA-256 (hex) of the token ids alone, which is the same for all variants of a chunk."""
         return content_of(np.asarray(self.tokens, dtype="<u4").tobytes())
 
 
 def content_of(tokens: bytes) -> str:
-    """SHA-256 (hex) of token ids as little-endian uint32."""
+    """Compute the SHA-256 (hex) of token ids as little-endian uint32."""
     return hashlib.sha256(tokens).hexdigest()
 
 
 def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
-    """Name of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and token ids.
+    """Compute the key of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and token ids.
 
     A shared chunk's tenant is SHARED_TENANT, whoever asks.
     """
@@ -78,7 +79,7 @@ def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
 
 
 def packed_chunk_key(tokens: bytes, prefix: bytes, *, fingerprint: str, owner: str) -> str:
-    """``chunk_key`` of token ids as little-endian uint32.
+    """Compute the ``chunk_key`` of token ids as little-endian uint32.
 
     Every part is length-prefixed, so that no two different inputs share their bytes.
     """

@@ -1,4 +1,4 @@
-"""What a user holds: an id for a chunk cache, with owner, time to live and metadata."""
+"""Context caches are what users hold: ids for chunks, with owner, time to live and metadata."""
 
 from __future__ import annotations
 
@@ -14,37 +14,48 @@ from kvlinker.types.tenants import Scope
 
 
 def new_context_cache_id() -> str:
-    """An id that cannot be guessed: "cc_" and 24 random hexadecimal characters."""
+    """Make an id that cannot be guessed: "cc_" and 24 random hexadecimal characters."""
     return f"cc_{secrets.token_hex(12)}"
 
 
 @dataclass(frozen=True, slots=True)
 class ContextCache:
-    """One context cache, as the catalog records it.
-
-    ``model`` is the served name, ``fingerprint`` the engine's; ``chunk_key`` names the chunk's KV in the store.
-    Times are Unix seconds; ``expires_at`` None means that it lives until it is deleted. ``pinned``: its KV is not
-    evicted. ``kv_bytes``: of its KV as computed, which may lie in a tier in fewer.
-    """
+    """Describes one context cache, as the catalog records it. Times are Unix seconds."""
 
     id: str
     tenant: str
+
     model: str
+    """The model's served name."""
+
     fingerprint: str
+    """The engine's fingerprint of the model."""
+
     chunk: Chunk
+
     chunk_key: str
+    """The key of the chunk's KV in the store."""
+
     created_at: float
+
     expires_at: float | None = None
+    """None means that it lives until it is deleted."""
+
     name: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict, hash=False)
+
     pinned: bool = False
+    """Whether its KV is kept from eviction."""
+
     kv_bytes: int = 0
+    """Bytes of its KV as computed; in a tier it may take fewer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
 
     @property
     def scope(self) -> Scope:
+        """Who may use it."""
         return Scope.SHARED if self.chunk.shared else Scope.PRIVATE
 
     @property
@@ -54,7 +65,7 @@ class ContextCache:
 
 
 class Unchanged(Enum):
-    """The type of ``UNCHANGED``, which tells ``Catalog.update`` to leave a field alone (None is a value)."""
+    """Is the type of ``UNCHANGED``, which tells ``Catalog.update`` to leave a field alone (None is a value)."""
 
     UNCHANGED = "unchanged"
 
@@ -63,7 +74,7 @@ UNCHANGED = Unchanged.UNCHANGED
 
 
 class Page(NamedTuple):
-    """One page of a listing; ``has_more``: further context caches follow the last item."""
+    """Holds one page of a listing; ``has_more`` tells whether further context caches follow the last item."""
 
     items: tuple[ContextCache, ...]
     has_more: bool

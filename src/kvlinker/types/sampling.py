@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen."""
+"""Sampling parameters say how a request wants its tokens chosen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WHOLE = ("top_k", "max_tokens", "logprobs")
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop; the names and defaults are OpenAI's and vLLM's.
+    """Says how tokens are chosen and when to stop; the names and defaults are OpenAI's and vLLM's.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``min_p`` 0 are off. ``logprobs`` None gives none, k gives the
     sampled token's and the k best alternatives'. ``max_tokens`` None means up to the context window.
@@ -42,7 +42,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequestError, naming the parameter, for values out of range."""
+        """Check the values. Raises InvalidRequestError, naming the parameter, for those out of range."""
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))

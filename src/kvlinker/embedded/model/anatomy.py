@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvlinker.embedded.model.interception import ATTENTION_NAME, RotaryFunction, attention_of, intercepted, prepare
 from kvlinker.embedded.model.rotary import Rotary
+from kvlinker.engine.cost import AttentionShape
 from kvlinker.errors import UnsupportedModelError
 
 TRACED_TOKENS = 8
@@ -21,18 +22,10 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
-    """One layer's attention: its KV per token, and how its keys are rotated (None: no rotary embedding)."""
+class LayerShape(AttentionShape):
+    """One layer's attention, and how its keys are rotated (None: no rotary embedding)."""
 
-    query_heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
     rotary: Rotary | None
-
-    @property
-    def values_per_token(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim)
 
 
 def trace_layers(model: Any) -> tuple[LayerShape, ...]:

@@ -12,6 +12,7 @@ from kvlinker.config import Settings
 from kvlinker.embedded.model.anatomy import LayerShape, context_window, trace_layers
 from kvlinker.embedded.model.interception import ATTENTION_NAME
 from kvlinker.embedded.model.selftest import require_exact
+from kvlinker.engine.cost import kv_bytes_per_token
 from kvlinker.engine.model_files import fingerprint, read_model
 
 
@@ -36,7 +37,7 @@ class LoadedModel:
     @property
     def kv_bytes_per_token(self) -> int:
         """What a token's KV takes, over all layers."""
-        return sum(layer.values_per_token for layer in self.layers) * self.dtype.itemsize
+        return kv_bytes_per_token(self.layers, self.dtype)
 
 
 def load_model(settings: Settings) -> LoadedModel:

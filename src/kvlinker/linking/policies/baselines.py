@@ -1,4 +1,4 @@
-"""The two ends of the scale, the ablation of positions, and prefix caching: what other policies are compared with."""
+"""Baselines for comparison: the two ends of the scale, the ablation of positions, and prefix caching."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.linking.evidence import Evidence, Library
+from kvlinker.linking.needs import Needs
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
 from kvlinker.prompt.segments import Prompt
@@ -16,7 +17,7 @@ from kvlinker.types.chunks import Chunk
 
 @register
 class Full(Policy):
-    """Recompute everything: the quality oracle."""
+    """Recompute everything; this is the quality oracle."""
 
     family = "full"
 
@@ -48,7 +49,7 @@ class Prefix(Policy):
     A chunk behind others is exact where a variant of it was computed behind just these."""
 
     family = "prefix"
-    uses_variants = True
+    needs = Needs(variants=True)
 
     reorders: ClassVar[bool] = False
 

@@ -1,5 +1,5 @@
-"""CacheBlend: the tokens whose KV deviates most from what was placed, chosen layer by layer, a given share of them or
-as many as loading hides."""
+"""CacheBlend recomputes the tokens whose KV deviates most from what was placed, chosen layer by layer: a given share of
+them, or as many as loading hides."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.linking.evidence import Evidence, Forecast, LayerEvidence
+from kvlinker.linking.needs import EVERY_LAYER, Needs
 from kvlinker.linking.parameters import choice, number, percentage
 from kvlinker.linking.policies.baselines import Full
 from kvlinker.linking.policy import Policy
@@ -17,10 +18,10 @@ from kvlinker.prompt.segments import Prompt
 
 @register
 class CacheBlend(Policy):
-    """The tokens with the highest KV deviation, chosen layer by layer, r percent on average (CacheBlend, section 4.3).
-    Layer 0 computes all tokens; from layer 1 on ever fewer stay (gradual filtering): s·(1 + d/100) percent in layer 1,
-    falling in equal steps to s·(1 - d/100) in the last, where s makes the average over all layers r (but is at least
-    r/2, in models of few layers). With ``onestep``, layer 1 decides for all layers: s percent."""
+    """Recompute the tokens with the highest KV deviation, chosen layer by layer, r percent on average (CacheBlend,
+    section 4.3). Layer 0 computes all tokens; from layer 1 on ever fewer stay (gradual filtering): s·(1 + d/100)
+    percent in layer 1, falling in equal steps to s·(1 - d/100) in the last, where s makes the average over all layers r
+    (but is at least r/2, in models of few layers). With ``onestep``, layer 1 decides for all layers: s percent."""
 
     family = "cacheblend"
 
@@ -29,10 +30,11 @@ class CacheBlend(Policy):
     deviation: str = choice("what deviates", "kv", "k", "v")
     spread: float = number("percent of s between its first and its average value", 0, 100, prefix="d", default=25)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "refines", 0 < self.percent < 100)
-        object.__setattr__(self, "refined_layer", 1 if self.schedule == "onestep" else None)
+    @property
+    def needs(self) -> Needs:
+        if not 0 < self.percent < 100:
+            return Needs()
+        return Needs(layers=1 if self.schedule == "onestep" else EVERY_LAYER)
 
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         return prompt.inexact if self.percent else np.zeros(len(prompt), dtype=np.bool_)
@@ -44,7 +46,7 @@ class CacheBlend(Policy):
         return highest(self._deviation(evidence), kept, among=evidence.cached)
 
     def kept_percent(self, layer: int, layers: int) -> float:
-        """Percent of the tokens that stay in ``layer`` (from 1 on) of ``layers``."""
+        """Return the percent of the tokens that stay in ``layer`` (from 1 on) of ``layers``."""
         if layers < 2:
             return self.percent
         average = max(self.percent / 2, (self.percent * layers - 100) / (layers - 1))
@@ -64,15 +66,18 @@ class CacheBlend(Policy):
 
 @register
 class CacheBlendAuto(CacheBlend):  # type: ignore[misc]  # mypy does not know the defaults that ``choice`` gives
-    """CacheBlend with the r that loading hides (CacheBlend, section 5.1): computing r percent of the chunks' tokens
-    takes as long as reading the chunks from the tiers in which they lie, both as measured on this machine. At least
-    ``percent``, also where nothing is measured; where loading would take longer than computing everything, everything
-    is computed, and nothing loaded."""
+    """Recompute like CacheBlend, with the r that loading hides (CacheBlend, section 5.1): computing r percent of the
+    chunks' tokens takes as long as reading the chunks from the tiers in which they lie, both as measured on this
+    machine. At least ``percent``, also where nothing is measured; where loading would take longer than computing
+    everything, everything is computed, and nothing loaded."""
 
     family = "cacheblend-auto"
-    forecasts = True
 
     percent: float = percentage("percent at least", default=15)
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs | Needs(forecast=True)
 
     def settle(self, forecast: Forecast) -> Policy:
         percent = forecast.hidden_percent(self.percent)

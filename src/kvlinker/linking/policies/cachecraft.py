@@ -1,4 +1,4 @@
-"""Cache-Craft's scores: how reusable a chunk's KV is behind other chunks than those it was computed behind."""
+"""Cache-Craft scores how reusable a chunk's KV is behind other chunks than those that it was computed behind."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.linking.evidence import Evidence, LayerEvidence, Library, Variant
+from kvlinker.linking.needs import EVERY_LAYER, Needs
 from kvlinker.linking.parameters import choice, number
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
@@ -20,7 +21,8 @@ from kvlinker.types.chunks import Chunk
 
 
 def context_impact(chunk: Contextualization) -> float:
-    """CCI = 1 / (1 + exp(-a / b)): from 0.5, for a chunk that looked at nothing before it, to 1 (equations 9 to 11)."""
+    """Compute CCI = 1 / (1 + exp(-a / b)): from 0.5, for a chunk that looked at nothing before it, to 1 (equations 9 to
+    11)."""
     outside = sum(before.attention / (chunk.tokens * before.tokens) for before in chunk.context)
     inside = chunk.intra / chunk.tokens**2
     if not outside:
@@ -29,10 +31,11 @@ def context_impact(chunk: Contextualization) -> float:
 
 
 def prefix_overlap(chunk: Contextualization, new: Sequence[str]) -> float:
-    """β: the share of the chunk's attention on earlier chunks that went to those that stand before it now, whatever
-    their order (equation 6). ``new``: contents of the chunks before it.
+    """Compute β: the share of the chunk's attention on earlier chunks that went to those that stand before it now,
+    whatever their order (equation 6).
 
-    Where it was computed behind no chunk: 1 if none stands before it now either, else 0.
+    ``new`` are the contents of the chunks before it. Where it was computed behind no chunk, β is 1 if none stands
+    before it now either, else 0.
     """
     total = sum(before.attention for before in chunk.context)
     if not total:
@@ -42,7 +45,8 @@ def prefix_overlap(chunk: Contextualization, new: Sequence[str]) -> float:
 
 
 def order_penalty(chunk: Contextualization, new: Sequence[str]) -> float:
-    """γ: normalised Kendall tau distance of the common chunks' old and new order (equation 7); 0 for fewer than 2."""
+    """Compute γ: the normalised Kendall tau distance of the common chunks' old and new order (equation 7); 0 for fewer
+    than 2."""
     place = {content: index for index, content in reversed(list(enumerate(new)))}
     common = [place[content] for content in dict.fromkeys(b.content for b in chunk.context) if content in place]
     if len(common) < 2:
@@ -52,30 +56,31 @@ def order_penalty(chunk: Contextualization, new: Sequence[str]) -> float:
 
 
 def adjusted_overlap(chunk: Contextualization, new: Sequence[str]) -> float:
-    """β′ = β·(1 - γ) (equation 8)."""
+    """Compute β′ = β·(1 - γ) (equation 8)."""
     return prefix_overlap(chunk, new) * (1 - order_penalty(chunk, new))
 
 
 def fix_overhead(chunk: Contextualization, new: Sequence[str], alpha: float = 1.0) -> float:
-    """CFO = α·CCI·(1 - β′), clipped to [0, 1]: the share of the chunk's tokens to recompute (equation 12)."""
+    """Compute CFO = α·CCI·(1 - β′), clipped to [0, 1]: the share of the chunk's tokens to recompute (equation 12)."""
     return min(1.0, alpha * context_impact(chunk) * (1 - adjusted_overlap(chunk, new)))
 
 
 def in_focus(evidence: LayerEvidence, window: int) -> NDArray[np.bool_] | None:
-    """The active tokens of focused chunks, [active], in the layer in which the focus settles; None in all others."""
+    """Find the active tokens of focused chunks, [active], in the layer in which the focus becomes stable; None in all
+    others."""
     if evidence.cached.sum() < evidence.selected:
-        return None  # it has settled before
-    settled = settled_focus(evidence.chunk_attention(), window)
-    if settled is None or settled[1] != evidence.layer:
+        return None  # it has been stable before
+    stable = stable_focus(evidence.chunk_attention(), window)
+    if stable is None or stable[1] != evidence.layer:
         return None
     chunk_of = np.full(len(evidence.prompt), -1)
     for index, span in enumerate(evidence.prompt.spans):
         chunk_of[span.start : span.end] = index
-    return np.isin(chunk_of[evidence.positions], list(settled[0]))
+    return np.isin(chunk_of[evidence.positions], list(stable[0]))
 
 
 def focused_chunks(attention: NDArray[np.floating]) -> frozenset[int]:
-    """The chunks that the question's ``attention`` [chunks] singles out (Algorithm 1, lines 4 to 9).
+    """Find the chunks that the question's ``attention`` [chunks] singles out (Algorithm 1, lines 4 to 9).
 
     Sorted in descending order, the differences of neighbours are normalised to p; the set ends where the running
     entropy of p grows most. With fewer than three chunks, and where all get the same, all are focused.
@@ -89,11 +94,11 @@ def focused_chunks(attention: NDArray[np.floating]) -> frozenset[int]:
     return frozenset(order[: int(np.argmax(growth[1:])) + 1].tolist())
 
 
-def settled_focus(attention: NDArray[np.floating], window: int) -> tuple[frozenset[int], int] | None:
-    """The focused chunks and the layer after which they were the same for ``window`` layers (Algorithm 1).
+def stable_focus(attention: NDArray[np.floating], window: int) -> tuple[frozenset[int], int] | None:
+    """Find the focused chunks, and the layer after which they were the same for ``window`` layers (Algorithm 1); None
+    while they were not.
 
-    ``attention`` [layers, chunks]: the question's attention in each layer; sums run over the layers. None while they
-    have not settled.
+    ``attention`` [layers, chunks] is the question's in each layer; sums run over the layers.
     """
     history = [focused_chunks(total) for total in np.cumsum(attention, axis=0)]
     for layer in range(window, len(history) + 1):
@@ -104,26 +109,22 @@ def settled_focus(attention: NDArray[np.floating], window: int) -> tuple[frozens
 
 @register
 class CacheCraft(Policy):
-    """Of every chunk the CFO = α·CCI·(1 - β') share of its tokens that looked at earlier chunks most when its KV was
-    computed (Cache-Craft, section 3); of a chunk that was computed behind none, the first ones. The variant with the
-    lowest CFO is taken. With ``focus``, tokens of chunks that the question does not focus on are dropped once the
+    """Recompute of every chunk the CFO = α·CCI·(1 - β') share of its tokens that looked at earlier chunks most when its
+    KV was computed (Cache-Craft, section 3); of a chunk that was computed behind none, the first ones. The variant with
+    the lowest CFO is taken. With ``focus``, tokens of chunks that the question does not focus on are dropped once the
     focus has been the same for w layers."""
 
     family = "cachecraft"
-    uses_scores = True
-    uses_variants = True
 
     alpha: float = number("alpha", 0, 1000, whole=False, trials=(0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2))
     termination: str = choice("whether tokens of unfocused chunks are dropped", "no", "focus")
     window: int = number("layers that the focus must last", 1, 1000, prefix="w", default=2)
 
     @property
-    def refines(self) -> bool:  # type: ignore[override]
-        return self.termination == "focus"
-
-    @property
-    def watches(self) -> bool:  # type: ignore[override]
-        return self.refines
+    def needs(self) -> Needs:
+        focuses = self.termination == "focus"
+        layers = EVERY_LAYER if focuses else None
+        return Needs(scores=True, variants=True, layers=layers, chunk_attention=focuses)
 
     def arrange(self, prompt: Prompt, library: Library) -> Prompt:
         return prompt.with_chunks(self._best(prompt, index, library) for index in range(len(prompt.chunks)))
@@ -156,7 +157,7 @@ class CacheCraft(Policy):
 
     @staticmethod
     def _best(prompt: Prompt, index: int, library: Library) -> Chunk:
-        """The variant with the lowest CFO; of equal ones, one that is exact."""
+        """Find the variant with the lowest CFO; of equal ones, one that is exact."""
         chunk, new = prompt.chunks[index], prompt.contents[:index]
         before = tuple(prompt.tokens_before(index))
         stored = [Variant(chunk, Contextualization(len(chunk), intra=0.0)), *library.variants(chunk)]
@@ -173,4 +174,4 @@ class CacheCraft(Policy):
         return fix_overhead(self._known(prompt, evidence, index), prompt.contents[:index], self.alpha)
 
     def refine(self, evidence: LayerEvidence) -> NDArray[np.bool_] | None:
-        return in_focus(evidence, self.window) if self.refines else None
+        return in_focus(evidence, self.window) if self.termination == "focus" else None

@@ -1,4 +1,4 @@
-"""Controls: selections that know nothing of the prompt, which every clever one must beat."""
+"""Controls select tokens without knowing the prompt; every clever policy must beat them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.linking.evidence import Evidence
+from kvlinker.linking.needs import Needs
 from kvlinker.linking.parameters import percentage
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
@@ -15,7 +16,7 @@ from kvlinker.prompt.segments import Prompt
 
 @register
 class Random(Policy):
-    """r percent of every inexact chunk's tokens, at random (Cache-Craft's Random-Recomp).
+    """Recompute r percent of every inexact chunk's tokens, at random (Cache-Craft's Random-Recomp).
 
     The choice depends on the prompt's tokens alone, so that a request gives the same answer every time.
     """
@@ -36,11 +37,11 @@ class Random(Policy):
 
 @register
 class HeavyHitters(Policy):
-    """The r percent of every inexact chunk's tokens that the chunk itself attends to most (Cache-Craft's Prefill-H2O,
-    after the heavy hitters of H2O)."""
+    """Recompute the r percent of every inexact chunk's tokens that the chunk itself attends to most (Cache-Craft's
+    Prefill-H2O, after the heavy hitters of H2O)."""
 
     family = "h2o"
-    uses_scores = True
+    needs = Needs(scores=True)
 
     percent: float = percentage()
 

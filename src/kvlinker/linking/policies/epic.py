@@ -1,4 +1,4 @@
-"""EPIC's static selections: a fixed number of tokens per chunk, whatever its length."""
+"""EPIC's static policies select a fixed number of tokens per chunk, whatever its length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvlinker.prompt.segments import Prompt
 
 @register
 class LegoLink(Policy):
-    """The first k tokens of every chunk (EPIC, ICML 2025): where an independently computed chunk keeps its
+    """Recompute the first k tokens of every chunk (EPIC, ICML 2025), where an independently computed chunk keeps its
     attention sink, which disappears once those tokens are computed in sight of what stands before them."""
 
     family = "legolink"
@@ -31,7 +31,7 @@ class LegoLink(Policy):
 
 @register
 class AttnLink(Policy):
-    """k/2 tokens on each side of every chunk boundary (EPIC, first version, section 4.2).
+    """Recompute k/2 tokens on each side of every chunk boundary (EPIC, first version, section 4.2).
 
     A boundary is the start of a chunk that is not exact. With an odd k the later side gets the odd token.
     """

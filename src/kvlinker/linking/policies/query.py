@@ -1,4 +1,4 @@
-"""Our own: the tokens that the question looks at."""
+"""Our own policy selects the tokens that the question looks at."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.linking.evidence import Evidence
+from kvlinker.linking.needs import Needs
 from kvlinker.linking.parameters import percentage
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
@@ -15,11 +16,11 @@ from kvlinker.prompt.segments import Prompt
 
 @register
 class Query(Policy):
-    """The r percent of the cached tokens that the prompt's last token attends to most, mean over layers and heads, in
-    a first pass of the fresh tokens over the placed KV (ours, after ProphetKV and A³)."""
+    """Recompute the r percent of the cached tokens that the prompt's last token attends to most, mean over layers and
+    heads, in a first pass of the fresh tokens over the placed KV (ours, after ProphetKV and A³)."""
 
     family = "query"
-    probes = True
+    needs = Needs(question_attention=True)
 
     percent: float = percentage()
 

@@ -93,7 +93,7 @@ def _ours(engine: Engine, tokens: Tokens, steps: int) -> float:
     events: queue.SimpleQueue[tuple[float, GenerationEvent]] = queue.SimpleQueue()
     for row in tokens:
         request = greedy_request(Prompt((FreshSegment(tuple(row.tolist())),)), "full", max_tokens=steps)
-        engine.generate(request, lambda event: events.put((time.perf_counter(), event)))
+        engine.generate(request, lambda _, event: events.put((time.perf_counter(), event)))
     finished = 0
     arrivals = []
     while finished < len(tokens):

@@ -77,7 +77,7 @@ def first_token(engine: Engine, prompt: Prompt, policy: str) -> FirstToken:
     """Ask for one token, and wait for it. Raises what the request failed with."""
     events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
     begin = time.perf_counter()
-    engine.generate(greedy_request(prompt, policy), events.put)
+    engine.generate(greedy_request(prompt, policy), lambda _, event: events.put(event))
     event = events.get()
     seconds = time.perf_counter() - begin
     while not isinstance(event, Finished):

@@ -141,7 +141,7 @@ def _neighbour(llm: LLM, prompt: Prompt, policy: str) -> _Gaps:
     window = llm.max_model_len - NEIGHBOUR_TOKENS
     own = Workload(0, 1, NEIGHBOUR_TOKENS).prompt(256, seed=1)
     tokens: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
-    handle = llm.engine.generate(greedy_request(own, "full", max_tokens=window), tokens.put)
+    handle = llm.engine.generate(greedy_request(own, "full", max_tokens=window), lambda _, event: tokens.put(event))
     times = []
     for _ in range(IDLE_TOKENS):
         _next(tokens)
@@ -151,7 +151,7 @@ def _neighbour(llm: LLM, prompt: Prompt, policy: str) -> _Gaps:
     begin = time.perf_counter()
     while not tokens.empty():
         _next(tokens)
-    llm.engine.generate(greedy_request(prompt, policy), events.put)
+    llm.engine.generate(greedy_request(prompt, policy), lambda _, event: events.put(event))
     _next(events)
     seconds = time.perf_counter() - begin
     during = tokens.qsize()

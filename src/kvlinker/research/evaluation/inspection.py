@@ -128,15 +128,9 @@ def _recorded(model: Any) -> Iterator[dict[int, tuple[Tensor, AttentionOptions]]
     latest: dict[int, tuple[Tensor, AttentionOptions]] = {}
 
     def record(module: nn.Module, query: Tensor, *others: Any, **options: Any) -> tuple[Tensor, None]:
-        scaling = options.get("scaling")
         latest[int(module.layer_idx)] = (  # type: ignore[arg-type]
             query[0, :, -LAST_QUERIES:].clone(),
-            AttentionOptions(
-                scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-                window=options.get("sliding_window"),
-                softcap=options.get("softcap"),
-                sinks=options.get("s_aux"),
-            ),
+            AttentionOptions.of_call(query, options),
         )
         attended: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME](module, query, *others, **options)
         return attended

@@ -1,1 +1,1 @@
-"""kvlinker's ``Engine`` over vLLM's client: from requests to orders, from vLLM's outputs to events."""
+"""kvlinker's ``Engine`` over vLLM's client: from requests to transfer plans, from vLLM's outputs to events."""

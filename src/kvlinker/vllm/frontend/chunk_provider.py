@@ -1,4 +1,4 @@
-"""Chunks where vLLM's workers find them: files in the store's folder, computed by vLLM where there are none."""
+"""Provides chunks where vLLM's workers find them: files in the store's folder, computed by vLLM if missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvlinker.store import ChunkStore, StoreError
 from kvlinker.types.chunk_scores import ChunkScores
 from kvlinker.types.chunks import Chunk, chunk_key
 from kvlinker.vllm.frontend.client import VLLMClient
-from kvlinker.vllm.protocol.transfer_plan import order_of_capture
+from kvlinker.vllm.protocol.transfer_plan import plan_capture
 
 T = TypeVar("T")
 
@@ -22,18 +22,19 @@ logger = logging.getLogger(__name__)
 
 DISK = "disk"
 BUILT_AT_ONCE = 2
-"""Chunks that nobody's answer waits for: more would only be in the way of answers."""
+"""How many chunks that nobody's answer waits for are computed at once: more would only be in the way of answers."""
+
 TOKEN_OVERHEAD_BYTES = 16
 FILE_OVERHEAD_BYTES = 1 << 14
-"""Of scores, header and encryption, about."""
+"""About what scores, header and encryption take in a chunk's file."""
 
 
 class ChunkNotStoredError(StoreError):
-    """A chunk is not in the store's folder after it was to be computed for it."""
+    """Says that a chunk is not in the store's folder after it was to be computed for it."""
 
 
 class ChunkProvider:
-    """All methods are called in the client's loop."""
+    """Has chunks' files there when vLLM's workers need them. All methods are called in the client's loop."""
 
     def __init__(
         self,
@@ -45,8 +46,8 @@ class ChunkProvider:
         token_bytes: int,
         longest: int,
     ) -> None:
-        """``executor`` runs what waits for the store. ``token_bytes``: of a token's KV. ``longest``: tokens that a
-        chunk may have, with what stands before it."""
+        """``executor`` runs what waits for the store. ``token_bytes`` is the size of a token's KV, ``longest`` how many
+        tokens a chunk may have, with what stands before it."""
         self._client = client
         self._store = store
         self._executor = executor
@@ -58,10 +59,11 @@ class ChunkProvider:
         self._room = asyncio.Semaphore(BUILT_AT_ONCE)
 
     def key(self, chunk: Chunk, tenant: str) -> str:
+        """Return the key of the chunk's KV."""
         return chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant)
 
     async def cache(self, chunk: Chunk, tenant: str) -> int:
-        """Bytes of the chunk's file, which is there then. Raises KVLinkerError, ChunkNotStoredError among them."""
+        """Have the chunk's file stored, and return its bytes. Raises KVLinkerError, ChunkNotStoredError among them."""
         key = self.key(chunk, tenant)
         async with self._room:
             stored = await self._in_executor(self._store.nbytes, key)
@@ -71,8 +73,10 @@ class ChunkProvider:
         return stored or 0
 
     async def provide(self, chunk: Chunk, tenant: str) -> ChunkScores | None:
-        """The scores that are stored with the chunk's KV, if any. Its file is there then, and has been used, unless
-        the store has no room for it: vLLM's scheduler sees that, and has the request computed in full.
+        """Have the chunk's file stored, and return the scores that are stored with its KV, if any.
+
+        Where the store has no room for the file, there is none: vLLM's scheduler sees that, and has the request
+        computed in full.
 
         Raises KVLinkerError.
         """
@@ -114,8 +118,8 @@ class ChunkProvider:
                 f"There is no room for chunk {key} of {len(chunk.tokens)} tokens, about {nbytes} bytes. Give it more "
                 "disk_space, or the disk itself more room, or unpin context caches."
             )
-        order = order_of_capture(key, begin=len(chunk.prefix), end=len(tokens))
-        outcome = await self._client.follow(order, tokens)
+        capture = plan_capture(key, begin=len(chunk.prefix), end=len(tokens))
+        outcome = await self._client.run_transfer(capture, tokens)
         if not outcome.linked or not await self._in_executor(self._store.nbytes, key):
             raise ChunkNotStoredError(
                 f"Chunk {key} could not be computed and stored: see the log of vLLM's processes, and whether the state "
@@ -124,13 +128,13 @@ class ChunkProvider:
         self._refusing = False
 
     def _note_refused(self, error: ChunkNotStoredError) -> None:
-        """Logged once, until a chunk is stored again."""
+        """Log that chunks are not stored, once until one is stored again."""
         if not self._refusing:
             self._refusing = True
             logger.warning("Prompts with chunks that are not stored are computed in full. %s", error)
 
     def _fetch(self, key: str) -> tuple[bool, ChunkScores | None]:
-        """Whether the chunk's file is there now, and its scores. What a shared tier has is brought to the disk."""
+        """Tell whether the chunk's file is there, and its scores. What a shared tier has is brought to the disk."""
         opened = self._store.open(key)
         if opened is None:
             return False, None

@@ -1,4 +1,4 @@
-"""vLLM's asynchronous engine as the rest of this package sees it: token ids in, new tokens out."""
+"""Wraps vLLM's asynchronous engine for the rest of the frontend: token ids in, new tokens out."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvlinker.errors import InvalidRequestError, ModelLoadError
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.vllm.options import ConnectorOptions
 from kvlinker.vllm.plugin import NAME
-from kvlinker.vllm.protocol.signature import OrderSeal
-from kvlinker.vllm.protocol.transfer_plan import PARAM, LinkOrder, Outcome
+from kvlinker.vllm.protocol.signature import PlanSigner
+from kvlinker.vllm.protocol.transfer_plan import PARAM, TransferOutcome, TransferPlan
 
 T = TypeVar("T")
 
 MOST_LOGPROBS = 1000
 CPU_MEMORY_SHARE = 0.4
-"""Of all memory that vLLM may take without a GPU; its own default, 0.92, is more than most machines have free."""
+"""The share of all memory that vLLM may take without a GPU; its own default, 0.92, is more than most have free."""
 
 SPARE_TOKENS = 2
-"""Of vLLM's window beyond tokens that are computed for their KV: a token behind them, and an answer of one more."""
+"""Tokens of vLLM's window that capturing leaves free: one behind those captured, and an answer of one."""
 
 _ONE_TOKEN = SamplingParams(temperature=0, ignore_eos=True)
 
@@ -36,46 +36,50 @@ RESERVED_OPTIONS = ("model", "tokenizer", "dtype", "kv_transfer_config")
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """``logprobs`` has one entry per token, or is None: {token id: log probability}. ``reason`` tells that these were
-    the last ones: ``stop``, ``length``, ``abort`` or ``error``.
-
-    ``outcome``, with the last ones: what became of the request's order; None where it had none.
-    """
+    """Brings tokens that vLLM generated since the last ones."""
 
     token_ids: tuple[int, ...]
+
     logprobs: Sequence[Mapping[int, float]] | None
+    """One entry per token, {token id: log probability}; None where none were asked for."""
+
     reason: str | None
-    outcome: Outcome | None
+    """Tells that these were the last tokens: ``stop``, ``length``, ``abort`` or ``error``."""
+
+    outcome: TransferOutcome | None
+    """What became of the request's transfer plan, with the last tokens; None where it had none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """vLLM's KV cache, in tokens, and the longest prompt and answer together."""
+class KVCapacity:
+    """Tells how many tokens vLLM has room for: in its KV cache, and in one prompt and answer together."""
 
     slots: int
     max_model_len: int
 
 
 class VLLMClient:
-    """One of vLLM's engine clients, and the event loop that it lives in. Methods may be called from any thread."""
+    """Holds one of vLLM's engine clients and the event loop that it lives in. Methods may be called from any thread."""
 
-    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, seal: OrderSeal) -> None:
-        """``seal``: of the state directory that vLLM's connector was given."""
+    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, signer: PlanSigner) -> None:
+        """Wrap ``client``. ``signer`` is that of the state directory which vLLM's connector was given."""
         self._client = client
         self.loop = loop
-        self._seal = seal
+        self._signer = signer
 
     @property
     def healthy(self) -> bool:
+        """Whether vLLM's engine still serves."""
         return not self._client.errored
 
     @property
-    def pool(self) -> Pool:
+    def capacity(self) -> KVCapacity:
+        """The room that vLLM has for tokens."""
         cache, model = self._client.vllm_config.cache_config, self._client.vllm_config.model_config
-        return Pool((cache.num_gpu_blocks or 0) * cache.block_size, model.max_model_len)
+        return KVCapacity((cache.num_gpu_blocks or 0) * cache.block_size, model.max_model_len)
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run in the client's loop."""
+        """Run ``work`` in the client's loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def stream(
@@ -85,13 +89,13 @@ class VLLMClient:
         sampling: SamplingParams,
         *,
         max_tokens: int,
-        order: LinkOrder | None = None,
+        transfer: TransferPlan | None = None,
         salt: str | None = None,
     ) -> AsyncGenerator[NewTokens, None]:
-        """What the request ``name`` generates, as it comes; closing the iterator aborts it."""
+        """Yield what the request ``name`` generates, as it comes. Closing the iterator aborts the request."""
         prompt = {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
-        orders = None if order is None else self._seal.params(order, tokens)
-        params = _vllm_sampling(sampling, max_tokens, orders)
+        transfer_params = None if transfer is None else self._signer.params(transfer, tokens)
+        params = _vllm_sampling(sampling, max_tokens, transfer_params)
         outputs = self._client.generate(prompt, params, name)
         try:
             async for output in outputs:
@@ -99,27 +103,27 @@ class VLLMClient:
         finally:
             await outputs.aclose()  # which aborts what is under way
 
-    async def follow(self, order: LinkOrder, tokens: Sequence[int]) -> Outcome:
-        """Have an order fulfilled for its own sake, over ``tokens`` [linked]: nobody gets the answer or the KV."""
-        behind = (*tokens, 0)  # vLLM computes the last token of a prompt itself, so that it may be none of the order's
+    async def run_transfer(self, transfer: TransferPlan, tokens: Sequence[int]) -> TransferOutcome:
+        """Carry out a transfer plan for its own sake, over ``tokens`` [linked]: nobody gets the answer or the KV."""
+        behind = (*tokens, 0)  # vLLM computes the last token of a prompt itself, so that it may be none of the plan's
         outcome = None
         async for output in self.stream(
             f"kvlinker-{secrets.token_hex(8)}",
             behind,
             _ONE_TOKEN,
             max_tokens=1,
-            order=order,
+            transfer=transfer,
             salt=secrets.token_hex(16),
         ):
             outcome = output.outcome
-        return outcome or Outcome(linked=False)
+        return outcome or TransferOutcome(linked=False)
 
     def close(self) -> None:
-        """Nothing is stopped: whoever made vLLM's client does that."""
+        """Do nothing: whoever made vLLM's client stops it."""
 
 
 class OwnClient(VLLMClient):
-    """A client with an engine and an event loop of its own, in a thread."""
+    """Starts an engine, and an event loop in a thread of its own."""
 
     def __init__(self, settings: Settings, *, dtype: str) -> None:
         """Start vLLM; takes half a minute or more. Raises InvalidRequestError and ModelLoadError."""
@@ -131,11 +135,11 @@ class OwnClient(VLLMClient):
         except BaseException:
             self._stop(loop)
             raise
-        super().__init__(client, loop, OrderSeal.of(settings.state_dir))
+        super().__init__(client, loop, PlanSigner.of(settings.state_dir))
         self.run(self._warm_up()).result()
 
     async def _warm_up(self) -> None:
-        """What vLLM compiles for its first request is not to be waited for by somebody else."""
+        """Have vLLM compile what it compiles for its first request, so that nobody else waits for it."""
         sampling = SamplingParams(temperature=0, logprobs=1, ignore_eos=True)
         async for _ in self.stream("kvlinker-warm-up", (0, 0), sampling, max_tokens=2):
             pass
@@ -225,12 +229,12 @@ def _new_tokens(output: Any) -> NewTokens:
         token_ids=tuple(answer.token_ids),
         logprobs=logprobs,
         reason=answer.finish_reason,
-        outcome=None if told is None else Outcome.model_validate(told),
+        outcome=None if told is None else TransferOutcome.model_validate(told),
     )
 
 
-def _vllm_sampling(sampling: SamplingParams, max_tokens: int, orders: Mapping[str, Any] | None) -> Any:
-    """Stop strings are left out: kvlinker looks for them itself."""
+def _vllm_sampling(sampling: SamplingParams, max_tokens: int, transfer: Mapping[str, Any] | None) -> Any:
+    """Make vLLM's sampling parameters, without stop strings: kvlinker looks for them itself."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -248,5 +252,5 @@ def _vllm_sampling(sampling: SamplingParams, max_tokens: int, orders: Mapping[st
         max_tokens=max_tokens,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args=None if orders is None else {"kv_transfer_params": orders},
+        extra_args=None if transfer is None else {"kv_transfer_params": transfer},
     )

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import logging
 import secrets
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,21 +18,20 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
-from kvlinker.engine.explaining import explanation_of
-from kvlinker.engine.limits import RequestLimits
-from kvlinker.errors import EngineClosedError, InvalidRequestError, KVLinkerError, OverloadedError
+from kvlinker.engine.limits import RequestLimits, check_room, check_supported, engine_closed
+from kvlinker.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.events import Events
 from kvlinker.linking.explanation import Explanation
-from kvlinker.linking.plan import chunk_uses
+from kvlinker.linking.policy import Policy
 from kvlinker.store import ChunkStore
 from kvlinker.types.answers import PromptLogprobs
 from kvlinker.types.chunks import Chunk
+from kvlinker.vllm.frontend.choices import Choice, VLLMRequest
 from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.vllm.frontend.client import SPARE_TOKENS, VLLMClient
-from kvlinker.vllm.frontend.generation import Generation
+from kvlinker.vllm.frontend.linker import LinkedPrompt, VLLMLinker
 from kvlinker.vllm.frontend.model_facts import ModelFacts
-from kvlinker.vllm.frontend.planning import PlannedLink, Planner, check_policy
-from kvlinker.vllm.protocol.transfer_plan import LinkOrder
+from kvlinker.vllm.protocol.transfer_plan import TransferPlan, unsupported
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ CLOSE_SECONDS = 30.0
 
 
 class VLLMEngine:
-    """See ``kvlinker.engine.contract`` for the contract."""
+    """Is an ``Engine`` over one of vLLM's engine clients; see ``kvlinker.engine.contract`` for the contract."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class VLLMEngine:
     ) -> None:
         self.fingerprint = facts.fingerprint
         self.kv_bytes_per_token = facts.kv_bytes_per_token
-        pool = client.pool
-        self.max_model_len = pool.max_model_len
-        self._slots = pool.slots
+        capacity = client.capacity
+        self.max_model_len = capacity.max_model_len
+        self._slots = capacity.slots
         self._client = client
         self._facts = facts
         self._store = store
@@ -76,9 +76,10 @@ class VLLMEngine:
             token_bytes=facts.kv_bytes_per_token,
             longest=longest,
         )
-        self._planner = Planner(client, self._chunks, self._executor, layers=len(facts.layers), longest=longest)
+        self._linker = VLLMLinker(client, self._chunks, self._executor, layers=len(facts.layers), longest=longest)
         self._closing = False
-        self._active: dict[str, Generation] = {}  # single operations on it are atomic
+        self._admitting = threading.Lock()
+        self._requests: dict[str, VLLMRequest] = {}  # guarded by _admitting
         self._tasks: dict[str, asyncio.Task[None]] = {}  # the loop's
         atexit.register(self.close)
 
@@ -86,30 +87,27 @@ class VLLMEngine:
     def healthy(self) -> bool:
         return not self._closing and self._client.healthy
 
+    def unsupported(self, policy: Policy) -> str | None:
+        return unsupported(policy)
+
     def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
         self._refuse_if_closing()
         self._limits.check_vocabulary(np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks")
         return self._client.run(self._translated(self._chunks.cache(chunk, tenant)))
 
     def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
-        self._refuse_if_closing()
-        check_policy(request.policy)
-        max_tokens = self._limits.max_tokens(request)
-        waiting = len(self._active) - self._max_running
-        if waiting >= self._max_waiting:
-            raise OverloadedError(f"{waiting} requests wait already; try again later.", retry_after=1)
-        generation = Generation(
-            request, sink, tokenizer=self._facts.tokenizer, max_tokens=max_tokens, events=self._events
-        )
+        max_tokens = self._checked(request)
+        made = VLLMRequest(request, sink, tokenizer=self._facts.tokenizer, max_tokens=max_tokens, events=self._events)
         name = f"kvlinker-{secrets.token_hex(8)}"
-        self._active[name] = generation
-        self._client.loop.call_soon_threadsafe(self._start, name, generation)
+        with self._admitting:
+            queued = sum(other.open_choices for other in self._requests.values())
+            check_room(queued, request.n, most=self._max_running + self._max_waiting)
+            self._requests[name] = made
+        self._client.loop.call_soon_threadsafe(self._start, name, made)
         return _Handle(partial(self._cancel, name))
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
-        self._refuse_if_closing()
-        check_policy(request.policy)
-        self._limits.max_tokens(request)
+        self._checked(request)
         return self._client.run(self._translated(self._explain(request)))
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
@@ -120,14 +118,16 @@ class VLLMEngine:
         )
 
     def load(self) -> EngineLoad:
-        """vLLM's own figures are in its process: these are the requests under way, and their tokens so far."""
-        active = list(self._active.values())
-        running = min(len(active), self._max_running)
-        used = sum(generation.tokens for generation in active)
-        return EngineLoad(running, len(active) - running, min(used, self._slots), self._slots)
+        """Tell of the requests under way, and their tokens so far: vLLM's own figures are in its process."""
+        with self._admitting:
+            requests = list(self._requests.values())
+        choices = sum(request.open_choices for request in requests)
+        running = min(choices, self._max_running)
+        used = sum(request.tokens for request in requests)
+        return EngineLoad(running, choices - running, min(used, self._slots), self._slots)
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """None: vLLM does not tell how long it computes."""
+        """Return None: vLLM does not tell how long it computes."""
         return None
 
     def close(self) -> None:
@@ -142,10 +142,19 @@ class VLLMEngine:
             self._client.close()
             self._executor.shutdown()
 
-    def _start(self, name: str, generation: Generation) -> None:
-        task = self._client.loop.create_task(self._serve(name, generation))
+    def _checked(self, request: GenerationRequest) -> int:
+        """Check a request, and return the most tokens that its answers may have.
+
+        Raises EngineClosedError, PolicyError and InvalidRequestError.
+        """
+        self._refuse_if_closing()
+        check_supported(self.unsupported(request.policy))
+        return self._limits.max_tokens(request)
+
+    def _start(self, name: str, request: VLLMRequest) -> None:
+        task = self._client.loop.create_task(self._serve(name, request))
         self._tasks[name] = task
-        task.add_done_callback(partial(self._served, name, generation))
+        task.add_done_callback(partial(self._served, name, request))
 
     def _cancel(self, name: str) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and all requests with it
@@ -155,61 +164,88 @@ class VLLMEngine:
         if name in self._tasks:
             self._tasks[name].cancel()
 
-    async def _serve(self, name: str, generation: Generation) -> None:
-        request = generation.request
-        link = await self._planner.link(request)
-        generation.mark_loaded()
-        link = await self._planner.refine(link)
-        generation.mark_planned(link)
-        order = link.order
-        outputs = self._client.stream(
-            name,
-            link.plan.prompt.tokens.tolist(),
-            request.sampling,
-            max_tokens=generation.max_tokens,
-            order=order,
-            salt=salt_of(order, request.tenant),
-        )
-        async with contextlib.aclosing(outputs):
-            async for new in outputs:
-                generation.accept(new)
-                if generation.ended:
-                    break
-        await self._client.loop.run_in_executor(self._executor, self._note_use, link, request.tenant)
+    async def _serve(self, name: str, request: VLLMRequest) -> None:
+        """Link the prompt and generate all choices. The first one is linked; the others begin with its first token, and
+        find the linked KV in vLLM's prefix cache."""
+        linked = await self._linker.link(request.request)
+        request.clock.mark_loaded()
+        linked = await self._linker.refine(linked)
+        request.mark_planned(linked)
+        first, *others = request.choices
+        prefilled = asyncio.Event()
+        streams = [self._generate(name, request, linked, first, prefilled.set)]
+        streams += [
+            self._generate(f"{name}-{choice.index}", request, linked, choice, after=prefilled) for choice in others
+        ]
+        await asyncio.gather(*streams, self._note_uses(linked, request, after=prefilled))
 
-    def _note_use(self, link: PlannedLink, tenant: str) -> None:
-        for use in chunk_uses(link.plan, len(self._facts.layers), link.dropped):
+    async def _generate(
+        self,
+        name: str,
+        request: VLLMRequest,
+        linked: LinkedPrompt,
+        choice: Choice,
+        began: Callable[[], object] = lambda: None,
+        after: asyncio.Event | None = None,
+    ) -> None:
+        """Generate one choice, once ``after`` is set; what goes wrong ends this one alone. ``began`` is called with its
+        first token, or when it has none."""
+        try:
+            if after is not None:
+                await after.wait()
+            outputs = self._client.stream(
+                name,
+                linked.plan.prompt.tokens.tolist(),
+                request.request.sampling_of(choice.index),
+                max_tokens=request.max_tokens,
+                transfer=linked.transfer,
+                salt=salt_of(linked.transfer, request.request.tenant),
+            )
+            async with contextlib.aclosing(outputs):
+                async for new in outputs:
+                    choice.accept(new)
+                    began()
+                    if choice.ended:
+                        break
+        except Exception as error:
+            choice.fail(self._error_of(error))
+        finally:
+            began()
+
+    async def _note_uses(self, linked: LinkedPrompt, request: VLLMRequest, *, after: asyncio.Event) -> None:
+        """Tell the store what the prompt took of its chunks, unless it failed."""
+        await after.wait()
+        if request.choices[0].tokens:
+            note = partial(self._tell_store, linked, request.request.tenant)
+            await self._client.loop.run_in_executor(self._executor, note)
+
+    def _tell_store(self, linked: LinkedPrompt, tenant: str) -> None:
+        for use in linked.uses():
             self._store.note_use(self._chunks.key(use.chunk, tenant), use.recomputed)
 
-    def _served(self, name: str, generation: Generation, done: asyncio.Task[None]) -> None:
-        """The request is at an end, whatever it is."""
+    def _served(self, name: str, request: VLLMRequest, done: asyncio.Task[None]) -> None:
+        """Forget a request that is at an end, whatever it is."""
         del self._tasks[name]
-        del self._active[name]
+        with self._admitting:
+            del self._requests[name]
         if not done.cancelled():
             error = done.exception()
             if error is not None:
-                generation.fail(self._error_of(error))
+                request.fail(self._error_of(error))
         elif self._closing:
-            generation.fail(_closed())
-        generation.cancel()
+            request.fail(engine_closed())
+        request.cancel()
 
     async def _explain(self, request: GenerationRequest) -> Explanation:
-        link = await self._planner.refine(await self._planner.link(request), explains=True)
-        return explanation_of(
-            link.plan,
-            link.refinement,
-            link.evidence,
-            asked=request.policy,
-            layers=len(self._facts.layers),
-            cost=self._facts.cost,
-        )
+        linked = await self._linker.refine(await self._linker.link(request), explains=True)
+        return linked.explanation(self._facts.cost)
 
     async def _translated(self, work: Coroutine[Any, Any, T]) -> T:
-        """What it raises is a KVLinkerError."""
+        """Await ``work``, so that whatever it raises is a KVLinkerError."""
         try:
             return await work
         except asyncio.CancelledError:
-            raise _closed() from None
+            raise engine_closed() from None
         except Exception as error:
             raise self._error_of(error) from error
 
@@ -221,7 +257,7 @@ class VLLMEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _error_of(self, error: BaseException) -> KVLinkerError:
-        """What a request ends with."""
+        """Make the error that a request ends with."""
         if isinstance(error, KVLinkerError):
             return error
         if not self.healthy:
@@ -233,20 +269,16 @@ class VLLMEngine:
 
     def _refuse_if_closing(self) -> None:
         if self._closing:
-            raise _closed()
+            raise engine_closed()
 
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """``RequestHandle``."""
+    """Is the ``RequestHandle`` of a request."""
 
     cancel: Callable[[], None]
 
 
-def salt_of(order: LinkOrder, tenant: str) -> str:
-    """What vLLM's prefix cache keeps a request's KV apart by: whose it is, and how it came about."""
-    return hashlib.sha256(f"{tenant}\0{order.model_dump_json()}".encode()).hexdigest()
-
-
-def _closed() -> EngineClosedError:
-    return EngineClosedError("The engine is shutting down. Send the request again to a running server.")
+def salt_of(transfer: TransferPlan, tenant: str) -> str:
+    """Make the salt by which vLLM's prefix cache keeps a request's KV apart: whose it is, and how it came about."""
+    return hashlib.sha256(f"{tenant}\0{transfer.model_dump_json()}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Where an ``LLM`` has vLLM from: an engine of its own, or the one of vLLM's server that it stands in."""
+"""Brings an ``LLM`` its vLLM: an engine of its own, or the one of vLLM's server that it stands in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvlinker.vllm.frontend.model_facts import ModelFacts, read_facts
 
 
 class VLLMSource:
-    """An ``EngineSource``: a model that is known, and vLLM, which ``start`` brings once there is a store."""
+    """Is an ``EngineSource``: a model whose facts are known, and vLLM, which ``start`` brings once there is a store."""
 
     uses_host_memory = False
     device = None
@@ -27,7 +27,7 @@ class VLLMSource:
         self.tokenizer = facts.tokenizer
 
     def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:
-        """Raises InvalidRequestError for a store without a disk, and what ``start`` raises."""
+        """Make the engine. Raises InvalidRequestError for a store without a disk, and what ``start`` raises."""
         if not settings.disk_space:
             raise InvalidRequestError(
                 "disk_space is 0, but vLLM's processes take chunks from the disk. Give it some.", param="disk_space"
@@ -43,7 +43,7 @@ class VLLMSource:
 
 
 def own_vllm(settings: Settings) -> VLLMSource:
-    """vLLM in processes of its own.
+    """Make a source with vLLM in processes of its own.
 
     Raises InvalidRequestError where it is not installed, and ModelLoadError.
     """

@@ -1,1 +1,1 @@
-"""What kvlinker asks of vLLM for a request, and what the connector's sides tell each other of it."""
+"""The messages of kvlinker's server, vLLM's scheduler and vLLM's workers to each other."""

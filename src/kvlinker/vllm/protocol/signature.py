@@ -1,4 +1,4 @@
-"""Link orders carry a seal: whoever may send requests to vLLM could otherwise name chunks that are not theirs."""
+"""Transfer plans are signed: whoever may send requests to vLLM could otherwise name chunks that are not theirs."""
 
 from __future__ import annotations
 
@@ -13,49 +13,52 @@ import numpy as np
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.store.format.durability import create_file
-from kvlinker.vllm.protocol.transfer_plan import PARAM, LinkOrder, order_of_params
+from kvlinker.vllm.protocol.transfer_plan import PARAM, TransferPlan, read_plan
 
-SEAL = "kvlinker_seal"
-KEY_FILE = "orders.key"
+SIGNATURE = "kvlinker_signature"
+"""The signature's name among a request's ``kv_transfer_params``."""
+
+KEY_FILE = "signing.key"
 KEY_BYTES = 32
 
 
-class OrderSeal:
-    """Seals orders, each for one prompt, and opens them; for all processes that share a state directory."""
+class PlanSigner:
+    """Signs transfer plans, each for one prompt, and verifies them; all processes that share a state directory
+    agree."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
     @classmethod
-    def of(cls, state_dir: Path) -> OrderSeal:
-        """With the key in ``state_dir``, which is made if it is missing. Raises OSError."""
+    def of(cls, state_dir: Path) -> PlanSigner:
+        """Make the signer with the key in ``state_dir``, which is made if it is missing. Raises OSError."""
         place = state_dir / KEY_FILE
         if not place.exists():
             state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             create_file(place, secrets.token_bytes(KEY_BYTES))  # unless another process is quicker
         return cls(place.read_bytes())
 
-    def params(self, order: LinkOrder, tokens: Sequence[int]) -> dict[str, Any]:
-        """``kv_transfer_params`` that carry the order, for a prompt of these tokens."""
-        return {PARAM: order.model_dump(mode="json"), SEAL: self._seal(order, tokens)}
+    def params(self, plan: TransferPlan, tokens: Sequence[int]) -> dict[str, Any]:
+        """Make the ``kv_transfer_params`` that carry the plan, for a prompt of these tokens."""
+        return {PARAM: plan.model_dump(mode="json"), SIGNATURE: self._signature(plan, tokens)}
 
-    def order(self, params: Mapping[str, Any] | None, tokens: Sequence[int]) -> LinkOrder | None:
-        """The order that a request for this prompt carries; None where it carries none.
+    def verified(self, params: Mapping[str, Any] | None, tokens: Sequence[int]) -> TransferPlan | None:
+        """Return the transfer plan that a request for this prompt carries; None where it carries none.
 
-        Raises InvalidRequestError for one that is not sound, or that ``params`` did not make for this prompt.
+        Raises InvalidRequestError for one that is not sound, or that was not signed for this prompt.
         """
-        order = order_of_params(params, prompt_tokens=len(tokens))
-        if order is None or params is None:
+        plan = read_plan(params, prompt_tokens=len(tokens))
+        if plan is None or params is None:
             return None
-        seal = str(params.get(SEAL)).encode(errors="replace")
-        if not hmac.compare_digest(seal, self._seal(order, tokens).encode()):
+        signature = str(params.get(SIGNATURE)).encode(errors="replace")
+        if not hmac.compare_digest(signature, self._signature(plan, tokens).encode()):
             raise InvalidRequestError(
-                f"kv_transfer_params.{PARAM} is not kvlinker's own: its seal is missing or for another prompt. Use "
-                "kvlinker's routes.",
+                f"kv_transfer_params.{PARAM} is not kvlinker's own: its signature is missing or for another prompt. "
+                "Use kvlinker's routes.",
                 param=PARAM,
             )
-        return order
+        return plan
 
-    def _seal(self, order: LinkOrder, tokens: Sequence[int]) -> str:
-        content = order.model_dump_json().encode() + b"\0" + np.asarray(tokens, dtype="<u4").tobytes()
+    def _signature(self, plan: TransferPlan, tokens: Sequence[int]) -> str:
+        content = plan.model_dump_json().encode() + b"\0" + np.asarray(tokens, dtype="<u4").tobytes()
         return hmac.new(self._key, content, hashlib.sha256).hexdigest()

@@ -1,22 +1,46 @@
-"""What a request asks of the connector, as it travels to vLLM's scheduler: an immutable value, checked on arrival."""
+"""Transfer plans say what a request asks of the connector; they travel to vLLM's scheduler and are checked there."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.linking.plan import LinkPlan
+from kvlinker.linking.needs import Needs
+from kvlinker.linking.plan import LinkPlan, Placement
+from kvlinker.linking.policy import Policy
+from kvlinker.types.chunks import CHUNK_KEY
 
 PARAM = "kvlinker"
-"""The order's name among a request's ``kv_transfer_params``."""
-COMPARED_LAYER = 1
-"""In which orders that compare do so: the first layer whose KV knows of other tokens."""
+"""The transfer plan's name among a request's ``kv_transfer_params``."""
 
-Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+COMPARED_LAYER = 1
+"""The layer in which computed KV is compared with placed KV: the first one whose KV depends on other tokens."""
+
+OFFERED = Needs(scores=True, variants=True, layers=COMPARED_LAYER)
+"""The needs of policies that transfer plans can follow. Variants are never stored here: policies are shown none."""
+
+_DEVIATION_DTYPE = "<f4"
+
+Key = Annotated[str, Field(pattern=f"^{CHUNK_KEY.pattern}$")]
 Position = Annotated[int, Field(ge=0, strict=True)]
+
+
+def unsupported(policy: Policy) -> str | None:
+    """Tell why transfer plans cannot follow the policy, and the way out; None where they can."""
+    missing = policy.needs.beyond(OFFERED)
+    if not missing:
+        return None
+    return (
+        f"The policy {policy.name} needs {' and '.join(missing)}, which the vllm engine does not offer. Use a policy "
+        "that decides before the model runs, such as legolink-16 or cacheblend-15-onestep, or the embedded engine."
+    )
 
 
 class _Value(BaseModel):
@@ -24,8 +48,8 @@ class _Value(BaseModel):
 
 
 class PlacedChunk(_Value):
-    """Put tokens [first, last) of a stored chunk into the prompt, its token i at ``start + i``, with the rotary
-    embedding of position ``rotary_start + i``."""
+    """Says to place tokens [first, last) of a stored chunk in the prompt: its token i at position ``start + i``, with
+    the rotary embedding of position ``rotary_start + i``."""
 
     key: Key
     start: Position
@@ -35,29 +59,31 @@ class PlacedChunk(_Value):
 
     @property
     def begin(self) -> int:
+        """The first position of the prompt that is placed."""
         return self.start + self.first
 
     @property
     def end(self) -> int:
+        """The position behind the last one that is placed."""
         return self.start + self.last
 
 
 class CapturedChunk(_Value):
-    """Store the KV of positions [begin, end) under ``key``."""
+    """Says to store the KV of positions [begin, end) under ``key``."""
 
     key: Key
     begin: Position
     end: Position
 
 
-class LinkOrder(_Value):
-    """How the KV of a prompt's first ``linked`` tokens comes about: ``placements``, then ``runs`` of positions to
-    compute over them. vLLM computes the tokens behind them itself.
+class TransferPlan(_Value):
+    """Says how the KV of a prompt's first ``linked`` tokens comes about: ``placements``, then ``runs`` of positions
+    [begin, end) to compute over them. vLLM computes the tokens behind them itself.
 
     Every one of these positions is placed or computed, so that nobody ever attends to what others left in memory.
 
-    With ``compares`` it is not for an answer: both happen in the first layer only, and the request's ``Outcome`` tells
-    how far the runs' KV deviates from that of the placements in the second.
+    A plan that ``compares`` is not for an answer: both happen in the first layer only, and the ``TransferOutcome``
+    tells how far the runs' KV deviates from that of the placements in the second.
     """
 
     linked: Position
@@ -66,18 +92,23 @@ class LinkOrder(_Value):
     captures: tuple[CapturedChunk, ...] = ()
     compares: bool = False
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the chunks to place, each once."""
+        return tuple(dict.fromkeys(placed.key for placed in self.placements))
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if any(not begin < end <= self.linked for begin, end in self.runs):
             raise ValueError(f"runs {self.runs} are not ranges within the first {self.linked} tokens")
-        if any(former[1] > latter[0] for former, latter in zip(self.runs, self.runs[1:], strict=False)):
+        if any(former[1] > latter[0] for former, latter in pairwise(self.runs)):
             raise ValueError(f"runs {self.runs} overlap, or are not in order")
         if any(not placed.first < placed.last or placed.end > self.linked for placed in self.placements):
             raise ValueError(f"placements are not ranges within the first {self.linked} tokens")
         if any(not captured.begin < captured.end <= self.linked for captured in self.captures):
             raise ValueError(f"captures are not ranges within the first {self.linked} tokens")
         if self.compares and self.captures:
-            raise ValueError("one order does not compare and capture")
+            raise ValueError("one transfer plan does not compare and capture")
         covered = 0
         for begin, end in sorted([*self.runs, *((placed.begin, placed.end) for placed in self.placements)]):
             if begin > covered:
@@ -87,62 +118,95 @@ class LinkOrder(_Value):
             raise ValueError(f"position {covered} is neither placed nor computed")
         return self
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Of the chunks to place, each once."""
-        return tuple(dict.fromkeys(placed.key for placed in self.placements))
 
-
-class Outcome(_Value):
-    """What became of an order: whether it was followed, and seconds until vLLM began with its request.
-
-    ``deviation``: what ``KVDeviation.of_bytes`` takes, of the first ``linked`` tokens, if the order compares.
-    """
+class TransferOutcome(_Value):
+    """Tells, with the request's output, what became of a transfer plan."""
 
     linked: bool
+    """Whether the plan was followed; if not, vLLM computed the whole prompt."""
+
     queued: float = 0.0
+    """Seconds until vLLM began with the request."""
+
     deviation: bytes | None = None
+    """``KVDeviation`` of the first ``linked`` tokens in bytes, if the plan compares."""
 
 
-def order_of_params(params: Mapping[str, Any] | None, *, prompt_tokens: int) -> LinkOrder | None:
-    """The order that a request with a prompt of so many tokens carries; None where it carries none.
+@dataclass(frozen=True, slots=True)
+class KVDeviation:
+    """Holds the squared L2 distances of computed and placed ``key`` and ``value``, over all heads: [tokens] each, 0
+    where nothing is placed. It is the ``Deviations`` that a ``Refinement`` takes."""
 
-    Raises InvalidRequestError for anything that is not a sound order for this prompt.
+    key: NDArray[np.float32]
+    value: NDArray[np.float32]
+
+    def deviation(self, part: int) -> NDArray[np.float32]:
+        """Return the deviation of keys (``part`` 0) or values (1): [tokens]."""
+        return (self.key, self.value)[part]
+
+    def at(self, positions: NDArray[np.int64]) -> KVDeviation:
+        """Return the deviation of these tokens alone. Those that were not compared deviate infinitely."""
+        missing = max(0, int(positions.max(initial=-1)) + 1 - len(self.key))
+        key, value = (np.pad(part, (0, missing), constant_values=np.inf) for part in (self.key, self.value))
+        return KVDeviation(key[positions], value[positions])
+
+    def to_bytes(self) -> bytes:
+        """Write it for its way between processes."""
+        return np.stack([self.key, self.value]).astype(_DEVIATION_DTYPE).tobytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> KVDeviation:
+        """Read what ``to_bytes`` wrote."""
+        key, value = np.frombuffer(data, _DEVIATION_DTYPE).reshape(2, -1).astype(np.float32)
+        return cls(key, value)
+
+
+def read_plan(params: Mapping[str, Any] | None, *, prompt_tokens: int) -> TransferPlan | None:
+    """Read the transfer plan that a request with a prompt of so many tokens carries; None where it carries none.
+
+    Raises InvalidRequestError for anything that is not a sound plan for this prompt.
     """
     raw = (params or {}).get(PARAM)
     if raw is None:
         return None
     try:
-        order = LinkOrder.model_validate(raw)
+        plan = TransferPlan.model_validate(raw)
     except ValidationError as error:
-        raise InvalidRequestError(f"kv_transfer_params.{PARAM} is not a link order: {error}", param=PARAM) from error
-    if order.linked >= prompt_tokens:
+        raise InvalidRequestError(f"kv_transfer_params.{PARAM} is not a transfer plan: {error}", param=PARAM) from error
+    if plan.linked >= prompt_tokens:
         raise InvalidRequestError(
-            f"kv_transfer_params.{PARAM} links {order.linked} tokens of a prompt of {prompt_tokens}; the last one is "
+            f"kv_transfer_params.{PARAM} links {plan.linked} tokens of a prompt of {prompt_tokens}; the last one is "
             "always vLLM's to compute.",
             param=PARAM,
         )
-    return order
+    return plan
 
 
-def order_of_plan(plan: LinkPlan, keys: Sequence[str]) -> LinkOrder:
-    """The order for a plan; ``keys`` name the chunks of its placements. The last run, which may be the whole prompt, is
-    left to vLLM."""
+def plan_transfer(plan: LinkPlan, keys: Sequence[str]) -> TransferPlan:
+    """Make the transfer plan for a link plan, whose placements are of the chunks with these ``keys``, one each.
+
+    The last run, which may be the whole prompt, is left to vLLM.
+    """
     linked = plan.runs[-1][0]
-    return LinkOrder(linked=linked, placements=_placed(plan, keys, linked), runs=plan.runs[:-1])
+    return TransferPlan(linked=linked, placements=_placed(plan.placements, keys, linked), runs=plan.runs[:-1])
 
 
-def order_of_comparison(plan: LinkPlan, keys: Sequence[str], *, most: int) -> LinkOrder:
-    """The order to compare what a plan computes with what it places, up to its last chunk's end, but of ``most`` tokens
-    at most."""
+def plan_comparison(plan: LinkPlan, keys: Sequence[str], *, most: int) -> TransferPlan:
+    """Make the transfer plan to compare what a link plan computes with what it places, up to the end of its last chunk,
+    but of ``most`` tokens at most."""
     last_chunk = max(placement.start + placement.last for placement in plan.placements)
     linked = min(last_chunk, most)
     runs = tuple((begin, min(end, linked)) for begin, end in plan.runs if begin < linked)
-    return LinkOrder(linked=linked, placements=_placed(plan, keys, linked), runs=runs, compares=True)
+    return TransferPlan(linked=linked, placements=_placed(plan.placements, keys, linked), runs=runs, compares=True)
 
 
-def _placed(plan: LinkPlan, keys: Sequence[str], linked: int) -> tuple[PlacedChunk, ...]:
-    """Of the plan's placements, what lies within the first ``linked`` tokens."""
+def plan_capture(key: str, *, begin: int, end: int) -> TransferPlan:
+    """Make the transfer plan to compute a prompt's first ``end`` tokens and store the KV of those from ``begin`` on."""
+    return TransferPlan(linked=end, runs=((0, end),), captures=(CapturedChunk(key=key, begin=begin, end=end),))
+
+
+def _placed(placements: Sequence[Placement], keys: Sequence[str], linked: int) -> tuple[PlacedChunk, ...]:
+    """Return what of the placements lies within the first ``linked`` tokens."""
     return tuple(
         PlacedChunk(
             key=key,
@@ -151,11 +215,6 @@ def _placed(plan: LinkPlan, keys: Sequence[str], linked: int) -> tuple[PlacedChu
             last=min(placement.last, linked - placement.start),
             rotary_start=placement.rotary_start,
         )
-        for placement, key in zip(plan.placements, keys, strict=True)
+        for placement, key in zip(placements, keys, strict=True)
         if placement.start + placement.first < linked
     )
-
-
-def order_of_capture(key: str, *, begin: int, end: int) -> LinkOrder:
-    """The order to compute the first ``end`` tokens and store the KV of those from ``begin`` on."""
-    return LinkOrder(linked=end, runs=((0, end),), captures=(CapturedChunk(key=key, begin=begin, end=end),))

@@ -1,1 +1,1 @@
-"""The connector in vLLM's engine core: what is linked when."""
+"""The connector in vLLM's engine core: it decides what is linked when."""

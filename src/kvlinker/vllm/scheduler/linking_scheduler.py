@@ -1,4 +1,4 @@
-"""The connector's scheduler side: which requests are linked, in which blocks, and what each engine step does of it."""
+"""The connector's scheduler side decides which requests are linked, and what each engine step does of it."""
 
 from __future__ import annotations
 
@@ -11,111 +11,140 @@ from typing import Any
 import numpy as np
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.vllm.protocol.messages import Begun, StepOrders, StepReport
-from kvlinker.vllm.protocol.signature import OrderSeal
-from kvlinker.vllm.protocol.slices import Budget, Progress, Slice
-from kvlinker.vllm.protocol.transfer_plan import COMPARED_LAYER, PARAM, LinkOrder, Outcome
-from kvlinker.vllm.scheduler.pace import PLACED_PER_COMPUTED, SLOWDOWN, StepPace, StepWork
+from kvlinker.vllm.protocol.signature import PlanSigner
+from kvlinker.vllm.protocol.steps import (
+    StartedTransfer,
+    StepBudget,
+    StepReport,
+    StepTransfers,
+    TransferProgress,
+    TransferSlice,
+)
+from kvlinker.vllm.protocol.transfer_plan import COMPARED_LAYER, PARAM, TransferOutcome, TransferPlan
+from kvlinker.vllm.scheduler.link_throttle import PLACED_PER_COMPUTED, SLOWDOWN, LinkThrottle, StepWork
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """``slice_tokens``: the most that a step computes of orders while other requests are being computed, which take
-    ``slowdown`` times as long then, on average (see ``StepPace``); ``step_tokens``: if there are none. ``runs``:
-    sequences that attention takes at once. ``workers``: how many report. ``layers``: the model's, of which orders that
-    compare compute the first ones only."""
+    """Limits how much a step links."""
 
     slice_tokens: int
+    """The most tokens that a step links while other requests are being computed."""
+
     step_tokens: int
+    """The most tokens that a step links if there are no others."""
+
     runs: int
+    """How many sequences attention takes at once."""
+
     layers: int
+    """The model's layers, of which transfers that compare compute the first ones only."""
+
     workers: int = 1
+    """How many workers report."""
+
     slowdown: float = SLOWDOWN
+    """How many times as long others wait for a token meanwhile, on average (see ``LinkThrottle``)."""
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
-    """``own``: tokens that vLLM computes itself in its first step. ``admitted``: when it came; ``queued``: seconds
-    until vLLM began with it. ``given_up``: a chunk vanished, or linking failed, and vLLM computes it. ``waits``: it is
-    not linked within its own first step, as was decided last. ``deviation``: what an order that compares is for.
+class _LinkedRequest:
+    """Holds the state of a request with a transfer plan, from its arrival to its end."""
 
-    ``progress``, while vLLM holds it back; ``loaded``: workers that have all of its chunks then; ``ordered``: its last
-    slice is under way.
-    """
+    plan: TransferPlan
 
-    order: LinkOrder
     own: int
+    """Tokens that vLLM computes itself in the request's first step."""
+
     admitted: float
+    """When it came, in seconds of ``time.perf_counter``."""
+
     queued: float | None = None
+    """Seconds until vLLM began with it."""
+
     given_up: bool = False
+    """Whether a chunk vanished, or linking failed, and vLLM computes it."""
+
     waits: bool = True
+    """Whether it is linked before its own first step, and not within it, as was decided last."""
+
     deviation: bytes | None = None
-    progress: Progress | None = None
+    """The result of a plan that compares."""
+
+    progress: TransferProgress | None = None
+    """What is left of the plan while vLLM holds the request back."""
+
     loaded: int = 0
-    ordered: bool = False
+    """How many workers have all of its chunks in memory while vLLM holds it back."""
+
+    ending: bool = False
+    """Whether its last slice is under way."""
 
     @property
-    def outcome(self) -> Outcome:
-        return Outcome(linked=not self.given_up, queued=self.queued or 0.0, deviation=self.deviation)
+    def outcome(self) -> TransferOutcome:
+        return TransferOutcome(linked=not self.given_up, queued=self.queued or 0.0, deviation=self.deviation)
 
 
 class LinkingScheduler:
-    """One thread, vLLM's engine core, calls everything."""
+    """Follows the transfer plans of vLLM's requests. One thread, vLLM's engine core, calls everything."""
 
-    def __init__(self, *, limits: StepLimits, seal: OrderSeal, is_stored: Callable[[str], bool]) -> None:
+    def __init__(self, *, limits: StepLimits, signer: PlanSigner, is_stored: Callable[[str], bool]) -> None:
         """``is_stored`` tells whether a chunk's KV is in the store's folder."""
-        self._seal = seal
+        self._signer = signer
         self._limits = limits
         self._is_stored = is_stored
-        self._requests: dict[str, _Request] = {}
-        self._waiting: dict[str, _Request] = {}  # those that vLLM holds back, in the order in which they came
-        self._begun: list[Begun] = []  # for the next step
-        self._dropped: list[str] = []
+        self._requests: dict[str, _LinkedRequest] = {}
+        self._waiting: dict[str, _LinkedRequest] = {}  # those that vLLM holds back, in the order in which they came
+        self._started: list[StartedTransfer] = []  # for the next step
+        self._aborted: list[str] = []
         self._held: dict[str, set[int]] = {}  # chunks, and the ranks of workers that have them in memory
         self._busy = False
         self._linked_at_once = 0.0  # tokens, within requests' own first steps, of the next step
-        self._pace = StepPace(limits.slice_tokens, slowdown=limits.slowdown)
+        self._throttle = LinkThrottle(limits.slice_tokens, slowdown=limits.slowdown)
 
     def admit(
         self, request_id: str, params: Mapping[str, Any] | None, tokens: Sequence[int], *, salt: str | None
     ) -> None:
-        """A request for a prompt of these tokens has come. What it asks for is refused, and the request computed by
-        vLLM alone, if it is not sound, or not salted: its KV would be taken for that of the plain tokens."""
+        """Take up a request for a prompt of these tokens.
+
+        Its transfer plan is refused, and the request computed by vLLM alone, if the plan is not sound, or the request
+        has no salt: its KV would be taken for that of the plain tokens.
+        """
         try:
-            order = self._seal.order(params, tokens)
+            plan = self._signer.verified(params, tokens)
         except InvalidRequestError as error:
             logger.warning("Request %s is not linked: %s", request_id, error)
             return
-        if order is None:
+        if plan is None:
             return
         if not salt:
             logger.warning("Request %s is not linked: it has no cache_salt, which every linked one needs.", request_id)
             return
-        self._requests[request_id] = _Request(order, len(tokens) - order.linked, time.perf_counter())
+        self._requests[request_id] = _LinkedRequest(plan, len(tokens) - plan.linked, time.perf_counter())
 
     def matched(self, request_id: str, local: int, tokens: int) -> tuple[int, bool]:
-        """How many of a request's ``tokens`` linking brings beyond the ``local`` ones that vLLM has, and whether the
-        request has to wait for it.
+        """Tell how many of a request's ``tokens`` linking brings beyond the ``local`` ones that vLLM has, and whether
+        the request has to wait for it.
 
-        Without side effects, but that a chunk that has vanished makes it 0 from now on.
+        It has no side effects, but that a chunk that has vanished makes it 0 from now on.
         """
         request = self._requests.get(request_id)
-        if request is None or request.given_up or local >= request.order.linked:
+        if request is None or request.given_up or local >= request.plan.linked:
             return 0, False
-        order = request.order
-        missing = [key for key in order.keys if not self._is_stored(key)]
+        plan = request.plan
+        missing = [key for key in plan.keys if not self._is_stored(key)]
         if missing:
             logger.warning("Request %s is computed in full: chunk %s is gone.", request_id, missing[0])
             request.given_up = True
             return 0, False
-        request.own = tokens - order.linked
+        request.own = tokens - plan.linked
         request.waits = self._has_to_wait(request, self._progress(request_id, local))
-        return order.linked - local, request.waits
+        return plan.linked - local, request.waits
 
     def allocated(self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int], *, external: int) -> None:
-        """vLLM has given the request its blocks, and counts on ``external`` tokens of linking, as ``matched`` said."""
+        """Begin to link the request in its blocks: vLLM counts on ``external`` tokens, as ``matched`` said."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -123,12 +152,12 @@ class LinkingScheduler:
             request.queued = time.perf_counter() - request.admitted
         if not external:
             return
-        begin = request.order.linked - external
-        self._begun.append(
-            Begun(
+        begin = request.plan.linked - external
+        self._started.append(
+            StartedTransfer(
                 request_id=request_id,
-                order=request.order,
-                tokens=np.asarray(tokens[: request.order.linked], dtype=np.int64),
+                plan=request.plan,
+                tokens=np.asarray(tokens[: request.plan.linked], dtype=np.int64),
                 block_ids=tuple(block_ids),
                 begin=begin,
                 waits=request.waits,
@@ -141,27 +170,27 @@ class LinkingScheduler:
         else:
             self._linked_at_once += progress.cost(self._budget()) + request.own
 
-    def orders(self, *, scheduled_tokens: int, prefilled_tokens: int) -> StepOrders:
-        """What the workers do in the step that computes so many tokens otherwise, some of them of prompts."""
-        begun = tuple(self._begun)
-        at_once = Budget.unlimited()
-        slices = [self._progress(each.request_id, each.begin).take(at_once) for each in begun if not each.waits]
+    def plan_step(self, *, scheduled_tokens: int, prefilled_tokens: int) -> StepTransfers:
+        """Plan what the workers do in the step that computes so many tokens otherwise, some of them of prompts."""
+        started = tuple(self._started)
+        at_once = StepBudget.unlimited()
+        slices = [self._progress(each.request_id, each.begin).take(at_once) for each in started if not each.waits]
         self._busy = scheduled_tokens > 0
         self._linked_at_once = 0.0
         if not self._waiting:
-            self._pace.idle()
+            self._throttle.idle()
         budget = self._budget()
         slices += self._next_slices(budget)
         placed, computed = at_once.placed + budget.placed, at_once.computed + budget.computed
-        self._pace.planned(StepWork(placed, computed, prefilled_tokens, self._busy))
-        dropped = tuple(self._dropped)
-        self._begun.clear()
-        self._dropped.clear()
-        return StepOrders(begun, tuple(slices), dropped, idle=not self._busy)
+        self._throttle.planned(StepWork(placed, computed, prefilled_tokens, self._busy))
+        aborted = tuple(self._aborted)
+        self._started.clear()
+        self._aborted.clear()
+        return StepTransfers(started, tuple(slices), aborted, idle=not self._busy)
 
     def note_report(self, report: StepReport) -> None:
-        """A step is done, and this is what the workers tell of it; there is one report for every step."""
-        self._pace.ended()
+        """Note what the workers tell of a step that is done; there is one report for every step."""
+        self._throttle.ended()
         for key, rank in report.evicted:
             self._held.get(key, set()).discard(rank)
         for key, rank in report.held:
@@ -175,22 +204,22 @@ class LinkingScheduler:
             self._requests[request_id].deviation = report.deviations[request_id]
 
     def note_received(self, finished: Iterable[str]) -> None:
-        """The orders of these requests are fulfilled, or given up."""
+        """Note that the transfers of these requests have ended or were given up."""
         for request_id in finished:
             self._forget_progress(request_id)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
-        """The request has ended, or was aborted; what its output tells of linking."""
+        """Forget a request that has ended, or was aborted. Returns what its output tells of linking."""
         if request_id in self._waiting:
-            self._dropped.append(request_id)
+            self._aborted.append(request_id)
             self._forget_progress(request_id)
         request = self._requests.pop(request_id, None)
         return None if request is None else {PARAM: request.outcome.model_dump(exclude_none=True)}
 
-    def _has_to_wait(self, request: _Request, progress: Progress) -> bool:
-        """Orders are fulfilled within the request's own first step only if that takes not much longer by it."""
-        order = request.order
-        if order.captures or order.compares or not all(map(self._is_held, order.keys)):
+    def _has_to_wait(self, request: _LinkedRequest, progress: TransferProgress) -> bool:
+        """Tell whether linking within the request's own first step would make that much longer."""
+        plan = request.plan
+        if plan.captures or plan.compares or not all(map(self._is_held, plan.keys)):
             return True
         budget = self._budget()
         if not self._busy:
@@ -201,36 +230,37 @@ class LinkingScheduler:
     def _is_held(self, key: str) -> bool:
         return len(self._held.get(key, ())) >= self._limits.workers
 
-    def _budget(self) -> Budget:
-        """For the next step, going by whether it holds anything else."""
+    def _budget(self) -> StepBudget:
+        """Make the budget of the next step, going by whether it holds anything else."""
         if self._busy:
-            return Budget(self._pace.tokens, self._limits.runs, self._pace.placed_per_computed)
-        return Budget(self._limits.step_tokens, self._limits.runs, PLACED_PER_COMPUTED)
+            return StepBudget(self._throttle.tokens, self._limits.runs, self._throttle.placed_per_computed)
+        return StepBudget(self._limits.step_tokens, self._limits.runs, PLACED_PER_COMPUTED)
 
-    def _progress(self, request_id: str, begin: int) -> Progress:
-        order = self._requests[request_id].order
-        share = min(1.0, (COMPARED_LAYER + 1) / self._limits.layers) if order.compares else 1.0
-        return Progress(request_id, order, begin=begin, share=share)
+    def _progress(self, request_id: str, begin: int) -> TransferProgress:
+        plan = self._requests[request_id].plan
+        share = min(1.0, (COMPARED_LAYER + 1) / self._limits.layers) if plan.compares else 1.0
+        return TransferProgress(request_id, plan, begin=begin, share=share)
 
-    def _next_slices(self, budget: Budget) -> list[Slice]:
-        """In the order in which the requests came. One that time is being saved for lets none overtake it."""
+    def _next_slices(self, budget: StepBudget) -> list[TransferSlice]:
+        """Take slices of waiting requests, in the order in which these came. One that time is being saved for lets none
+        overtake it."""
         slices = []
         for request in self._waiting.values():
             if budget.spent:
                 break
             progress = request.progress
-            if progress is None or request.ordered or request.loaded < self._limits.workers:
+            if progress is None or request.ending or request.loaded < self._limits.workers:
                 continue
             if self._busy and progress.fits(budget):
-                if not self._pace.may_end(progress.cost(budget) + request.own):
+                if not self._throttle.may_end(progress.cost(budget) + request.own):
                     break
-                self._pace.spend(request.own)
+                self._throttle.spend(request.own)
             part = progress.take(budget)
             slices.append(part)
-            request.ordered = part.is_last
+            request.ending = part.is_last
         return slices
 
     def _forget_progress(self, request_id: str) -> None:
         request = self._waiting.pop(request_id, None)
         if request is not None:
-            request.progress, request.loaded, request.ordered = None, 0, False
+            request.progress, request.loaded, request.ending = None, 0, False

@@ -1,1 +1,1 @@
-"""The connector in vLLM's workers: chunks placed, runs computed, KV captured and compared."""
+"""The connector in vLLM's workers: it places KV, computes runs over it, and stores what is captured."""

@@ -1,4 +1,4 @@
-"""The connector's worker side: it loads chunks, places them, computes runs over them, and stores what is captured."""
+"""The connector's worker side: it loads chunks, carries out what each step does of transfers, and reports it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import Any
 
 from kvlinker.store import ChunkKV
 from kvlinker.vllm.adapter import BoundModel
-from kvlinker.vllm.protocol.messages import Begun, StepOrders, StepReport
-from kvlinker.vllm.protocol.slices import Slice
-from kvlinker.vllm.worker.anatomy import check_chunk, trace_layers
-from kvlinker.vllm.worker.capturing import Capture
-from kvlinker.vllm.worker.comparing import Comparison
-from kvlinker.vllm.worker.passes import Passes
-from kvlinker.vllm.worker.task import Task
+from kvlinker.vllm.protocol.steps import StartedTransfer, StepReport, StepTransfers, TransferSlice
+from kvlinker.vllm.worker.layers import check_chunk, trace_layers
+from kvlinker.vllm.worker.passes import Passes, TransferTask
+from kvlinker.vllm.worker.recording import ChunkCapture, KVComparison
 from kvlinker.vllm.worker.worker_chunks import WorkerChunks
 
 logger = logging.getLogger(__name__)
@@ -27,26 +24,32 @@ PATIENCE_SECONDS = 0.005
 
 
 @dataclass(slots=True)
-class Results:
-    """Since the last time: requests that wait no longer, requests that are not linked after all, and blocks whose KV
-    vLLM counted on in vain within a step."""
+class WorkerResults:
+    """Collects what a worker has to tell vLLM since the last time."""
 
     finished: set[str] = field(default_factory=set)
+    """Requests that wait no longer."""
+
     failed: set[str] = field(default_factory=set)
+    """Requests that are not linked after all."""
+
     invalid_blocks: set[int] = field(default_factory=set)
+    """Blocks whose KV vLLM counted on in vain within a step."""
 
 
 class LinkingWorker:
-    """One thread, vLLM's worker, calls everything. What goes wrong with a request is reported, and vLLM computes it;
-    with several workers, all of them give it up in the same step, for each waits for the others in every pass. Nothing
-    raises but, with several workers, what happens within a pass of the model: the others wait already.
+    """Carries out transfers in one of vLLM's workers, whose thread calls everything.
+
+    What goes wrong with a request is reported, and vLLM computes it; with several workers, all of them give it up in
+    the same step, for each waits for the others in every pass. Nothing raises but, with several workers, what happens
+    within a pass of the model: the others wait already.
     """
 
     def __init__(
         self, bound: BoundModel, chunks: WorkerChunks, *, pass_tokens: int, pass_runs: int, with_scores: bool
     ) -> None:
-        """``pass_tokens`` and ``pass_runs``: the most that one pass of the model takes. ``with_scores``: collect
-        captured chunks' attention scores.
+        """``pass_tokens`` and ``pass_runs`` are the most that one pass of the model takes. With ``with_scores``,
+        captured chunks get their attention scores.
 
         Raises UnsupportedModelError for a model that cannot be linked.
         """
@@ -55,17 +58,17 @@ class LinkingWorker:
         self._passes = Passes(bound, self._layers, tokens=pass_tokens, runs=pass_runs)
         self._chunks = chunks
         self._with_scores = with_scores
-        self._tasks: dict[str, Task] = {}
+        self._tasks: dict[str, TransferTask] = {}
         self._writing: dict[str, Future[bool]] = {}
         self._deviations: dict[str, bytes] = {}
-        self._results = Results()
+        self._results = WorkerResults()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-load")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-write")
 
-    def step(self, orders: StepOrders) -> StepReport:
-        """Do what the scheduler side ordered for this step."""
+    def step(self, transfers: StepTransfers) -> StepReport:
+        """Do what the scheduler side planned for this step."""
         try:
-            self._step(orders)
+            self._step(transfers)
         except Exception:
             if not self._bound.is_alone:
                 raise
@@ -74,60 +77,64 @@ class LinkingWorker:
                 self._end(request_id, failed=True)
         evicted = self._chunks.take_evicted()
         newly = self._newly_loaded()
-        keys = {key for task in newly for key in task.begun.order.keys if self._chunks.holds(key)}
+        keys = {key for task in newly for key in task.started.plan.keys if self._chunks.holds(key)}
         deviations, self._deviations = self._deviations, {}
         return StepReport(
-            loaded={task.begun.request_id: 1 for task in newly},
+            loaded={task.started.request_id: 1 for task in newly},
             failed=frozenset(self._results.failed),
             held=frozenset((key, self._bound.rank) for key in keys),
             evicted=frozenset((key, self._bound.rank) for key in evicted),
             deviations=deviations,
         )
 
-    def _step(self, orders: StepOrders) -> None:
-        for request_id in orders.dropped:
+    def _step(self, transfers: StepTransfers) -> None:
+        for request_id in transfers.aborted:
             self._end(request_id)
-        for begun in orders.begun:
-            self._tasks[begun.request_id] = self._begin(begun)
-        if orders.idle and not orders.slices:
+        for started in transfers.started:
+            self._tasks[started.request_id] = self._begin(started)
+        if transfers.idle and not transfers.slices:
             self._wait_a_little()
-        self._fulfil([(self._tasks[part.request_id], part) for part in orders.slices if part.request_id in self._tasks])
+        self._carry_out(
+            [(self._tasks[part.request_id], part) for part in transfers.slices if part.request_id in self._tasks]
+        )
         self._collect_written()
 
-    def take_results(self) -> Results:
-        results, self._results = self._results, Results()
+    def take_results(self) -> WorkerResults:
+        """Return what there is to tell vLLM since the last time."""
+        results, self._results = self._results, WorkerResults()
         return results
 
     def close(self) -> None:
-        """Finish writing."""
+        """Finish what is being written."""
         self._loader.shutdown(cancel_futures=True)
         self._writer.shutdown()
 
-    def _begin(self, begun: Begun) -> Task:
+    def _begin(self, started: StartedTransfer) -> TransferTask:
         try:
-            return self._task(begun)
+            return self._task(started)
         except Exception:
-            logger.exception("Request %s cannot be linked; vLLM computes it alone.", begun.request_id)
+            logger.exception("Request %s cannot be linked; vLLM computes it alone.", started.request_id)
             loaded: Future[dict[str, ChunkKV] | None] = Future()
             loaded.set_result(None)
-            return Task(begun, loaded, failed=True)
+            return TransferTask(started, loaded, failed=True)
 
-    def _task(self, begun: Begun) -> Task:
+    def _task(self, started: StartedTransfer) -> TransferTask:
         captures = tuple(
-            Capture(chunk, begun.tokens, self._layers, self._bound.dtype, with_scores=self._with_scores)
-            for chunk in begun.order.captures
+            ChunkCapture(chunk, started.tokens, self._layers, self._bound.dtype, with_scores=self._with_scores)
+            for chunk in started.plan.captures
         )
-        comparison = Comparison(self._layers, begun.order.linked) if begun.order.compares else None
-        at_hand = {key: kv for key in begun.order.keys if (kv := self._chunks.at_hand(key)) is not None}
-        if len(at_hand) == len(begun.order.keys) and all(map(self._fits, at_hand, at_hand.values())):
+        comparison = KVComparison(self._layers, started.plan.linked) if started.plan.compares else None
+        resident = {key: kv for key in started.plan.keys if (kv := self._chunks.resident(key)) is not None}
+        if len(resident) == len(started.plan.keys) and all(map(self._fits, resident, resident.values())):
             loaded: Future[dict[str, ChunkKV] | None] = Future()
-            loaded.set_result(at_hand)
+            loaded.set_result(resident)
         else:
-            loaded = self._loader.submit(self._load, begun.order.keys)
-        return Task(begun, loaded, captures, comparison)
+            loaded = self._loader.submit(self._load, started.plan.keys)
+        return TransferTask(started, loaded, captures, comparison)
 
     def _load(self, keys: Sequence[str]) -> dict[str, ChunkKV] | None:
-        """Runs in the loader's thread. Every chunk is looked at, so that one request finds all that are damaged."""
+        """Load the chunks, in the loader's thread. Every one is looked at, so that one request finds all that are
+        damaged."""
         kvs = {}
         for key in keys:
             try:
@@ -155,21 +162,21 @@ class LinkingWorker:
         if pending:
             wait(pending, timeout=PATIENCE_SECONDS, return_when=FIRST_COMPLETED)
 
-    def _newly_loaded(self) -> list[Task]:
-        """Tasks whose chunks have come since the last time, or have not come."""
+    def _newly_loaded(self) -> list[TransferTask]:
+        """Return the tasks whose chunks have come since the last time, or turned out not to come."""
         tasks = self._tasks.values()
-        newly = [task for task in tasks if task.begun.waits and not task.told_loaded and task.loaded.done()]
+        newly = [task for task in tasks if task.started.waits and not task.told_loaded and task.loaded.done()]
         for task in newly:
             task.told_loaded = True
         return newly
 
-    def _fulfil(self, slices: Sequence[tuple[Task, Slice]]) -> None:
+    def _carry_out(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
         with self._giving_up(slices):
             self._passes.place(slices)
         failed = self._bound.any_worker([task.failed for task, _ in slices])
         for (task, _), gone in zip(slices, failed, strict=True):
             if gone:
-                self._end(task.begun.request_id, failed=True)
+                self._end(task.started.request_id, failed=True)
         rest = [each for each, gone in zip(slices, failed, strict=True) if not gone]
         with self._giving_up(rest) if self._bound.is_alone else nullcontext():
             self._passes.compute(rest)
@@ -178,8 +185,8 @@ class LinkingWorker:
                 self._complete(task)
 
     @contextmanager
-    def _giving_up(self, slices: Sequence[tuple[Task, Slice]]) -> Iterator[None]:
-        """The slices' tasks have failed if anything raises meanwhile."""
+    def _giving_up(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> Iterator[None]:
+        """Make the slices' tasks fail if anything raises meanwhile."""
         try:
             yield
         except Exception:
@@ -187,9 +194,9 @@ class LinkingWorker:
             for task, _ in slices:
                 task.failed = True
 
-    def _complete(self, task: Task) -> None:
-        """The last slice is done."""
-        request_id = task.begun.request_id
+    def _complete(self, task: TransferTask) -> None:
+        """End a task whose last slice is done."""
+        request_id = task.started.request_id
         if task.failed:
             self._end(request_id, failed=True)
         elif task.comparison is not None:
@@ -207,7 +214,7 @@ class LinkingWorker:
                 self._end(request_id)
 
     def _write(self, kvs: Sequence[tuple[str, ChunkKV]]) -> bool:
-        """Runs in the writer's thread."""
+        """Store captured chunks, in the writer's thread. Returns whether the disk took all of them."""
         stored = [self._chunks.put(key, kv) for key, kv in kvs]
         return all(stored)
 
@@ -221,15 +228,15 @@ class LinkingWorker:
                 self._end(request_id)
 
     def _end(self, request_id: str, *, failed: bool = False) -> None:
-        """No more is done for the request; where it waits, vLLM is told so, exactly once. Where it does not, vLLM is
-        told which of its blocks are not what they should be."""
+        """Do no more for the request. Where it waits, vLLM is told so, exactly once; where it does not, vLLM is told
+        which of its blocks are not what they should be."""
         task = self._tasks.pop(request_id, None)
         if task is None:
             return
         if failed:
             self._results.failed.add(request_id)
-        if task.begun.waits:
+        if task.started.waits:
             self._results.finished.add(request_id)
         elif failed:
-            first = task.begun.begin // self._bound.block_size
-            self._results.invalid_blocks.update(task.begun.block_ids[first:])
+            first = task.started.begin // self._bound.block_size
+            self._results.invalid_blocks.update(task.started.block_ids[first:])

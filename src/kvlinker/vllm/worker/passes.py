@@ -1,49 +1,103 @@
-"""What a step does of tasks' orders: KV is placed, and runs go through the model, in passes that are not too large."""
+"""Carries out what a step does of transfers: KV is placed, and runs go through the model in passes of limited size."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
+from kvlinker.store import ChunkKV
 from kvlinker.vllm.adapter import BoundModel, VirtualSequences
-from kvlinker.vllm.protocol.slices import Slice
-from kvlinker.vllm.worker.anatomy import LinkedLayer
-from kvlinker.vllm.worker.capturing import CapturedRows, capturing
-from kvlinker.vllm.worker.comparing import FIRST_LAYERS, ComparedRows, comparing
-from kvlinker.vllm.worker.placing import place
-from kvlinker.vllm.worker.task import Task
+from kvlinker.vllm.protocol.steps import PlacedPart, StartedTransfer, TransferSlice
+from kvlinker.vllm.worker.layers import ChunkPart, LinkedLayer, place
+from kvlinker.vllm.worker.recording import (
+    FIRST_LAYERS,
+    CapturedRows,
+    ChunkCapture,
+    ComparedRows,
+    KVComparison,
+    capturing,
+    comparing,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class TransferTask:
+    """Holds the state of a request's transfer in a worker."""
+
+    started: StartedTransfer
+
+    loaded: Future[dict[str, ChunkKV] | None]
+    """The plan's chunks by key, or None where one did not come."""
+
+    captures: tuple[ChunkCapture, ...] = ()
+    comparison: KVComparison | None = None
+    told_loaded: bool = False
+    """Whether the scheduler side knows that the chunks are in memory."""
+
+    failed: bool = False
+
+    def parts(self, bound: BoundModel, parts: Iterable[PlacedPart]) -> Iterator[ChunkPart]:
+        """Yield the parts' KV and where it belongs. Where a chunk is not what the plan says, the task has failed, and
+        there are no more parts."""
+        for part in parts:
+            kvs = self.loaded.result()
+            placed = self.started.plan.placements[part.placement]
+            if kvs is None:
+                self.failed = True
+                return
+            kv = kvs[placed.key]
+            if part.last > kv.tokens:
+                logger.error("Chunk %s has %d tokens; %d are to be placed.", placed.key, kv.tokens, part.last)
+                self.failed = True
+                return
+            offsets = torch.arange(part.first, part.last, device=bound.device)
+            slots = bound.slots(self.started.block_ids, offsets + placed.start)
+            yield ChunkPart(kv, part.first, part.last, placed.start + part.first, offsets + placed.rotary_start, slots)
+
+    def parts_within(self, bound: BoundModel, begin: int, end: int) -> Iterator[ChunkPart]:
+        """Yield what of the placements lies at positions [begin, end)."""
+        within = [
+            PlacedPart(index, max(placed.first, begin - placed.start), min(placed.last, end - placed.start))
+            for index, placed in enumerate(self.started.plan.placements)
+            if placed.begin < end and placed.end > begin
+        ]
+        return self.parts(bound, within)
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Positions [begin, end) of a task to be computed, in a pass whose rows before ``first`` are other runs'."""
+class _TaskRun:
+    """Says to compute positions [begin, end) of a task, in a pass whose rows before ``first`` are other runs'."""
 
-    task: Task
+    task: TransferTask
     begin: int
     end: int
     first: int = 0
 
 
 class Passes:
-    """Fulfils slices of orders."""
+    """Carries out slices of transfers."""
 
     def __init__(self, bound: BoundModel, layers: Sequence[LinkedLayer], *, tokens: int, runs: int) -> None:
-        """``tokens`` and ``runs``: the most that one pass takes."""
+        """``tokens`` and ``runs`` are the most that one pass takes."""
         self._bound = bound
         self._layers = layers
         self._tokens = tokens
         self._runs = runs
 
-    def place(self, slices: Sequence[tuple[Task, Slice]]) -> None:
-        """What is placed, before anything is computed."""
+    def place(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
+        """Place what the slices place, before anything is computed."""
         self._place(self._layers, [each for each in slices if each[0].comparison is None])
         self._place(self._layers[FIRST_LAYERS], [each for each in slices if each[0].comparison is not None])
 
-    def compute(self, slices: Sequence[tuple[Task, Slice]]) -> None:
-        """The runs. Raises what the model does."""
-        runs = [_Run(task, *run) for task, each in slices for run in each.runs]
+    def compute(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
+        """Compute the slices' runs. Raises what the model does."""
+        runs = [_TaskRun(task, *run) for task, each in slices for run in each.runs]
         for group in self._grouped(runs, lambda task: not task.captures and task.comparison is None):
             self._bound.forward(self._sequences(group))
         for group in self._grouped(runs, lambda task: bool(task.captures)):
@@ -53,49 +107,49 @@ class Passes:
             with comparing(self._bound, self._layers, list(self._compared_rows(group))):
                 self._bound.forward(self._sequences(group), eager=True)
 
-    def _place(self, layers: Sequence[LinkedLayer], slices: Iterable[tuple[Task, Slice]]) -> None:
+    def _place(self, layers: Sequence[LinkedLayer], slices: Iterable[tuple[TransferTask, TransferSlice]]) -> None:
         place(layers, [part for task, each in slices for part in task.parts(self._bound, each.parts)])
 
-    def _grouped(self, runs: Iterable[_Run], wanted: Callable[[Task], bool]) -> Iterator[list[_Run]]:
-        """Runs of the tasks that are wanted, as much at once as a pass takes."""
-        group: list[_Run] = []
+    def _grouped(self, runs: Iterable[_TaskRun], wanted: Callable[[TransferTask], bool]) -> Iterator[list[_TaskRun]]:
+        """Group the runs of the tasks that are wanted, as much at once as a pass takes."""
+        group: list[_TaskRun] = []
         tokens = 0
         for run in self._cut(run for run in runs if wanted(run.task)):
             length = run.end - run.begin
             if group and (tokens + length > self._tokens or len(group) == self._runs):
                 yield group
                 group, tokens = [], 0
-            group.append(_Run(run.task, run.begin, run.end, first=tokens))
+            group.append(_TaskRun(run.task, run.begin, run.end, first=tokens))
             tokens += length
         if group:
             yield group
 
-    def _cut(self, runs: Iterable[_Run]) -> Iterator[_Run]:
-        """The same, none longer than a pass."""
+    def _cut(self, runs: Iterable[_TaskRun]) -> Iterator[_TaskRun]:
+        """Cut the runs so that none is longer than a pass."""
         for run in runs:
             for begin in range(run.begin, run.end, self._tokens):
-                yield _Run(run.task, begin, min(begin + self._tokens, run.end))
+                yield _TaskRun(run.task, begin, min(begin + self._tokens, run.end))
 
-    def _sequences(self, runs: Sequence[_Run]) -> VirtualSequences:
+    def _sequences(self, runs: Sequence[_TaskRun]) -> VirtualSequences:
         device = self._bound.device
         positions = [torch.arange(run.begin, run.end, device=device) for run in runs]
-        slots = [self._bound.slots(run.task.begun.block_ids, own) for run, own in zip(runs, positions, strict=True)]
-        tokens = [torch.from_numpy(run.task.begun.tokens[run.begin : run.end]) for run in runs]
+        slots = [self._bound.slots(run.task.started.block_ids, own) for run, own in zip(runs, positions, strict=True)]
+        tokens = [torch.from_numpy(run.task.started.tokens[run.begin : run.end]) for run in runs]
         return VirtualSequences(
             tokens=torch.cat(tokens).to(device),
             positions=torch.cat(positions),
             slots=torch.cat(slots),
             query_lengths=[run.end - run.begin for run in runs],
             lengths=[run.end for run in runs],
-            block_ids=[run.task.begun.block_ids for run in runs],
+            block_ids=[run.task.started.block_ids for run in runs],
         )
 
-    def _compared_rows(self, runs: Iterable[_Run]) -> Iterator[ComparedRows]:
+    def _compared_rows(self, runs: Iterable[_TaskRun]) -> Iterator[ComparedRows]:
         for run in runs:
             assert run.task.comparison is not None
             parts = tuple(run.task.parts_within(self._bound, run.begin, run.end))
             yield ComparedRows(run.first, run.begin, parts, run.task.comparison)
 
 
-def _captured_rows(runs: Iterable[_Run]) -> list[CapturedRows]:
+def _captured_rows(runs: Iterable[_TaskRun]) -> list[CapturedRows]:
     return [CapturedRows(run.first, run.end - run.begin, run.begin, run.task.captures) for run in runs]

@@ -1,4 +1,4 @@
-"""The store's folder of chunk files as vLLM's processes see it, with the most recently used chunks in memory."""
+"""Gives vLLM's processes the store's folder of chunk files, with the most recently used chunks in memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NO_LIMIT = 1 << 62
 
 
 class WorkerChunks:
-    """Reads and writes chunk files, and evicts none: what there is room for is the store's business, in the process
-    that has the catalog. What it deletes is gone here, too. All methods may be called from any thread.
+    """Reads and writes chunk files, and evicts none: the store does so, in the process that has the catalog, and what
+    it deletes is gone here, too. All methods may be called from any thread.
     """
 
     def __init__(self, directory: Path, *, memory_bytes: int, sealing: Sealing) -> None:
-        """Raises StoreError where the folder cannot be used."""
+        """Open the folder. Raises StoreError where it cannot be used."""
         self._disk = DiskTier(directory, _NO_LIMIT, Events(), sealing=sealing, yields=False)
         self._folder = ChunkFolder(directory)
         self._index = EvictionIndex(memory_bytes)
@@ -30,10 +30,11 @@ class WorkerChunks:
         self._lock = threading.Lock()
 
     def contains(self, key: str) -> bool:
+        """Tell whether the chunk's file is in the folder."""
         return os.path.exists(self._folder.path(key))  # not Path's, which raises what the file system does
 
-    def at_hand(self, key: str) -> ChunkKV | None:
-        """The chunk's KV if it is in memory, and still in the folder."""
+    def resident(self, key: str) -> ChunkKV | None:
+        """Return the chunk's KV if it is in memory, and still in the folder."""
         with self._lock:
             if not self._index.touch(key):
                 return None
@@ -43,8 +44,8 @@ class WorkerChunks:
             return None
 
     def get(self, key: str) -> ChunkKV | None:
-        """The chunk's KV, verified, and in memory from now on if there is room; None if it is gone or damaged."""
-        kv = self.at_hand(key)
+        """Return the chunk's KV, verified, and keep it in memory if there is room; None if it is gone or damaged."""
+        kv = self.resident(key)
         if kv is None and self.contains(key):
             kv = self._disk.get(key)
             if kv is not None:
@@ -52,19 +53,19 @@ class WorkerChunks:
         return kv
 
     def put(self, key: str, kv: ChunkKV) -> bool:
-        """Write the chunk's file, and keep its KV in memory; whether the disk took it."""
+        """Write the chunk's file, and keep its KV in memory. Returns whether the disk took it."""
         stored = self._disk.put(key, kv)
         if stored:
             self._keep(key, kv)
         return stored
 
     def holds(self, key: str) -> bool:
-        """Whether the chunk is in memory."""
+        """Tell whether the chunk is in memory."""
         with self._lock:
             return key in self._memory
 
     def take_evicted(self) -> frozenset[str]:
-        """Chunks that left memory since the last call."""
+        """Return the chunks that left memory since the last call."""
         with self._lock:
             evicted = frozenset(self._evicted)
             self._evicted.clear()

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.vllm.scheduler.pace import LEAST_TOKENS, MOST_OWED, MOST_SAVED, StepPace, StepWork
+from kvlinker.vllm.scheduler.link_throttle import LEAST_TOKENS, MOST_OWED, MOST_SAVED, LinkThrottle, StepWork
 
 PLAIN = StepWork()
 
@@ -15,26 +15,26 @@ class Machine:
         self.plain, self.computed, self.placed, self.fixed = plain, computed, placed, fixed
         self.now = 0.0
         self.gaps = []
-        self.pace = StepPace(most, slowdown=slowdown, clock=lambda: self.now)
+        self.throttle = LinkThrottle(most, slowdown=slowdown, clock=lambda: self.now)
 
     def step(self, work=PLAIN):
-        self.pace.planned(work)
+        self.throttle.planned(work)
         seconds = self.plain + work.placed * self.placed + (work.computed + work.prefilled) * self.computed
         seconds += self.fixed if work.computed else 0.0
         self.now += seconds
         self.gaps.append(seconds)
-        self.pace.ended()
+        self.throttle.ended()
 
     def link(self, placed, computed, own):
         """As the scheduler does it, the request's own first step included; the mean gap of a neighbour meanwhile."""
         first = len(self.gaps)
         while placed or computed:
-            tokens = self.pace.tokens
-            now_placed = min(placed, int(tokens * self.pace.placed_per_computed))
+            tokens = self.throttle.tokens
+            now_placed = min(placed, int(tokens * self.throttle.placed_per_computed))
             now_computed = min(computed, int(tokens)) if now_placed == 0 else 0
             if now_placed == placed and now_computed == computed:
-                if self.pace.may_end(own + computed + placed / self.pace.placed_per_computed):
-                    self.pace.spend(own)
+                if self.throttle.may_end(own + computed + placed / self.throttle.placed_per_computed):
+                    self.throttle.spend(own)
                 else:
                     now_placed = now_computed = 0
             self.step(StepWork(now_placed, now_computed))
@@ -54,9 +54,9 @@ def test_neighbours_wait_no_longer_than_they_shall(plain, share, slowdown, token
     for _ in range(20):
         machine.step()
     machine.link(512, 64, 32)  # what is learnt first is learnt at some price
-    while machine.pace.tokens == 0:
+    while machine.throttle.tokens == 0:
         machine.step()
-    machine.pace.idle()
+    machine.throttle.idle()
     owed = max(own * computed - MOST_SAVED * plain, 0.0)  # more than that is not saved for
     for _ in range(2):
         mean = machine.link(4096, tokens, own)
@@ -68,11 +68,11 @@ def test_a_slice_takes_as_long_as_the_rest_of_its_step():
     machine.step()
     for _ in range(9):
         machine.step()
-        machine.step(StepWork(0, machine.pace.tokens))
+        machine.step(StepWork(0, machine.throttle.tokens))
         machine.step()
         machine.step()
-    assert machine.pace.tokens == pytest.approx(100, rel=0.05)
-    assert Machine(0.1, most=5).pace.tokens == 5
+    assert machine.throttle.tokens == pytest.approx(100, rel=0.05)
+    assert Machine(0.1, most=5).throttle.tokens == 5
 
 
 def test_placing_is_learnt_where_nothing_is_computed():
@@ -80,11 +80,11 @@ def test_placing_is_learnt_where_nothing_is_computed():
     machine = Machine(0.1, placed=1e-4)
     machine.step()
     for _ in range(15):
-        machine.step(StepWork(int(machine.pace.tokens * machine.pace.placed_per_computed)))
-        while machine.pace.tokens == 0:
+        machine.step(StepWork(int(machine.throttle.tokens * machine.throttle.placed_per_computed)))
+        while machine.throttle.tokens == 0:
             machine.step()
         machine.step()
-    assert machine.pace.tokens * machine.pace.placed_per_computed == pytest.approx(1000, rel=0.1)
+    assert machine.throttle.tokens * machine.throttle.placed_per_computed == pytest.approx(1000, rel=0.1)
 
 
 def test_who_is_alone_is_not_spared():
@@ -94,12 +94,12 @@ def test_who_is_alone_is_not_spared():
         machine.step()
     machine.step(StepWork(0, 16))
     machine.step()
-    before = machine.pace.tokens, machine.pace.placed_per_computed
+    before = machine.throttle.tokens, machine.throttle.placed_per_computed
     for _ in range(5):
         machine.step(StepWork(0, 5000, busy=False))
         machine.now += 100
     machine.step()
-    assert (machine.pace.tokens, machine.pace.placed_per_computed) == before
+    assert (machine.throttle.tokens, machine.throttle.placed_per_computed) == before
 
 
 def test_what_is_owed_is_limited():
@@ -108,10 +108,10 @@ def test_what_is_owed_is_limited():
         machine.step()
     machine.step(StepWork(0, 10**6))
     for _ in range(2 * MOST_OWED):
-        assert machine.pace.tokens == 0
+        assert machine.throttle.tokens == 0
         machine.step()
     machine.step()
-    assert machine.pace.tokens == LEAST_TOKENS
+    assert machine.throttle.tokens == LEAST_TOKENS
 
 
 def test_prefills_of_vllms_own_are_not_owed_by_linking():
@@ -120,12 +120,12 @@ def test_prefills_of_vllms_own_are_not_owed_by_linking():
     for _ in range(5):
         machine.step()
     machine.step(StepWork(prefilled=64))
-    price = machine.pace._computed_price
+    price = machine.throttle._computed_price
     assert price == pytest.approx(0.003)
     machine.step(StepWork(0, 16, prefilled=2000))
-    assert machine.pace._computed_price == price
+    assert machine.throttle._computed_price == price
     paused = 0
-    while machine.pace.tokens == 0:
+    while machine.throttle.tokens == 0:
         machine.step()
         paused += 1
     assert paused <= 4
@@ -136,35 +136,35 @@ def test_a_request_that_ends_spends_what_was_saved_for_it():
     for _ in range(5):
         machine.step()
     machine.step(StepWork(prefilled=64))
-    machine.pace.idle()
-    assert not machine.pace.may_end(32)
+    machine.throttle.idle()
+    assert not machine.throttle.may_end(32)
     for _ in range(6):
         machine.step()
-    assert not machine.pace.may_end(32)
+    assert not machine.throttle.may_end(32)
     machine.step()
-    assert machine.pace.may_end(32)
-    machine.pace.spend(32)
-    assert not machine.pace.may_end(32)
+    assert machine.throttle.may_end(32)
+    machine.throttle.spend(32)
+    assert not machine.throttle.may_end(32)
     for _ in range(20):
         machine.step()
-    assert machine.pace.may_end(10**6)
-    machine.pace.idle()
-    assert not machine.pace.may_end(1)
+    assert machine.throttle.may_end(10**6)
+    machine.throttle.idle()
+    assert not machine.throttle.may_end(1)
 
 
 def test_more_neighbours_are_noticed():
     machine = Machine()
     for _ in range(30):
         machine.step()
-    before = machine.pace.tokens
+    before = machine.throttle.tokens
     machine.step(StepWork(0, 16))
     machine.plain = 1.0
     for _ in range(50):
         machine.step()
-    assert machine.pace.tokens > 5 * before
+    assert machine.throttle.tokens > 5 * before
 
 
 def test_outputs_without_a_step_are_ignored():
-    pace = StepPace(100, clock=lambda: 1.0)
-    pace.ended()
-    assert pace.tokens == LEAST_TOKENS
+    throttle = LinkThrottle(100, clock=lambda: 1.0)
+    throttle.ended()
+    assert throttle.tokens == LEAST_TOKENS

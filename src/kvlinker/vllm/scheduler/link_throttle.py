@@ -1,4 +1,4 @@
-"""How much linking a step may hold while others decode, so that they keep theirs: learnt from how long steps take."""
+"""The throttle decides how much linking a step may hold while others decode; it learns from how long steps take."""
 
 from __future__ import annotations
 
@@ -9,51 +9,63 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SLOWDOWN = 1.35
+"""How many times as long those who decode wait for a token while prompts are linked, on average."""
+
 LEAST_TOKENS = 16
-"""That a pass computes: it has its fixed price."""
+"""The fewest tokens that a slice computes: a pass has its fixed price."""
 
 COMPUTED_PER_STEP = 16.0
-PLACED_PER_COMPUTED = 16.0
-"""Computed tokens that take as long as a step without linking, and placed ones as long as a computed one, as long as
-nothing is known of them."""
-MOST_PLACED_PER_COMPUTED = 4096.0
+"""Computed tokens that take as long as a step without linking, while nothing was measured."""
 
+PLACED_PER_COMPUTED = 16.0
+"""Placed tokens that take as long as a computed one, while nothing was measured."""
+
+MOST_PLACED_PER_COMPUTED = 4096.0
 SMOOTHING = 0.3
+"""The weight of a new measurement beside all earlier ones."""
+
 LEAST_SECONDS = 1e-6
 PLAIN_STEPS = 16
-"""That are remembered."""
+"""How many steps without linking are remembered."""
+
 MOST_SAVED = 8
-"""For a request's own first step, in steps without linking."""
+"""The most time that is saved for a request's own first step, in steps without linking."""
+
 MOST_OWED = 32
-"""By linking to those who waited for it, in steps without linking: what took longer is forgiven."""
+"""The most time that linking owes to those who waited for it, in steps without linking; the rest is forgiven."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step does: tokens that linking ``placed`` and ``computed``, and tokens of prompts that vLLM ``prefilled``.
-    ``busy``: vLLM computes something in it."""
+    """Counts what a step does, in tokens."""
 
     placed: float = 0.0
     computed: float = 0.0
+    """Tokens that linking computes."""
+
     prefilled: int = 0
+    """Tokens of prompts that vLLM computes itself."""
+
     busy: bool = True
+    """Whether vLLM computes anything in it."""
 
     @property
     def links(self) -> bool:
+        """Whether anything is linked in it."""
         return bool(self.placed or self.computed)
 
 
-class StepPace:
-    """Whoever decodes while prompts are linked waits ``slowdown`` times as long for a token, on average: every step
-    earns some of the time that slices, and the first steps of the requests that they are for, take.
+class LinkThrottle:
+    """Holds linking back so that those who decode meanwhile wait ``slowdown`` times as long for a token, on average.
 
-    A slice takes as long as the rest of its step, if that is enough for 16 tokens.
+    Every step earns some of the time that slices take, and the first steps of the requests that they are for. A slice
+    takes as long as the rest of its step, if that is enough for ``LEAST_TOKENS``.
     """
 
     def __init__(
         self, most_tokens: int, *, slowdown: float = SLOWDOWN, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """``most_tokens``: of a step's linking, whatever was learnt."""
+        """``most_tokens`` is the most that a step links, whatever was learnt. ``clock`` tells seconds."""
         self._most = most_tokens
         self._slowdown = slowdown
         self._clock = clock
@@ -61,12 +73,12 @@ class StepPace:
         self._last_end: float | None = None
         self._plain: deque[float] = deque(maxlen=PLAIN_STEPS)  # seconds of steps that do nothing but decode
         self._computed: float | None = None  # seconds per token
-        self._placed: float | None = None
+        self._placed: float | None = None  # seconds per token
         self._saved = 0.0  # seconds that linking may take; less than 0: that others still have to get back
 
     @property
     def tokens(self) -> float:
-        """That linking may compute in the step that is being planned."""
+        """How many tokens linking may compute in the step that is being planned."""
         if self._saved < 0:
             return 0
         least = min(LEAST_TOKENS, self._most)
@@ -76,33 +88,36 @@ class StepPace:
 
     @property
     def placed_per_computed(self) -> float:
-        """Placed tokens that take as long as a computed one."""
+        """How many placed tokens take as long as a computed one."""
         if not self._plain:
             return PLACED_PER_COMPUTED
         return min(max(self._computed_price / self._placed_price, 1.0), MOST_PLACED_PER_COMPUTED)
 
     def may_end(self, tokens: float) -> bool:
-        """Whether a request may be linked to its end, where so many are left: those that the request's own first step
-        computes then are among them, for they keep others waiting, too. Time is saved for them, but not for ever."""
+        """Tell whether a request may be linked to its end, where so many tokens are left.
+
+        Those that the request's own first step computes then are among them, for they keep others waiting, too. Time is
+        saved for them, but not for ever.
+        """
         return not self._plain or self._saved >= self._reserve(tokens)
 
     def spend(self, tokens: float) -> None:
-        """A request's own first step will compute so many."""
+        """Reserve time for a request's own first step, which will compute so many tokens."""
         if self._plain:
             self._saved -= self._reserve(tokens)
 
     def idle(self) -> None:
-        """Nothing is to be linked: nothing is saved, either."""
+        """Save no time, as nothing is to be linked."""
         self._saved = min(self._saved, 0.0)
 
     def planned(self, work: StepWork) -> None:
-        """Of the next step."""
+        """Note the work of the next step."""
         price = self._price(work) if work.busy else 0.0
         self._under_way.append((work, price))
         self._saved -= price
 
     def ended(self) -> None:
-        """The oldest step is done. Steps follow each other closely as long as vLLM computes something."""
+        """Note that the oldest step is done. Steps follow each other closely as long as vLLM computes something."""
         now = self._clock()
         work, price = self._under_way.popleft() if self._under_way else (StepWork(busy=False), 0.0)
         self._saved += price
@@ -126,7 +141,7 @@ class StepPace:
         return min(tokens * self._computed_price, MOST_SAVED * self._plain_seconds)
 
     def _price(self, work: StepWork) -> float:
-        """Seconds that linking will take of a step, as far as is known."""
+        """Return the seconds that linking will take of a step, as far as is known."""
         return work.computed * self._computed_price + work.placed * self._placed_price if self._plain else 0.0
 
     def _learn(self, work: StepWork, seconds: float) -> None:

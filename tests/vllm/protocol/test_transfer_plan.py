@@ -3,17 +3,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.linking import make_plan, parse_policy
-from kvlinker.linking.evidence import PromptEvidence
-from kvlinker.vllm.protocol.signature import SEAL, OrderSeal
-from kvlinker.vllm.protocol.slices import Budget, Progress
+from kvlinker.linking import PromptEvidence, make_plan, parse_policy
+from kvlinker.vllm.protocol.signature import SIGNATURE, PlanSigner
+from kvlinker.vllm.protocol.steps import StepBudget, TransferProgress
 from kvlinker.vllm.protocol.transfer_plan import (
     PARAM,
-    LinkOrder,
     PlacedChunk,
-    order_of_capture,
-    order_of_params,
-    order_of_plan,
+    TransferPlan,
+    plan_capture,
+    plan_transfer,
+    read_plan,
 )
 from tests.embedded.conftest import linked_prompt
 
@@ -29,13 +28,13 @@ prompts = st.builds(
 )
 
 
-def order_for(prompt, policy):
+def transfer_for(prompt, policy):
     plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
-    return plan, order_of_plan(plan, (KEY,) * len(plan.placements))
+    return plan, plan_transfer(plan, (KEY,) * len(plan.placements))
 
 
-def params_of(order):
-    return OrderSeal(b"key").params(order, ())
+def params_of(transfer):
+    return PlanSigner(b"key").params(transfer, ())
 
 
 def positions_of(prompt_length, ranges):
@@ -47,19 +46,19 @@ def positions_of(prompt_length, ranges):
 
 
 @given(prompts, st.sampled_from(POLICIES))
-def test_an_order_and_the_last_run_are_the_plan(prompt, policy):
-    plan, order = order_for(prompt, policy)
-    assert (*order.runs, (order.linked, len(prompt))) == plan.runs
-    assert order_of_params(params_of(order), prompt_tokens=len(prompt)) == order
+def test_a_transfer_plan_and_the_last_run_are_the_plan(prompt, policy):
+    plan, transfer = transfer_for(prompt, policy)
+    assert (*transfer.runs, (transfer.linked, len(prompt))) == plan.runs
+    assert read_plan(params_of(transfer), prompt_tokens=len(prompt)) == transfer
 
 
 @given(prompts, st.sampled_from(POLICIES), st.integers(0, 60), st.integers(1, 30), st.integers(1, 3))
-def test_slices_do_all_of_an_order_once_and_in_order(prompt, policy, begin, tokens, runs):
-    _, order = order_for(prompt, policy)
-    progress = Progress("r", order, begin=begin)
+def test_slices_do_all_of_a_transfer_plan_once_and_in_order(prompt, policy, begin, tokens, runs):
+    _, transfer = transfer_for(prompt, policy)
+    progress = TransferProgress("r", transfer, begin=begin)
     placed, computed, done = [], [], False
     while not done:
-        budget = Budget(tokens, runs, 16)
+        budget = StepBudget(tokens, runs, 16)
         fits = progress.fits(budget)
         part = progress.take(budget)
         assert part.is_last or not fits
@@ -70,15 +69,18 @@ def test_slices_do_all_of_an_order_once_and_in_order(prompt, policy, begin, toke
         assert budget.tokens > -1
         assert not (part.parts and computed), "a token is computed before all is placed"
         placed += [
-            (order.placements[each.placement].start + each.first, order.placements[each.placement].start + each.last)
+            (
+                transfer.placements[each.placement].start + each.first,
+                transfer.placements[each.placement].start + each.last,
+            )
             for each in part.parts
         ]
         computed += part.runs
         done = part.is_last
     assert computed == sorted(computed)
-    wanted = [(max(first, begin), last) for first, last in order.runs if last > begin]
+    wanted = [(max(first, begin), last) for first, last in transfer.runs if last > begin]
     assert positions_of(len(prompt), computed) == positions_of(len(prompt), wanted)
-    wanted = [(max(each.begin, begin), each.end) for each in order.placements if each.end > begin]
+    wanted = [(max(each.begin, begin), each.end) for each in transfer.placements if each.end > begin]
     assert positions_of(len(prompt), placed) == positions_of(len(prompt), wanted)
 
 
@@ -96,36 +98,36 @@ def test_slices_do_all_of_an_order_once_and_in_order(prompt, policy, begin, toke
         ({"more": 1}, "Extra"),
     ],
 )
-def test_unsound_orders_are_refused_with_the_reason(change, word):
+def test_unsound_transfer_plans_are_refused_with_the_reason(change, word):
     placed = PlacedChunk(key=KEY, start=2, first=0, last=6, rotary_start=2)
-    order = LinkOrder(linked=8, placements=(placed,), runs=((0, 2),))
+    transfer = TransferPlan(linked=8, placements=(placed,), runs=((0, 2),))
     with pytest.raises(InvalidRequestError, match=word):
-        order_of_params({PARAM: params_of(order)[PARAM] | change}, prompt_tokens=20)
+        read_plan({PARAM: params_of(transfer)[PARAM] | change}, prompt_tokens=20)
 
 
-def test_an_order_leaves_the_last_token_to_vllm():
-    order = order_of_capture(KEY, begin=2, end=8)
-    assert order_of_params(params_of(order), prompt_tokens=9) == order
+def test_a_transfer_plan_leaves_the_last_token_to_vllm():
+    transfer = plan_capture(KEY, begin=2, end=8)
+    assert read_plan(params_of(transfer), prompt_tokens=9) == transfer
     with pytest.raises(InvalidRequestError, match="8 tokens of a prompt of 8"):
-        order_of_params(params_of(order), prompt_tokens=8)
-    assert order_of_params(None, prompt_tokens=8) is None
-    assert order_of_params({"other": 1}, prompt_tokens=8) is None
+        read_plan(params_of(transfer), prompt_tokens=8)
+    assert read_plan(None, prompt_tokens=8) is None
+    assert read_plan({"other": 1}, prompt_tokens=8) is None
 
 
-def test_a_seal_is_for_one_order_and_one_prompt(tmp_path):
-    seal, again = OrderSeal.of(tmp_path / "state"), OrderSeal.of(tmp_path / "state")
-    order, other = (order_of_capture(KEY, begin=begin, end=3) for begin in (0, 1))
-    params = seal.params(order, [1, 2, 3, 4])
-    assert again.order(params, [1, 2, 3, 4]) == order
-    assert seal.order({}, [1]) is None
+def test_a_signature_is_for_one_transfer_plan_and_one_prompt(tmp_path):
+    signer, again = PlanSigner.of(tmp_path / "state"), PlanSigner.of(tmp_path / "state")
+    transfer, other = (plan_capture(KEY, begin=begin, end=3) for begin in (0, 1))
+    params = signer.params(transfer, [1, 2, 3, 4])
+    assert again.verified(params, [1, 2, 3, 4]) == transfer
+    assert signer.verified({}, [1]) is None
     for forged, tokens in (
         (params, [1, 2, 3, 5]),
-        (params | {PARAM: seal.params(other, [1, 2, 3, 4])[PARAM]}, [1, 2, 3, 4]),
+        (params | {PARAM: signer.params(other, [1, 2, 3, 4])[PARAM]}, [1, 2, 3, 4]),
         ({PARAM: params[PARAM]}, [1, 2, 3, 4]),
-        (OrderSeal.of(tmp_path / "other").params(order, [1, 2, 3, 4]), [1, 2, 3, 4]),
+        (PlanSigner.of(tmp_path / "other").params(transfer, [1, 2, 3, 4]), [1, 2, 3, 4]),
     ):
-        with pytest.raises(InvalidRequestError, match="seal"):
-            seal.order(forged, tokens)
-    assert (tmp_path / "state" / "orders.key").stat().st_mode & 0o777 == 0o600
-    assert [path.name for path in (tmp_path / "state").iterdir()] == ["orders.key"]
-    assert SEAL in params
+        with pytest.raises(InvalidRequestError, match="signature"):
+            signer.verified(forged, tokens)
+    assert (tmp_path / "state" / "signing.key").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["signing.key"]
+    assert SIGNATURE in params

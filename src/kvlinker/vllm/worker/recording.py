@@ -1,9 +1,9 @@
-"""The KV of chunks while vLLM's model computes it: keys before their rotary embedding, slice by slice."""
+"""Records from passes of vLLM's model: the KV of chunks, and how far computed KV deviates from placed KV."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,12 +17,16 @@ from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.types.chunk_scores import ChunkScores
 from kvlinker.types.chunks import content_of
 from kvlinker.vllm.adapter import BoundModel, watched
-from kvlinker.vllm.protocol.transfer_plan import CapturedChunk
-from kvlinker.vllm.worker.anatomy import LinkedLayer
+from kvlinker.vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, KVDeviation
+from kvlinker.vllm.worker.layers import ChunkPart, LinkedLayer, placed_kv
+
+FIRST_LAYERS = slice(0, COMPARED_LAYER)
+"""The layers that a pass that compares goes through."""
 
 
-class Capture:
-    """One chunk at positions [begin, end) of a request, this worker's heads of it, with its scores if wanted."""
+class ChunkCapture:
+    """Collects the KV of one chunk at positions [begin, end) of a request slice by slice, this worker's heads of it:
+    keys before their rotary embedding, and the chunk's scores if wanted."""
 
     def __init__(
         self,
@@ -33,7 +37,7 @@ class Capture:
         *,
         with_scores: bool,
     ) -> None:
-        """``tokens`` are the request's."""
+        """``tokens`` [linked] are the request's."""
         self.chunk = chunk
         length = chunk.end - chunk.begin
         shapes = [(layer.attention.heads, length, layer.attention.head_dim) for layer in layers]
@@ -45,8 +49,8 @@ class Capture:
             self._rotated: list[list[Tensor]] = [[] for _ in layers]  # keys [heads, tokens, head_dim], slice by slice
 
     def note(self, layer: int, begin: int, key: Tensor, value: Tensor) -> None:
-        """Keys, before their rotary embedding, and values [tokens, heads, head_dim] of the positions from ``begin``
-        on."""
+        """Keep the keys, before their rotary embedding, and values [tokens, heads, head_dim] of the positions from
+        ``begin`` on."""
         first = max(begin, self.chunk.begin)
         last = min(begin + len(key), self.chunk.end)
         if first < last:
@@ -55,14 +59,15 @@ class Capture:
                 kept[:, first - self.chunk.begin : last - self.chunk.begin].copy_(own)
 
     def observe(self, layer: int, begin: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
-        """Queries and keys [tokens, heads, head_dim] with their rotary embedding; a request's slices come in order."""
+        """Score by queries and keys [tokens, heads, head_dim] with their rotary embedding; a request's slices come in
+        order."""
         if self._scores is not None:
             earlier = self._rotated[layer]
             earlier.append(key.transpose(0, 1).clone())
             self._scores.observe(layer, begin, query.transpose(0, 1), torch.cat(earlier, dim=1), options)
 
     def finish(self, bound: BoundModel) -> ChunkKV:
-        """The chunk with all workers' heads, which all of them have to ask for."""
+        """Return the chunk with the heads of all workers, which all have to ask for it."""
         layers = tuple(
             LayerKV(*(bound.gather_heads(part.to(bound.device)).cpu() for part in layer)) for layer in self._kv
         )
@@ -70,7 +75,7 @@ class Capture:
 
 
 def _averaged(bound: BoundModel, scores: ChunkScores) -> ChunkScores:
-    """Every worker has the mean over its own heads."""
+    """Average the scores over all workers, each of which has the mean over its own heads."""
     known = scores.contextualization
     values = np.stack([scores.inter, scores.received]).astype(np.float32)
     intra = torch.tensor([known.intra], dtype=torch.float32, device=bound.device)
@@ -79,19 +84,51 @@ def _averaged(bound: BoundModel, scores: ChunkScores) -> ChunkScores:
     return ChunkScores(own, inter=inter, received=received)
 
 
+class KVComparison:
+    """Collects how far the KV of a request's first ``length`` tokens, as computed in the compared layer, deviates from
+    that of chunks: what CacheBlend chooses by (CacheBlend, section 4.3). These are this worker's heads."""
+
+    def __init__(self, layers: Sequence[LinkedLayer], length: int) -> None:
+        self._attention = layers[COMPARED_LAYER].attention
+        self._squares = torch.zeros(2, length)
+
+    def note(self, position: int, part: int, new: Tensor, placed: Tensor) -> None:
+        """Compare keys (``part`` 0) or values (1) [tokens, heads, head_dim] from ``position`` on."""
+        distances = (new.float() - placed.float()).square_().sum(dim=(1, 2))
+        self._squares[part, position : position + len(distances)] = distances.cpu()
+
+    def finish(self, bound: BoundModel) -> KVDeviation:
+        """Return the deviation over the heads of all workers, which all have to ask for it."""
+        mean = bound.mean_over_workers(self._squares.to(bound.device)).cpu()
+        key, value = (mean * (self._attention.total_heads / self._attention.heads)).numpy()
+        return KVDeviation(key, value)
+
+
 @dataclass(frozen=True, slots=True)
 class CapturedRows:
-    """Rows [first, first + count) of a pass are the positions from ``begin`` on of a request with these captures."""
+    """Says that rows [first, first + count) of a pass are the positions from ``begin`` on of a request that
+    captures."""
 
     first: int
     count: int
     begin: int
-    captures: Sequence[Capture]
+    captures: Sequence[ChunkCapture]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRows:
+    """Says that rows of a pass from ``first`` on are the positions from ``begin`` on of a request that compares, where
+    the ``parts`` of chunks belong."""
+
+    first: int
+    begin: int
+    parts: Sequence[ChunkPart]
+    comparison: KVComparison
 
 
 @contextmanager
 def capturing(bound: BoundModel, layers: Sequence[LinkedLayer], rows: Sequence[CapturedRows]) -> Iterator[None]:
-    """Have a pass by the modules note its KV."""
+    """Have a pass by the modules give its KV to the rows' captures."""
     index_of = {layer.attention.name: index for index, layer in enumerate(layers)}
     unrotated: list[Tensor] = []
 
@@ -112,4 +149,29 @@ def capturing(bound: BoundModel, layers: Sequence[LinkedLayer], rows: Sequence[C
                 capture.observe(index, part.begin, queries[own], keys[own], attention.options)
 
     with watched(bound, rotated=rotated, attended=attended):
+        yield
+
+
+class _PassIsOver(Exception):  # noqa: N818  # no error
+    """Ends a pass by the modules."""
+
+
+@contextmanager
+def comparing(bound: BoundModel, layers: Sequence[LinkedLayer], rows: Sequence[ComparedRows]) -> Iterator[None]:
+    """Have a pass by the modules tell the rows' comparisons of its KV, and end as soon as that is known."""
+    attention = layers[COMPARED_LAYER].attention
+
+    def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if name != attention.name:
+            return
+        new = [part.reshape(-1, attention.heads, attention.head_dim) for part in (key, value)]
+        for each in rows:
+            for part in each.parts:
+                first = each.first + part.begin - each.begin
+                own = slice(first, first + part.last - part.first)
+                for index, placed in enumerate(placed_kv(layers, COMPARED_LAYER, [part])):
+                    each.comparison.note(part.begin, index, new[index][own], placed)
+        raise _PassIsOver
+
+    with suppress(_PassIsOver), watched(bound, rotated=lambda *_: None, attended=attended):
         yield

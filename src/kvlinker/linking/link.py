@@ -1,0 +1,220 @@
+"""The driver of policies, which both engines use: it holds what was decided so far about one prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.errors import KVLinkerError
+from kvlinker.linking.evidence import Forecast, Library, NoVariants
+from kvlinker.linking.explanation import Explanation, PromptCost, explain_plan
+from kvlinker.linking.plan import ChunkUse, LinkPlan, Placement, Range, chunk_uses, make_plan, probe_plan, ranges
+from kvlinker.linking.policy import Policy
+from kvlinker.linking.refinement import ChunkAttention, Refinement
+from kvlinker.prompt.segments import Prompt
+from kvlinker.types.answers import Usage
+from kvlinker.types.chunk_scores import ChunkScores
+from kvlinker.types.chunks import Chunk
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvidence:
+    """Holds ``Evidence`` as far as it has been gathered."""
+
+    chunk_scores: tuple[ChunkScores | None, ...] | None = None
+    """The scores stored with each of the prompt's chunks, in order."""
+
+    attention: NDArray[np.float32] | None = None
+    """The question's attention in a first pass: [layers, length], mean over heads."""
+
+    def scores(self, chunk: int) -> ChunkScores | None:
+        if self.chunk_scores is None:
+            raise RuntimeError("a policy that looks at chunks' scores must say that it needs them")
+        return self.chunk_scores[chunk]
+
+    def question_attention(self) -> NDArray[np.float32]:
+        if self.attention is None:
+            raise RuntimeError("a policy that looks at the question's attention must say that it needs it")
+        return self.attention
+
+
+def no_forecast(prompt: Prompt) -> Forecast:
+    """Return the forecast of an engine that has measured nothing."""
+    return Forecast(load=None, prefill=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Holds one prompt under one policy, with what has been decided so far.
+
+    An engine begins a link, fetches the KV of its ``chunks``, tells it their scores, and computes what its plan says:
+    first the plan of a first pass, where ``probing``, then the one that follows from the attention seen in it. Every
+    step returns a new link. What a policy raises becomes a KVLinkerError that names the policy.
+    """
+
+    asked: Policy
+    """The request's policy."""
+
+    policy: Policy
+    """The policy that decides: the request's, or the one that it settled for."""
+
+    prompt: Prompt = field(repr=False)
+    """The prompt as the policy arranged it."""
+
+    forecast: Forecast | None = None
+    """The forecast by which the policy settled; None where it does not look at forecasts."""
+
+    evidence: PromptEvidence = field(default=PromptEvidence(), repr=False)
+    """What the policy may look at, as far as it has been gathered."""
+
+    plan: LinkPlan | None = None
+    """What to place and to compute; None until the chunks' scores are there, where the policy needs them."""
+
+    @classmethod
+    def begin(
+        cls,
+        prompt: Prompt,
+        policy: Policy,
+        *,
+        library: Library | None = None,
+        forecast: Callable[[Prompt], Forecast] = no_forecast,
+    ) -> Link:
+        """Arrange the prompt, have the policy settle, and plan at once where no scores are needed.
+
+        ``library`` holds the variants that the policy may choose from; ``forecast`` is asked only for policies that
+        need it, about the arranged prompt.
+        """
+        with _asking(policy):
+            arranged = policy.arrange(prompt, (library if policy.needs.variants else None) or NoVariants())
+            if policy.needs.forecast:
+                expected = forecast(arranged)
+                link = cls(policy, policy.settle(expected), arranged, expected)
+            else:
+                link = cls(policy, policy, arranged)
+        return link if link.policy.needs.scores else link._planned(PromptEvidence())
+
+    @property
+    def probing(self) -> bool:
+        """Whether the plan is that of a first pass, in which the question's attention is to be seen."""
+        return self.policy.needs.question_attention and self.evidence.attention is None
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks whose KV is to be fetched, in order: all of the prompt's where their scores are needed, else those
+        that the plan places. A chunk that stands twice is listed twice."""
+        if self.plan is None or self.policy.needs.scores:
+            return self.prompt.chunks
+        return tuple(placement.chunk for placement in self.plan.placements)
+
+    @property
+    def computed(self) -> tuple[Range, ...]:
+        """The positions that are computed for certain: the plan's, or without one the fresh tokens."""
+        return ranges(~self.prompt.cached) if self.plan is None else self.plan.runs
+
+    def with_scores(self, scores: Sequence[ChunkScores | None]) -> Link:
+        """Plan by the scores of all ``chunks``, None for those that were stored without; nothing changes where there is
+        a plan already."""
+        return self if self.plan is not None else self._planned(PromptEvidence(tuple(scores)))
+
+    def with_attention(self, attention: NDArray[np.float32]) -> Link:
+        """Plan the second pass by the question's ``attention`` [layers, length] in the first one."""
+        return self._planned(replace(self.evidence, attention=attention))
+
+    def placed(self, fetched: Sequence[T]) -> tuple[tuple[Placement, T], ...]:
+        """Pair the plan's placements with their entries of ``fetched``, which holds one for each of ``chunks``."""
+        plan = self._plan
+        if not self.policy.needs.scores:
+            return tuple(zip(plan.placements, fetched, strict=True))
+        at = {span.start: entry for span, entry in zip(self.prompt.spans, fetched, strict=True)}
+        return tuple((placement, at[placement.start]) for placement in plan.placements)
+
+    def refinement(
+        self, layers: int, *, watch: ChunkAttention | None = None, explains: bool = False
+    ) -> Refinement | None:
+        """Begin the way through the model's ``layers``; None for policies that drop nothing, and in a first pass.
+
+        ``watch`` is required where the policy needs ``chunk_attention``. With ``explains``, it keeps what the policy is
+        shown.
+        """
+        if self.probing or not self.policy.needs.refines:
+            return None
+        return Refinement(self._plan, layers, watch=watch, explains=explains)
+
+    def usage(self, refinement: Refinement | None = None, *, output_tokens: int = 0, linked: bool = True) -> Usage:
+        """Count what becomes of the prompt's tokens; all are zero while there is no plan.
+
+        ``linked`` is False where the engine computed the whole prompt in the end.
+        """
+        plan = self.plan
+        if plan is None:
+            return Usage(0, 0, 0, output_tokens)
+        held = plan.cached_tokens + plan.recomputed_tokens
+        recomputed = held if not linked else _recomputed(plan, refinement)
+        return Usage(held - recomputed, recomputed, plan.fresh_tokens, output_tokens)
+
+    def uses(self, layers: int, refinement: Refinement | None = None) -> tuple[ChunkUse, ...]:
+        """Tell what share of each placed chunk was computed again, averaged over the model's ``layers``."""
+        return chunk_uses(self._plan, layers, () if refinement is None else refinement.dropped)
+
+    def explanation(self, refinement: Refinement | None = None, *, layers: int, cost: PromptCost) -> Explanation:
+        """Explain what the policy did to the prompt, and why, in a model of so many ``layers``."""
+        with _asking(self.asked):
+            explained = self.policy.explain(self.prompt, self.evidence)
+        return explain_plan(
+            self._plan,
+            explained if refinement is None else (*explained, *refinement.shown),
+            asked=self.asked,
+            forecast=self.forecast,
+            dropped=() if refinement is None else refinement.dropped,
+            recomputed=_recomputed(self._plan, refinement),
+            layers=layers,
+            cost=cost,
+        )
+
+    def failed(self, error: Exception) -> KVLinkerError:
+        """Word the error of a request whose policy raised ``error``, which is logged."""
+        return policy_failed(self.asked, error)
+
+    @property
+    def _plan(self) -> LinkPlan:
+        assert self.plan is not None, "the chunks' scores are needed first"
+        return self.plan
+
+    def _planned(self, evidence: PromptEvidence) -> Link:
+        link = replace(self, evidence=evidence)
+        with _asking(self.asked):
+            if link.probing:
+                return replace(link, plan=probe_plan(self.prompt, self.policy))
+            return replace(link, plan=make_plan(self.prompt, self.policy, evidence))
+
+
+def policy_failed(policy: Policy, error: Exception) -> KVLinkerError:
+    """Word the error of a request whose policy raised ``error``, which is logged; a KVLinkerError stays what it is."""
+    if isinstance(error, KVLinkerError):
+        return error
+    logger.error("Policy %s failed.", policy.name, exc_info=error)
+    return KVLinkerError(f"Policy {policy.name} failed: {error}")
+
+
+@contextmanager
+def _asking(policy: Policy) -> Iterator[None]:
+    """Turn what the policy raises into a KVLinkerError that names it."""
+    try:
+        yield
+    except Exception as error:
+        raise policy_failed(policy, error) from error
+
+
+def _recomputed(plan: LinkPlan, refinement: Refinement | None) -> int:
+    """Count the cached tokens that are computed again, averaged over the layers."""
+    return plan.recomputed_tokens if refinement is None else refinement.recomputed_tokens

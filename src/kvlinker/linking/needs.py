@@ -1,0 +1,79 @@
+"""The needs of a policy: what it looks at besides the prompt, as one value that an engine offers or does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+EVERY_LAYER: Literal["every"] = "every"
+
+RefinedLayers = int | Literal["every"] | None
+"""In which layers a policy's ``refine`` is asked: none, the one with this number, or every layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Tells what is to be collected for a policy. An engine collects nothing for policies that do not need it."""
+
+    forecast: bool = False
+    """``settle`` looks at how long loading and computing the chunks is expected to take."""
+
+    scores: bool = False
+    """``select`` looks at the attention scores that were stored when the chunks' KV was computed."""
+
+    variants: bool = False
+    """``arrange`` picks among stored variants of chunks. An engine without variants shows it none; one with variants
+    computes those that a request missed when it has time."""
+
+    question_attention: bool = False
+    """``select`` looks at the question's attention: the fresh tokens pass once over the placed KV before it."""
+
+    layers: RefinedLayers = None
+    """In which layers ``refine`` is asked. With 1, a first pass over the first layer shows all that it looks at."""
+
+    chunk_attention: bool = False
+    """``refine`` looks at the question's attention on the chunks in earlier layers."""
+
+    @property
+    def refines(self) -> bool:
+        """Whether ``refine`` is asked in any layer."""
+        return self.layers is not None
+
+    def refines_in(self, layer: int) -> bool:
+        """Whether ``refine`` is asked in this layer."""
+        return self.layers in (EVERY_LAYER, layer)
+
+    def __or__(self, other: Needs) -> Needs:
+        """Join the needs of two policies."""
+        layers = {needs.layers for needs in (self, other) if needs.refines}
+        return Needs(
+            forecast=self.forecast or other.forecast,
+            scores=self.scores or other.scores,
+            variants=self.variants or other.variants,
+            question_attention=self.question_attention or other.question_attention,
+            layers=EVERY_LAYER if len(layers) > 1 else layers.pop() if layers else None,
+            chunk_attention=self.chunk_attention or other.chunk_attention,
+        )
+
+    def beyond(self, offered: Needs) -> tuple[str, ...]:
+        """Name, in words for users, what is needed here and not among what an engine offers; empty if all is
+        offered."""
+        where = "every layer" if self.layers == EVERY_LAYER else f"layer {self.layers}"
+        wanted = {
+            "a forecast of loading and computing": self.forecast and not offered.forecast,
+            "scores of chunks": self.scores and not offered.scores,
+            "variants of chunks": self.variants and not offered.variants,
+            "the question's attention": self.question_attention and not offered.question_attention,
+            f"dropping tokens in {where}": self.refines and offered.layers not in (EVERY_LAYER, self.layers),
+            "the question's attention on chunks in each layer": self.chunk_attention and not offered.chunk_attention,
+        }
+        return tuple(words for words, missing in wanted.items() if missing)
+
+
+NOTHING = Needs()
+"""The needs of a policy that decides by the prompt alone."""
+
+EVERYTHING = Needs(
+    forecast=True, scores=True, variants=True, question_attention=True, layers=EVERY_LAYER, chunk_attention=True
+)
+"""What an engine offers that supports all policies."""

@@ -1,0 +1,125 @@
+"""Links prompts for vLLM: a request becomes a plan whose chunks are stored where vLLM's workers find them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from kvlinker.engine.contract import GenerationRequest
+from kvlinker.linking.explanation import Explanation, PromptCost
+from kvlinker.linking.link import Link
+from kvlinker.linking.plan import ChunkUse, LinkPlan, layer_masks, ranges
+from kvlinker.linking.refinement import Refinement
+from kvlinker.types.answers import Usage
+from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
+from kvlinker.vllm.frontend.client import VLLMClient
+from kvlinker.vllm.protocol.transfer_plan import (
+    COMPARED_LAYER,
+    KVDeviation,
+    TransferPlan,
+    plan_comparison,
+    plan_transfer,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedPrompt:
+    """Holds a link with a plan whose chunks are stored, and what the policy dropped between layers, if it does."""
+
+    link: Link
+    """The link, which has a plan for an answer."""
+
+    layers: int
+    """How many layers the model has."""
+
+    keys: tuple[str, ...]
+    """The keys of the chunks of the plan's placements, one each."""
+
+    refinement: Refinement | None = None
+
+    @property
+    def plan(self) -> LinkPlan:
+        """The link's plan."""
+        assert self.link.plan is not None
+        return self.link.plan
+
+    @property
+    def transfer(self) -> TransferPlan:
+        """The transfer plan that vLLM is asked to follow: the link's plan, without what was dropped before the compared
+        layer's attention."""
+        dropped = () if self.refinement is None else self.refinement.dropped
+        *_, computed = layer_masks(self.plan, COMPARED_LAYER + 1, dropped)
+        return plan_transfer(replace(self.plan, runs=ranges(computed)), self.keys)
+
+    def usage(self, output_tokens: int, *, linked: bool) -> Usage:
+        """Count what became of the prompt's tokens. ``linked`` is False where vLLM computed all of them itself."""
+        return self.link.usage(self.refinement, output_tokens=output_tokens, linked=linked)
+
+    def uses(self) -> tuple[ChunkUse, ...]:
+        """Tell what share of each placed chunk is computed again."""
+        return self.link.uses(self.layers, self.refinement)
+
+    def explanation(self, cost: PromptCost) -> Explanation:
+        """Explain what the policy did to the prompt, and why."""
+        return self.link.explanation(self.refinement, layers=self.layers, cost=cost)
+
+
+class VLLMLinker:
+    """Drives links, asking vLLM where a policy needs to see KV. Its methods are called in the client's loop."""
+
+    def __init__(
+        self, client: VLLMClient, chunks: ChunkProvider, executor: Executor, *, layers: int, longest: int
+    ) -> None:
+        """``executor`` runs what takes a while for long prompts. ``layers`` counts the model's, ``longest`` the tokens
+        that may be computed for their KV."""
+        self._client = client
+        self._chunks = chunks
+        self._executor = executor
+        self._layers = layers
+        self._longest = longest
+
+    async def link(self, request: GenerationRequest) -> LinkedPrompt:
+        """Plan the request's prompt, and have all of its chunks stored. Raises KVLinkerError."""
+        link = await self._run(partial(Link.begin, request.prompt, request.policy))
+        chunks = tuple(dict.fromkeys(link.chunks))
+        found = await asyncio.gather(*(self._chunks.provide(chunk, request.tenant) for chunk in chunks))
+        scores = dict(zip(chunks, found, strict=True))
+        link = await self._run(lambda: link.with_scores([scores[chunk] for chunk in link.chunks]))
+        placed = link.placed([self._chunks.key(chunk, request.tenant) for chunk in link.chunks])
+        return LinkedPrompt(link, self._layers, tuple(key for _, key in placed))
+
+    async def refine(self, linked: LinkedPrompt, *, explains: bool = False) -> LinkedPrompt:
+        """Have a policy that refines see how the KV of its tokens deviates, and drop some of them.
+
+        All of them stay where that cannot be told. With ``explains``, what the policy is shown is kept. Raises
+        KVLinkerError.
+        """
+        refinement = linked.link.refinement(self._layers, explains=explains)
+        if refinement is None:
+            return linked
+        compares = any(selection.any() for selection in linked.plan.selections) and self._layers > COMPARED_LAYER
+        deviation = await self._compare(linked) if compares else None
+        if deviation is not None:
+            positions = np.flatnonzero(layer_masks(linked.plan, COMPARED_LAYER)[0])
+            await self._run(lambda: refinement.keep(COMPARED_LAYER, positions, deviation.at(positions)))
+        if refinement.error is not None:
+            raise linked.link.failed(refinement.error) from refinement.error
+        return replace(linked, refinement=refinement)
+
+    async def _compare(self, linked: LinkedPrompt) -> KVDeviation | None:
+        """Have vLLM tell how far computed KV deviates from placed KV; None where a chunk vanished meanwhile."""
+        comparison = plan_comparison(linked.plan, linked.keys, most=self._longest)
+        tokens = linked.plan.prompt.tokens[: comparison.linked].tolist()
+        outcome = await self._client.run_transfer(comparison, tokens)
+        return None if outcome.deviation is None else KVDeviation.from_bytes(outcome.deviation)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -1,0 +1,180 @@
+"""Messages between the connector's scheduler side and its workers in every engine step; transfer plans are cut into
+slices that fit into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.vllm.protocol.transfer_plan import TransferPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StartedTransfer:
+    """Starts to follow a request's transfer plan, in the KV cache's blocks ``block_ids``."""
+
+    request_id: str
+    plan: TransferPlan
+
+    tokens: NDArray[np.int64]
+    """The prompt's first ``plan.linked`` tokens: [linked]."""
+
+    block_ids: tuple[int, ...]
+
+    begin: int
+    """KV before this position is there already."""
+
+    waits: bool
+    """Whether the request waits until the workers report the end; otherwise it is part of this very step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPart:
+    """Names tokens [first, last) of the chunk of placement number ``placement``."""
+
+    placement: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSlice:
+    """Says what one engine step does of one request's transfer plan: place ``parts``, then compute ``runs``."""
+
+    request_id: str
+    parts: tuple[PlacedPart, ...]
+    runs: tuple[tuple[int, int], ...]
+
+    is_last: bool
+    """Whether nothing of the plan is left behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTransfers:
+    """Says what the workers do in one step: all of them exactly this, in this order, for they compute together."""
+
+    started: tuple[StartedTransfer, ...] = ()
+    slices: tuple[TransferSlice, ...] = ()
+    aborted: tuple[str, ...] = ()
+
+    idle: bool = False
+    """Whether nothing else happens in the step, so that workers may wait a little for what is being loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Tells what came of one step in the workers."""
+
+    loaded: Mapping[str, int] = field(default_factory=dict)
+    """How many workers have all of a request's chunks in memory since this step, by request."""
+
+    failed: frozenset[str] = frozenset()
+    """Requests that are not linked after all."""
+
+    held: frozenset[tuple[str, int]] = frozenset()
+    """Chunks that are in a worker's memory since this step, each with the worker's rank."""
+
+    evicted: frozenset[tuple[str, int]] = frozenset()
+    """Chunks that left a worker's memory, each with the worker's rank."""
+
+    deviations: Mapping[str, bytes] = field(default_factory=dict)
+    """The ``KVDeviation`` in bytes of requests that compare and have ended."""
+
+    def joined(self, other: StepReport) -> StepReport:
+        """Join the reports of two groups of workers."""
+        names = {*self.loaded, *other.loaded}
+        loaded = {name: self.loaded.get(name, 0) + other.loaded.get(name, 0) for name in names}
+        deviations = {**self.deviations, **other.deviations}
+        held, evicted = self.held | other.held, self.evicted | other.evicted
+        return StepReport(loaded, self.failed | other.failed, held, evicted, deviations)
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """Counts what may still be linked in one step, and what was taken of it so far."""
+
+    tokens: float
+    """Tokens to compute, or ``placed_per_computed`` times as many to place."""
+
+    runs: int
+    """Ranges to compute: they are sequences to vLLM's attention."""
+
+    placed_per_computed: float
+    placed: float = 0.0
+    computed: float = 0.0
+
+    @classmethod
+    def unlimited(cls) -> StepBudget:
+        """Make a budget that has room for everything."""
+        return cls(tokens=1 << 40, runs=1 << 40, placed_per_computed=1.0)
+
+    @property
+    def spent(self) -> bool:
+        """Whether there is no room for another token."""
+        return self.tokens < 1 or self.runs < 1
+
+    def place(self, tokens: float) -> None:
+        """Take room for so many tokens to place."""
+        self.placed += tokens
+        self.tokens -= tokens / self.placed_per_computed
+
+    def compute(self, tokens: float) -> None:
+        """Take room for a run of so many tokens to compute."""
+        self.computed += tokens
+        self.tokens -= tokens
+        self.runs -= 1
+
+
+class TransferProgress:
+    """Keeps what of a transfer plan is left to do. It begins at position ``begin``: KV before it is there already."""
+
+    def __init__(self, request_id: str, plan: TransferPlan, *, begin: int = 0, share: float = 1.0) -> None:
+        """``share`` is what one token costs here, as a share of what it costs in all layers."""
+        self._request_id = request_id
+        self._share = share
+        self._parts = [
+            PlacedPart(index, max(placed.first, begin - placed.start), placed.last)
+            for index, placed in enumerate(plan.placements)
+            if placed.end > begin
+        ]
+        self._runs = [(max(first, begin), last) for first, last in plan.runs if last > begin]
+
+    def cost(self, budget: StepBudget) -> float:
+        """Return the cost of all that is left, in the budget's tokens."""
+        placed = sum(part.last - part.first for part in self._parts)
+        return self._share * (sum(end - begin for begin, end in self._runs) + placed / budget.placed_per_computed)
+
+    def fits(self, budget: StepBudget) -> bool:
+        """Tell whether the budget has room for all that is left."""
+        return self.cost(budget) <= budget.tokens and len(self._runs) <= budget.runs
+
+    def take(self, budget: StepBudget) -> TransferSlice:
+        """Take as much as the budget has room for, which shrinks by it.
+
+        Placements come first, then runs in order, so that every token that is computed finds all that stands before it.
+        A run may be cut.
+        """
+        parts = []
+        while self._parts and not budget.spent:
+            part = self._parts[0]
+            last = min(part.last, part.first + int(budget.tokens * budget.placed_per_computed / self._share))
+            parts.append(PlacedPart(part.placement, part.first, last))
+            budget.place((last - part.first) * self._share)
+            if last == part.last:
+                self._parts.pop(0)
+            else:
+                self._parts[0] = PlacedPart(part.placement, last, part.last)
+        runs = []
+        while not self._parts and self._runs and not budget.spent:
+            begin, end = self._runs[0]
+            stop = min(end, begin + int(budget.tokens / self._share))
+            runs.append((begin, stop))
+            budget.compute((stop - begin) * self._share)
+            if stop == end:
+                self._runs.pop(0)
+            else:
+                self._runs[0] = (stop, end)
+        return TransferSlice(self._request_id, tuple(parts), tuple(runs), is_last=not (self._parts or self._runs))
