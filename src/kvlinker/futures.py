@@ -11,8 +11,15 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+def resolved(value: T) -> Future[T]:
+    """Return a future that is done."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
 def gather(futures: Sequence[Future[T]], finish: Callable[[tuple[T, ...]], R]) -> Future[R]:
-    """``finish`` of all results, in order, once every future is done; the first failure otherwise.
+    """Return a future of ``finish`` of all results, in order, once every future is done, or of the first failure.
 
     ``finish`` runs in the thread that completes the last future.
     """
@@ -39,4 +46,32 @@ def gather(futures: Sequence[Future[T]], finish: Callable[[tuple[T, ...]], R]) -
 
     for future in futures:
         future.add_done_callback(done)
+    return joined
+
+
+def or_else(found: Future[T | None], otherwise: Callable[[], Future[T]]) -> Future[T]:
+    """Return a future of what was found, or of what ``otherwise`` comes to once it turns out that nothing was.
+
+    ``otherwise`` runs in the thread that completes ``found``.
+    """
+    joined: Future[T] = Future()
+
+    def pass_on(other: Future[T]) -> None:
+        error = other.exception()
+        if error is None:
+            joined.set_result(other.result())
+        else:
+            joined.set_exception(error)
+
+    def decide(found: Future[T | None]) -> None:
+        try:
+            value = found.result()
+            if value is None:
+                otherwise().add_done_callback(pass_on)
+            else:
+                joined.set_result(value)
+        except Exception as error:
+            joined.set_exception(error)
+
+    found.add_done_callback(decide)
     return joined

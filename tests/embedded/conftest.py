@@ -113,6 +113,14 @@ class Bench:
         handle = self.engine.generate(request, sink or outcome.put)
         return outcome, handle
 
+    def submit_choices(self, prompt, n, policy="legolink-4", **sampling):
+        """An outcome for each choice, and the handle of them all."""
+        outcomes = [Outcome() for _ in range(n)]
+        params = SamplingParams(**({"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True} | sampling))
+        request = GenerationRequest(prompt, as_policy(policy), params, n=n)
+        handle = self.engine.generate(request, lambda choice, event: outcomes[choice].events.put(event))
+        return outcomes, handle
+
     def answer(self, prompt, policy="legolink-4", **sampling):
         return self.submit(prompt, policy, **sampling)[0].wait()
 

@@ -208,7 +208,7 @@ def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(bench, monkeyp
     made = bench()
     original = made.engine.runner.step
 
-    def fail_once(batch):
+    def fail_once(*step):
         monkeypatch.setattr(made.engine.runner, "step", original)
         raise MemoryError("no more")
 
@@ -223,7 +223,7 @@ def test_a_chunk_whose_computation_fails_fails_its_request(bench, monkeypatch):
     made = bench()
     original = made.engine.runner.step
 
-    def fail_once(batch):
+    def fail_once(*step):
         monkeypatch.setattr(made.engine.runner, "step", original)
         raise MemoryError("no more")
 
@@ -294,7 +294,7 @@ def test_an_engine_that_breaks_answers_everybody_and_says_so(bench, monkeypatch)
     def broken():
         raise MemoryError("no slots")
 
-    monkeypatch.setattr(made.engine.scheduler, "schedule", broken)
+    monkeypatch.setattr(made.engine.scheduler, "next_step", broken)
     assert isinstance(outcome.wait().failed.error, EngineClosedError)
     assert not made.engine.healthy
     with pytest.raises(EngineClosedError):

@@ -6,23 +6,24 @@ from functools import partial
 
 import pytest
 
-from kvlinker.embedded.linked_request import LinkedRequest
+from kvlinker.embedded.requests import LinkedRequest
 from kvlinker.errors import EngineClosedError
 from kvlinker.events import ChunkDamaged, ChunkLoaded, ChunkLookup
 from kvlinker.store import DiskTier, HostTier
-from kvlinker.store.loading import bandwidth, load_job
-from kvlinker.store.loading.layer_stream import LayerLostError
+from kvlinker.store.loading import prompt_load
+from kvlinker.store.loading import throughput as bandwidth
+from kvlinker.store.loading.arriving import LayerLostError
 from kvlinker.store.tiers import object_tier
 from tests.embedded.conftest import Bench, linked_prompt
 
 PLENTY = 1 << 28
 POLICIES = ["naive", "legolink-4", "h2o-30", "cacheblend-20", "cacheblend-auto-30", "query-10", "cachecraft-0.7"]
-mark_lost = LinkedRequest.mark_lost
+lose = LinkedRequest.lose
 PROMPT = linked_prompt(40, 33, 21, middle=3)
 
 
 @pytest.fixture(autouse=True)
-def _reading_only_waits(monkeypatch):
+def reading_only_waits(monkeypatch):
     """Here, reading is never taken for work that computing could not hide."""
     monkeypatch.setattr(bandwidth, "BUSY_SHARE", 1e9)
 
@@ -33,7 +34,8 @@ class GatedReader:
     def __init__(self, reader, tier):
         self._reader = reader
         self._tier = tier
-        self.layers, self.nbytes, self.scores = reader.layers, reader.nbytes, reader.scores
+        self.layers, self.tokens = reader.layers, reader.tokens
+        self.nbytes, self.scores = reader.nbytes, reader.scores
 
     def read(self, layer):
         with self._tier.changed:
@@ -194,7 +196,7 @@ def test_what_was_loaded_is_in_memory_for_the_next_request(gated):
 def test_a_layer_that_is_lost_in_the_middle_of_a_step_is_computed(gated, expected, policy, monkeypatch):
     made, tier = gated
     lost = []
-    monkeypatch.setattr(LinkedRequest, "mark_lost", lambda request: (lost.append(request), mark_lost(request)))
+    monkeypatch.setattr(LinkedRequest, "lose", lambda request: (lost.append(request), lose(request)))
     tier.let(1)
     tier.unreadable = (1,)
     outcome, _ = made.submit(PROMPT, policy)
@@ -208,7 +210,7 @@ def test_a_layer_that_is_lost_in_the_middle_of_a_step_is_computed(gated, expecte
 
 
 def test_a_stall_ends_with_patience(gated, expected, monkeypatch):
-    monkeypatch.setattr(load_job, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(prompt_load, "PATIENCE_SECONDS", 0.2)
     made, tier = gated
     tier.let(1)
     begin = time.monotonic()
@@ -228,7 +230,7 @@ def test_a_stall_before_the_first_layer_is_given_up(gated, expected):
 
 
 def test_others_of_the_step_do_not_suffer(gated, expected, monkeypatch):
-    monkeypatch.setattr(load_job, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(prompt_load, "PATIENCE_SECONDS", 0.3)
     made, tier = gated
     other = linked_prompt(25, 18, seed=5)
     made.cache(other)
@@ -284,4 +286,4 @@ def test_closing_while_layers_come(gated, layers):
     made.store.close()
     assert tier.open_readers == 0
     assert threading.active_count() <= before
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvlinker-layers")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvlinker-l")]

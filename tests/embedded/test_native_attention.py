@@ -175,8 +175,12 @@ def test_models_answer_as_with_torch(kernel, chosen_anew, family):
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
         runner = Runner(loaded.model, loaded.layers, pool, native_attention=native_attention)
         assert isinstance(runner._kernel, NativeAttention) == native_attention
-        runs = [Run(slot, begin, tokens[begin:end], end == 200) for slot in (0, 210) for begin, end in parts]
-        return runner.step(Batch(tuple(runs)))
+        runs = [
+            Run(slot, begin, tokens[begin:end], end == 200, owner=slot) for slot in (0, 210) for begin, end in parts
+        ]
+        result = runner.step(Batch(tuple(runs)))
+        assert list(result.logits) == [0, 210]
+        return torch.stack(list(result.logits.values()))
 
     ours, torchs = logits(True), logits(False)
     assert (ours - torchs).norm() <= 5e-2 * torchs.norm()

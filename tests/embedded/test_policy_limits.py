@@ -150,12 +150,12 @@ class Stepping:
         self._inner, self._left = made.engine.runner.step, at
         made.engine.runner.step = self._step
 
-    def _step(self, batch):
+    def _step(self, *step):
         self._left -= 1
         if not self._left:
             self.reached.set()
             assert self.go.wait(30)
-        return self._inner(batch)
+        return self._inner(*step)
 
 
 @pytest.mark.parametrize("policy", ["query-20", "query-20+cacheblend-30"])

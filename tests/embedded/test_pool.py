@@ -27,12 +27,18 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.pool.values[0][:, held.start : held.end] = -self.stamp
         return self.stamp
 
+    def follow(self):
+        for move in self.allocator.take_moves():
+            self.pool.move(*move)
+        assert self.allocator.take_moves() == ()
+
     @rule(size=st.integers(1, SLOTS))
     def allocate(self, size):
+        free = self.allocator.free
         held = self.allocator.allocate(size)
-        if held is None:
-            assert all(gap < size for _, gap in self.allocator._gaps())
-        else:
+        self.follow()
+        assert (held is None) == (free < size)
+        if held is not None:
             assert held.size == size
             self.held.append((held, self.fill(held)))
 
@@ -43,21 +49,25 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.allocator.release(held)
 
     @rule(data=st.data(), extra=st.integers(1, 10))
-    def extend(self, data, extra):
+    def grow(self, data, extra):
         if self.held:
             index = data.draw(st.integers(0, len(self.held) - 1))
-            held, _ = self.held[index]
-            start, size = held.start, held.size
-            if self.allocator.extend(held, size + extra):
-                assert (held.start, held.size) == (start, size + extra)
-                self.held[index] = (held, self.fill(held))
+            held, stamp = self.held[index]
+            size, free = held.size, self.allocator.free
+            grown = self.allocator.grow(held, size + extra)
+            self.follow()
+            if grown is None:
+                assert held.size == size
+                assert free < size + extra
             else:
-                assert (held.start, held.size) == (start, size)
+                assert grown.size == size + extra
+                assert (self.pool.keys[0][:, grown.start : grown.start + size] == stamp).all()
+                self.held[index] = (grown, self.fill(grown))
 
     @rule()
     def compact(self):
-        for source, target, size in self.allocator.compact():
-            self.pool.move(source, target, size)
+        self.allocator.compact()
+        self.follow()
         assert len(self.allocator._gaps()) <= 1
 
     @invariant()
@@ -79,6 +89,15 @@ def test_the_smallest_gap_that_fits_is_taken():
     allocator.release(held[1])
     allocator.release(held[3])
     assert allocator.allocate(4).start == 40
+
+
+def test_what_grows_stays_where_it_is_if_it_can():
+    allocator = SlotAllocator(100)
+    first, second = allocator.allocate(10), allocator.allocate(10)
+    assert allocator.grow(second, 30) is second
+    assert allocator.take_moves() == ()
+    assert allocator.grow(first, 20).start == 40
+    assert allocator.take_moves() == ((0, 40, 10),)
 
 
 def test_integrity_checks_can_fail():

@@ -1,115 +1,386 @@
-"""Scheduling without a model: what is computed when, and who holds the slots."""
+"""Scheduling without a model: which state a request is in, what is computed when, and who holds the slots."""
 
-import numpy as np
+import threading
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvlinker.embedded.pool import SlotAllocator
-from kvlinker.embedded.scheduler import Scheduler
-from kvlinker.embedded.sequence import Sequence
-
-
-def sequence(length=10, runs=None, most=None):
-    runs = [(0, length)] if runs is None else runs
-    return Sequence(np.arange(length), runs, most_tokens=most or length + 20)
+from kvlinker.embedded import scheduler as scheduling
+from kvlinker.embedded.requests import Kind, State
+from kvlinker.embedded.scheduler import MOST_VARIANTS, PREFETCHED
+from kvlinker.errors import EngineClosedError, KVLinkerError, OverloadedError
+from tests.embedded.fake_runner import LAYER, LAYERS, Simulation, Work, arriving
 
 
-class Simulation:
-    """Drives a scheduler like the engine does, with a pool that remembers which position each slot holds."""
-
-    def __init__(self, slots, *, max_step_tokens=16, max_running=8):
-        self.slots = np.full(slots, -1)
-        self.allocator = SlotAllocator(slots)
-        self.scheduler = Scheduler(self.allocator, self.move, max_step_tokens=max_step_tokens, max_running=max_running)
-        self.max_step_tokens = max_step_tokens
-        self.finished = []
-        self.wanted = {}
-
-    def move(self, source, target, size):
-        self.slots[target : target + size] = self.slots[source : source + size].copy()
-
-    def add(self, added, output):
-        self.wanted[added] = output
-        self.scheduler.add(added)
-
-    def step(self):
-        step = self.scheduler.schedule()
-        self.scheduler.check_integrity()
-        if step is None:
-            return None
-        assert len(step.batch.tokens) <= self.max_step_tokens
-        for run in step.batch.runs:
-            self.slots[run.slot + run.start : run.slot + run.end] = run.tokens
-        for done in step.sequences:
-            if done.computed:
-                self.advance(done)
-        return step
-
-    def advance(self, done):
-        start = done.held.start
-        assert (self.slots[start : start + done.length] == done.tokens).all(), "KV lost or misplaced"
-        self.wanted[done] -= 1
-        if self.wanted[done] <= 0:
-            self.scheduler.remove(done)
-            self.finished.append(done)
-        else:
-            done.append(done.length + 1000)
-
-    def run(self):
-        while self.step() is not None:
-            pass
+def owners(batch):
+    return [run.owner for run in batch.runs]
 
 
 def test_long_prefills_are_cut_at_the_budget():
     simulation = Simulation(100, max_step_tokens=7)
-    long = sequence(24)
-    simulation.add(long, 1)
-    sizes = [len(simulation.step().batch.tokens) for _ in range(4)]
+    long = simulation.add(24)
+    sizes = [len(simulation.step().tokens) for _ in range(4)]
     assert sizes == [7, 7, 7, 3]
-    assert simulation.finished == [long]
+    assert long.told == ["finished"]
 
 
 def test_decoding_comes_before_prefill():
     simulation = Simulation(200, max_step_tokens=5)
-    decoding = sequence(3, most=60)
-    simulation.add(decoding, 50)
+    decoding = simulation.add(3, 50)
     simulation.step()
-    simulation.add(sequence(40), 1)
+    simulation.add(40)
     for _ in range(5):
-        step = simulation.step()
-        assert step.sequences[0] is decoding
-        assert len(step.batch.tokens) == 5
+        batch = simulation.step()
+        assert owners(batch)[0] is decoding.sequence
+        assert len(batch.tokens) == 5
 
 
-def test_requests_are_admitted_in_order_and_only_as_slots_allow():
+def test_requests_are_admitted_in_order_of_arrival_and_only_as_slots_allow():
     simulation = Simulation(50, max_step_tokens=100)
-    for _ in range(3):
-        simulation.add(sequence(20, most=21), 2)
-    simulation.step()
+    works = [simulation.enter(20, 1) for _ in range(3)]
+    for work in reversed(works):
+        simulation.load(work)
+    simulation.scheduler.next_step()
+    assert [work.state for work in works] == [State.RUNNING, State.RUNNING, State.READY]
     assert (simulation.scheduler.running, simulation.scheduler.waiting) == (2, 1)
 
 
 def test_a_linked_sequence_computes_only_its_runs():
     simulation = Simulation(100)
-    linked = sequence(30, runs=[(4, 6), (20, 23), (28, 30)])
-    simulation.add(linked, 0)
-    simulation.slots[:30] = np.arange(30)
-    step = simulation.step()
-    assert [(run.start, run.end) for run in step.batch.runs] == [(4, 6), (20, 23), (28, 30)]
-    assert [run.wants_logits for run in step.batch.runs] == [False, False, True]
+    work = simulation.add(30, runs=[(4, 6), (20, 23), (28, 30)])
+    simulation.runner.slots[:30] = work.sequence.tokens
+    batch = simulation.step()
+    assert [(run.start, run.end) for run in batch.runs] == [(4, 6), (20, 23), (28, 30)]
+    assert [run.wants_logits for run in batch.runs] == [False, False, True]
 
 
-def test_removing_frees_at_once_running_or_waiting():
+def test_cancelling_frees_at_once_running_or_waiting():
     simulation = Simulation(30, max_step_tokens=4)
-    running, waiting = sequence(20), sequence(20)
-    simulation.add(running, 1)
-    simulation.add(waiting, 1)
+    running, waiting = simulation.add(20), simulation.add(20)
     simulation.step()
-    simulation.scheduler.remove(waiting)
-    simulation.scheduler.remove(running)
-    simulation.scheduler.remove(running)
-    assert simulation.allocator.used == 0
+    simulation.scheduler.cancel([waiting, running])
+    simulation.scheduler.cancel([running])
     assert simulation.step() is None
+    assert simulation.slots.used == 0
+    assert running.told == waiting.told == ["cancelled"]
+    simulation.scheduler.cancel([running])
+    assert simulation.step() is None
+    assert running.told == ["cancelled"]
+
+
+def test_states_change_as_told_and_in_no_other_way():
+    simulation = Simulation(30)
+    work = simulation.enter(5)
+    assert work.state is State.LOADING
+    for state in (State.RUNNING, State.PREEMPTED, State.LOADING):
+        with pytest.raises(RuntimeError, match=f"loading cannot become {state.value}"):
+            simulation.scheduler._move(work, state)
+    simulation.load_all()
+    assert work.state is State.READY
+    simulation.run()
+    assert work.state is State.FINISHED
+    with pytest.raises(RuntimeError, match="finished cannot become ready"):
+        simulation.scheduler._move(work, State.READY)
+
+
+def test_the_last_admitted_gives_way_and_starts_again():
+    simulation = Simulation(180, max_step_tokens=100)
+    first, second = simulation.add(20, 100), simulation.add(20, 100)
+    while second.state is not State.PREEMPTED:
+        simulation.step()
+    assert first.state is State.RUNNING
+    assert simulation.scheduler.preemptions == 1
+    simulation.run()
+    assert first.told == second.told == ["finished"]
+
+
+def test_so_many_are_fetched_ahead():
+    simulation = Simulation(200, max_running=1)
+    for _ in range(PREFETCHED + 2):
+        simulation.enter(5)
+    assert len(simulation.loads) == PREFETCHED
+    simulation.load(simulation.loads[0])  # it waits for slots instead
+    assert len(simulation.loads) == PREFETCHED - 1
+    simulation.step()
+    assert len(simulation.loads) == PREFETCHED
+
+
+def test_fetches_whose_requests_have_ended_count_until_they_report():
+    simulation = Simulation(200)
+    works = [simulation.enter(5) for _ in range(PREFETCHED + 2)]
+    simulation.scheduler.cancel(works[: PREFETCHED + 1])
+    simulation.step()
+    assert simulation.loads == works[:PREFETCHED]
+    simulation.load(works[0])
+    assert works[0].sequence is None, "it would keep the KV alive"
+    assert simulation.loads[-1] is works[-1], "the one before it was cancelled"
+
+
+def test_more_than_may_wait_are_refused_and_hold_no_place():
+    simulation = Simulation(200, max_waiting=3, max_running=2)
+    simulation.add(5, 10, n=2)
+    simulation.step()
+    simulation.add(5)
+    simulation.enter(5)
+    simulation.enter(5, n=100)
+    for _ in range(5):
+        with pytest.raises(OverloadedError, match="3 requests"):
+            simulation.enter(5)
+    assert simulation.scheduler.waiting == 3
+    simulation.enter(5, kind=Kind.CHUNK)  # chunks are not answers
+    while not simulation.scheduler.idle:
+        simulation.load_all()
+        simulation.step()
+    assert simulation.enter(5)
+
+
+def test_what_cannot_be_loaded_fails_alone():
+    simulation = Simulation(200)
+    bad, good = simulation.enter(5), simulation.enter(5)
+    simulation.scheduler.failed(bad, KVLinkerError("lost"))
+    simulation.loads.remove(bad)
+    simulation.load_all()
+    simulation.run()
+    assert (bad.told, good.told) == (["failed"], ["finished"])
+    simulation.scheduler.failed(bad, KVLinkerError("again"))
+    assert bad.told == ["failed"]
+
+
+def test_one_chunk_at_a_time_beside_answers_and_more_without():
+    simulation = Simulation(1000, max_step_tokens=8)
+    answer = simulation.add(30)
+    chunks = [simulation.enter(9, kind=Kind.CHUNK) for _ in range(3)]
+    waiting = [simulation.add(900) for _ in range(2)]
+    batch = simulation.step()
+    assert owners(batch) == [answer.sequence]
+    assert [chunk.state for chunk in chunks] == [State.RUNNING, State.READY, State.READY]
+    simulation.scheduler.cancel(waiting)
+    simulation.step()
+    assert [chunk.state for chunk in chunks] == [State.RUNNING] * 3
+
+
+def test_the_same_chunk_is_one_request_until_it_ends():
+    simulation = Simulation(100)
+    first = simulation.enter(9, kind=Kind.CHUNK, identity="key")
+    assert simulation.enter(9, kind=Kind.CHUNK, identity="key") is first
+    assert simulation.enter(9, kind=Kind.CHUNK, identity="other") is not first
+    simulation.run()
+    assert simulation.enter(9, kind=Kind.CHUNK, identity="key") is not first
+
+
+def test_a_chunk_that_an_answer_waits_for_comes_first():
+    simulation = Simulation(100, max_running=1)
+    chunks = [simulation.enter(9, kind=Kind.CHUNK, identity=name) for name in "abc"]
+    simulation.enter(9, kind=Kind.CHUNK, identity="c", urgent=True)
+    assert owners(simulation.step()) == [chunks[2].sequence]
+    simulation.run()
+    assert all(chunk.told == ["finished"] for chunk in chunks)
+
+
+def test_a_chunk_that_an_answer_waits_for_gets_slots_before_answers_that_came_later():
+    simulation = Simulation(100, max_step_tokens=200)
+    running = simulation.add(30, 20)
+    simulation.step()
+    chunk = simulation.enter(90, kind=Kind.CHUNK, urgent=True)
+    later = [simulation.add(20) for _ in range(5)]
+    while chunk.state is not State.FINISHED:
+        assert all(work.state is State.READY for work in later)
+        simulation.step()
+    assert running.told == ["finished"]
+    simulation.run()
+    assert all(work.told == ["finished"] for work in later)
+
+
+def test_variants_wait_for_an_idle_engine_and_the_last_comes_first():
+    simulation = Simulation(1000)
+    variants = [simulation.enter(9, kind=Kind.VARIANT) for _ in range(MOST_VARIANTS + 1)]
+    assert variants[0].told == ["cancelled"], "the oldest makes room"
+    chunk, answer = simulation.enter(9, kind=Kind.CHUNK), simulation.add(9, 3)
+    while not (chunk.told and answer.told):
+        assert all(variant.state is not State.RUNNING for variant in variants)
+        simulation.step()
+    order = []
+    while simulation.step() is not None:
+        order += [variant for variant in variants if variant.told == ["finished"] and variant not in order]
+    assert order == variants[:0:-1]
+
+
+def test_choices_fork_from_one_prompt():
+    simulation = Simulation(1000, max_step_tokens=10)
+    work = simulation.add(25, 4, n=3)
+    choices = work.all_choices()
+    computed = 0
+    while (batch := simulation.step()) is not None:
+        computed += sum(len(run.tokens) for run in batch.runs if run.start < 25)
+    assert computed == 25
+    assert all(choice.told == ["finished"] for choice in choices)
+
+
+def test_choices_that_find_no_slots_take_over_those_of_their_siblings():
+    simulation = Simulation(70, max_step_tokens=10)
+    choices = simulation.add(25, 10, n=5).all_choices()
+    later = simulation.add(25, 1)
+    computed = 0
+    while (batch := simulation.step()) is not None:
+        computed += sum(len(run.tokens) for run in batch.runs if run.start < 25 and run.owner is not later.sequence)
+    assert computed == 25
+    assert simulation.runner.moved <= 2, "the second choice is copied, and perhaps moved"
+    assert all(choice.told == ["finished"] for choice in (*choices, later))
+
+
+def test_a_choice_that_ends_with_its_first_token_hands_its_slots_over():
+    simulation = Simulation(40, max_step_tokens=100)
+    work = Work(25, 3, n=2)
+    first, second = work.all_choices()
+    simulation.scheduler.enter(work)
+    simulation.load_all()
+    first.output = 1
+    simulation.run()
+    assert first.told == second.told == ["finished"]
+    assert sum(len(batch.tokens) for batch in simulation.runner.steps) == 25 + 2
+
+
+def test_cancelling_ends_all_choices_before_and_after_they_fork():
+    simulation = Simulation(70, max_step_tokens=10)
+    before, after = simulation.add(25, 10, n=3), simulation.add(25, 10, n=3)
+    choices = [*before.all_choices(), *after.all_choices()]
+    simulation.scheduler.cancel(choices[:3])
+    while after.unforked:
+        simulation.step()
+    simulation.step()
+    simulation.scheduler.cancel(choices[3:])
+    assert simulation.step() is None
+    assert all(choice.told == ["cancelled"] for choice in choices)
+    assert simulation.slots.used == 0
+
+
+def test_a_late_request_leaves_and_comes_back_when_half_of_the_rest_is_there():
+    simulation = Simulation(200)
+    neighbour = simulation.add(5, 20)
+    simulation.step()
+    late = simulation.enter(10)
+    kv = arriving(8, delivered=1)
+    simulation.load(late, kv)
+    simulation.step()
+    assert late.state is State.LOADING
+    assert simulation.scheduler.waiting == 1
+    output = neighbour.output
+    simulation.step()
+    assert neighbour.output == output - 1
+    kv.deliver(LAYER)
+    assert late.state is State.LOADING
+    kv.deliver(LAYER)
+    assert late.state is State.READY
+    simulation.run()
+    assert late.told == ["finished"]
+    assert late.lost == 0
+
+
+def test_who_is_late_twice_waits_for_all_layers(monkeypatch):
+    monkeypatch.setattr(scheduling, "MOST_RESTARTS", 0)
+    simulation = Simulation(200)
+    late = simulation.enter(10)
+    kv = arriving(8)
+    simulation.load(late, kv)
+    simulation.step()
+    for _ in range(LAYERS):
+        assert late.state is State.LOADING
+        kv.deliver(LAYER)
+    assert late.state is State.READY
+    simulation.run()
+    assert len(simulation.runner.steps) == 2
+
+
+def test_what_is_lost_is_loaded_again():
+    simulation = Simulation(200)
+    work = simulation.enter(10)
+    kv = arriving(8, delivered=1)
+    simulation.load(work, kv)
+    simulation.step()
+    assert simulation.loads == []
+    kv.give_up()
+    assert work.lost == 1
+    assert simulation.loads == [work]
+    simulation.load(work)
+    simulation.run()
+    assert work.told == ["finished"]
+
+
+@pytest.mark.parametrize("end", ["came", "ready", "cancel", "close"])
+def test_waiting_in_a_step_ends_when_another_request_could_run(end):
+    simulation = Simulation(200)
+    alone = simulation.add(10)
+    simulation.scheduler.next_step()
+    came = threading.Event()
+    waiting = threading.Thread(target=lambda: simulation.scheduler.wait_in_step(came.is_set))
+    waiting.start()
+    other = simulation.enter(5)  # has no KV yet
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    if end == "came":
+        came.set()
+        simulation.scheduler.wake()
+    elif end == "ready":
+        simulation.load(other)
+    elif end == "cancel":
+        simulation.scheduler.cancel([alone])
+    else:
+        simulation.scheduler.close()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_nobody_waits_in_a_step_that_did_not_take_all_who_run():
+    simulation = Simulation(200, max_step_tokens=5)
+    simulation.add(5)
+    simulation.add(5)
+    simulation.scheduler.next_step()
+    simulation.scheduler.wait_in_step(lambda: False)
+
+
+@pytest.mark.parametrize("end", ["enter", "cancel", "close"])
+def test_an_idle_engine_hears_of_what_comes(end):
+    simulation = Simulation(200)
+    loading = simulation.enter(5)
+    answers = []
+    waiting = threading.Thread(target=lambda: answers.append(simulation.scheduler.wait()))
+    waiting.start()
+    if end == "enter":
+        simulation.load_all()
+    elif end == "cancel":
+        simulation.scheduler.cancel([loading])
+    else:
+        simulation.scheduler.close()
+    waiting.join(timeout=60)
+    assert answers == [end != "close"]
+
+
+def test_who_comes_while_the_engine_closes_is_refused_or_failed():
+    simulation = Simulation(200)
+    entered, refused = [], []
+    begin = threading.Barrier(5)
+
+    def flood():
+        begin.wait()
+        for _ in range(200):
+            try:
+                entered.append(simulation.enter(5, 10**6))
+            except EngineClosedError:
+                refused.append(None)
+
+    threads = [threading.Thread(target=flood) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    simulation.loop.start()
+    begin.wait()
+    simulation.loop.close()
+    for thread in threads:
+        thread.join()
+    assert len(entered) + len(refused) == 800
+    assert all(work.told == ["failed"] for work in entered)
+    assert not simulation.loop.healthy
 
 
 @settings(max_examples=150, deadline=None)
@@ -122,17 +393,115 @@ def test_removing_frees_at_once_running_or_waiting():
 )
 def test_everything_finishes_and_no_kv_is_lost(requests, slots, budget, max_running, random):
     simulation = Simulation(slots, max_step_tokens=budget, max_running=max_running)
-    pending = [(sequence(length, most=length + output), output) for length, output in requests]
-    cancelled = set()
+    pending, works = list(requests), []
     steps = 0
-    while len(simulation.finished) + len(cancelled) < len(requests):
+    while pending or not all(work.told for work in works):
         if pending and random.random() < 0.3:
-            simulation.add(*pending.pop())
-        elif random.random() < 0.02 and len(simulation.wanted) > len(simulation.finished) + len(cancelled):
-            victim = random.choice([s for s in simulation.wanted if s not in simulation.finished])
-            simulation.scheduler.remove(victim)
-            cancelled.add(victim)
+            works.append(simulation.add(*pending.pop()))
+        elif works and random.random() < 0.02:
+            simulation.scheduler.cancel([random.choice(works)])
         simulation.step()
         steps += 1
         assert steps < 20_000, "no progress"
-    assert simulation.allocator.used == 0
+    assert all(len(work.told) == 1 for work in works)
+    assert simulation.slots.used == 0
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests of all kinds arrive, load, arrive late, are lost, cancelled, preempted and end, in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.growth, scheduling.GROWTH = scheduling.GROWTH, 3  # so that requests outgrow their slots
+        self.simulation = Simulation(100, max_step_tokens=9, max_running=5, max_waiting=12)
+        self.works = []
+        self.kvs = []
+
+    def enter(self, work):
+        try:
+            entered = self.simulation.scheduler.enter(work)
+        except OverloadedError:
+            assert self.simulation.scheduler.waiting == 12
+        else:
+            if entered is work:
+                self.works += work.all_choices()
+
+    @rule(length=st.integers(1, 40), output=st.integers(1, 40), n=st.sampled_from([1, 1, 1, 2, 4]))
+    def answer(self, length, output, n):
+        self.enter(Work(length, output, n=n))
+
+    @rule(length=st.integers(1, 60), name=st.sampled_from("ab"), urgent=st.booleans())
+    def chunk(self, length, name, urgent):
+        self.enter(Work(length, kind=Kind.CHUNK, identity=name, urgent=urgent))
+
+    @rule(length=st.integers(1, 60))
+    def variant(self, length):
+        self.enter(Work(length, kind=Kind.VARIANT))
+
+    @precondition(lambda self: self.simulation.loads)
+    @rule(data=st.data(), delivered=st.lists(st.integers(0, LAYERS), max_size=2))
+    def loaded(self, data, delivered):
+        work = data.draw(st.sampled_from(self.simulation.loads))
+        kvs = [arriving(1, layers) for layers in delivered][: work.length - 1]
+        self.kvs += [kv for kv in kvs if not kv.complete]
+        self.simulation.load(work, *kvs)
+
+    @precondition(lambda self: self.simulation.loads)
+    @rule(data=st.data())
+    def failed(self, data):
+        work = data.draw(st.sampled_from(self.simulation.loads))
+        self.simulation.loads.remove(work)
+        self.simulation.scheduler.failed(work, KVLinkerError("no KV"))
+
+    @precondition(lambda self: self.kvs)
+    @rule(data=st.data(), lost=st.booleans())
+    def arrive(self, data, lost):
+        kv = data.draw(st.sampled_from(self.kvs))
+        if lost:
+            kv.give_up()
+        else:
+            kv.deliver(LAYER)
+        if lost or kv.complete:
+            self.kvs.remove(kv)
+
+    @precondition(lambda self: self.works)
+    @rule(data=st.data())
+    def cancel(self, data):
+        work = data.draw(st.sampled_from(self.works))
+        self.simulation.scheduler.cancel(work.choices or [work])
+
+    @rule(steps=st.integers(1, 8))
+    def compute(self, steps):
+        for _ in range(steps):
+            self.simulation.step()
+
+    @invariant()
+    def everything_is_where_it_should_be(self):
+        self.simulation.scheduler.check_integrity()
+        assert all(len(work.told) <= 1 for work in self.works)
+
+    def teardown(self):
+        """Nobody has starved, whatever came: all end once KV comes and steps are taken."""
+        try:
+            self.let_all_end()
+        finally:
+            scheduling.GROWTH = self.growth
+
+    def let_all_end(self):
+        for kv in self.kvs:
+            while kv.deliver(LAYER) and not kv.complete:
+                pass
+        for _ in range(5000):
+            if self.simulation.scheduler.idle:
+                break
+            self.simulation.load_all()
+            self.simulation.step()
+        self.simulation.scheduler.check_integrity()
+        assert all(len(work.told) == 1 for work in self.works)
+        assert all(work.state is State.FINISHED or work.choice for work in self.works)
+        assert self.simulation.scheduler.idle
+        assert self.simulation.slots.used == 0
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.embedded import logprobs as collecting
+from kvlinker.embedded import scoring as collecting
 from kvlinker.engine.contract import GenerationRequest
 from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError
 from kvlinker.linking import parse_policy

@@ -1,9 +1,12 @@
 """The store learns of every request once what it took of its chunks."""
 
+import threading
+import time
 from unittest import mock
 
 import pytest
 
+from kvlinker.embedded.engine import LOADERS
 from kvlinker.store import ChunkStore
 from kvlinker.types.chunks import chunk_key
 from tests.embedded.conftest import linked_prompt
@@ -50,3 +53,49 @@ def test_explanations_are_no_uses(bench, noted):
     made.explain(prompt, "naive")
     made.close()
     assert noted == []
+
+
+def test_uses_are_told_while_all_loaders_are_busy(bench, noted, monkeypatch):
+    made = bench()
+    prompt = linked_prompt(40, 20, header=3)
+    made.cache(prompt)
+    step, load = made.engine.runner.step, made.store.load
+    stepping, compute, loading, free = threading.Event(), threading.Event(), threading.Semaphore(0), threading.Event()
+
+    def held_up_step(*arguments):
+        stepping.set()
+        assert compute.wait(60)
+        return step(*arguments)
+
+    def held_up_load(*arguments):
+        loading.release()
+        assert free.wait(60)
+        return load(*arguments)
+
+    monkeypatch.setattr(made.engine.runner, "step", held_up_step)
+    computed = made.submit(prompt, "naive", max_tokens=1)[0]
+    assert stepping.wait(60)
+    monkeypatch.setattr(made.store, "load", held_up_load)
+    others = [made.submit(prompt, "naive", max_tokens=1)[0] for _ in range(LOADERS)]
+    for _ in others:
+        assert loading.acquire(timeout=60)
+    compute.set()
+    computed.wait()
+    deadline = time.monotonic() + 30
+    while len(noted) < 2 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert len(noted) == 2
+    free.set()
+    for other in others:
+        other.wait()
+
+
+def test_choices_are_one_use(bench, noted):
+    made = bench()
+    prompt = linked_prompt(40, 20, header=3)
+    made.cache(prompt)
+    outcomes, _ = made.submit_choices(prompt, 5, "naive")
+    for outcome in outcomes:
+        outcome.wait()
+    made.close()
+    assert len(noted) == 2

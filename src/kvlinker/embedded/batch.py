@@ -12,23 +12,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.embedded.logprobs import LogprobCollector
 from kvlinker.embedded.model.anatomy import LayerShape
+from kvlinker.embedded.scoring import LogprobCollector
 from kvlinker.engine.observation import Observer, ScoreCollector
 from kvlinker.linking.refinement import Refinement
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.loading.arriving import KV
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Tokens [first, last) of a chunk's KV, to be written to the slots from ``slot`` on with the rotary embedding
-    of the positions from ``rotary_start`` on (both meant for token ``first``)."""
+    """Tells to write tokens [first, last) of a chunk's KV to the slots from ``slot`` on, with the rotary embedding of
+    the positions from ``rotary_start`` on. Both are meant for token ``first``; ``owner`` is the sequence that they
+    belong to."""
 
-    kv: ChunkKV
+    kv: KV
     first: int
     last: int
     slot: int
     rotary_start: int
+    owner: object = None
 
     @property
     def tokens(self) -> int:
@@ -46,7 +49,7 @@ class Capture:
         dtype: torch.dtype,
         scores: ScoreCollector | None = None,
     ) -> None:
-        """``spans``: positions [start, end) of the chunks. ``scores`` collects theirs, in the same order."""
+        """``spans`` are the positions [start, end) of the chunks. ``scores`` collects theirs, in the same order."""
         self._shapes = layers
         self._spans = tuple(spans)
         self._dtype = dtype
@@ -54,7 +57,7 @@ class Capture:
 
     @cached_property
     def _chunks(self) -> tuple[tuple[LayerKV, ...], ...]:
-        """Per chunk and layer; allocated when the sequence's turn comes, not while it waits."""
+        """The KV per chunk and layer; allocated when the sequence's turn comes, not while it waits."""
         return tuple(
             tuple(
                 LayerKV(
@@ -76,28 +79,38 @@ class Capture:
                 chunk[layer].value[:, columns] = value[:, rows]
 
     def finish(self) -> tuple[ChunkKV, ...]:
-        """The KV of every chunk, once all layers have seen all tokens."""
+        """Return the KV of every chunk, once all layers have seen all tokens."""
         scores = [None] * len(self._spans) if self.scores is None else self.scores.finish()
         return tuple(ChunkKV(layers, found) for layers, found in zip(self._chunks, scores, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Positions [start, start + len(tokens)) of one request, to be computed now.
-
-    ``slot``: where the request's position 0 lies. ``wants_logits``: the last token's logits are needed.
-    ``capture`` collects the KV of chunks; ``refinement`` may drop tokens between layers, the same for all runs of a
-    request and never with ``capture``; ``observer`` sees the attention; ``logprobs`` takes the logits of fresh tokens.
-    """
+    """Positions [start, start + len(tokens)) of one request, to be computed now."""
 
     slot: int
+    """Where the request's position 0 lies in the pool."""
+
     start: int
     tokens: NDArray[np.int64]
+
     wants_logits: bool = False
+    """Whether the last token's logits are needed."""
+
     capture: Capture | None = None
+    """Collects the KV of chunks."""
+
     refinement: Refinement | None = None
+    """May drop tokens between layers. It is the same for all runs of a request, and never comes with ``capture``."""
+
     observer: Observer | None = None
+    """Sees the attention of this run's queries."""
+
     logprobs: LogprobCollector | None = None
+    """Takes the last hidden states of fresh tokens."""
+
+    owner: object = None
+    """The sequence that the run belongs to; what a step gives is told by owner."""
 
     @property
     def end(self) -> int:
@@ -106,19 +119,19 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step. Within a request, runs are disjoint and ascending; placements come before all runs."""
+    """One step's work. Within a request, runs are disjoint and ascending; placements come before all runs."""
 
     runs: tuple[Run, ...]
     placed: tuple[Placed, ...] = field(default=())
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """All runs' token ids: [tokens]."""
+        """The token ids of all runs: [tokens]."""
         return np.concatenate([run.tokens for run in self.runs])
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """Of every token in its own request: [tokens]."""
+        """Every token's position in its own request: [tokens]."""
         return np.concatenate([np.arange(run.start, run.end) for run in self.runs])
 
     @property
@@ -131,15 +144,25 @@ class Batch:
         """The tokens whose logits are wanted, by their index in the batch."""
         return [rows.stop - 1 for run, rows in self.rows() if run.wants_logits]
 
+    @property
+    def logit_owners(self) -> list[object]:
+        """The owners of ``logit_rows``, in the same order."""
+        return [run.owner for run in self.runs if run.wants_logits]
+
+    @property
+    def owners(self) -> set[object]:
+        """The sequences that have runs here."""
+        return {run.owner for run in self.runs}
+
     def rows(self) -> Iterator[tuple[Run, slice]]:
-        """Every run with the tokens of the batch that it takes."""
+        """Yield every run with the tokens of the batch that it takes."""
         begin = 0
         for run in self.runs:
             yield run, slice(begin, begin + len(run.tokens))
             begin += len(run.tokens)
 
     def refinements(self) -> Iterator[tuple[Refinement, NDArray[np.int64]]]:
-        """Every request whose policy refines, with its tokens' indices in the batch."""
+        """Yield every refinement with the indices of its request's tokens in the batch."""
         found: dict[int, tuple[Refinement, list[NDArray[np.int64]]]] = {}
         for run, rows in self.rows():
             if run.refinement is not None:
@@ -148,8 +171,12 @@ class Batch:
         for refinement, parts in found.values():
             yield refinement, np.concatenate(parts)
 
+    def without(self, owners: set[object]) -> NDArray[np.bool_]:
+        """Mask of the tokens that belong to none of these owners: [tokens]."""
+        return np.repeat([run.owner not in owners for run in self.runs], [len(run.tokens) for run in self.runs])
+
     def narrowed(self, keep: NDArray[np.bool_]) -> Batch:
-        """The batch without the tokens where ``keep`` [tokens] is false; nothing is left to place."""
+        """Return the batch without the tokens where ``keep`` [tokens] is false; nothing is left to place."""
         found = list(self.rows())
         run_of = np.repeat(np.arange(1, len(found) + 1), [len(run.tokens) for run in self.runs])
         labels = np.where(keep, run_of, 0)  # a kept token's run, 0 for dropped ones
@@ -168,3 +195,14 @@ class Batch:
                     )
                 )
         return Batch(tuple(runs))
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, by owner. Whoever is neither here nor in the batch any more wanted nothing but its KV."""
+
+    logits: dict[object, Tensor]
+    """The last token's logits [vocabulary], fp32, on the CPU, for every owner that wanted them and did not leave."""
+
+    left: dict[object, int]
+    """The owners that left the step because a chunk's KV was not there, with the first layer that was missing."""

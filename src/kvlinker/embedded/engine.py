@@ -7,33 +7,28 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import psutil
 import torch
 
 from kvlinker.config import Settings
-from kvlinker.embedded.admission import Admission
-from kvlinker.embedded.captures import Captures
-from kvlinker.embedded.chunk_builder import ChunkBuilder
-from kvlinker.embedded.commands import CommandQueue
-from kvlinker.embedded.explaining import Explaining
-from kvlinker.embedded.generation import Generation
-from kvlinker.embedded.link_loading import LinkLoader
+from kvlinker.embedded.chunks import ChunkBuilder, LinkLoader
 from kvlinker.embedded.loop import EngineLoop
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.embedded.pool import KVPool, SlotAllocator
+from kvlinker.embedded.requests import Explaining, Generation, LinkedRequest, Request, Scoring
 from kvlinker.embedded.runner import Runner
 from kvlinker.embedded.scheduler import Scheduler
-from kvlinker.embedded.scoring import Scoring
-from kvlinker.embedded.throughput import Pace, pace_name
+from kvlinker.embedded.throughput import ComputeThroughput, throughput_name
 from kvlinker.embedded.variants import VariantBuilder, VariantLibrary
 from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engine.cost import CostModel
 from kvlinker.engine.limits import RequestLimits
 from kvlinker.errors import ModelLoadError
 from kvlinker.events import Events
-from kvlinker.futures import gather
+from kvlinker.futures import gather, resolved
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt
@@ -45,14 +40,18 @@ POOL_SHARE = 0.25
 """Part of the available memory that the pool takes."""
 
 POOL_WINDOWS = 16
-"""Context windows that it holds at most."""
+"""Context windows that the pool holds at most."""
 
 FEWEST_SLOTS = 1024
 """A pool smaller than this, and than a context window, is refused."""
 
+LOADERS = 2
+"""Threads that begin links and fetch chunks' KV. They never wait for other requests."""
+
 
 def default_slots(loaded: LoadedModel, window: int) -> int:
-    """Slots of the pool, for requests of up to ``window`` tokens. Raises ModelLoadError when memory is too tight."""
+    """Choose the slots of the pool, for requests of up to ``window`` tokens. Raises ModelLoadError when memory is too
+    tight."""
     available = psutil.virtual_memory().available
     if loaded.device.type == "cuda":
         available = torch.cuda.mem_get_info(loaded.device)[0]
@@ -65,15 +64,11 @@ def default_slots(loaded: LoadedModel, window: int) -> int:
     return min(affordable, POOL_WINDOWS * window)
 
 
-LOADERS = 2
-"""Threads that fetch chunks' KV."""
-
-
 class EmbeddedEngine:
     """``Engine`` over one model in this process. See ``kvlinker.engine.contract`` for the contract.
 
-    A request is checked (``RequestLimits``), waits for its chunks' KV (``Admission``), and is then stepped through by
-    the engine's thread (``EngineLoop``).
+    A request is checked (``RequestLimits``) and enters the scheduler, which has its chunks' KV fetched in another
+    thread (``LinkLoader``). Then the engine's thread (``EngineLoop``) computes it step by step.
     """
 
     def __init__(
@@ -86,7 +81,7 @@ class EmbeddedEngine:
         variants: VariantLibrary | None = None,
         speeds: Speeds | None = None,
     ) -> None:
-        """``speeds`` keeps how fast the model computes."""
+        """``variants`` keeps variants of chunks, where that is wanted; ``speeds`` keeps how fast the model computes."""
         self.fingerprint = loaded.fingerprint
         self.kv_bytes_per_token = loaded.kv_bytes_per_token
         self._loaded = loaded
@@ -99,42 +94,32 @@ class EmbeddedEngine:
         self._limits = RequestLimits(loaded.vocabulary, longest)
         pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
         self._runner = Runner(loaded.model, loaded.layers, pool, native_attention=settings.native_attention)
-        self._allocator = SlotAllocator(slots)
-        self._scheduler = Scheduler(
-            self._allocator, pool.move, max_step_tokens=settings.max_step_tokens, max_running=settings.max_running
-        )
         on_host = loaded.device.type == "cpu"
-        commands = CommandQueue()
-        pace = self._pace = Pace(self._cost, speeds, pace_name(loaded), on_host=on_host)
+        throughput = self._throughput = ComputeThroughput(self._cost, speeds, throughput_name(loaded), on_host=on_host)
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
-        self._chunks = ChunkBuilder(
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-background")
+        self._scheduler = Scheduler(
+            SlotAllocator(slots),
+            lambda request: self._loaders.submit(self._links.load, cast(LinkedRequest, request)),
+            max_step_tokens=settings.max_step_tokens,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+        )
+        self._chunks = ChunkBuilder(loaded, store, self._scheduler, longest=longest, with_scores=settings.chunk_scores)
+        builder = None
+        if variants is not None:
+            builder = VariantBuilder(loaded, variants, self._scheduler, self._background.submit, longest=longest)
+        self._links = LinkLoader(
             loaded,
             store,
             self._scheduler,
-            longest=longest,
-            with_scores=settings.chunk_scores,
-            command=commands.put,
+            self._chunks,
+            throughput,
+            variants=variants,
+            offer=_ignore if builder is None else builder.offer,
         )
-        builder = None if variants is None else VariantBuilder(loaded, variants, longest=longest)
-        links = LinkLoader(loaded.fingerprint, len(loaded.layers), store, self._chunks, variants, self._pace)
-        self._admission = Admission(
-            links,
-            self._scheduler,
-            commands,
-            self._loaders,
-            max_waiting=settings.max_waiting,
-        )
-        self._loop = EngineLoop(
-            self._scheduler,
-            self._runner,
-            commands,
-            self._admission,
-            Captures(self._chunks, builder, self._scheduler, commands, self._loaders),
-            pace,
-            layers=len(loaded.layers),
-            linked=lambda *linked: self._loaders.submit(links.note_use, *linked),
-            computing=store.pacing.computing if on_host else nullcontext,
-        )
+        computing = store.pacing.computing if on_host else nullcontext
+        self._loop = EngineLoop(self._scheduler, self._runner, throughput, computing=computing)
         self._loop.start()
         atexit.register(self.close)  # a thread inside torch when the interpreter goes would abort the process
 
@@ -144,22 +129,24 @@ class EmbeddedEngine:
 
     @property
     def runner(self) -> Runner:
-        """For benchmarks and tests, while no request is under way."""
+        """The runner, for benchmarks and tests while no request is under way."""
         return self._runner
 
     @property
     def scheduler(self) -> Scheduler:
-        """For tests, while no request is under way."""
+        """The scheduler, for tests."""
         return self._scheduler
+
+    def unsupported(self, policy: Policy) -> str | None:
+        """None: this engine offers all that a policy can need."""
+        return None
 
     def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
         self._limits.check_vocabulary(np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks")
         key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant)
         stored = self._store.nbytes(key)
         if stored is not None:
-            known: Future[int] = Future()
-            known.set_result(stored)
-            return known
+            return resolved(stored)
         return gather([self._chunks.build(key, chunk)], lambda computed: computed[0].nbytes)
 
     def cache_prompt(self, prompt: Prompt, *, tenant: str) -> Future[Prompt]:
@@ -173,61 +160,67 @@ class EmbeddedEngine:
         keys = [chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant) for chunk in known.chunks]
         return gather([self._chunks.build_prompt(keys, known)] if keys else [], lambda _: known)
 
-    def unsupported(self, policy: Policy) -> str | None:
-        """None: this engine offers all that a policy can need."""
-        return None
-
     def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
-        max_tokens = self._limits.max_tokens(request)
-        generations = [
-            Generation(request, sink, choice=choice, loaded=self._loaded, max_tokens=max_tokens, events=self._events)
-            for choice in range(request.n)
-        ]
-        handle = _Handle(self._loop, generations)
-        try:
-            for generation in generations:
-                self._loop.submit(generation)
-        except BaseException:
-            handle.cancel()
-            raise
-        return handle
+        generation = Generation(
+            request,
+            sink,
+            loaded=self._loaded,
+            max_tokens=self._limits.max_tokens(request),
+            events=self._events,
+            linked=self._note_use,
+            cancel=self._scheduler.cancel,
+        )
+        self._scheduler.enter(generation)
+        return _Handle(self._scheduler, generation.choices)
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         self._limits.max_tokens(request)
         explaining = Explaining(request, layers=len(self._loaded.layers), cost=self._cost)
-        self._loop.submit(explaining)
-        return explaining.future
+        return self._scheduler.enter(explaining).future
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
         self._limits.check_scorable(request.prompt)
-        scoring = Scoring(request, head=self._runner.head, vocabulary=self._loaded.vocabulary)
-        self._loop.submit(scoring)
-        return scoring.future
+        scoring = Scoring(
+            request,
+            layers=len(self._loaded.layers),
+            head=self._runner.head,
+            vocabulary=self._loaded.vocabulary,
+            linked=self._note_use,
+        )
+        return self._scheduler.enter(scoring).future
 
     def load(self) -> EngineLoad:
         return EngineLoad(
             running=self._scheduler.running,
-            waiting=self._admission.waiting,
-            slots_used=self._allocator.used,
-            slots_total=self._allocator.slots,
+            waiting=self._scheduler.waiting,
+            slots_used=self._scheduler.slots_used,
+            slots_total=self._runner.pool.slots,
         )
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        return self._pace.prefill_seconds(tokens)
+        return self._throughput.prefill_seconds(tokens)
 
     def close(self) -> None:
         self._loop.close()
         self._loaders.shutdown()
+        self._background.shutdown()
         atexit.unregister(self.close)
+
+    def _note_use(self, request: LinkedRequest) -> None:
+        assert request.link is not None
+        self._background.submit(self._links.note_use, request.request, request.link, request.refinement)
 
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
     """``RequestHandle`` of the embedded engine."""
 
-    _loop: EngineLoop
-    _generations: Sequence[Generation]
+    _scheduler: Scheduler
+    _choices: Sequence[Request]
 
     def cancel(self) -> None:
-        for generation in self._generations:
-            self._loop.cancel(generation)
+        self._scheduler.cancel(self._choices)
+
+
+def _ignore(prompt: Prompt, tenant: str) -> None:
+    """Take no offers: no variants are kept."""

@@ -14,10 +14,14 @@ from kvlinker.embedded.model.anatomy import LayerShape
 MOVED_TOGETHER = 1024
 """Slots that are copied at once when a range moves."""
 
+Move = tuple[int, int, int]
+"""(from, to, size): slots whose KV is to be copied within the pool."""
+
 
 @dataclass(slots=True)
 class SlotRange:
-    """Slots [start, start + size) of one request; position p lies in slot start + p. Only the allocator moves it."""
+    """Slots [start, start + size) of one request, whose position p lies in slot start + p. Only the allocator moves
+    it."""
 
     start: int
     size: int
@@ -28,50 +32,74 @@ class SlotRange:
 
 
 class SlotAllocator:
-    """Hands out contiguous ranges of a fixed number of slots, best fit first."""
+    """Hands out contiguous ranges of a fixed number of slots, best fit first.
+
+    It knows no KV: what has to be copied is noted in ``moves``, to be done in order before anything is computed.
+    """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self._ranges: list[SlotRange] = []  # ascending, disjoint
+        self._moves: list[Move] = []
 
     @property
     def used(self) -> int:
+        """Slots that are handed out."""
         return sum(held.size for held in self._ranges)
 
     @property
     def free(self) -> int:
+        """Slots that are not handed out, wherever they lie."""
         return self.slots - self.used
 
     def allocate(self, size: int) -> SlotRange | None:
-        """A range of ``size`` slots from the smallest gap that holds it; None when there is no such gap."""
+        """Return a range of ``size`` slots from the smallest gap that holds it, after closing all gaps if none does;
+        None where fewer slots are free."""
         fitting = [(gap_size, start) for start, gap_size in self._gaps() if gap_size >= size]
         if not fitting:
-            return None
+            if self.free < size:
+                return None
+            self.compact()
+            fitting = [(gap_size, start) for start, gap_size in self._gaps()]
         allocated = SlotRange(min(fitting)[1], size)
         insort(self._ranges, allocated, key=lambda held: held.start)
         return allocated
 
-    def extend(self, held: SlotRange, size: int) -> bool:
-        """Grow ``held`` in place to ``size`` slots, if the slots behind it are free."""
-        following = self._ranges.index(held) + 1
-        limit = self._ranges[following].start if following < len(self._ranges) else self.slots
-        if held.start + size > limit:
-            return False
-        held.size = max(held.size, size)
-        return True
+    def grow(self, held: SlotRange, size: int) -> SlotRange | None:
+        """Return ``held`` with ``size`` slots, or a range elsewhere that takes its place; None where there is no
+        room."""
+        if self._extend(held, size):
+            return held
+        if self.free >= size - held.size:
+            self.compact()
+            if self._extend(held, size):
+                return held
+        moved = self.allocate(size)
+        if moved is not None:
+            self.copy(held.start, moved.start, held.size)
+            self.release(held)
+        return moved
 
     def release(self, held: SlotRange) -> None:
+        """Take the range back."""
         self._ranges.remove(held)
 
-    def compact(self) -> list[tuple[int, int, int]]:
-        """Close all gaps; returns the moves (from, to, size) that the KV must follow, in order."""
-        moves = []
+    def compact(self) -> None:
+        """Close all gaps."""
         next_free = 0
         for held in self._ranges:
             if held.start != next_free:
-                moves.append((held.start, next_free, held.size))
+                self.copy(held.start, next_free, held.size)
                 held.start = next_free
             next_free = held.end
+
+    def copy(self, source: int, target: int, size: int) -> None:
+        """Note that the KV of ``size`` slots is to be copied."""
+        self._moves.append((source, target, size))
+
+    def take_moves(self) -> tuple[Move, ...]:
+        """Return what is to be copied, in order; it counts as done."""
+        moves, self._moves = tuple(self._moves), []
         return moves
 
     def check_integrity(self) -> None:
@@ -83,7 +111,17 @@ class SlotAllocator:
             end = held.end
         assert end <= self.slots, (end, self.slots)
 
+    def _extend(self, held: SlotRange, size: int) -> bool:
+        """Grow ``held`` in place, if the slots behind it are free."""
+        following = self._ranges.index(held) + 1
+        limit = self._ranges[following].start if following < len(self._ranges) else self.slots
+        if held.start + size > limit:
+            return False
+        held.size = max(held.size, size)
+        return True
+
     def _gaps(self) -> list[tuple[int, int]]:
+        """(start, size) of all gaps, ascending."""
         gaps = []
         end = 0
         for held in self._ranges:

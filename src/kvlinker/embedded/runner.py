@@ -11,22 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from kvlinker.embedded.attention.kernels import choose_kernel
-from kvlinker.embedded.batch import Batch
-from kvlinker.embedded.logprobs import Head
+from kvlinker.embedded.batch import Batch, StepResult
+from kvlinker.embedded.forward_pass import ForwardPass, NobodyLeftError, Profile, WaitInStep, never_wait
 from kvlinker.embedded.model.anatomy import LayerShape, decoder_layers
 from kvlinker.embedded.model.interception import active_interceptor, intercepted
 from kvlinker.embedded.pool import KVPool
-from kvlinker.embedded.step import Profile, Step
+from kvlinker.embedded.scoring import Head
+from kvlinker.store.loading.arriving import ArrivingKV
 
 
 class Runner:
-    """Runs one model over one KV pool. Not thread safe: the engine's thread owns it."""
+    """Runs one model over one KV pool. It is not thread safe: the engine's thread owns it."""
 
     def __init__(
         self, model: Any, layers: Sequence[LayerShape], pool: KVPool, *, native_attention: bool = True
     ) -> None:
-        """``model`` is a transformers causal language model whose attention is kvlinker's. ``native_attention``: take a
-        kernel that is compiled for the CPU, where there is one for the model."""
+        """``model`` is a transformers causal language model whose attention is kvlinker's. With ``native_attention``, a
+        kernel that is compiled for the CPU is taken, where there is one for the model."""
         self._model = model
         self._layers = tuple(layers)
         self.pool = pool
@@ -38,40 +39,48 @@ class Runner:
 
     @cached_property
     def head(self) -> Head:
-        """For texts to be scored with. Raises InvalidRequestError for a model whose head is not apart."""
+        """The model's head, to score texts with. Raises InvalidRequestError for a model whose head is not apart."""
         return Head(self._model)
 
     @torch.inference_mode()
-    def step(self, batch: Batch) -> Tensor:
-        """Compute all runs; returns the logits [runs that want them, vocabulary], in batch order, fp32, on the CPU."""
-        step = Step(self._layers, self.pool, batch, kernel=self._kernel, profile=self.profile)
-        wanted = len(step.logit_rows)
-        refined = any(run.refinement is not None for run in batch.runs)
+    def step(self, batch: Batch, wait: WaitInStep = never_wait) -> StepResult:
+        """Compute all runs, but for those of owners whose chunks lack a layer when it is to be placed: these leave.
+
+        Where all owners would leave, ``wait`` is called first.
+        """
+        forward = ForwardPass(self._layers, self.pool, batch, kernel=self._kernel, profile=self.profile, wait=wait)
+        narrows = any(run.refinement is not None for run in batch.runs) or any(
+            isinstance(placed.kv, ArrivingKV) and not placed.kv.complete for placed in batch.placed
+        )
         scored = any(run.logprobs is not None for run in batch.runs)
-        watching: AbstractContextManager[list[Tensor]] = self.head.watching(step) if scored else nullcontext([])
-        with intercepted(step), _narrowing(self._model, step) if refined else nullcontext(), watching as hidden:
-            output = self._model(
-                input_ids=torch.from_numpy(batch.tokens)[None].to(self.device),
-                position_ids=torch.from_numpy(batch.positions)[None].to(self.device),
-                use_cache=False,
-                logits_to_keep=step.logit_rows if wanted else 1,
-            )
-        for states in hidden:
-            for run, rows in step.remaining.rows():
+        watching: AbstractContextManager[list[Tensor]] = self.head.watching(forward) if scored else nullcontext([])
+        try:
+            with intercepted(forward), _narrowing(self._model, forward) if narrows else nullcontext(), watching as seen:
+                output = self._model(
+                    input_ids=torch.from_numpy(batch.tokens)[None].to(self.device),
+                    position_ids=torch.from_numpy(batch.positions)[None].to(self.device),
+                    use_cache=False,
+                    logits_to_keep=forward.logit_rows if len(forward.logit_rows) else 1,
+                )
+        except NobodyLeftError:
+            return StepResult({}, forward.left)
+        for states in seen:
+            for run, rows in forward.remaining.rows():
                 if run.logprobs is not None:
                     run.logprobs.collect(run.start, states[rows])
-        logits: Tensor = output.logits[0, :wanted].float().cpu()
-        return logits
+        owners = forward.remaining.logit_owners
+        logits: Tensor = output.logits[0, : len(owners)].float().cpu()
+        return StepResult(dict(zip(owners, logits, strict=True)), forward.left)
 
 
 @contextmanager
-def _narrowing(model: Any, step: Step) -> Iterator[None]:
-    """Let the step take tokens out of the hidden states before every decoder layer."""
+def _narrowing(model: Any, forward: ForwardPass) -> Iterator[None]:
+    """Let tokens leave the hidden states before every decoder layer."""
 
     def enter(
         index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if active_interceptor() is not step:
+        if active_interceptor() is not forward:
             return args, kwargs  # another engine's thread runs the same model
 
         def with_input(hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -81,7 +90,7 @@ def _narrowing(model: Any, step: Step) -> Iterator[None]:
             changed_args, changed_kwargs = with_input(hidden)
             return layer.forward(*changed_args, **changed_kwargs)
 
-        return with_input(step.enter_layer(index, args[0] if args else kwargs["hidden_states"], compute))
+        return with_input(forward.enter_layer(index, args[0] if args else kwargs["hidden_states"], compute))
 
     handles = [
         layer.register_forward_pre_hook(partial(enter, index), with_kwargs=True)

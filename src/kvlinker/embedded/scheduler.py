@@ -1,182 +1,492 @@
-"""Continuous batching: which runs of which sequences the next step computes, and who holds the pool's slots."""
+"""Continuous batching: the one state machine of all requests, and which of their runs the next step computes."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import math
+import threading
+from bisect import insort
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar, cast
 
 from kvlinker.embedded.batch import Batch
-from kvlinker.embedded.pool import SlotAllocator
-from kvlinker.embedded.sequence import Sequence
+from kvlinker.embedded.pool import Move, SlotAllocator
+from kvlinker.embedded.requests import Kind, Request, State
+from kvlinker.embedded.sequence import TokenSequence
+from kvlinker.engine.limits import check_room, engine_closed
+from kvlinker.errors import KVLinkerError
 
 GROWTH = 64
 """Slots that a sequence gets ahead of its need, so that it seldom has to grow."""
 
-MoveSlots = Callable[[int, int, int], None]
-"""(from, to, size): copies the pool's KV."""
+PREFETCHED = 8
+"""Waiting requests whose chunks' KV is fetched ahead; those behind them fetch it later."""
+
+MOST_VARIANTS = 4
+"""Variants that wait for an idle engine; older ones are forgotten."""
+
+MOST_RESTARTS = 1
+"""How often a request that left a step begins again before all layers of its chunks are there."""
+
+NEXT_STATES = {
+    State.LOADING: {State.READY, State.FINISHED},
+    State.READY: {State.RUNNING, State.FINISHED},
+    State.RUNNING: {State.PREEMPTED, State.LOADING, State.FINISHED},
+    State.PREEMPTED: {State.RUNNING, State.FINISHED},
+    State.FINISHED: set[State](),
+}
+
+R = TypeVar("R", bound=Request)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to compute now, and for which sequences (in the order of their runs in the batch)."""
+    """What to compute now, and for which requests; ``moves`` of KV within the pool come first, in order."""
 
     batch: Batch
-    sequences: tuple[Sequence, ...]
+    requests: tuple[Request, ...]
+    moves: tuple[Move, ...]
 
 
 class Scheduler:
-    """First come, first served, under a token budget per step.
+    """Knows every request from its arrival to its end, and takes it from state to state.
 
-    Decoding sequences come first in every step; what is left of the budget goes to prefills and links in order of
-    admission, cut where it ends, and then to chunks. Chunks wait in a queue of their own: one at a time is computed
-    whatever else waits, more of them only while nobody waits for an answer. When the pool is full, the sequence
-    admitted last gives its slots up and starts again later.
+    **Loading.** A few requests at a time have their chunks' KV fetched, in order of arrival: so many that the queue for
+    slots is never empty, and so few that what is fetched ahead stays bounded.
+
+    **Running.** First come, first served, under a token budget per step. Decoding comes first in every step; what is
+    left of the budget goes to prompts in order of admission, cut where it ends, and then to chunks. One chunk at a time
+    is computed whatever else waits, more of them only while nobody waits for an answer; variants only when there is
+    nothing else at all. When the pool is full, the request admitted last gives its slots up and starts again later.
+
+    **Choices.** The answers to one prompt copy its KV from one another, or take over the slots of one that has ended.
+
+    All methods take one lock, for a short time, and run nobody else's code under it but ``load``. The methods below
+    ``check_integrity`` are the engine's thread's own.
     """
 
-    def __init__(self, allocator: SlotAllocator, move: MoveSlots, *, max_step_tokens: int, max_running: int) -> None:
-        self._allocator = allocator
-        self._move = move
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        load: Callable[[Request], object],
+        *,
+        max_step_tokens: int,
+        max_running: int,
+        max_waiting: int,
+    ) -> None:
+        """``load`` has a request's KV fetched by another thread, which reports ``loaded`` or ``failed`` later."""
+        self._slots = slots
+        self._load = load
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
-        self._waiting: deque[Sequence] = deque()
-        self._waiting_chunks: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._max_waiting = max_waiting
+        self._changed = threading.Condition()  # everything below is guarded by it
+        self._closed = False
+        self._arrived = 0
+        self._unfetched: list[Request] = []  # LOADING, by order
+        self._fetching: set[Request] = set()  # until their loads report, even if they have ended meanwhile
+        self._late: dict[Request, int] = {}  # LOADING, with the number of layers that they wait for
+        self._waiting: dict[Kind, list[Request]] = {kind: [] for kind in Kind}  # READY or PREEMPTED, by order
+        self._running: list[Request] = []  # by admission
+        self._in_step: frozenset[Request] = frozenset()
+        self._cancelled: set[Request] = set()
+        self._by_identity: dict[object, Request] = {}
         self.preemptions = 0
 
     @property
-    def waiting(self) -> int:
-        """Requests in the queue; chunks do not count."""
-        return len(self._waiting)
+    def closed(self) -> bool:
+        """Whether nothing is taken any more."""
+        return self._closed
 
     @property
     def running(self) -> int:
-        """Requests and chunks under way."""
+        """How many requests and chunks hold slots."""
         return len(self._running)
 
     @property
+    def waiting(self) -> int:
+        """How many requests for answers hold no slots. Choices that wait for their turn do not count, nor do chunks."""
+        with self._changed:
+            return self._count_waiting()
+
+    @property
+    def slots_used(self) -> int:
+        """How many slots are handed out."""
+        with self._changed:
+            return self._slots.used
+
+    @property
     def idle(self) -> bool:
-        return not (self._running or self._waiting or self._waiting_chunks)
+        """Whether there is no request at all."""
+        with self._changed:
+            return not (self._running or self._unfetched or self._fetching or self._late) and not any(
+                self._waiting.values()
+            )
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. It must fit the pool alone: ``most_tokens`` ≤ slots."""
-        self._queue_of(sequence).append(sequence)
+    def enter(self, request: R) -> R:
+        """Take the request, or return the unfinished one of the same identity that is here already.
 
-    def promote(self, sequence: Sequence) -> None:
-        """Somebody waits for this chunk's KV: it comes first among the chunks that wait."""
-        if sequence in self._waiting_chunks:
-            self._waiting_chunks.remove(sequence)
-            self._waiting_chunks.appendleft(sequence)
+        Raises OverloadedError for an answer when too many wait, and EngineClosedError.
+        """
+        with self._changed:
+            if self._closed:
+                raise engine_closed()
+            twin = self._by_identity.get(request.identity)
+            if twin is not None:
+                self._hurry(twin, request)
+                return cast(R, twin)
+            if request.kind is Kind.ANSWER:
+                check_room(self._count_waiting(), 1, most=self._max_waiting)
+            self._arrived += 1
+            request.number = self._arrived
+            if request.identity is not None:
+                self._by_identity[request.identity] = request
+            if request.sequence is None:
+                self._queue_to_fetch(request)
+            else:
+                self._move(request, State.READY)
+            forgotten = self._waiting[Kind.VARIANT][MOST_VARIANTS:]
+            for variant in forgotten:
+                self._move(variant, State.FINISHED)
+        for variant in forgotten:
+            variant.cancel()
+        return request
 
-    def remove(self, sequence: Sequence) -> None:
-        """Drop a sequence wherever it is, and free its slots at once. Unknown sequences are ignored."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-            self._release(sequence)
-        elif sequence in self._queue_of(sequence):
-            self._queue_of(sequence).remove(sequence)
+    def loaded(self, request: Request, sequence: TokenSequence) -> None:
+        """All that the request waited for is there, or arriving; nothing happens if it has ended meanwhile."""
+        with self._changed:
+            self._fetching.discard(request)
+            if request.state is State.LOADING:
+                request.sequence = sequence
+                self._move(request, State.READY)
+            self._fetch_next()
 
-    def schedule(self) -> Step | None:
-        """The next step; None when there is nothing to compute."""
-        self._grow_running()
-        self._admit()
-        ordered = sorted(self._running, key=_rank)
-        budget = self._max_step_tokens
-        runs, placed, sequences = [], [], []
-        for sequence in ordered:
-            if budget <= 0:
-                break
-            taken, to_place = sequence.take(budget)
-            if taken:
-                budget -= sum(len(run.tokens) for run in taken)
-                runs += taken
-                placed += to_place
-                sequences.append(sequence)
-        if not runs:
-            return None
-        return Step(Batch(tuple(runs), tuple(placed)), tuple(sequences))
+    def failed(self, request: Request, error: KVLinkerError) -> None:
+        """The request's KV cannot be had: end it, unless it has ended."""
+        with self._changed:
+            self._fetching.discard(request)
+            ends = request.state is State.LOADING
+            if ends:
+                self._move(request, State.FINISHED)
+            self._fetch_next()
+        if ends:
+            request.fail(error)
+
+    def cancel(self, requests: Collection[Request]) -> None:
+        """Have the engine's thread end those that have not ended, before its next step."""
+        with self._changed:
+            self._cancelled.update(request for request in requests if request.state is not State.FINISHED)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Take no more requests; the engine's thread ends those that are here. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Have the engine's thread look again at what it waits for."""
+        with self._changed:
+            self._changed.notify_all()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless exactly the running sequences hold slots, enough of them each."""
-        self._allocator.check_integrity()
-        assert self._allocator.used == sum(s.held.size for s in self._running if s.held is not None)
-        assert all(s.held is not None for s in self._running)
-        assert all(s.held is None for s in (*self._waiting, *self._waiting_chunks))
+        """Raises AssertionError unless every request is where its state says, and exactly the running ones hold enough
+        slots."""
+        with self._changed:
+            self._slots.check_integrity()
+            sequences = [request.sequence for request in self._running]
+            held = [sequence.held for sequence in sequences if sequence is not None and sequence.held is not None]
+            assert len({id(one) for one in held}) == len(held) == len(self._running)
+            assert self._slots.used == sum(one.size for one in held)
+            assert len(self._running) <= self._max_running
+            assert all(request.state is State.RUNNING for request in self._running)
+            for kind, waiting in self._waiting.items():
+                assert all(request.kind is kind for request in waiting)
+                assert all(request.state in (State.READY, State.PREEMPTED) for request in waiting)
+                assert all(request.sequence is not None and request.sequence.held is None for request in waiting)
+                assert waiting == sorted(waiting, key=_order_of)
+            assert all(request.state is State.LOADING for request in (*self._unfetched, *self._late))
+            assert not self._fetching.intersection(self._unfetched, self._late)
+            everywhere = [
+                *self._running,
+                *self._unfetched,
+                *self._late,
+                *(r for w in self._waiting.values() for r in w),
+            ]
+            assert len(set(everywhere)) == len(everywhere)
+            assert all(request.state is not State.FINISHED for request in self._by_identity.values())
+            assert self._closed or not self._unfetched or self._ahead() >= PREFETCHED
 
-    def _grow_running(self) -> None:
-        """Give every running sequence room for the tokens it has; the last admitted make room when there is none."""
-        for sequence in list(self._running):
-            while sequence in self._running and not self._has_room(sequence):
-                self._preempt(self._running[-1])
+    def wait(self) -> bool:
+        """Wait until there is something to compute or to cancel; False once the scheduler is closed."""
+        with self._changed:
+            self._in_step = frozenset()
+            self._changed.wait_for(
+                lambda: self._closed or self._cancelled or self._running or any(self._waiting.values())
+            )
+            return not self._closed
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        held = sequence.held
-        assert held is not None
-        if held.size >= sequence.length:
-            return True
-        size = self._wanted(sequence)
-        if self._allocator.extend(held, size):
-            return True
-        if self._allocator.free >= size - held.size:
-            self._compact()
-            if self._allocator.extend(held, size):
-                return True
-        moved = self._allocator.allocate(size)
-        if moved is None:
+    def take_cancelled(self) -> list[Request]:
+        """End the requests that were cancelled, and return them to be told."""
+        with self._changed:
+            ended = [request for request in self._cancelled if self._finish(request)]
+            self._cancelled.clear()
+            return ended
+
+    def finish_all(self) -> list[Request]:
+        """End all requests, and return them to be told."""
+        with self._changed:
+            self._closed = True
+            everything = {*self._unfetched, *self._fetching, *self._late, *self._running}
+            for waiting in self._waiting.values():
+                everything.update(waiting)
+            return [request for request in everything if self._finish(request)]
+
+    def next_step(self) -> Step | None:
+        """Admit requests to slots, and return what to compute next; None where there is nothing."""
+        with self._changed:
+            self._grow_running()
+            self._admit()
+            budget = self._max_step_tokens
+            runs, placed, requests = [], [], []
+            for request in sorted(self._running, key=_rank):
+                if budget <= 0:
+                    break
+                taken, to_place = _sequence(request).take(budget)
+                if taken:
+                    budget -= sum(len(run.tokens) for run in taken)
+                    runs += taken
+                    placed += to_place
+                    requests.append(request)
+            self._in_step = frozenset(requests)
+            if not runs:
+                return None
+            return Step(Batch(tuple(runs), tuple(placed)), tuple(requests), self._slots.take_moves())
+
+    def fork(self, choice: Request, first: Request) -> None:
+        """Take another choice of a running request, whose prompt is computed."""
+        with self._changed:
+            choice.number = first.number
+            self._move(choice, State.READY)
+
+    def finish(self, request: Request) -> bool:
+        """End the request, and free its slots; False if it has ended before."""
+        with self._changed:
+            return self._finish(request)
+
+    def leave(self, request: Request, layer: int) -> None:
+        """A chunk's ``layer`` was not there when the step came to it: have the request begin again once it is, and half
+        of those behind it, or at the second time all of them. Where it is lost, the request is loaded again."""
+        sequence = _sequence(request)
+        arriving = sequence.arriving
+        with self._changed:
+            sequence.restart()
+            sequence.times_left += 1
+            layers = max((kv.layer_count for kv in arriving), default=0)
+            needed = layers if sequence.times_left > MOST_RESTARTS else layer + 1 + (layers - layer) // 2
+            self._late[request] = min(needed, layers)
+            self._move(request, State.LOADING)
+        for kv in arriving:
+            kv.subscribe(partial(self._layers_came, request))
+        self._layers_came(request)
+
+    def wait_in_step(self, came: Callable[[], bool]) -> None:
+        """Wait in the middle of a step, none of whose requests can go on, until ``came`` is true or another request
+        could run. Whoever makes ``came`` true calls ``wake``; the store sees to it that layers come, or are lost, in
+        time."""
+
+        def others_could_run() -> bool:
+            waiting = self._waiting[Kind.ANSWER] or self._waiting[Kind.CHUNK]
+            return bool(self._closed or self._cancelled or waiting) or not self._in_step.issuperset(self._running)
+
+        with self._changed:
+            self._changed.wait_for(lambda: came() or others_could_run())
+
+    def _move(self, request: Request, state: State) -> None:
+        """Take the request to another state. Nothing else changes states, or who holds slots."""
+        if state not in NEXT_STATES[request.state]:
+            raise RuntimeError(f"a request that is {request.state.value} cannot become {state.value}")
+        if request.state is State.RUNNING:
+            self._running.remove(request)
+            if state is not State.FINISHED or not self._hand_over(request):
+                self._release(request)
+        elif request.state is not State.LOADING:
+            self._waiting[request.kind].remove(request)
+        elif request in self._late:
+            del self._late[request]
+        elif request in self._unfetched:
+            self._unfetched.remove(request)
+        request.state = state
+        if state is State.RUNNING:
+            self._running.append(request)
+        elif state in (State.READY, State.PREEMPTED):
+            insort(self._waiting[request.kind], request, key=_order_of)
+        elif state is State.FINISHED:
+            self._by_identity.pop(request.identity, None)
+        self._fetch_next()
+        self._changed.notify_all()
+
+    def _finish(self, request: Request) -> bool:
+        if request.number is None or request.state is State.FINISHED:
             return False
-        self._move(held.start, moved.start, held.size)
-        self._allocator.release(held)
-        sequence.held = moved
+        self._move(request, State.FINISHED)
         return True
 
+    def _count_waiting(self) -> int:
+        loading = sum(request.state is State.LOADING for request in self._fetching)
+        first = sum(request.choice == 0 for request in self._waiting[Kind.ANSWER])
+        return len(self._unfetched) + loading + len(self._late) + first
+
+    def _ahead(self) -> int:
+        """How many requests that hold no slots have KV in memory, or on its way there."""
+        return len(self._fetching) + len(self._late) + sum(r.choice == 0 for r in self._waiting[Kind.ANSWER])
+
+    def _queue_to_fetch(self, request: Request) -> None:
+        insort(self._unfetched, request, key=_order_of)
+        self._fetch_next()
+
+    def _fetch_next(self) -> None:
+        """Have KV fetched for the next requests, as long as not too much of it waits."""
+        while self._unfetched and not self._closed and self._ahead() < PREFETCHED:
+            request = self._unfetched.pop(0)
+            self._fetching.add(request)
+            self._load(request)
+
+    def _hurry(self, twin: Request, request: Request) -> None:
+        """Have ``twin`` come first in its queue if an answer waits for ``request``."""
+        if request.urgent and not twin.urgent:
+            queue = self._waiting[twin.kind]
+            waits = twin in queue
+            if waits:
+                queue.remove(twin)
+            twin.urgent = True
+            if waits:
+                insort(queue, twin, key=_order_of)
+
+    def _layers_came(self, request: Request) -> None:
+        """A chunk's layer has come for a request that left a step, or none will come any more."""
+        with self._changed:
+            if request not in self._late:
+                return
+            sequence = _sequence(request)
+            if sequence.lost:
+                del self._late[request]
+                request.lose()
+                self._queue_to_fetch(request)
+            elif all(kv.delivered >= self._late[request] for kv in sequence.arriving):
+                self._move(request, State.READY)
+
+    def _grow_running(self) -> None:
+        """Give every running request room for the tokens it has; the last admitted make room when there is none."""
+        for request in list(self._running):
+            while request.state is State.RUNNING and not self._has_room(request):
+                last = self._running[-1]
+                self._move(last, State.PREEMPTED)
+                _sequence(last).restart()
+                self.preemptions += 1
+
+    def _has_room(self, request: Request) -> bool:
+        sequence = _sequence(request)
+        assert sequence.held is not None
+        if sequence.held.size >= sequence.length:
+            return True
+        grown = self._slots.grow(sequence.held, _wanted(sequence))
+        if grown is not None:
+            sequence.held = grown
+        return grown is not None
+
     def _admit(self) -> None:
-        if not any(sequence.capture is not None for sequence in self._running):
-            self._admit_from(self._waiting_chunks, at_most=1)
-        self._admit_from(self._waiting, at_most=len(self._waiting))
-        if not self._waiting:
-            self._admit_from(self._waiting_chunks, at_most=len(self._waiting_chunks))
+        chunk = next(iter(self._waiting[Kind.CHUNK]), None)
+        its_turn = chunk is not None and all(request.kind is Kind.ANSWER for request in self._running)
+        if chunk is not None and its_turn and not self._admit_one(chunk) and chunk.urgent:
+            self._admit_from(Kind.ANSWER, before=_number(chunk))  # later ones shall not take the slots it waits for
+        else:
+            self._admit_from(Kind.ANSWER)
+        if not self._waiting[Kind.ANSWER]:
+            self._admit_from(Kind.CHUNK)
+        if not self._running and self._waiting[Kind.VARIANT]:
+            self._admit_one(self._waiting[Kind.VARIANT][0])
 
-    def _admit_from(self, queue: deque[Sequence], *, at_most: int) -> None:
-        for _ in range(at_most):
-            if not queue or len(self._running) >= self._max_running:
+    def _admit_from(self, kind: Kind, before: float = math.inf) -> None:
+        """Admit requests that came before number ``before``, in order, until there is no room for the next."""
+        queue = self._waiting[kind]
+        passed_over = 0
+        while passed_over < len(queue) and _number(queue[passed_over]) < before:
+            request = queue[passed_over]
+            running = [choice for choice in request.choices if choice.state is State.RUNNING]
+            if not all(_sequence(choice).prompt_in_place for choice in running):
+                passed_over += 1  # the prompt is being computed: its KV can be copied soon
+            elif not self._admit_one(request):
                 return
-            size = self._wanted(queue[0])
-            held = self._allocator.allocate(size)
-            if held is None and self._allocator.free >= size:
-                self._compact()
-                held = self._allocator.allocate(size)
-            if held is None:
+
+    def _admit_one(self, request: Request) -> bool:
+        """Give the request slots; False if there is no room for it."""
+        if len(self._running) >= self._max_running:
+            return False
+        sequence = _sequence(request)
+        sequence.held = self._slots.allocate(_wanted(sequence))
+        if sequence.held is None:
+            return False
+        self._copy_prompt(request)
+        self._move(request, State.RUNNING)
+        return True
+
+    def _copy_prompt(self, request: Request) -> None:
+        """Have the KV of the prompt copied from another answer to it, if one has it."""
+        sequence = _sequence(request)
+        for choice in request.choices:
+            if choice.state is State.RUNNING and _sequence(choice).prompt_in_place:
+                source = _sequence(choice).held
+                assert source is not None
+                assert sequence.held is not None
+                self._slots.copy(source.start, sequence.held.start, sequence.prompt_length)
+                sequence.adopt_prompt()
                 return
-            sequence = queue.popleft()
-            sequence.held = held
-            self._running.append(sequence)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        self._release(sequence)
-        sequence.restart()
-        self._queue_of(sequence).appendleft(sequence)
-        self.preemptions += 1
+    def _hand_over(self, request: Request) -> bool:
+        """Give the slots of a request that ends to another answer to the same prompt, whose KV lies in them; False if
+        none waits."""
+        sequence = _sequence(request)
+        if self._closed or not sequence.prompt_in_place:
+            return False
+        for choice in request.choices:
+            if choice.state in (State.READY, State.PREEMPTED) and choice not in self._cancelled:
+                heir = _sequence(choice)
+                heir.held, sequence.held = sequence.held, None
+                heir.adopt_prompt()
+                self._move(choice, State.RUNNING)
+                return True
+        return False
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, request: Request) -> None:
+        sequence = _sequence(request)
         if sequence.held is not None:
-            self._allocator.release(sequence.held)
+            self._slots.release(sequence.held)
             sequence.held = None
 
-    def _queue_of(self, sequence: Sequence) -> deque[Sequence]:
-        return self._waiting if sequence.capture is None else self._waiting_chunks
 
-    def _compact(self) -> None:
-        for source, target, size in self._allocator.compact():
-            self._move(source, target, size)
-
-    @staticmethod
-    def _wanted(sequence: Sequence) -> int:
-        return min(sequence.length + GROWTH, sequence.most_tokens)
+def _order_of(request: Request) -> tuple[int, ...]:
+    return request.order
 
 
-def _rank(sequence: Sequence) -> int:
-    """Decoding before prefills and links, these before chunks."""
-    if sequence.decoding:
-        return 0
-    return 1 if sequence.capture is None else 2
+def _sequence(request: Request) -> TokenSequence:
+    assert request.sequence is not None
+    return request.sequence
+
+
+def _number(request: Request) -> int:
+    assert request.number is not None
+    return request.number
+
+
+def _wanted(sequence: TokenSequence) -> int:
+    """How many slots to give the sequence now."""
+    return min(sequence.length + GROWTH, sequence.most_tokens)
+
+
+def _rank(request: Request) -> int:
+    """Decoding comes before prompts, these before chunks."""
+    if request.kind is not Kind.ANSWER:
+        return 2
+    return 0 if _sequence(request).decoding else 1

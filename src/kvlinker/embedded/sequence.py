@@ -1,26 +1,30 @@
-"""One request's state in the engine: its tokens, what of them is still to be computed, and where its KV lies."""
+"""The tokens of one request in the engine: which of them are still to be computed, and where their KV lies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.embedded.batch import Capture, Placed, Run
-from kvlinker.embedded.logprobs import LogprobCollector
 from kvlinker.embedded.pool import SlotRange
-from kvlinker.engine.observation import Observer, QuestionProbe
-from kvlinker.linking.plan import Placement
+from kvlinker.embedded.scoring import LogprobCollector
+from kvlinker.engine.observation import ChunkWatch, Observer, QuestionProbe
+from kvlinker.linking.plan import Placement, Range
 from kvlinker.linking.refinement import Refinement
-from kvlinker.store.chunk_kv import ChunkKV
-from kvlinker.store.loading.layer_stream import LayerStream
-
-Range = tuple[int, int]
+from kvlinker.store.loading.arriving import KV, ArrivingKV
 
 
-class Sequence:
+class Refining(NamedTuple):
+    """A refinement, with what watches the question's attention on chunks for it, where its policy looks at that."""
+
+    refinement: Refinement
+    watch: ChunkWatch | None
+
+
+class TokenSequence:
     """Tokens of which some runs are computed, step by step; generated tokens join at the end.
 
     Only the scheduler and the engine's thread touch it.
@@ -29,48 +33,42 @@ class Sequence:
     def __init__(
         self,
         tokens: NDArray[np.int64],
-        runs: Items[Range],
+        runs: Sequence[Range],
         *,
-        placements: Items[tuple[Placement, ChunkKV]] = (),
+        placements: Sequence[tuple[Placement, KV]] = (),
         most_tokens: int,
-        capture: Capture | None = None,
+        capture: Callable[[], Capture] | None = None,
         probe: QuestionProbe | None = None,
-        refine: Callable[[], tuple[Refinement, Observer | None]] | None = None,
+        refine: Callable[[], Refining] | None = None,
         logprobs: LogprobCollector | None = None,
     ) -> None:
-        """``most_tokens``: how long it can grow.
+        """``tokens`` [prompt] may grow to ``most_tokens``; ``runs`` of them are computed over the ``placements``.
 
-        With ``capture`` it holds chunks that are computed: no logits. With ``probe`` its runs are a first pass that
-        ``relink`` follows. ``refine`` starts the way through the layers of a policy that refines. ``logprobs``: whose
-        the logits of the prompt's last tokens are.
+        ``capture`` makes what collects the KV of a sequence that holds chunks to be computed, which gives no logits.
+        With ``probe``, the runs are those of a first pass that ``relink`` follows. ``refine`` begins the way through
+        the layers under a policy that refines. ``logprobs`` takes the hidden states of the prompt's last tokens.
         """
         self._tokens = np.empty(most_tokens, dtype=np.int64)
         self._tokens[: len(tokens)] = tokens
         self._prompt_runs = tuple(runs)
         self._placements = tuple(placements)
+        self._make_capture = capture
+        self._refine = refine
+        self._logprobs = logprobs
+        self._begun = False
+        self._pending: list[Range] = list(runs)
         self.prompt_length = len(tokens)
         self.length = len(tokens)
-        self.capture = capture
-        self.probe = probe
-        self.logprobs = logprobs
         self.held: SlotRange | None = None
-        self._refine = refine
+        self.capture: Capture | None = None
+        self.probe = probe
         self.refinement: Refinement | None = None
-        self._watch: Observer | None = None
-        self._placed = False
-        self._pending: list[Range] = list(runs)
-
-    def relink(self, runs: Items[Range], refine: Callable[[], tuple[Refinement, Observer | None]] | None) -> None:
-        """The probe is done: compute these runs, over what is placed already. For a policy that refines, it is placed
-        anew: the probe has overwritten the last token's KV where a chunk ends the prompt."""
-        self.probe = None
-        self._placed = refine is None
-        self._prompt_runs = tuple(runs)
-        self._pending = list(runs)
-        self._refine = refine
+        self.times_left = 0
+        """How often the sequence has left a step because a chunk's layer was late."""
 
     @property
     def most_tokens(self) -> int:
+        """The most tokens that prompt and answer may have together."""
         return len(self._tokens)
 
     @property
@@ -80,35 +78,73 @@ class Sequence:
 
     @property
     def computed(self) -> bool:
-        """Nothing is left to compute until a token is appended."""
+        """Whether nothing is left to compute until a token is appended."""
         return not self._pending
 
     @property
-    def lost(self) -> bool:
-        """A chunk to be placed will never be there as a whole: what was computed is of no use."""
-        return any(isinstance(kv.layers, LayerStream) and kv.layers.lost for _, kv in self._placements)
-
-    @property
     def decoding(self) -> bool:
-        """Only the token that was generated last is left to compute."""
+        """Whether only the token that was generated last is left to compute."""
         return self._pending == [(self.length - 1, self.length)] and self.length > self.prompt_length
 
+    @property
+    def prompt_in_place(self) -> bool:
+        """Whether the slots hold the KV of the whole prompt as it was linked."""
+        if self.held is None or not self._begun or self.probe is not None:
+            return False
+        return not self._pending or self._pending[0][0] >= self.prompt_length
+
+    @property
+    def arriving(self) -> tuple[ArrivingKV, ...]:
+        """The KV to be placed whose layers have not all come."""
+        return tuple(kv for _, kv in self._placements if isinstance(kv, ArrivingKV) and not kv.complete)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a chunk to be placed will never be there as a whole."""
+        return any(kv.lost for kv in self.arriving)
+
+    def relink(self, runs: Sequence[Range], refine: Callable[[], Refining] | None) -> None:
+        """Compute these runs, now that the first pass is done, over what is placed already. For a policy that refines
+        it is placed anew: the first pass has overwritten the last token's KV where a chunk ends the prompt."""
+        self.probe = None
+        self._begun = refine is None
+        self._prompt_runs = tuple(runs)
+        self._pending = list(runs)
+        self._refine = refine
+
     def append(self, token: int) -> None:
-        """Add a generated token; it is to be computed next."""
+        """Add a generated token, which is to be computed next."""
         self._tokens[self.length] = token
         self._pending.append((self.length, self.length + 1))
         self.length += 1
 
+    def fork(self) -> TokenSequence:
+        """Return a sequence behind the same prompt, with no generated tokens and no slots."""
+        forked = TokenSequence(
+            self.tokens[: self.prompt_length],
+            self._prompt_runs,
+            placements=self._placements,
+            most_tokens=self.most_tokens,
+            refine=self._refine,
+        )
+        forked.refinement = self.refinement
+        return forked
+
+    def adopt_prompt(self) -> None:
+        """Count the prompt as computed: another sequence's KV of it lies in the slots."""
+        self._begun = True
+        self._pending = [(self.prompt_length, self.length)] if self.length > self.prompt_length else []
+
     def restart(self) -> None:
-        """Forget all computed KV (its slots were taken): link and compute everything again."""
-        self._placed = False
-        self.refinement = None
+        """Forget all computed KV, whose slots are gone: link and compute everything again."""
+        self._begun = False
+        self.capture = None
         self._pending = list(self._prompt_runs)
         if self.length > self.prompt_length:
             self._pending.append((self.prompt_length, self.length))
 
     def take(self, budget: int) -> tuple[list[Run], list[Placed]]:
-        """The next runs of at most ``budget`` tokens in all, and what to place before them; they count as done.
+        """Return the next runs of at most ``budget`` tokens in all, and what to place before them; they count as done.
 
         A prompt whose policy refines is taken whole and alone, since what it keeps depends on all of its tokens and
         on no others.
@@ -116,18 +152,19 @@ class Sequence:
         assert self.held is not None
         slot = self.held.start
         placed: list[Placed] = []
-        refinement = None
-        if not self._placed:
-            self._placed = True
+        refining: Refining | None = None
+        if not self._begun:
+            self._begun = True
             placed = [self._to_place(slot, *entry) for entry in self._placements]
-        if self._refine is not None and self.refinement is None:
-            self.refinement, self._watch = self._refine()
-            refinement = self.refinement
-            budget = self.prompt_length
+            self.capture = None if self._make_capture is None else self._make_capture()
+            if self._refine is not None:
+                refining = self._refine()
+                self.refinement = refining.refinement
+                budget = self.prompt_length
         taken: list[Range] = []
         while self._pending and budget > 0:
             begin, end = self._pending[0]
-            if refinement is not None and begin >= self.prompt_length:
+            if refining is not None and begin >= self.prompt_length:
                 break
             cut = min(end, begin + budget)
             taken.append((begin, cut))
@@ -144,25 +181,26 @@ class Sequence:
                 self._tokens[begin:end],
                 wants_logits=wants_logits and (begin, end) == taken[-1],
                 capture=self.capture,
-                refinement=refinement,
-                observer=self._observer(refinement),
-                logprobs=self.logprobs if self.probe is None else None,
+                refinement=None if refining is None else refining.refinement,
+                observer=self._observer(refining),
+                logprobs=self._logprobs if self.probe is None else None,
+                owner=self,
             )
             for begin, end in taken
         ]
         return runs, placed
 
-    def _observer(self, refinement: Refinement | None) -> Observer | None:
+    def _observer(self, refining: Refining | None) -> Observer | None:
         if self.capture is not None:
             return self.capture.scores
-        return self.probe if refinement is None else self._watch
+        return self.probe if refining is None else refining.watch
 
-    @staticmethod
-    def _to_place(slot: int, placement: Placement, kv: ChunkKV) -> Placed:
+    def _to_place(self, slot: int, placement: Placement, kv: KV) -> Placed:
         return Placed(
             kv,
             placement.first,
             placement.last,
             slot=slot + placement.start + placement.first,
             rotary_start=placement.rotary_start + placement.first,
+            owner=self,
         )

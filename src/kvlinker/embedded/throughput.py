@@ -1,4 +1,4 @@
-"""How fast the engine computes, as measured while it does."""
+"""How long the engine takes to compute prompts, as measured while it does."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from kvlinker.embedded.batch import Batch
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.engine.cost import CostModel
-from kvlinker.store.loading.layer_stream import LayerStream
+from kvlinker.linking.plan import Range
+from kvlinker.store.loading.arriving import ArrivingKV
+from kvlinker.store.loading.prompt_load import Urgency
 from kvlinker.store.loading.speeds import Speeds
-from kvlinker.store.loading.wanted import Urgency
 
 
 def processor() -> str:
-    """The processor's name, as the system gives it."""
+    """Return the processor's name, as the system gives it."""
     try:
         with open("/proc/cpuinfo") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -28,25 +29,26 @@ def processor() -> str:
 
 
 _WEIGHT = 0.1
-"""Of a new measurement, beside all earlier ones, if it is of ``_USUAL_TOKENS`` or more; of fewer, in proportion."""
+"""Weight of a new measurement beside all earlier ones, if it has ``_USUAL_TOKENS`` or more; with fewer, less in
+proportion."""
 
 _STIFFNESS = 0.01
 """Weight of leaving a and b as they are."""
 
 _LEAST_SHARE = 0.01
-"""Of what arithmetic says of a or b alone: what is zero could not grow."""
+"""The least part that a or b has of what arithmetic tells of it alone: from zero it could not grow."""
 
 _USUAL_TOKENS = 512
 _LEAST_TOKENS = 8
 """Steps whose runs are all shorter mostly wait for memory, and tell nothing of prompts."""
 
-Range = tuple[int, int]
 Vector = NDArray[np.float64]
 
 
-class Pace:
-    """Seconds that tokens take: a · tokens + b · pairs, a pair being a token and one that it sees. A prompt of L tokens
-    has L(L + 1)/2 pairs, so that T_prefill(L) grows faster than L. a and b follow what steps take.
+class ComputeThroughput:
+    """Predicts the seconds that tokens take: a · tokens + b · pairs, a pair being a token and one that it sees.
+
+    A prompt of L tokens has L(L + 1)/2 pairs, so that T_prefill(L) grows faster than L. a and b follow what steps take.
 
     The engine's thread notes, any thread may ask.
     """
@@ -54,8 +56,8 @@ class Pace:
     def __init__(
         self, cost: CostModel, speeds: Speeds | None = None, name: str = "prefill", *, on_host: bool = False
     ) -> None:
-        """``cost`` says how a and b compare until that is measured. ``speeds`` keeps a and b, under ``name``.
-        ``on_host``: the engine computes where chunks are read."""
+        """``cost`` tells how a and b compare until that is measured. ``speeds`` keeps a and b, under ``name``.
+        ``on_host`` tells that the engine computes on the processors that read chunks."""
         self.on_host = on_host
         self._shape = np.array([cost.per_token, cost.per_pair])
         self._speeds = speeds or Speeds()
@@ -65,38 +67,39 @@ class Pace:
         self._sums: Vector = np.zeros(2)
 
     def note(self, batch: Batch, seconds: float) -> None:
-        """A step computed ``batch`` in ``seconds``. Steps that leave tokens out, or may have waited for KV, do not
-        count."""
+        """Note that a step computed ``batch`` in ``seconds``. Steps that leave tokens out, or may have waited for KV,
+        do not count."""
         narrowed = any(run.refinement is not None for run in batch.runs)
-        streamed = any(isinstance(placed.kv.layers, LayerStream) for placed in batch.placed)
+        streamed = any(isinstance(placed.kv, ArrivingKV) for placed in batch.placed)
         ranges = [(run.start, run.end) for run in batch.runs]
         if not narrowed and not streamed and max(end - begin for begin, end in ranges) >= _LEAST_TOKENS:
             self._follow(_amounts(ranges), seconds)
 
     def seconds(self, ranges: Sequence[Range]) -> float | None:
-        """Expected of computing these positions [begin, end) of a prompt; None where nothing was measured."""
+        """Predict the seconds of computing these positions [begin, end) of a prompt; None with nothing measured."""
         known = self._known()
         return None if known is None else float(known @ _amounts(ranges))
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """T_prefill(``tokens``); None where nothing was measured."""
+        """Predict T_prefill(``tokens``), in seconds; None where nothing was measured."""
         return self.seconds([(0, tokens)])
 
     def urgency(self, computed: Sequence[Range], *, cached: int, decided: bool = False) -> Urgency:
-        """Of loading ``cached`` tokens' KV for a prompt of which the positions ``computed`` are computed."""
+        """Tell what loading ``cached`` tokens' KV competes with, for a prompt whose positions ``computed`` are
+        computed."""
         compute, prefill = self.seconds(computed), self.prefill_seconds(cached)
         if compute is None or prefill is None:
             return Urgency(shares_processors=self.on_host)
         return Urgency(compute, prefill, self.on_host, decided)
 
     def _known(self) -> Vector | None:
-        """a and b."""
+        """a and b, where they were measured."""
         values = self._speeds.of(self._name)
         return np.array(values) if values is not None and len(values) == 2 else None
 
     def _follow(self, amounts: Vector, seconds: float) -> None:
-        """Least squares of relative errors over the last steps, older ones fading; and of how far a and b move, so that
-        they stay where steps that are all alike say nothing of one beside the other."""
+        """Fit a and b by least squares of relative errors over the last steps, older ones fading; and of how far a and
+        b move, so that they stay where steps that are all alike tell nothing of one beside the other."""
         if seconds <= 0:
             return
         weight = _WEIGHT * min(1.0, amounts[0] / _USUAL_TOKENS)
@@ -113,7 +116,7 @@ class Pace:
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """a and b, not negative, of measured (tokens, seconds of their prefill): least squares of relative errors."""
+    """Fit a and b, not negative, to measured (tokens, seconds of their prefill): least squares of relative errors."""
     rows = np.array([_amounts([(0, tokens)]) / seconds for tokens, seconds in points])
     both = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
     if (both >= 0).all():
@@ -123,15 +126,15 @@ def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return (float(alone[0]), 0.0) if errors[0] <= errors[1] else (0.0, float(alone[1]))
 
 
-def pace_name(loaded: LoadedModel) -> str:
-    """What a model's pace is remembered under: all that it depends on."""
+def throughput_name(loaded: LoadedModel) -> str:
+    """Return the name under which a model's throughput is remembered, which has all that it depends on."""
     cuda = loaded.device.type == "cuda"
     place = torch.cuda.get_device_name(loaded.device) if cuda else f"{torch.get_num_threads()} threads of {processor()}"
     return f"prefill {loaded.fingerprint} {str(loaded.dtype).removeprefix('torch.')} {place}"
 
 
 def _amounts(ranges: Sequence[Range]) -> Vector:
-    """Tokens and pairs of these positions."""
+    """Count the tokens and pairs of these positions."""
     tokens = sum(end - begin for begin, end in ranges)
     pairs = sum((end - begin) * (begin + end + 1) / 2 for begin, end in ranges)
     return np.array([tokens, pairs], dtype=np.float64)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
-from kvlinker.embedded.batch import Capture
+from kvlinker.embedded.chunks import CaptureRequest
 from kvlinker.embedded.model.loading import LoadedModel
-from kvlinker.embedded.sequence import Sequence as TokenSequence
-from kvlinker.engine.observation import ScoreCollector
+from kvlinker.embedded.requests import Kind
+from kvlinker.embedded.scheduler import Scheduler
+from kvlinker.errors import EngineClosedError
 from kvlinker.linking.evidence import Variant
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore
@@ -19,9 +18,14 @@ from kvlinker.store.catalog.variants import StoredVariant, VariantIndex, Variant
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.types.chunks import Chunk, chunk_key
 
+logger = logging.getLogger(__name__)
+
+Background = Callable[[Callable[[], object]], object]
+"""Has another thread call something that takes time."""
+
 
 class VariantLibrary:
-    """The variants of one model, at most ``limit`` over all tenants. All methods may be called from any thread."""
+    """Keeps the variants of one model, at most ``limit`` over all tenants. Methods may be called from any thread."""
 
     def __init__(self, index: VariantIndex, store: ChunkStore, *, fingerprint: str, limit: int) -> None:
         self._index = index
@@ -30,11 +34,11 @@ class VariantLibrary:
         self._limit = limit
 
     def of(self, tenant: str) -> TenantVariants:
-        """``Library`` of one tenant, for one request."""
+        """Return the ``Library`` of one tenant, for one request."""
         return TenantVariants(self._index, self._store, self._fingerprint, tenant)
 
     def missing(self, prompt: Prompt, tenant: str) -> list[int]:
-        """The chunks of the prompt, by index, of whose KV no exact copy is stored."""
+        """Return the prompt's chunks, by index, of whose KV no exact copy is stored."""
         library = self.of(tenant)
         missing = []
         for index, (chunk, span) in enumerate(zip(prompt.chunks, prompt.spans, strict=True)):
@@ -45,7 +49,7 @@ class VariantLibrary:
         return missing if self._limit else []
 
     def note_use(self, key: str, recomputed: float) -> None:
-        """A request took the variant, computing this share of its tokens again."""
+        """Note that a request took the variant, and computed this share of its tokens again."""
         self._index.note_use(key, recomputed)
 
     def put(self, computed: Sequence[tuple[Chunk, ChunkKV]], tenant: str) -> None:
@@ -63,7 +67,7 @@ class VariantLibrary:
 
 
 class TenantVariants:
-    """``Library`` over what is stored for one tenant."""
+    """The ``Library`` of what is stored for one tenant."""
 
     def __init__(self, index: VariantIndex, store: ChunkStore, fingerprint: str, tenant: str) -> None:
         self._index = index
@@ -81,90 +85,72 @@ class TenantVariants:
         return tuple(found)
 
 
-logger = logging.getLogger(__name__)
+class VariantRequest(CaptureRequest):
+    """Asks for the exact KV of a prompt's chunks, which one full prefill gives, and for their scores."""
 
-MOST_WAITING = 4
-"""Prompts that wait for an idle engine; older ones are forgotten."""
+    kind = Kind.VARIANT
 
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        library: VariantLibrary,
+        background: Background,
+        prompt: Prompt,
+        tenant: str,
+        missing: Sequence[int],
+    ) -> None:
+        """``missing`` are the chunks, by index, of whose variants the ``library`` has none."""
+        spans = [(span.start, span.end) for span in prompt.spans[: missing[-1] + 1]]
+        super().__init__(loaded, prompt.tokens[: spans[-1][1]], spans, prompt.contents, with_scores=True)
+        self.identity = (prompt, tenant)
+        self._library = library
+        self._background = background
+        self._prompt = prompt
+        self._tenant = tenant
+        self._missing = tuple(missing)
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A prompt whose chunks with these indices lack an exact variant."""
+    def _keep(self, kvs: Sequence[ChunkKV]) -> None:
+        computed = [(self._prompt.variant(index), kvs[index]) for index in self._missing]
+        self._background(partial(self._put, computed))
 
-    prompt: Prompt
-    tenant: str
-    chunks: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        return self.prompt.spans[self.chunks[-1]].end
+    def _put(self, computed: Sequence[tuple[Chunk, ChunkKV]]) -> None:
+        try:
+            self._library.put(computed, self._tenant)
+        except Exception:
+            logger.exception("Variants could not be stored.")
 
 
 class VariantBuilder:
-    """One full prefill of a prompt gives the exact KV, and the scores, of all its chunks.
+    """Has the variants that requests missed computed when the engine is idle. Methods may be called from any thread."""
 
-    ``offer`` may be called from any thread, all else from the engine's.
-    """
-
-    def __init__(self, loaded: LoadedModel, library: VariantLibrary, *, longest: int) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        library: VariantLibrary,
+        scheduler: Scheduler,
+        background: Background,
+        *,
+        longest: int,
+    ) -> None:
+        """A prompt may have ``longest`` tokens."""
+        self.library = library
         self._loaded = loaded
-        self._library = library
+        self._scheduler = scheduler
+        self._background = background
         self._longest = longest
-        self._lock = threading.Lock()
-        self._waiting: deque[_Wanted] = deque(maxlen=MOST_WAITING)  # guarded by _lock
-        self._under_way: dict[TokenSequence, _Wanted] = {}
 
-    @property
-    def waiting(self) -> bool:
-        """Something could be computed."""
-        return bool(self._waiting)
+    def offer(self, prompt: Prompt, tenant: str) -> None:
+        """Have the variants computed that this prompt lacks, if any, for the next one. Takes no time."""
+        self._background(partial(self._offer, prompt, tenant))
 
-    @property
-    def under_way(self) -> tuple[TokenSequence, ...]:
-        return tuple(self._under_way)
-
-    def offer(self, prompt: Prompt, tenant: str) -> bool:
-        """A request missed variants of this prompt, perhaps: remember to compute them. False if there is nothing."""
-        missing = self._library.missing(prompt, tenant)
-        if not missing or prompt.spans[missing[-1]].end > self._longest:
-            return False
-        wanted = _Wanted(prompt, tenant, tuple(missing))
-        with self._lock:
-            if wanted not in self._waiting:
-                self._waiting.append(wanted)
-        return True
-
-    def start(self) -> TokenSequence | None:
-        """The sequence of the prompt that was missed last."""
-        with self._lock:
-            if not self._waiting:
-                return None
-            wanted = self._waiting.pop()
-        spans = [(span.start, span.end) for span in wanted.prompt.spans[: wanted.chunks[-1] + 1]]
-        scores = ScoreCollector(len(self._loaded.layers), spans, wanted.prompt.contents)
-        sequence = TokenSequence(
-            wanted.prompt.tokens[: wanted.length],
-            [(0, wanted.length)],
-            most_tokens=wanted.length,
-            capture=Capture(self._loaded.layers, spans, dtype=self._loaded.dtype, scores=scores),
-        )
-        self._under_way[sequence] = wanted
-        return sequence
-
-    def finish(self, sequence: TokenSequence) -> Callable[[], None]:
-        """All is computed; what is left is to store it, which takes time and needs another thread."""
-        wanted = self._under_way.pop(sequence)
-        assert sequence.capture is not None
-        kvs = sequence.capture.finish()
-        computed = [(wanted.prompt.variant(index), kvs[index]) for index in wanted.chunks]
-        return lambda: self._put(computed, wanted.tenant)
-
-    def drop(self, sequence: TokenSequence) -> None:
-        """Give it up."""
-        self._under_way.pop(sequence, None)
-
-    def _put(self, computed: Sequence[tuple[Chunk, ChunkKV]], tenant: str) -> None:
+    def _offer(self, prompt: Prompt, tenant: str) -> None:
         try:
-            self._library.put(computed, tenant)
+            missing = self.library.missing(prompt, tenant)
+            if missing and prompt.spans[missing[-1]].end <= self._longest:
+                self._scheduler.enter(
+                    VariantRequest(self._loaded, self.library, self._background, prompt, tenant, missing)
+                )
+        except EngineClosedError:
+            pass
         except Exception:
-            logger.exception("Variants could not be stored.")
+            logger.exception("Variants could not be looked up.")

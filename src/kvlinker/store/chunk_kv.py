@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,20 +19,26 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """All layers' KV of one chunk, contiguous, never modified after creation. On the CPU, but for what the device tier
-    gives.
+    """The KV of all layers of one chunk. Its tensors are contiguous, never modified after creation, and on the CPU,
+    except for what the device tier gives.
 
-    ``scores``: what attention showed while it was computed, if that was collected.
+    ``scores`` is what attention showed while the KV was computed, if that was collected.
     """
 
-    layers: Sequence[LayerKV]
+    layers: tuple[LayerKV, ...]
     scores: ChunkScores | None = None
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of the chunk."""
         return int(self.layers[0].key.shape[1])
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all layers and of the scores."""
         scores = 0 if self.scores is None else self.scores.nbytes
         return scores + sum(layer.key.nbytes + layer.value.nbytes for layer in self.layers)
+
+    def layer(self, index: int) -> LayerKV:
+        """Return one layer, as ``ArrivingKV.layer`` does. Raises IndexError."""
+        return self.layers[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence, Set
@@ -14,10 +15,11 @@ from functools import partial
 from kvlinker.events import ChunkLoaded, ChunkLookup, Events
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.eviction import use_weight
-from kvlinker.store.loading.bandwidth import Bandwidths, LoadTime
-from kvlinker.store.loading.layer_loader import LayerLoader
+from kvlinker.store.loading.arriving import KV
+from kvlinker.store.loading.loader import LayerLoader
+from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
 from kvlinker.store.loading.speeds import Speeds
-from kvlinker.store.loading.wanted import Loaded, Opened, Urgency, Wanted
+from kvlinker.store.loading.throughput import Bandwidths, LoadTime
 from kvlinker.store.throttle import Pacing
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage
 from kvlinker.store.tiers.device import DeviceTier
@@ -69,8 +71,7 @@ class ChunkStore:
         self._deletes_running = 0
         self._deletes_done = 0
         self._loader = LayerLoader(Bandwidths(speeds, {tier.name: tier.speed_name for tier in self._tiers}))
-        self._ahead_loader = LayerLoader(self._loader.bandwidths)  # threads of its own: nobody is to wait for those
-        self._ahead: list[Future[ChunkKV | None]] = []
+        self._ahead: list[Future[KV | None]] = []
         atexit.register(self.close)
 
     def get(self, key: str) -> ChunkKV | None:
@@ -81,18 +82,18 @@ class ChunkStore:
         """
         epoch = self._delete_epoch()
         started = time.perf_counter()
-        kv = self.get_at_hand(key)
+        kv = self.get_resident(key)
         if kv is not None:
             return kv
         for tier in self._tiers[1:]:
             kv = tier.get(key)
             if kv is not None:
-                self._loaded(key, epoch, Loaded(tier.name, kv, time.perf_counter() - started))
+                self._loaded(key, epoch, LoadedChunk(tier.name, kv, time.perf_counter() - started))
                 return kv
         self._loaded(key, epoch, None)
         return None
 
-    def get_at_hand(self, key: str) -> ChunkKV | None:
+    def get_resident(self, key: str) -> ChunkKV | None:
         """As ``get``, but only from the device, the first tier, or what waits to be written, without any delay.
 
         Publishes only hits.
@@ -113,20 +114,20 @@ class ChunkStore:
         self._told_loaded(self._tiers[0].name, kv, time.perf_counter() - started)
         return kv
 
-    def load(self, keys: Sequence[str], urgency: Urgency) -> list[Future[ChunkKV | None]]:
-        """As ``get`` for the chunks of one prompt, whose layers may still be on their way when a future is done: taking
-        one that does not come raises LayerLostError. None, too, for what would take longer to load than to compute.
+    def load(self, keys: Sequence[str], urgency: Urgency) -> list[Future[KV | None]]:
+        """As ``get`` for the chunks of one prompt. When a future is done, its KV may still be arriving; it is None,
+        too, for what would take longer to load than to compute.
 
         ``urgency`` is that of all the chunks together. Tiers but the first are read in threads of the store's own.
         """
-        return self._load(keys, urgency, self._loader)
+        return self._load(keys, urgency)
 
     def load_time(self, keys: Sequence[str]) -> LoadTime | None:
         """What reading these chunks is expected to take, each from the fastest tier that has it. What is in memory, or
         nowhere, takes no time; None where a tier that is needed has not been measured. Counts as no use."""
         times = []
         for key in set(keys):
-            if self._at_hand(key):
+            if self._is_resident(key):
                 continue
             for tier in self._tiers[1:]:
                 nbytes = tier.nbytes(key)
@@ -139,10 +140,10 @@ class ChunkStore:
         """Have these chunks in memory for the next prompt: nobody waits for them now, so that one prompt's at a time
         are loaded, and others left out."""
         if all(future.done() for future in self._ahead):
-            self._ahead = self._load(keys, Urgency(), self._ahead_loader)
+            self._ahead = self._load(keys, Urgency(), ahead=True)
 
-    def open(self, key: str) -> Opened | None:
-        """A copy in the fastest tier that has one, to be read layer by layer and closed; counts as a use.
+    def open(self, key: str) -> OpenedChunk | None:
+        """Open a copy in the fastest tier that has one, to be read layer by layer and closed; counts as a use.
 
         Publishes one ChunkLookup.
         """
@@ -150,7 +151,7 @@ class ChunkStore:
             reader = tier.open(key)
             if reader is not None:
                 self._events.publish(ChunkLookup(hit=True, tier=tier.name))
-                return Opened(tier.name, reader)
+                return OpenedChunk(tier.name, reader)
         self._events.publish(ChunkLookup(hit=False, tier="none"))
         return None
 
@@ -179,7 +180,7 @@ class ChunkStore:
         """The name of the fastest tier that has the chunk. Does not count as a use."""
         if self._device is not None and self._device.contains(key):
             return self._device.name
-        if self._at_hand(key):
+        if self._is_resident(key):
             return self._tiers[0].name
         return next((tier.name for tier in self._tiers[1:] if tier.contains(key)), None)
 
@@ -265,7 +266,6 @@ class ChunkStore:
         tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
         atexit.unregister(self.close)
         self._loader.close()
-        self._ahead_loader.close()
         deadline = time.monotonic() + SHARED_TIERS_CLOSE_SECONDS
         for tier in self._tiers[1:]:
             self._writers[tier.name].close(deadline if tier.shared else None)
@@ -289,46 +289,53 @@ class ChunkStore:
                 device.put(key, copied)
         return copied
 
-    def _load(self, keys: Sequence[str], urgency: Urgency, loader: LayerLoader) -> list[Future[ChunkKV | None]]:
-        share = replace(urgency, prefill=urgency.prefill / max(1, len(keys)))
-        found = [self._begun(key, share) for key in keys]
-        waiting = [one for one in found if not one.future.done()]
-        if waiting:
-            loader.load(waiting, replace(urgency, prefill=share.prefill * len(waiting)))
-        return [one.future for one in found]
+    def _load(self, keys: Sequence[str], urgency: Urgency, *, ahead: bool = False) -> list[Future[KV | None]]:
+        share = urgency.prefill / max(1, len(keys))
+        prefill = math.inf if urgency.decided else share
+        chunks = [self._begun(key, prefill) for key in keys]
+        missing = [chunk for chunk in chunks if not chunk.begun.done()]
+        if missing:
+            self._loader.load(missing, replace(urgency, prefill=share * len(missing)), ahead=ahead)
+        return [chunk.begun for chunk in chunks]
 
-    def _at_hand(self, key: str) -> bool:
-        """Whether ``get_at_hand`` would find the chunk."""
+    def _is_resident(self, key: str) -> bool:
+        """Whether ``get_resident`` would find the chunk."""
         if self._device is not None and self._device.contains(key):
             return True
         return self._tiers[0].contains(key) or self._waiting(key) is not None
 
-    def _begun(self, key: str, urgency: Urgency) -> Wanted:
-        """A chunk that is found or missed already, or waits to be loaded."""
+    def _begun(self, key: str, prefill_seconds: float) -> ChunkLoad:
+        """Return a chunk that is found or missed already, or is to be read from a tier that delivers it in the time in
+        which it could be computed."""
         epoch = self._delete_epoch()
-        wanted = Wanted(key, partial(self._open, key, urgency), partial(self._loaded, key, epoch))
-        kv = self.get_at_hand(key)
+        kv = self.get_resident(key)
         if kv is not None:
-            wanted.resolve(kv)
-        elif not any(tier.contains(key) for tier in self._tiers[1:]):
-            wanted.resolve(None)
-            self._loaded(key, epoch, None)
-        return wanted
+            found = ChunkLoad(key, lambda _: None)
+            found.begun.set_result(kv)
+            return found
+        tiers = [tier for tier in self._tiers[1:] if self._worth_reading(tier, key, prefill_seconds)]
+        chunk = ChunkLoad(key, partial(self._open, key, tiers))
+        chunk.ended.add_done_callback(lambda ended: self._loaded(key, epoch, ended.result()))
+        if not tiers:
+            chunk.end(None)
+        return chunk
 
-    def _open(self, key: str, urgency: Urgency) -> Opened | Loaded | None:
-        """A copy in the fastest tier that has one and is fast enough, or what has come to the first one meanwhile."""
+    def _worth_reading(self, tier: Tier, key: str, prefill_seconds: float) -> bool:
+        nbytes = tier.nbytes(key)
+        return nbytes is not None and self.bandwidths.worth_loading(tier.name, nbytes, prefill_seconds)
+
+    def _open(self, key: str, tiers: Sequence[Tier], tried: Set[str]) -> OpenedChunk | LoadedChunk | None:
+        """Open a copy in the first of the tiers that has one and was not tried, or find what has come to memory."""
         kv = self._tiers[0].get(key)
         if kv is not None:
-            return Loaded(self._tiers[0].name, kv, 0.0)
-        for tier in self._tiers[1:]:
-            nbytes = tier.nbytes(key)
-            if nbytes is not None and self._loader.worth_loading(tier.name, nbytes, urgency):
-                reader = tier.open(key)
-                if reader is not None:
-                    return Opened(tier.name, reader)
+            return LoadedChunk(self._tiers[0].name, kv, 0.0)
+        for tier in tiers:
+            reader = None if tier.name in tried else tier.open(key)
+            if reader is not None:
+                return OpenedChunk(tier.name, reader)
         return None
 
-    def _loaded(self, key: str, epoch: int | None, loaded: Loaded | None) -> None:
+    def _loaded(self, key: str, epoch: int | None, loaded: LoadedChunk | None) -> None:
         """A lookup in the slower tiers has ended."""
         if loaded is None:
             self._events.publish(ChunkLookup(hit=False, tier="none"))

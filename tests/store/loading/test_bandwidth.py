@@ -12,8 +12,8 @@ from kvlinker.events import Events
 from kvlinker.store import DiskTier, Speeds
 from kvlinker.store.format.codecs import find_codec
 from kvlinker.store.format.encryption import Cipher, Sealing
-from kvlinker.store.loading.bandwidth import Bandwidths, LoadTime
 from kvlinker.store.loading.speeds import DRIFT_NOTES
+from kvlinker.store.loading.throughput import Bandwidths, LoadTime
 from kvlinker.store.tiers import object_tier, redis_tier
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 
 from kvlinker.events import ChunkDamaged, ChunkLoaded, ChunkLookup
 from kvlinker.store import ChunkKV, ChunkStore, DiskTier, HostTier, LayerKV, Speeds
-from kvlinker.store.loading import bandwidth, layer_loader, load_job, reader_threads
-from kvlinker.store.loading.bandwidth import Bandwidths, LoadTime
-from kvlinker.store.loading.joined_reader import UnderWay
-from kvlinker.store.loading.layer_loader import LayerLoader
-from kvlinker.store.loading.layer_stream import ChunkReader, HeldReader, LayerLostError, LayerStream
-from kvlinker.store.loading.load_job import LoadJob
-from kvlinker.store.loading.reader_threads import ReaderThreads
-from kvlinker.store.loading.wanted import Loaded, Opened, Urgency, Wanted, preload_depth
+from kvlinker.store.loading import loader as module
+from kvlinker.store.loading import prompt_load, throughput
+from kvlinker.store.loading.arriving import KV, ArrivingKV, ChunkReader, LayerLostError, ResidentReader
+from kvlinker.store.loading.loader import LayerLoader
+from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency, preload_depth
+from kvlinker.store.loading.throughput import LoadTime
 from kvlinker.store.tiers import object_tier
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
@@ -36,7 +34,7 @@ class ScriptedReader:
 
     def __init__(self, number: int, log: list[tuple[int, int]], *, layers: int = 4, fails: int | None = None) -> None:
         self.kv = chunk_kv(number, layers=layers)
-        self.layers, self.nbytes, self.scores = layers, self.kv.nbytes, None
+        self.layers, self.tokens, self.nbytes, self.scores = layers, self.kv.tokens, self.kv.nbytes, None
         self.permits: threading.Semaphore | None = None
         self.closed = 0
         self._number, self._log, self._fails = number, log, fails
@@ -61,135 +59,181 @@ def loader() -> Iterator[LayerLoader]:
     made.close()
 
 
-def wanted_of(reader: ChunkReader, ended: list[Loaded | None]) -> Wanted:
-    """Of a chunk of its own."""
-    return Wanted(str(id(reader)), lambda: Opened("far", reader), ended.append)
+def chunk_of(reader: ChunkReader, ended: list[LoadedChunk | None]) -> ChunkLoad:
+    """A chunk of its own, of which there is one copy."""
+    return opened_by(lambda: OpenedChunk("far", reader), ended, key=str(id(reader)))
 
 
-def wait_for(ended: list[Loaded | None], count: int) -> None:
+def opened_by(
+    opens: Callable[[], OpenedChunk | LoadedChunk | None], ended: list[LoadedChunk | None], *, key: str
+) -> ChunkLoad:
+    chunk = ChunkLoad(key, lambda tried: None if tried else opens())
+    chunk.ended.add_done_callback(lambda future: ended.append(future.result()))
+    return chunk
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def wait_for(ended: list[LoadedChunk | None], count: int) -> None:
     deadline = time.monotonic() + TIMEOUT
     while len(ended) < count:
         assert time.monotonic() < deadline, "nothing ended"
         time.sleep(0.002)
 
 
-def complete(futures: list[Future[ChunkKV | None]]) -> list[ChunkKV | None]:
+def complete(futures: Sequence[Future[KV | None]]) -> list[ChunkKV | None]:
     """All layers of all chunks."""
-    found = [future.result(timeout=TIMEOUT) for future in futures]
-    return [kv and ChunkKV(tuple(kv.layers), kv.scores) for kv in found]
+    return [whole(future.result(timeout=TIMEOUT)) for future in futures]
 
 
-def test_the_chunks_that_a_thread_reads_advance_together(loader: LayerLoader) -> None:
+def whole(kv: KV | None) -> ChunkKV | None:
+    if not isinstance(kv, ArrivingKV):
+        return kv
+    layers = [kv.wait(layer, TIMEOUT) for layer in range(kv.layer_count)]
+    assert not kv.lost, "the chunk was lost"
+    return ChunkKV(tuple(layer for layer in layers if layer is not None), kv.scores)
+
+
+def arriving(chunk: ChunkLoad) -> ArrivingKV:
+    """What the chunk begins with, before all of it is there."""
+    kv = chunk.begun.result(timeout=TIMEOUT)
+    assert isinstance(kv, ArrivingKV)
+    return kv
+
+
+def test_the_chunks_of_a_prompt_advance_together(loader: LayerLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "THREADS", 1)
     log: list[tuple[int, int]] = []
-    ended: list[Loaded | None] = []
-    threads = layer_loader.THREADS
-    readers = [ScriptedReader(number, log, layers=3 if number < threads else 4) for number in range(2 * threads)]
-    wanted = [wanted_of(reader, ended) for reader in readers]
-    loader.load(wanted, ENDLESS)
-    wait_for(ended, len(wanted))
-    for first in range(threads):
-        second = first + threads
-        read = [entry for entry in log if entry[1] in (first, second)]
-        assert read == [(layer, number) for layer in range(3) for number in (first, second)] + [(3, second)]
+    ended: list[LoadedChunk | None] = []
+    readers = [ScriptedReader(number, log, layers=3 if number < 2 else 4) for number in range(5)]
+    chunks = [chunk_of(reader, ended) for reader in readers]
+    loader.load(chunks, ENDLESS)
+    wait_for(ended, len(chunks))
+    assert log == [(layer, number) for layer in range(4) for number in range(5) if layer < readers[number].layers]
     assert all(one is not None for one in ended)
-    for reader, kv in zip(readers, complete([one.future for one in wanted]), strict=True):
+    for reader, kv in zip(readers, complete([one.begun for one in chunks]), strict=True):
         assert kv is not None
         assert same_kv(kv, reader.kv)
+
+
+def test_who_came_first_is_served_first(loader: LayerLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "THREADS", 1)
+    log: list[tuple[int, int]] = []
+    ended: list[LoadedChunk | None] = []
+    permits = threading.Semaphore(0)
+    prompts = [[ScriptedReader(10 * prompt + number, log) for number in range(4)] for prompt in range(2)]
+    for readers in prompts:
+        for reader in readers:
+            reader.permits = permits
+        loader.load([chunk_of(reader, ended) for reader in readers], ENDLESS)
+    permits.release(100)
+    wait_for(ended, 8)
+    assert [number // 10 for _, number in log] == [0] * 16 + [1] * 16
 
 
 @pytest.mark.parametrize(("share", "shares", "begins"), [(0.0, True, 4), (0.0, False, 1), (1e9, True, 1)])
 def test_reading_that_takes_the_computations_processors_comes_first(
     loader: LayerLoader, monkeypatch: pytest.MonkeyPatch, share: float, shares: bool, begins: int
 ) -> None:
-    monkeypatch.setattr(bandwidth, "BUSY_SHARE", share)
-    ended: list[Loaded | None] = []
+    monkeypatch.setattr(throughput, "BUSY_SHARE", share)
+    ended: list[LoadedChunk | None] = []
     reader = ScriptedReader(1, [])
     reader.permits = threading.Semaphore(begins - 1)
-    wanted = wanted_of(reader, ended)
+    wanted = chunk_of(reader, ended)
     loader.load([wanted], Urgency(ENDLESS.compute, ENDLESS.prefill, shares_processors=shares))
     with pytest.raises(TimeoutError):
-        wanted.future.result(timeout=0.1)
+        wanted.begun.result(timeout=0.1)
     reader.permits.release()
-    assert wanted.future.result(timeout=TIMEOUT) is not None
+    assert wanted.begun.result(timeout=TIMEOUT) is not None
     reader.permits.release(4)
     wait_for(ended, 1)
 
 
-def test_taking_a_layer_waits_for_it(loader: LayerLoader) -> None:
-    ended: list[Loaded | None] = []
+def test_layers_can_be_waited_for(loader: LayerLoader) -> None:
+    ended: list[LoadedChunk | None] = []
     reader = ScriptedReader(1, [])
     reader.permits = threading.Semaphore(1)
-    wanted = wanted_of(reader, ended)
-    loader.load([wanted], ENDLESS)
-    kv = wanted.future.result(timeout=TIMEOUT)
-    assert kv is not None
-    assert kv.layers[0] is reader.kv.layers[0]
+    chunk = chunk_of(reader, ended)
+    loader.load([chunk], ENDLESS)
+    kv = arriving(chunk)
+    assert (kv.tokens, kv.nbytes, kv.scores) == (reader.kv.tokens, reader.nbytes, None)
+    assert kv.layer(0) is reader.kv.layers[0]
+    assert kv.layer(3) is None
     threading.Timer(0.05, reader.permits.release, [3]).start()
     begin = time.monotonic()
-    assert kv.layers[3] is reader.kv.layers[3]
+    assert kv.wait(3, TIMEOUT) is reader.kv.layers[3]
     assert time.monotonic() - begin >= 0.04
+    assert kv.complete
 
 
 def test_an_unmeasured_tier_delivers_all_before_anything_is_placed(loader: LayerLoader) -> None:
-    ended: list[Loaded | None] = []
+    ended: list[LoadedChunk | None] = []
     reader = ScriptedReader(1, [])
     reader.permits = threading.Semaphore(3)
-    wanted = Wanted("key", lambda: Opened("new", reader), ended.append)
+    wanted = opened_by(lambda: OpenedChunk("new", reader), ended, key="key")
     loader.load([wanted], ENDLESS)
     with pytest.raises(TimeoutError):
-        wanted.future.result(timeout=0.1)
+        wanted.begun.result(timeout=0.1)
     reader.permits.release()
-    assert wanted.future.result(timeout=TIMEOUT) is not None
+    assert wanted.begun.result(timeout=TIMEOUT) is not None
     wait_for(ended, 1)
     assert loader.bandwidths.of("new") is not None
 
 
 def test_a_lost_layer_loses_its_chunk_and_no_other(loader: LayerLoader) -> None:
-    ended: list[Loaded | None] = []
+    ended: list[LoadedChunk | None] = []
     readers = [ScriptedReader(1, [], fails=2), ScriptedReader(2, [])]
-    wanted = [wanted_of(reader, ended) for reader in readers]
+    readers[0].permits = threading.Semaphore(2)
+    wanted = [chunk_of(reader, ended) for reader in readers]
     loader.load(wanted, ENDLESS)
+    broken = arriving(wanted[0])
+    readers[0].permits.release()
     wait_for(ended, 2)
-    broken, whole = (one.future.result(timeout=TIMEOUT) for one in wanted)
-    assert broken is not None
-    assert whole is not None
-    with pytest.raises(LayerLostError):
-        tuple(broken.layers)
-    assert same_kv(ChunkKV(tuple(whole.layers)), readers[1].kv)
+    assert broken.lost
+    assert [broken.wait(layer, TIMEOUT) is None for layer in range(4)] == [False, False, True, True]
+    (sound,) = complete([wanted[1].begun])
+    assert sound is not None
+    assert same_kv(sound, readers[1].kv)
     assert [reader.closed for reader in readers] == [1, 1]
     assert sum(one is None for one in ended) == 1
 
 
-def test_who_waits_in_vain_waits_once(loader: LayerLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_job, "PATIENCE_SECONDS", 0.5)
-    ended: list[Loaded | None] = []
-    readers = [ScriptedReader(1, []), ScriptedReader(2, [])]
+def test_what_comes_too_late_for_the_computation_is_lost_with_all_of_the_prompt(
+    loader: LayerLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_load, "PATIENCE_SECONDS", 0.2)
+    ended: list[LoadedChunk | None] = []
+    readers = [ScriptedReader(number, []) for number in range(2)]
     permits = [threading.Semaphore(1), threading.Semaphore(1)]
     for reader, permit in zip(readers, permits, strict=True):
         reader.permits = permit
-    wanted = [wanted_of(reader, ended) for reader in readers]
-    loader.load(wanted, ENDLESS)
-    found = [one.future.result(timeout=TIMEOUT) for one in wanted]
+    chunks = [chunk_of(reader, ended) for reader in readers]
+    loader.bandwidths.note("far", 1 << 40, 1.0)
+    loader.load(chunks, Urgency(compute=0.1, prefill=1e6))
+    found = [arriving(chunk) for chunk in chunks]
     begin = time.monotonic()
-    for kv in found:
-        assert kv is not None
-        with pytest.raises(LayerLostError):
-            kv.layers[3]
-    assert 0.4 < time.monotonic() - begin < 0.9
+    assert [kv.wait(3, TIMEOUT) for kv in found] == [None, None]
+    assert 0.2 < time.monotonic() - begin < 1
+    assert all(kv.lost for kv in found)
+    assert ended == [None, None]
     for permit in permits:
         permit.release(4)
-    wait_for(ended, 2)
-    assert ended == [None, None]
+    wait_until(lambda: [reader.closed for reader in readers] == [1, 1])
 
 
 def test_what_cannot_begin_in_time_is_given_up(loader: LayerLoader) -> None:
-    ended: list[Loaded | None] = []
+    ended: list[LoadedChunk | None] = []
     reader = ScriptedReader(1, [])
     reader.permits = threading.Semaphore(0)
-    wanted = wanted_of(reader, ended)
+    wanted = chunk_of(reader, ended)
     begin = time.monotonic()
     loader.load([wanted], Urgency(compute=1.0, prefill=0.01))
-    assert wanted.future.result(timeout=TIMEOUT) is None
+    assert wanted.begun.result(timeout=TIMEOUT) is None
     assert time.monotonic() - begin < 2
     reader.permits.release(4)
     wait_for(ended, 1)
@@ -198,30 +242,30 @@ def test_what_cannot_begin_in_time_is_given_up(loader: LayerLoader) -> None:
 
 def test_closing_ends_what_is_read_and_what_waits() -> None:
     loader = LayerLoader()
-    ended: list[Loaded | None] = []
+    ended: list[LoadedChunk | None] = []
     permits = threading.Semaphore(0)
-    readers = [ScriptedReader(number, []) for number in range(2 * layer_loader.THREADS)]
+    readers = [ScriptedReader(number, []) for number in range(2 * module.THREADS)]
     for reader in readers:
         reader.permits = permits
-    wanted = [wanted_of(reader, ended) for reader in readers]
+    wanted = [chunk_of(reader, ended) for reader in readers]
     for one in wanted:
         loader.load([one], ENDLESS)
     threading.Timer(0.1, permits.release, [100]).start()
     loader.close()
-    assert [one.future.result(timeout=0) for one in wanted] == [None] * len(wanted)
+    assert [one.begun.result(timeout=0) for one in wanted] == [None] * len(wanted)
     assert ended == [None] * len(wanted)
-    late = wanted_of(ScriptedReader(9, []), ended)
+    late = chunk_of(ScriptedReader(9, []), ended)
     loader.load([late], ENDLESS)
-    assert late.future.result(timeout=0) is None
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvlinker-layers")]
+    assert late.begun.result(timeout=0) is None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvlinker-l")]
 
 
 def test_a_slow_tier_is_tried_again_after_a_while(loader: LayerLoader, monkeypatch: pytest.MonkeyPatch) -> None:
     loader.bandwidths.note("slow", 1000, 1.0)
-    assert loader.worth_loading("slow", 1000, Urgency(prefill=1.5))
-    assert not loader.worth_loading("slow", 1000, Urgency(prefill=0.5))
-    monkeypatch.setattr("kvlinker.store.loading.bandwidth.FRESH_SECONDS", 0.0)
-    assert loader.worth_loading("slow", 1000, Urgency(prefill=0.5))
+    assert loader.bandwidths.worth_loading("slow", 1000, 1.5)
+    assert not loader.bandwidths.worth_loading("slow", 1000, 0.5)
+    monkeypatch.setattr(throughput, "FRESH_SECONDS", 0.0)
+    assert loader.bandwidths.worth_loading("slow", 1000, 0.5)
 
 
 @given(layers=st.integers(1, 200), compute=st.integers(0, 1000), load=st.integers(0, 1000))
@@ -236,17 +280,69 @@ def test_with_the_preloaded_layers_none_is_missing_in_its_turn(layers: int, comp
         assert there <= turn + 1e-9 * (load + compute)
 
 
-def test_streams_know_slices_and_ends() -> None:
-    stream = LayerStream(2, patience=0.01)
-    kv = chunk_kv(1)
-    assert stream.deliver(kv.layers[0])
-    with pytest.raises(IndexError):
-        stream[2]
-    assert stream[-2] is kv.layers[0]
-    assert stream.deliver(kv.layers[1])
-    stream.lose()
-    assert not stream.lost
-    assert list(stream[:]) == list(kv.layers)
+# --- KV that is arriving
+
+
+def empty(layers: int = 2) -> ArrivingKV:
+    return ArrivingKV(layers, tokens=3, nbytes=5)
+
+
+def test_layers_that_cannot_be_are_refused() -> None:
+    for index in (-1, 2):
+        with pytest.raises(IndexError, match="that has 2"):
+            empty().layer(index)
+
+
+def test_what_is_complete_cannot_be_lost() -> None:
+    kv, layers = empty(), chunk_kv(1).layers
+    assert [kv.deliver(layer) for layer in layers] == [True, True]
+    kv.give_up()
+    assert not kv.lost
+    assert kv.complete
+    assert [kv.layer(index) for index in range(2)] == list(layers)
+
+
+def test_what_was_given_up_takes_no_further_layer_and_keeps_those_it_has() -> None:
+    kv, (first, second) = empty(), chunk_kv(1).layers
+    assert kv.deliver(first)
+    kv.give_up()
+    assert not kv.deliver(second)
+    assert kv.lost
+    assert (kv.layer(0), kv.layer(1), kv.delivered) == (first, None, 1)
+    assert kv.wait(1, TIMEOUT) is None
+
+
+def test_who_waits_in_vain_loses_nothing() -> None:
+    kv = empty()
+    assert kv.wait(0, 0.01) is None
+    assert not kv.lost
+    layer = chunk_kv(1).layers[0]
+    assert kv.deliver(layer)
+    assert kv.wait(0, 0.0) is layer
+
+
+def test_whoever_waits_notices_at_once_that_layers_are_lost() -> None:
+    kv = empty()
+    threading.Timer(0.05, kv.give_up).start()
+    begin = time.monotonic()
+    assert kv.wait(1, TIMEOUT) is None
+    assert time.monotonic() - begin < TIMEOUT / 2
+
+
+def test_subscribers_are_told_of_each_layer_and_of_the_loss(caplog: pytest.LogCaptureFixture) -> None:
+    kv, told = empty(3), []
+
+    def fails() -> None:
+        raise RuntimeError("as the test wants")
+
+    kv.subscribe(fails)
+    kv.subscribe(lambda: told.append((kv.delivered, kv.lost)))
+    for layer in chunk_kv(1).layers:
+        kv.deliver(layer)
+    kv.give_up()
+    kv.give_up()
+    assert told == [(1, False), (2, False), (2, True)]
+    assert "A listener of a chunk's arrival failed" in caplog.text
 
 
 # --- the store
@@ -266,7 +362,7 @@ class Slow(HostTier):
         if kv is None:
             return None
         reader = ScriptedReader(int(key[:8], 16), self.reads)
-        reader.kv, reader.layers, reader.nbytes = kv, len(kv.layers), kv.nbytes
+        reader.kv, reader.layers, reader.tokens, reader.nbytes = kv, len(kv.layers), kv.tokens, kv.nbytes
         reader.permits = self.permits
         self.opened.release()
         return reader
@@ -359,7 +455,7 @@ def test_what_came_to_memory_while_it_waited_is_not_read_again(slow_store: tuple
     store, slow = slow_store
     assert slow.permits is not None
     busy = store.load([key_of(1), key_of(2)], ENDLESS)
-    for _ in range(layer_loader.THREADS):
+    for _ in range(module.THREADS):
         assert slow.opened.acquire(timeout=TIMEOUT)
     late = store.load([key_of(2), key_of(1)], ENDLESS)
     slow.permits.release(4)
@@ -367,45 +463,72 @@ def test_what_came_to_memory_while_it_waited_is_not_read_again(slow_store: tuple
     assert (reads_of(slow, 1), reads_of(slow, 2)) == ([0, 1], [0, 1])
 
 
-def test_two_that_join_each_other_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_job, "PATIENCE_SECONDS", 60.0)
-    threads, under_way = ReaderThreads(2), UnderWay()
-    both_have_one = threading.Barrier(2, timeout=TIMEOUT)
+def test_prompts_that_share_chunks_in_any_order_read_each_once(loader: LayerLoader) -> None:
     log: list[tuple[int, int]] = []
-    ended: list[Loaded | None] = []
+    ended: list[LoadedChunk | None] = []
+    permits = threading.Semaphore(0)
 
-    def wanted(number: int, *, first: bool) -> Wanted:
-        def opens() -> Opened:
-            return Opened("far", ScriptedReader(number, log))
+    def chunk(number: int) -> ChunkLoad:
+        reader = ScriptedReader(number, log)
+        reader.permits = permits
+        return opened_by(lambda: OpenedChunk("far", reader), ended, key=str(number))
 
-        def opens_with_the_other() -> Opened:
-            both_have_one.wait()
-            return opens()
-
-        return Wanted(str(number), opens_with_the_other if first else opens, ended.append)
-
-    # Each waits for the other after its first chunk is open, and registered, but not yet its second one.
-    jobs = [[wanted(1, first=False), wanted(0, first=True), wanted(2, first=False)]]
-    jobs.append([wanted(2, first=False), wanted(3, first=True), wanted(1, first=False)])
-    for job in jobs:
-        LoadJob(job, ENDLESS, threads, Bandwidths(), under_way, threading.Event(), parts=1).start()
-    assert all(kv is not None for kv in complete([one.future for job in jobs for one in job]))
+    prompts = [[chunk(number) for number in numbers] for numbers in ((1, 0, 2), (2, 3, 1))]
+    for chunks in prompts:
+        loader.load(chunks, ENDLESS)
+    permits.release(100)
+    assert all(kv is not None for kv in complete([one.begun for chunks in prompts for one in chunks]))
     assert sorted(log) == [(layer, number) for layer in range(4) for number in range(4)], "each is read once"
-    threads.close()
 
 
-def test_who_joins_does_not_give_up_with_the_first(slow_store: tuple[ChunkStore, Slow]) -> None:
+def test_reading_goes_on_for_who_joins_when_the_first_gives_up(slow_store: tuple[ChunkStore, Slow]) -> None:
     store, slow = slow_store
     assert slow.permits is not None
     (hasty,) = store.load([key_of(1)], Urgency(compute=1.0, prefill=0.01))
     assert slow.opened.acquire(timeout=TIMEOUT)
     (patient,) = store.load([key_of(1)], ENDLESS)
     assert hasty.result(timeout=TIMEOUT) is None
-    slow.permits.release(3)
+    slow.permits.release(2)
     (kv,) = complete([patient])
     assert kv is not None
     assert same_kv(kv, chunk_kv(1))
-    assert slow.opened.acquire(timeout=TIMEOUT), "a copy of its own took over"
+    assert reads_of(slow, 1) == [0, 1]
+    assert not slow.opened.acquire(blocking=False), "no second copy was opened"
+
+
+def test_giving_up_is_each_prompts_own(slow_store: tuple[ChunkStore, Slow]) -> None:
+    store, slow = slow_store
+    assert slow.permits is not None
+    store.bandwidths.note("slow", 1 << 40, 1.0)
+    slow.permits.release(1)
+    (first,) = store.load([key_of(1)], ENDLESS)
+    given_up = first.result(timeout=TIMEOUT)
+    assert isinstance(given_up, ArrivingKV)
+    (second,) = store.load([key_of(1)], ENDLESS)
+    kv = second.result(timeout=TIMEOUT)
+    given_up.give_up()
+    assert isinstance(kv, ArrivingKV)
+    assert kv.layer(0) is not None, "who joins gets what is there"
+    slow.permits.release(1)
+    assert same_kv(complete([second])[0] or chunk_kv(9), chunk_kv(1))
+    assert given_up.lost
+    assert given_up.layer(1) is None
+
+
+def test_what_nobody_wants_any_more_is_not_read_on(slow_store: tuple[ChunkStore, Slow]) -> None:
+    store, slow = slow_store
+    assert slow.permits is not None
+    store.bandwidths.note("slow", 1 << 40, 1.0)
+    slow.permits.release(1)
+    futures = [store.load([key_of(1)], ENDLESS)[0] for _ in range(2)]
+    for future in futures:
+        kv = future.result(timeout=TIMEOUT)
+        assert isinstance(kv, ArrivingKV)
+        kv.give_up()
+    slow.permits.release(100)
+    wait_until(lambda: not store._loader._readings)
+    assert store.tier_of(key_of(1)) == "slow"
+    assert reads_of(slow, 1) == [0, 1]
 
 
 def test_who_joins_keeps_its_own_deadline(slow_store: tuple[ChunkStore, Slow]) -> None:
@@ -421,13 +544,32 @@ def test_who_joins_keeps_its_own_deadline(slow_store: tuple[ChunkStore, Slow]) -
     assert same_kv(kv, chunk_kv(1))
 
 
-def test_who_waits_for_anothers_layer_takes_nothing_from_him() -> None:
-    stream = LayerStream(1, patience=10.0)
-    assert stream.wait(0, 0.01) is None
-    assert not stream.lost
-    kv = chunk_kv(1)
-    assert stream.deliver(kv.layers[0])
-    assert stream.wait(0, 0.0) is kv.layers[0]
+class FailingTier(HostTier):
+    """Holds chunks whose second layer cannot be read."""
+
+    def open(self, key: str) -> ChunkReader | None:
+        kv = self.get(key)
+        if kv is None:
+            return None
+        reader = ScriptedReader(0, [], fails=1)
+        reader.kv, reader.layers, reader.tokens, reader.nbytes = kv, len(kv.layers), kv.tokens, kv.nbytes
+        return reader
+
+
+@pytest.mark.parametrize("another", [True, False])
+def test_where_a_copy_fails_another_tiers_goes_on(another: bool) -> None:
+    recorder = Recorder()
+    failing, slow = FailingTier(PLENTY, recorder.events, name="failing"), Slow(recorder)
+    store = ChunkStore([HostTier(PLENTY, recorder.events), failing, slow], recorder.events)
+    failing.put(key_of(1), chunk_kv(1))
+    if another:
+        slow.put(key_of(1), chunk_kv(1))
+    futures = [store.load([key_of(1)], ENDLESS)[0] for _ in range(2)]
+    for kv in complete(futures):
+        assert (kv is not None) == another
+        assert kv is None or same_kv(kv, chunk_kv(1))
+    assert reads_of(slow, 1) == ([1] if another else []), "it goes on where the first copy failed"
+    store.close()
 
 
 # --- reads that hang
@@ -435,7 +577,7 @@ def test_who_waits_for_anothers_layer_takes_nothing_from_him() -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_job, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(module, "STALL_SECONDS", 0.05)
 
 
 def hanging(count: int) -> tuple[list[ScriptedReader], threading.Semaphore]:
@@ -453,24 +595,24 @@ def threads_of_loaders() -> int:
 
 @pytest.mark.usefixtures("impatient")
 def test_reads_that_hang_do_not_hold_up_others(loader: LayerLoader, caplog: pytest.LogCaptureFixture) -> None:
-    ended: list[Loaded | None] = []
-    readers, permits = hanging(layer_loader.THREADS)
+    ended: list[LoadedChunk | None] = []
+    readers, permits = hanging(module.THREADS)
     before = threads_of_loaders()
     for reader in readers:
-        wanted = wanted_of(reader, ended)
+        wanted = chunk_of(reader, ended)
         loader.load([wanted], Urgency(compute=1.0, prefill=0.01))
-        assert wanted.future.result(timeout=TIMEOUT) is None
+        assert wanted.begun.result(timeout=TIMEOUT) is None
     wait_for(ended, len(readers))
     assert ended == [None] * len(readers)
-    sound = wanted_of(ScriptedReader(9, []), ended)
+    sound = chunk_of(ScriptedReader(9, []), ended)
     loader.load([sound], ENDLESS)
-    (kv,) = complete([sound.future])
+    (kv,) = complete([sound.begun])
     assert kv is not None
     assert [reader.closed for reader in readers] == [0] * len(readers), "a read is under way"
     assert sum("does not return" in message for message in caplog.messages) == len(readers)
     permits.release(100)
     deadline = time.monotonic() + TIMEOUT
-    while any(reader.closed != 1 for reader in readers) or threads_of_loaders() > before + layer_loader.THREADS:
+    while any(reader.closed != 1 for reader in readers) or threads_of_loaders() > before + module.THREADS:
         assert time.monotonic() < deadline, "the threads did not end"
         time.sleep(0.002)
     assert len(ended) == len(readers) + 1
@@ -478,58 +620,84 @@ def test_reads_that_hang_do_not_hold_up_others(loader: LayerLoader, caplog: pyte
 
 @pytest.mark.usefixtures("impatient")
 def test_opening_may_hang_too(loader: LayerLoader) -> None:
-    ended: list[Loaded | None] = []
+    ended: list[LoadedChunk | None] = []
     returns = threading.Event()
     reader = ScriptedReader(1, [])
 
-    def opens() -> Opened:
+    def opens() -> OpenedChunk:
         assert returns.wait(TIMEOUT)
-        return Opened("far", reader)
+        return OpenedChunk("far", reader)
 
-    for number in range(layer_loader.THREADS):
-        loader.load([Wanted(str(number), opens, ended.append)], Urgency(compute=1.0, prefill=0.01))
-    wait_for(ended, layer_loader.THREADS)
-    sound = wanted_of(ScriptedReader(9, []), ended)
+    for number in range(module.THREADS):
+        loader.load([opened_by(opens, ended, key=str(number))], Urgency(compute=1.0, prefill=0.01))
+    wait_for(ended, module.THREADS)
+    wait_until(lambda: len(loader._abandoned) == module.THREADS)
+    sound = chunk_of(ScriptedReader(9, []), ended)
     loader.load([sound], ENDLESS)
-    assert complete([sound.future]) != [None]
+    assert complete([sound.begun]) != [None]
     returns.set()
-    deadline = time.monotonic() + TIMEOUT
-    while reader.closed < layer_loader.THREADS:
-        assert time.monotonic() < deadline, "what was opened too late is not closed"
-        time.sleep(0.002)
+    wait_until(lambda: reader.closed == module.THREADS)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_read_that_hangs_is_lost_to_all_who_wait_whatever_their_deadlines(loader: LayerLoader) -> None:
+    ended: list[LoadedChunk | None] = []
+    (reader,), permits = hanging(1)
+    permits.release(1)
+    chunks = [opened_by(lambda: OpenedChunk("far", reader), ended, key="shared") for _ in range(3)]
+    for chunk in chunks:
+        loader.load([chunk], ENDLESS)
+    begin = time.monotonic()
+    assert [arriving(chunk).wait(1, TIMEOUT) for chunk in chunks] == [None] * 3
+    assert time.monotonic() - begin < TIMEOUT / 2
+    permits.release(9)
+    wait_until(lambda: reader.closed == 1)
+    assert ended == [None] * 3
+
+
+@pytest.mark.usefixtures("impatient")
+def test_chunks_beside_one_that_hangs_are_read(loader: LayerLoader) -> None:
+    ended: list[LoadedChunk | None] = []
+    (reader,), permits = hanging(1)
+    sound = [ScriptedReader(number, []) for number in range(5, 8)]
+    chunks = [chunk_of(reader, ended) for reader in (reader, *sound)]
+    loader.load(chunks, ENDLESS)
+    found = complete([chunk.begun for chunk in chunks])
+    assert [kv is None for kv in found] == [True, False, False, False]
+    permits.release(9)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_no_more_than_so_many_threads_are_replaced(
     loader: LayerLoader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reader_threads, "MOST_ABANDONED", 3)
+    monkeypatch.setattr(module, "MOST_ABANDONED", 3)
     before = threads_of_loaders()
-    ended: list[Loaded | None] = []
+    ended: list[LoadedChunk | None] = []
     readers, permits = hanging(8)
     for reader in readers:
-        wanted = wanted_of(reader, ended)
+        wanted = chunk_of(reader, ended)
         loader.load([wanted], Urgency(compute=1.0, prefill=0.01))
-        assert wanted.future.result(timeout=TIMEOUT) is None
+        assert wanted.begun.result(timeout=TIMEOUT) is None
     deadline = time.monotonic() + TIMEOUT
     while "too many hang" not in caplog.text:
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    assert threads_of_loaders() - before <= layer_loader.THREADS + 3
+    assert threads_of_loaders() - before <= module.THREADS + 3
     permits.release(1000)
     wait_for(ended, len(readers))
-    sound = wanted_of(ScriptedReader(99, []), ended)
+    sound = chunk_of(ScriptedReader(99, []), ended)
     loader.load([sound], ENDLESS)
-    assert complete([sound.future]) != [None], "once they have returned, reading goes on"
+    assert complete([sound.begun]) != [None], "once they have returned, reading goes on"
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_read_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_threads, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.1)
     loader = LayerLoader()
-    ended: list[Loaded | None] = []
+    ended: list[LoadedChunk | None] = []
     (reader,), permits = hanging(1)
-    loader.load([wanted_of(reader, ended)], ENDLESS)
+    loader.load([chunk_of(reader, ended)], ENDLESS)
     begin = time.monotonic()
     loader.close()
     assert time.monotonic() - begin < TIMEOUT / 2
@@ -583,6 +751,33 @@ def test_how_long_loading_takes_is_summed_over_the_chunks_tiers() -> None:
     assert found.busy == pytest.approx(chunk_kv(2, tokens=9).nbytes / 100 / 4)
     store.close()
     assert recorder.of(ChunkLookup) == []
+
+
+def test_what_is_loaded_ahead_leaves_a_thread_to_who_needs_one(slow_store: tuple[ChunkStore, Slow]) -> None:
+    store, slow = slow_store
+    assert slow.permits is not None
+    for number in (3, 4):
+        slow.put(key_of(number), chunk_kv(number))
+    store.load_ahead([key_of(number) for number in (2, 3, 4)])
+    for _ in range(3):
+        assert slow.opened.acquire(timeout=TIMEOUT)
+    time.sleep(0.05)
+    assert sum(reading.thread is not None for reading in store._loader._readings.values()) == 1
+    (needed,) = store.load([key_of(1)], ENDLESS)
+    assert slow.opened.acquire(timeout=TIMEOUT)
+    slow.permits.release(100)
+    assert complete([needed]) != [None]
+
+
+def test_what_is_needed_after_all_is_not_read_twice(slow_store: tuple[ChunkStore, Slow]) -> None:
+    store, slow = slow_store
+    assert slow.permits is not None
+    store.load_ahead([key_of(1)])
+    assert slow.opened.acquire(timeout=TIMEOUT)
+    (needed,) = store.load([key_of(1)], ENDLESS)
+    slow.permits.release(100)
+    assert complete([needed]) != [None]
+    assert reads_of(slow, 1) == [0, 1]
 
 
 def test_ahead_of_time_one_prompts_chunks_at_a_time_are_loaded() -> None:
@@ -660,6 +855,6 @@ def test_kv_in_memory_can_be_opened() -> None:
     tier = HostTier(PLENTY, Recorder().events)
     tier.put(key_of(3), kv)
     reader = tier.open(key_of(3))
-    assert isinstance(reader, HeldReader)
+    assert isinstance(reader, ResidentReader)
     assert [reader.read(layer) for layer in range(reader.layers)] == list(kv.layers)
     assert tier.open(key_of(4)) is None

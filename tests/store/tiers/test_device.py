@@ -16,8 +16,8 @@ import torch
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import ChunkEvicted, ChunkLookup
 from kvlinker.store import ChunkKV, ChunkStore, DeviceTier, HostTier, TierUsage, open_store
-from kvlinker.store.loading.bandwidth import LoadTime
-from kvlinker.store.loading.wanted import Urgency
+from kvlinker.store.loading.prompt_load import Urgency
+from kvlinker.store.loading.throughput import LoadTime
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
 
 PLENTY = 1 << 20
@@ -46,7 +46,7 @@ def test_chunks_move_up_on_use(recorder: Recorder) -> None:
     assert store.tier_of(key_of(1)) == "host"
     assert devices_of(store.get(key_of(1))) == {"meta"}
     assert store.tier_of(key_of(1)) == "device"
-    assert devices_of(store.get_at_hand(key_of(1))) == {"meta"}
+    assert devices_of(store.get_resident(key_of(1))) == {"meta"}
     (loaded,) = store.load([key_of(1)], Urgency())
     assert devices_of(loaded.result(timeout=0)) == {"meta"}
     assert [lookup.tier for lookup in recorder.of(ChunkLookup)] == ["host", "device", "device"]

@@ -1,4 +1,4 @@
-"""Is linking exact with this model? Checks that run when a model is loaded, and under ``kvlinker check``."""
+"""Checks that linking is exact with a model. They run when it is loaded, and under ``kvlinker check``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvlinker.embedded.batch import Batch, Capture, Placed, Run
 from kvlinker.embedded.model.anatomy import LayerShape, trace_layers
@@ -48,31 +48,28 @@ class Check:
 def self_test(model: Any) -> tuple[Check, ...]:
     """Compare kvlinker's computation with the model's own forward pass on a fixed random prompt of 96 tokens.
 
-    Rounding hides small mistakes, so a copy of the model in fp32 is checked where memory allows.
+    Rounding hides small mistakes, so a copy of the model in fp32 is checked where memory allows, be it on the CPU.
     """
-    size = sum(weight.numel() for weight in model.parameters()) * torch.float32.itemsize
-    if next(model.parameters()).dtype != torch.float32 and size < psutil.virtual_memory().available // 2:
-        model = copy.deepcopy(model).float()
-    subject = _Subject(model)
+    subject = _Subject(_precise(model))
     tokens = subject.tokens
     expected = subject.own_logits()
     tolerance = TOLERANCES[subject.dtype]
     runner = subject.new_runner()
     capture = Capture(subject.layers, [CHUNK], dtype=subject.dtype)
 
-    whole = runner.step(Batch((Run(0, 0, tokens, True, capture),)))[0]
+    whole = runner.step(Batch((Run(0, 0, tokens, True, capture),))).logits[None]
     prefill = Check("prefill", "a prompt computed at once", _error(whole, expected), tolerance)
 
     for begin, end in SCATTERED:
         _spoil(runner.pool, begin, end)
     runs = tuple(Run(0, begin, tokens[begin:end], end == len(tokens)) for begin, end in SCATTERED)
-    again = runner.step(Batch(runs))[0]
+    again = runner.step(Batch(runs)).logits[None]
     recompute = Check("recompute", "scattered tokens computed again over garbage", _error(again, expected), tolerance)
 
     _spoil(runner.pool, *CHUNK)
     placed = Placed(capture.finish()[0], 0, CHUNK[1] - CHUNK[0], slot=CHUNK[0], rotary_start=CHUNK[0])
     last = Run(0, CHUNK[1], tokens[CHUNK[1] :], True)
-    linked = runner.step(Batch((last,), (placed,)))[0]
+    linked = runner.step(Batch((last,), (placed,))).logits[None]
     link = Check("link", "a chunk's stored KV placed back", _error(linked, expected), tolerance)
 
     moved = Check("relocate", "first-layer keys moved to another position", _relocation_error(subject), tolerance)
@@ -88,6 +85,37 @@ def require_exact(model: Any) -> None:
             f"{type(model).__name__} cannot be linked exactly. Relative errors over {failed[0].tolerance:.0e}: "
             f"{figures}. Serve it without kvlinker, or report the model."
         )
+
+
+def _precise(model: Any) -> Any:
+    """Return a copy of the model in fp32, on its device or else on the CPU, whichever has room for it; the model itself
+    where neither has, or where it is in fp32."""
+    weight = next(model.parameters())
+    if weight.dtype == torch.float32:
+        return model
+    size = sum(weight.numel() for weight in model.parameters()) * torch.float32.itemsize
+    for device in dict.fromkeys([weight.device, torch.device("cpu")]):
+        if size < _free_bytes(device) // 2:
+            return _copy_in_fp32(model, device)
+    return model
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Bytes of memory that are free on the device."""
+    free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return free
+
+
+def _copy_in_fp32(model: Any, device: torch.device) -> Any:
+    """Return a copy on the device; no second one in the model's own precision is made on the way."""
+    copies: dict[int, Any] = {}
+    for parameter in model.parameters():
+        precise = parameter.detach().to(device, torch.float32, copy=True)
+        copies[id(parameter)] = nn.Parameter(precise, requires_grad=False)
+    for buffer in model.buffers():
+        dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
+        copies[id(buffer)] = buffer.detach().to(device, dtype, copy=True)
+    return copy.deepcopy(model, copies)
 
 
 class _Subject:

@@ -16,9 +16,9 @@ import typer
 from torch import nn
 
 from kvlinker.embedded.engine import EmbeddedEngine
+from kvlinker.embedded.forward_pass import Profile
 from kvlinker.embedded.model.interception import attention_of
 from kvlinker.embedded.model.loading import LoadedModel
-from kvlinker.embedded.step import Profile
 from kvlinker.prompt.segments import Prompt
 from kvlinker.research.bench.benchmark import (
     ChunkTokens,

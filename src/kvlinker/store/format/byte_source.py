@@ -11,9 +11,6 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-AHEAD_BYTES = 8 << 20
-"""Bytes that one round trip brings, about."""
-
 
 class ByteSource(Protocol):
     """Gives a fixed number of bytes, in any order, to any thread."""
@@ -73,10 +70,11 @@ class FileSource:
 class AheadSource:
     """Gives bytes that are far away, to one thread at a time.
 
-    Each round trip brings more than was asked for, for the next read most often follows.
+    Each round trip brings more than was asked for, up to a multiple of ``ahead_bytes``, for the next read most often
+    follows; what follows is not brought twice.
     """
 
-    def __init__(self, size: int, fetch: Callable[[int, int], Bytes], *, ahead_bytes: int = AHEAD_BYTES) -> None:
+    def __init__(self, size: int, fetch: Callable[[int, int], Bytes], *, ahead_bytes: int) -> None:
         """Begin with nothing read. ``fetch`` takes (offset, length); what it raises, reading raises."""
         self._size = size
         self._fetch = fetch
@@ -91,8 +89,12 @@ class AheadSource:
     def read(self, offset: int, length: int) -> Bytes:
         if offset + length > self._size:
             raise EOFError
-        if not self._begin <= offset <= offset + length <= self._begin + len(self._data):
-            alike = max(1, self._ahead_bytes // max(1, length))  # the next reads are often as long as this one
-            self._data = self._fetch(offset, min(alike * length, self._size - offset))
-            self._begin = offset
-        return self._data[offset - self._begin : offset - self._begin + length]
+        first = offset - self._begin
+        there = self._data[first : first + length] if first >= 0 else self._data[:0]
+        if len(there) == length:
+            return there
+        begin, end = offset + len(there), offset + length
+        ahead = -(-end // self._ahead_bytes) * self._ahead_bytes
+        self._data, self._begin = self._fetch(begin, min(ahead, self._size) - begin), begin
+        fetched = self._data[: end - begin]
+        return np.concatenate([there, fetched]) if len(there) else fetched

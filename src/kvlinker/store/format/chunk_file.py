@@ -49,7 +49,7 @@ from kvlinker.store.format.header import (
     raw_bytes,
     read_header,
 )
-from kvlinker.store.loading.layer_stream import LayerLostError
+from kvlinker.store.loading.arriving import LayerLostError
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.types.chunk_scores import ChunkScores
 
@@ -166,6 +166,11 @@ class EncodedChunk:
         return len(self._entries) // (2 * len(self._parts))
 
     @property
+    def tokens(self) -> int:
+        """The number of tokens that the chunk has."""
+        return self._entries[0].shape[1]
+
+    @property
     def nbytes(self) -> int:
         """The bytes of all layers, as they are encoded."""
         return self._entries[-1].end - self._entries[0].start
@@ -258,6 +263,7 @@ class TierReader:
         self._failed = failed
         self._close = close
         self.layers = chunk.layers
+        self.tokens = chunk.tokens
         self.nbytes = chunk.nbytes
         self.scores = chunk.scores
 

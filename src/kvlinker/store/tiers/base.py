@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvlinker.events import ChunkDamaged
 from kvlinker.store.chunk_kv import ChunkKV
-from kvlinker.store.loading.layer_stream import ChunkReader
+from kvlinker.store.loading.arriving import ChunkReader
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.types.chunks import CHUNK_KEY
 
@@ -54,7 +54,7 @@ class Tier(Protocol):
 
     @property
     def speed_name(self) -> str:
-        """The name that its bandwidth is remembered under: all that it depends on (see ``bandwidth.speed_name``)."""
+        """The name that its bandwidth is remembered under: all that it depends on (see ``throughput.speed_name``)."""
         ...
 
     @property

@@ -16,7 +16,7 @@ from kvlinker.events import Events
 from kvlinker.registry import Registry
 from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.store.format.encryption import Cipher, Sealing
-from kvlinker.store.loading.bandwidth import speed_name
+from kvlinker.store.loading.throughput import speed_name
 from kvlinker.store.tiers.base import Tier
 
 if TYPE_CHECKING:

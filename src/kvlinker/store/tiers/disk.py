@@ -29,8 +29,8 @@ from kvlinker.store.format.codecs import RAW, Codec, find_codec
 from kvlinker.store.format.compression import MissingLibraryError
 from kvlinker.store.format.encryption import NOT_SEALED, Sealing
 from kvlinker.store.format.header import ChunkFileError
-from kvlinker.store.loading.bandwidth import speed_name
-from kvlinker.store.loading.layer_stream import ChunkReader
+from kvlinker.store.loading.arriving import ChunkReader
+from kvlinker.store.loading.throughput import speed_name
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier, TierCheck
 from kvlinker.store.tiers.chunk_folder import ChunkFolder

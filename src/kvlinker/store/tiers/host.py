@@ -8,7 +8,7 @@ from collections.abc import Iterable, Set
 from kvlinker.events import ChunkEvicted, Events
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.eviction import Eviction, EvictionIndex
-from kvlinker.store.loading.layer_stream import ChunkReader, HeldReader
+from kvlinker.store.loading.arriving import ChunkReader, ResidentReader
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier, TierCheck
 from kvlinker.store.tiers.configured import ConfiguredTier, register
@@ -49,7 +49,7 @@ class HostTier:
 
     def open(self, key: str) -> ChunkReader | None:
         kv = self.get(key)
-        return None if kv is None else HeldReader(kv)
+        return None if kv is None else ResidentReader(kv)
 
     def put(self, key: str, kv: ChunkKV, rest: Rest = no_rest) -> bool:
         nbytes = kv.nbytes

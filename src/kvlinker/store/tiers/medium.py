@@ -62,6 +62,12 @@ class BlobMedium(Protocol):
         """The bytes that all blobs may take together."""
         ...
 
+    @property
+    def ahead_bytes(self) -> int:
+        """The bytes that one round trip brings while a blob is read layer by layer: so many that the trip itself hardly
+        counts, and so few that the first layers come soon."""
+        ...
+
     def open(self) -> tuple[int, ...]:
         """Reach the medium and evict down to the budget, also again after an outage; returns evicted sizes."""
         ...

@@ -54,6 +54,8 @@ class ObjectMedium:
     servers write, until a server that has listed it writes something itself.
     """
 
+    ahead_bytes = 8 << 20
+
     def __init__(
         self, url: str, budget_bytes: int, *, timeout: float, folder: str = "", listing_seconds: float = LISTING_SECONDS
     ) -> None:

@@ -48,6 +48,8 @@ class RedisMedium:
     Blobs that another program, or Redis itself, changed or evicted are found when they are used, or by ``audit``.
     """
 
+    ahead_bytes = 2 * PART_BYTES
+
     def __init__(self, url: str, budget_bytes: int, *, prefix: str, timeout: float) -> None:
         """Prepare to connect, which is done when something is asked. ``timeout``, in seconds, is for each single
         exchange of bytes.

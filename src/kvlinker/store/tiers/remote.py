@@ -20,8 +20,8 @@ from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.store.format.compression import MissingLibraryError
 from kvlinker.store.format.encryption import NOT_SEALED, Sealing
 from kvlinker.store.format.header import ChunkFileError
-from kvlinker.store.loading.bandwidth import speed_name
-from kvlinker.store.loading.layer_stream import ChunkReader, LayerLostError
+from kvlinker.store.loading.arriving import ChunkReader, LayerLostError
+from kvlinker.store.loading.throughput import speed_name
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import TierCheck, checked_key
 from kvlinker.store.tiers.medium import KEYS_AT_ONCE, BlobDamaged, BlobMedium, MediumRefused, MediumUsage, Written
@@ -104,7 +104,7 @@ class BlobTier:
             self._drop(key, f"{nbytes} bytes are more than the whole tier may hold")
             return None
         failed = partial(self._failed_to_read, key)
-        source = AheadSource(nbytes, partial(self._fetched_part, key))
+        source = AheadSource(nbytes, partial(self._fetched_part, key), ahead_bytes=self._medium.ahead_bytes)
         try:
             return TierReader(open_chunk(source, key, self._sealing), failed=failed)
         except LayerLostError:

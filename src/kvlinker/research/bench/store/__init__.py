@@ -10,6 +10,7 @@ from kvlinker.research.bench.measurement import Workload
 from kvlinker.research.bench.report import Report
 from kvlinker.research.bench.store.crowd import crowd_rows
 from kvlinker.research.bench.store.first_token import first_token_rows
+from kvlinker.research.bench.store.hiding import hiding_rows
 from kvlinker.research.bench.store.rows import COLUMNS
 from kvlinker.research.bench.store.throughput import throughput_rows
 from kvlinker.research.bench.store.writing import writing_rows
@@ -40,6 +41,9 @@ def run_store(
     measured = {
         "ttft": lambda: first_token_rows(
             subject, workload, policies, tiers, codecs, redis_url=redis_url, repeat=repeat, progress=progress
+        ),
+        "hiding": lambda: hiding_rows(
+            subject, workload, policies, redis_url=redis_url, repeat=repeat, progress=progress
         ),
         "writing": lambda: writing_rows(subject, workload, policies, repeat=repeat, progress=progress),
         "throughput": lambda: throughput_rows(subject, workload, codecs, repeat=repeat, progress=progress),

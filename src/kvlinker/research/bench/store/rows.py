@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from kvlinker.research.bench.report import Row
 
-COLUMNS = ("tier", "codec", "policy", "case", "ms", "bytes", "ratio_to_host", "ratio", "beside")
+COLUMNS = (
+    "tier",
+    "codec",
+    "policy",
+    "case",
+    "ms",
+    "bytes",
+    "ratio_to_host",
+    "ratio",
+    "beside",
+    "bandwidth",
+    "hidden_percent",
+)
 
 
 def store_row(

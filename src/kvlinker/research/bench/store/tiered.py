@@ -15,7 +15,8 @@ from kvlinker.research.bench.measurement import TENANT
 from kvlinker.research.bench.store.files import chunk_files, drop_from_page_cache, read_seconds
 from kvlinker.research.bench.subject import Subject
 from kvlinker.research.bench.ttft import SPARE_SLOTS, STEP_TOKENS, Measurement, policy_measurement
-from kvlinker.store import ChunkStore
+from kvlinker.store import ChunkKV, ChunkStore
+from kvlinker.store.loading.prompt_load import Urgency
 from kvlinker.types.chunks import chunk_key
 
 
@@ -82,20 +83,29 @@ class TieredPrompt:
     def take(self, policy: str, state: str) -> Taken:
         """Measure in one of ``states``."""
         if self.tier == "host":
-            return Taken(self._ttft(policy), 0.0)
+            return Taken(self.ttft(policy), 0.0)
         if self.tier != "disk":
-            return Taken(self._ttft(policy), self._get_all())
+            return Taken(self.ttft(policy), self._get_all())
         files = chunk_files(self.folder)
         prepare = read_seconds if state == "warm" else drop_from_page_cache
         prepare(files)
         reading = read_seconds(files)
         prepare(files)
-        ttft = self._ttft(policy)
+        ttft = self.ttft(policy)
         prepare(files)
         return Taken(ttft, self._get_all(), reading)
 
-    def _ttft(self, policy: str) -> float:
+    def ttft(self, policy: str) -> float:
+        """Return the seconds to the first token, with the tier as it is."""
         return self.measure[policy]().ttft
+
+    def load_seconds(self) -> float:
+        """Return the seconds of reading all chunks layer by layer, while nothing is computed."""
+        begin = time.perf_counter()
+        found = [future.result() for future in self.store.load(self.keys, Urgency())]
+        seconds = time.perf_counter() - begin
+        assert all(isinstance(kv, ChunkKV) for kv in found), "a chunk was lost"
+        return seconds
 
     def _get_all(self) -> float:
         begin = time.perf_counter()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvlinker.embedded.engine import EmbeddedEngine
 from kvlinker.errors import InvalidRequestError
-from kvlinker.linking import Evidence, Policy, highest, percentage, share
+from kvlinker.linking import Evidence, Needs, Policy, highest, percentage, share
 from kvlinker.linking.policies.cachecraft import CacheCraft, context_impact
 from kvlinker.llm import LLM
 from kvlinker.prompt.segments import Prompt
@@ -94,7 +94,7 @@ class ContextOrder(Policy):
     (equation 14) without its CFO."""
 
     family = "inter"
-    uses_scores = True
+    needs = Needs(scores=True)
 
     percent: float = percentage()
 

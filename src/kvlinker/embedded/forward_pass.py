@@ -21,7 +21,18 @@ from kvlinker.embedded.model.anatomy import LayerShape
 from kvlinker.embedded.model.interception import RotaryFunction
 from kvlinker.embedded.pool import KVPool
 from kvlinker.engine.attention import AttentionOptions
-from kvlinker.store.loading.layer_stream import LayerLostError
+from kvlinker.store.loading.arriving import ArrivingKV
+
+WaitInStep = Callable[[Callable[[], bool]], None]
+"""Waits until its argument returns true, or somebody outside the step could be computed."""
+
+
+def never_wait(came: Callable[[], bool]) -> None:
+    """Return at once, as if there were others to compute."""
+
+
+class NobodyLeftError(Exception):
+    """All requests have left the step."""
 
 
 class _Peeked(Exception):  # noqa: N818
@@ -32,8 +43,12 @@ class _Peeked(Exception):  # noqa: N818
         self.value = value
 
 
-class Step:
-    """The interceptor of the runner's forward pass over one batch."""
+class ForwardPass:
+    """Takes the place of rotary embedding and attention in one forward pass over a batch.
+
+    Tokens leave the hidden states between the layers: those that a policy drops, and all those of an owner whose chunk
+    lacks the layer that is to be placed. The other owners' tokens are computed as if these had never been there.
+    """
 
     def __init__(
         self,
@@ -43,11 +58,13 @@ class Step:
         *,
         kernel: AttentionKernel,
         profile: Profile | None,
+        wait: WaitInStep,
     ) -> None:
         self._layers = layers
         self._pool = pool
         self._kernel = kernel
         self._profile = profile
+        self._wait = wait
         self._device = pool.keys[0].device
         self._placed = batch.placed
         self._length = max(
@@ -58,20 +75,28 @@ class Step:
         self._unnarrowed: Tensor | None = None
         self._peeking = False
         self.logit_rows = torch.tensor(batch.logit_rows, dtype=torch.long, device=self._device)
-        """Where in the last layer's output the wanted tokens are; follows them when others are dropped."""
+        """Where in the last layer's output the wanted tokens are, in the order of ``remaining.logit_owners``; it
+        follows them when others leave. Entries beyond those mean nothing."""
+
         self.remaining = batch
         """The batch of the tokens that the hidden states still have."""
+
+        self.left: dict[object, int] = {}
+        """The owners that left, with the first layer that their chunks lacked."""
+
         self._enter(batch)
 
     def enter_layer(self, index: int, hidden: Tensor, compute: Callable[[Tensor], object]) -> Tensor:
-        """The layer's input [1, tokens, width] without the tokens that were dropped before it.
+        """Return the layer's input [1, tokens, width] without the tokens that leave before it.
 
         Policies that have dropped nothing yet are asked here, before the layer computes anything: from all tokens to
-        few, it is worth computing the layer's keys and values ahead. ``compute`` runs the layer on an input.
+        few, it is worth computing the layer's keys and values ahead. ``compute`` runs the layer on an input. Raises
+        NobodyLeftError.
         """
         if self._unnarrowed is not None:
             hidden = self._narrowed(hidden, self._unnarrowed)
             self._unnarrowed = None
+        hidden = self._without_late(index, hidden)
         self._asked = {id(refinement) for refinement, _ in self._batch.refinements() if not refinement.dropped}
         if not self._asked:
             return hidden
@@ -86,9 +111,10 @@ class Step:
         return hidden if kept is None else self._narrowed(hidden, kept)
 
     def rotary(self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """The tables that were traced at load stand in for the model's own."""
+        """Do nothing: the tables that were traced at load stand in for the model's own."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        """Place, write and attend one layer; see ``Interceptor.attend``."""
         if self._peeking:
             raise _Peeked(key[0], value[0])
         index = int(module.layer_idx)  # type: ignore[arg-type]
@@ -104,6 +130,43 @@ class Step:
         self._slots = torch.from_numpy(batch.slots).to(self._device)
         self._positions = torch.from_numpy(batch.positions).to(self._device)
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _without_late(self, index: int, hidden: Tensor) -> Tensor:
+        """``hidden`` without the tokens of owners whose chunks lack this layer. Where nobody could go on without them,
+        and there is nobody else to compute, they are waited for."""
+        while lacking := self._lacking(index):
+            late = {placed.owner for placed in lacking}
+            lost = {placed.owner for placed in lacking if placed.kv.lost}
+            if late != self._batch.owners:
+                hidden = self._leave(late, index, hidden)
+            elif lost:
+                hidden = self._leave(lost, index, hidden)
+            else:
+                self._wait(partial(self._changed, index, lacking))
+                if not self._changed(index, lacking):
+                    hidden = self._leave(late, index, hidden)
+        return hidden
+
+    def _lacking(self, index: int) -> list[_Arriving]:
+        """The placements whose layer is not there."""
+        return [
+            _Arriving(placed.owner, placed.kv)
+            for placed in self._placed
+            if isinstance(placed.kv, ArrivingKV) and placed.kv.layer(index) is None
+        ]
+
+    def _changed(self, index: int, lacking: list[_Arriving]) -> bool:
+        return any(placed.kv.layer(index) is not None or placed.kv.lost for placed in lacking)
+
+    def _leave(self, owners: set[object], index: int, hidden: Tensor) -> Tensor:
+        """Take the owners' tokens out of ``hidden``."""
+        self.left.update(dict.fromkeys(owners, index))
+        self._placed = tuple(placed for placed in self._placed if placed.owner not in owners)
+        keep = self._batch.without(owners)
+        if not keep.any():
+            raise NobodyLeftError
+        self._enter(self._batch.narrowed(keep))
+        return self._narrowed(hidden, torch.from_numpy(np.flatnonzero(keep)).to(self._device))
 
     def _attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Attention of all runs: [tokens, heads, value_dim], zero for tokens that are dropped in this layer."""
@@ -154,30 +217,31 @@ class Step:
     ) -> Tensor | None:
         """Ask the policies whose turn it is, and go on with what they keep.
 
-        ``computed``: new keys and values of rows of the batch. Returns the kept tokens' indices in the batch as it was;
-        None when nothing was dropped.
+        ``computed`` gives new keys and values of rows of the batch. Returns the kept tokens' indices in the batch as it
+        was; None when nothing was dropped.
         """
         keep = np.ones(len(self._slots), dtype=np.bool_)
         for refinement, rows in self._batch.refinements():
             if (id(refinement) in self._asked) == at_entry:
-                kv = LayerKV(
+                deviations = LayerDeviations(
                     new=partial(computed, rows),
                     pool=(self._pool.keys[index], self._pool.values[index]),
                     slots=self._slots[torch.from_numpy(rows).to(self._device)],
                 )
-                keep[rows] = refinement.keep(index, self._batch.positions[rows], kv)
+                keep[rows] = refinement.keep(index, self._batch.positions[rows], deviations)
         if keep.all():
             return None
-        kept = torch.from_numpy(np.flatnonzero(keep)).to(self._device)
-        self._enter(self._batch.narrowed(keep))
-        return kept
+        narrowed = self._batch.narrowed(keep)
+        assert narrowed.logit_owners == self._batch.logit_owners, "a token whose logits are wanted was dropped"
+        self._enter(narrowed)
+        return torch.from_numpy(np.flatnonzero(keep)).to(self._device)
 
     def _narrowed(self, hidden: Tensor, kept: Tensor) -> Tensor:
         """``hidden`` of the tokens that are left; the batch is theirs already."""
         self.remaining = self._batch
         moved = self._batch.logit_rows
-        assert len(moved) == len(self.logit_rows), "a token whose logits are wanted was dropped"
-        self.logit_rows.copy_(torch.tensor(moved, dtype=torch.long))
+        self.logit_rows.zero_()
+        self.logit_rows[: len(moved)] = torch.tensor(moved, dtype=torch.long)
         return hidden[:, kept]
 
     def _peek(
@@ -208,7 +272,7 @@ class Step:
         return rotated
 
     def _place_layer(self, index: int) -> None:
-        """Once, whoever needs it first."""
+        """Place the layer of all chunks, the first time that somebody needs it."""
         if self._placed_layers <= index:
             self._placed_layers = index + 1
             for placed in self._placed:
@@ -216,12 +280,8 @@ class Step:
 
     def _place(self, index: int, placed: Placed) -> None:
         slots = slice(placed.slot, placed.slot + placed.tokens)
-        try:
-            layer = placed.kv.layers[index]
-        except LayerLostError:  # the engine will see that, too: nothing comes of this request in this step
-            self._pool.keys[index][:, slots] = 0
-            self._pool.values[index][:, slots] = 0
-            return
+        layer = placed.kv.layer(index)
+        assert layer is not None, "its owner has left"
         rotary = self._layers[index].rotary
         key = layer.key[:, placed.first : placed.last].to(self._device, non_blocking=True)
         if rotary is None:
@@ -236,31 +296,40 @@ class Step:
         return self._profile.timed(part) if self._profile is not None else nullcontext()
 
 
-@dataclass(frozen=True)
-class LayerKV:
-    """A layer's keys and values of a request's active tokens: as newly computed, once they are asked for, and as the
-    pool still holds them.
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """KV that is to be placed for ``owner`` and has not all come."""
 
-    ``new``: rotated key and value [kv_heads, active, head_dim]; ``pool`` the same by slot; ``slots`` [active].
-    """
+    owner: object
+    kv: ArrivingKV
+
+
+@dataclass(frozen=True)
+class LayerDeviations:
+    """How far a layer's newly computed keys and values of a request's active tokens are from those in the pool."""
 
     new: Callable[[], tuple[Tensor, Tensor]]
+    """Computes the rotated key and value [kv_heads, active, head_dim] when they are first asked for."""
+
     pool: tuple[Tensor, Tensor]
+    """All keys and values [kv_heads, slots, head_dim]."""
+
     slots: Tensor
+    """Where the active tokens lie: [active]."""
 
     @cached_property
     def _new(self) -> tuple[Tensor, Tensor]:
         return self.new()
 
     def deviation(self, part: int) -> NDArray[np.float32]:
-        """``Deviations``'."""
+        """Return what ``Deviations.deviation`` promises."""
         difference = self._new[part].float() - self.pool[part][:, self.slots].float()
         deviation: NDArray[np.float32] = difference.square_().sum(dim=(0, 2)).cpu().numpy()
         return deviation
 
 
 class Profile:
-    """Adds up the wall time of parts; a part inside another one does not count for that one."""
+    """Adds up the wall time of parts in ``seconds``; a part inside another one does not count for that one."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -268,6 +337,7 @@ class Profile:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
+        """Count the time of the block as that of ``part``."""
         before, self._inner = self._inner, 0.0
         begin = time.perf_counter()
         try:

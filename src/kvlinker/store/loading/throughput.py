@@ -1,10 +1,10 @@
-"""How fast each tier delivers, as measured while it does."""
+"""Measures how fast each tier delivers, while it does; what loading is expected to take is forecast from that."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -13,12 +13,12 @@ from kvlinker.store.format.encryption import Sealing
 from kvlinker.store.loading.speeds import DRIFT, DRIFT_NOTES, Speeds
 
 _WEIGHT = 0.3
-"""Of a new measurement, beside all earlier ones."""
+"""The weight of a new measurement, beside all earlier ones."""
 
 BUSY_SHARE = 0.15
-"""Of the time that reading takes. When a thread that reads is busy for longer and takes its processor from a
-computation, the computation loses about three times as much (its other threads wait for the one that was held up), and
-there are two that read: then it is quicker to read first."""
+"""The share of its time up to which a thread that reads leaves its processor to a computation. When it is busy for
+longer, the computation loses about three times as much (its other threads wait for the one that was held up), and there
+are two that read: then it is quicker to read first."""
 
 FRESH_SECONDS = 60.0
 """A measurement older than this decides nothing any more: the tier may have changed."""
@@ -36,17 +36,33 @@ class LoadTime:
 
     @property
     def waits(self) -> bool:
-        """Computation on the same processors can go on beside it."""
+        """Whether a computation on the same processors can go on beside the reading."""
         return self.busy <= BUSY_SHARE * self.seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One read of ``nbytes`` by one thread: ``begin`` and ``end`` in seconds on the performance counter, and the
+    ``busy`` seconds of the thread."""
+
+    begin: float
+    end: float
+    busy: float
+    nbytes: int
+
+    @property
+    def time(self) -> LoadTime:
+        """The thread's time."""
+        return LoadTime(self.end - self.begin, self.busy)
+
+
 class Bandwidths:
-    """Bytes per second by tier: a moving average, which begins anew where it drifts from what is measured now; and the
-    share of the time that reading keeps a processor busy. Methods may be called from any thread."""
+    """Bytes per second by tier, as a moving average that begins anew where it drifts from what is measured now; and the
+    share of the time for which reading keeps a processor busy. Any thread may call the methods."""
 
     def __init__(self, speeds: Speeds | None = None, names: Mapping[str, str] | None = None) -> None:
-        """``speeds`` keeps what is measured, under the tiers' ``names`` (by tier; the tier itself, where there is
-        none)."""
+        """Keep what is measured in ``speeds``, under the tiers' ``names`` (by tier; the tier itself where there is no
+        name)."""
         self._speeds = speeds or Speeds()
         self._names = dict(names or {})
         self._lock = threading.Lock()
@@ -54,7 +70,7 @@ class Bandwidths:
         self._drifting: dict[str, list[float]] = {}  # the last rates, while they are off
 
     def note(self, tier: str, nbytes: int, seconds: float, busy_seconds: float = 0.0) -> None:
-        """A tier delivered ``nbytes`` in ``seconds``, in some of which a processor was busy."""
+        """Learn that a tier delivered ``nbytes`` in ``seconds``, in some of which a processor was busy."""
         if nbytes <= 0 or seconds <= 0:
             return
         with self._lock:
@@ -65,25 +81,41 @@ class Bandwidths:
             self._speeds.note(self._name(tier), [self._averaged(tier, rate), busy])
             self._measured_at[tier] = time.monotonic()
 
+    def note_reads(self, tier: str, reads: Sequence[Read]) -> None:
+        """Learn from the reads of several threads: their bytes came in the time in which any of them was reading."""
+        seconds, reached = 0.0, float("-inf")
+        for read in sorted(reads, key=lambda read: read.begin):
+            seconds += max(0.0, read.end - max(read.begin, reached))
+            reached = max(reached, read.end)
+        taken = sum((read.time for read in reads), LoadTime())
+        busy_share = taken.busy / taken.seconds if taken.seconds else 0.0
+        self.note(tier, sum(read.nbytes for read in reads), seconds, busy_share * seconds)
+
     def of(self, tier: str) -> float | None:
-        """None where nothing has been measured, or not for a long time."""
+        """Return the tier's bytes per second; None where nothing has been measured, or not for a long time."""
         values = self._values(tier)
         return None if values is None else values[0]
 
     def time(self, tier: str, nbytes: int) -> LoadTime | None:
-        """What reading ``nbytes`` is expected to take; None where nothing has been measured."""
+        """Return what reading ``nbytes`` is expected to take; None where nothing has been measured."""
         values = self._values(tier)
         if values is None or not values[0]:
             return None
         return LoadTime(nbytes / values[0], nbytes / values[0] * values[1])
 
     def known(self) -> dict[str, float]:
-        """All that is measured, by tier."""
+        """Return all bytes per second that are measured, by tier."""
         rates = {tier: self.of(tier) for tier in self._names}
         return {tier: rate for tier, rate in rates.items() if rate is not None}
 
+    def worth_loading(self, tier: str, nbytes: int, prefill_seconds: float) -> bool:
+        """Return whether reading is expected to take no longer than computing would; yes where that is not known, or
+        was not measured lately."""
+        rate = self.of(tier)
+        return rate is None or not self.fresh(tier) or nbytes / rate <= max(prefill_seconds, 1e-3)
+
     def fresh(self, tier: str) -> bool:
-        """Whether the last measurement is recent enough to decide against the tier."""
+        """Return whether the last measurement is recent enough to decide against the tier."""
         return time.monotonic() - self._measured_at.get(tier, float("-inf")) < FRESH_SECONDS
 
     def _averaged(self, tier: str, rate: float) -> float:
@@ -100,7 +132,7 @@ class Bandwidths:
         return rate if known is None else known + _WEIGHT * (rate - known)
 
     def _values(self, tier: str) -> tuple[float, ...] | None:
-        """Bytes per second, and the busy share."""
+        """Return the bytes per second and the busy share."""
         values = self._speeds.of(self._name(tier))
         return values if values is not None and len(values) == 2 else None
 
@@ -109,10 +141,10 @@ class Bandwidths:
 
 
 def speed_values(nbytes: int, taken: LoadTime) -> tuple[float, float]:
-    """What is remembered of ``nbytes`` that took this time: bytes per second, and the busy share."""
+    """Return what is remembered of ``nbytes`` that took this time: bytes per second, and the busy share."""
     return nbytes / taken.seconds, min(1.0, max(0.0, taken.busy / taken.seconds))
 
 
 def speed_name(tier: str, *, place: str, codec: Codec, sealing: Sealing) -> str:
-    """What a tier's bandwidth is remembered under. ``place`` is without credentials."""
+    """Return the name under which a tier's bandwidth is remembered. ``place`` is without credentials."""
     return f"load {tier} {codec.name}{' sealed' if sealing.encrypts else ''} {place}"

@@ -6,9 +6,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvlinker.embedded.batch import Batch, Placed, Run
-from kvlinker.embedded.throughput import Pace, fitted, pace_name
-from kvlinker.store import ChunkKV, Speeds
-from kvlinker.store.loading.layer_stream import LayerStream
+from kvlinker.embedded.throughput import ComputeThroughput, fitted, throughput_name
+from kvlinker.store import Speeds
+from kvlinker.store.loading.arriving import ArrivingKV
 from tests.toy_models import loaded_model
 
 PER_TOKEN, PER_PAIR = 2e-4, 5e-8
@@ -30,100 +30,100 @@ def batch(*ranges, **options):
 
 
 def test_nothing_is_known_before_the_first_step():
-    pace = Pace(Cost())
-    assert pace.prefill_seconds(100) is None
-    urgency = pace.urgency([(0, 10)], cached=100)
+    throughput = ComputeThroughput(Cost())
+    assert throughput.prefill_seconds(100) is None
+    urgency = throughput.urgency([(0, 10)], cached=100)
     assert (urgency.compute, urgency.prefill, urgency.decided) == (0, float("inf"), False)
 
 
 def test_the_first_step_sets_the_rate_and_arithmetic_the_shape():
-    pace = Pace(Cost())
-    pace.note(batch((0, 1000)), 1.0)
-    assert pace.prefill_seconds(1000) == pytest.approx(1.0)
+    throughput = ComputeThroughput(Cost())
+    throughput.note(batch((0, 1000)), 1.0)
+    assert throughput.prefill_seconds(1000) == pytest.approx(1.0)
     flops = [Cost.per_token * n + Cost.per_pair * n * (n + 1) / 2 for n in (1000, 8000)]
-    assert pace.prefill_seconds(8000) == pytest.approx(flops[1] / flops[0])
+    assert throughput.prefill_seconds(8000) == pytest.approx(flops[1] / flops[0])
 
 
 def test_long_prompts_take_more_than_their_share():
-    pace = Pace(Cost())
-    pace.note(batch((0, 512)), 0.1)
+    throughput = ComputeThroughput(Cost())
+    throughput.note(batch((0, 512)), 0.1)
     for length in (100, 1000, 10_000):
-        assert pace.prefill_seconds(2 * length) > 2 * pace.prefill_seconds(length)
+        assert throughput.prefill_seconds(2 * length) > 2 * throughput.prefill_seconds(length)
 
 
 def test_steps_of_several_lengths_teach_both_coefficients():
-    pace = Pace(Cost())
+    throughput = ComputeThroughput(Cost())
     for turn in range(300):
         ranges = [(0, 512), (3584, 4096), (0, 2048), (1000, 1600)][turn % 4]
-        pace.note(batch(ranges), truth(ranges))
+        throughput.note(batch(ranges), truth(ranges))
     for length in (512, 2048, 8192):
-        assert pace.prefill_seconds(length) == pytest.approx(truth((0, length)), rel=0.03)
-    urgency = pace.urgency([(0, 10), (50, 90)], cached=4096, decided=True)
+        assert throughput.prefill_seconds(length) == pytest.approx(truth((0, length)), rel=0.03)
+    urgency = throughput.urgency([(0, 10), (50, 90)], cached=4096, decided=True)
     assert urgency.compute == pytest.approx(truth((0, 10), (50, 90)), rel=0.03)
     assert urgency.prefill == pytest.approx(truth((0, 4096)), rel=0.03)
     assert urgency.decided
 
 
 def test_expectations_follow_the_machine():
-    pace = Pace(Cost())
+    throughput = ComputeThroughput(Cost())
     for _ in range(20):
-        pace.note(batch((0, 512)), 1.0)
-    pace.note(batch((0, 512)), 3.0)
-    assert pace.prefill_seconds(512) < 1.2  # one says little
+        throughput.note(batch((0, 512)), 1.0)
+    throughput.note(batch((0, 512)), 3.0)
+    assert throughput.prefill_seconds(512) < 1.2  # one says little
     for _ in range(60):
-        pace.note(batch((0, 512)), 3.0)
-    assert pace.prefill_seconds(512) == pytest.approx(3.0, rel=0.05)
+        throughput.note(batch((0, 512)), 3.0)
+    assert throughput.prefill_seconds(512) == pytest.approx(3.0, rel=0.05)
 
 
 def test_steps_of_few_tokens_say_little():
-    pace = Pace(Cost())
+    throughput = ComputeThroughput(Cost())
     for _ in range(20):
-        pace.note(batch((0, 512)), 1.0)
+        throughput.note(batch((0, 512)), 1.0)
     for _ in range(20):
-        pace.note(batch((0, 8)), 10 * truth((0, 8)) / truth((0, 512)))
-    assert pace.prefill_seconds(512) == pytest.approx(1.0, rel=0.1)
+        throughput.note(batch((0, 8)), 10 * truth((0, 8)) / truth((0, 512)))
+    assert throughput.prefill_seconds(512) == pytest.approx(1.0, rel=0.1)
 
 
 def test_steps_that_are_all_alike_leave_the_shape_as_it_is():
-    pace = Pace(Cost())
+    throughput = ComputeThroughput(Cost())
     for turn in range(200):
         ranges = [(0, 512), (3584, 4096)][turn % 2]
-        pace.note(batch(ranges), truth(ranges))
+        throughput.note(batch(ranges), truth(ranges))
     for _ in range(500):
-        pace.note(batch((0, 512)), truth((0, 512)))
-    assert pace.prefill_seconds(8192) == pytest.approx(truth((0, 8192)), rel=0.03)
+        throughput.note(batch((0, 512)), truth((0, 512)))
+    assert throughput.prefill_seconds(8192) == pytest.approx(truth((0, 8192)), rel=0.03)
 
 
 @given(st.lists(st.tuples(st.integers(8, 5000), st.floats(1e-6, 1e3)), min_size=1, max_size=20))
 @example([(8, 417.0), (249, 1e-6)])
 def test_expectations_are_never_negative(steps):
-    pace = Pace(Cost())
+    throughput = ComputeThroughput(Cost())
     for tokens, seconds in steps:
-        pace.note(batch((0, tokens)), seconds)
-    known = pace.prefill_seconds(1000)
+        throughput.note(batch((0, tokens)), seconds)
+    known = throughput.prefill_seconds(1000)
     assert known is not None
     assert 0 <= known < float("inf")
 
 
 def test_steps_that_tell_nothing_of_prompts_do_not_count():
-    pace = Pace(Cost())
-    pace.note(batch((0, 512)), 1.0)
-    pace.note(batch(*[(200, 201)] * 64), 50.0)  # decoding
-    pace.note(batch((0, 512), refinement=object()), 50.0)
-    kv = ChunkKV(LayerStream(2, patience=0.0))
-    pace.note(Batch(batch((0, 512)).runs, (Placed(kv, 0, 5, 0, 0),)), 50.0)
-    assert pace.prefill_seconds(512) == pytest.approx(1.0)
+    throughput = ComputeThroughput(Cost())
+    throughput.note(batch((0, 512)), 1.0)
+    throughput.note(batch(*[(200, 201)] * 64), 50.0)  # decoding
+    throughput.note(batch((0, 512), refinement=object()), 50.0)
+    kv = ArrivingKV(layer_count=2, tokens=5, nbytes=1)
+    throughput.note(Batch(batch((0, 512)).runs, (Placed(kv, 0, 5, 0, 0),)), 50.0)
+    assert throughput.prefill_seconds(512) == pytest.approx(1.0)
 
 
 def test_what_another_process_measured_is_where_this_one_begins(tmp_path):
     speeds = Speeds(tmp_path / "speeds.json")
-    Pace(Cost(), speeds, "one").note(batch((0, 512)), 1.0)
+    ComputeThroughput(Cost(), speeds, "one").note(batch((0, 512)), 1.0)
     speeds.close()
     again = Speeds(tmp_path / "speeds.json")
-    assert Pace(Cost(), again, "one").prefill_seconds(512) == pytest.approx(1.0)
-    assert Pace(Cost(), again, "another").prefill_seconds(512) is None
+    assert ComputeThroughput(Cost(), again, "one").prefill_seconds(512) == pytest.approx(1.0)
+    assert ComputeThroughput(Cost(), again, "another").prefill_seconds(512) is None
     again.note("one", [1.0])  # not two numbers: as if nothing was measured
-    assert Pace(Cost(), again, "one").prefill_seconds(512) is None
+    assert ComputeThroughput(Cost(), again, "one").prefill_seconds(512) is None
 
 
 @given(st.floats(1e-7, 1e-1), st.floats(0, 1e-5), st.lists(st.integers(2, 10_000), min_size=2, max_size=5, unique=True))
@@ -142,8 +142,8 @@ def test_fits_of_anything_are_not_negative(points):
     assert max(found) > 0
 
 
-def test_a_paces_name_tells_models_apart():
+def test_a_name_tells_models_apart():
     one, other = loaded_model("llama"), loaded_model("qwen3")
-    assert pace_name(one) != pace_name(other)
-    assert one.fingerprint in pace_name(one)
-    assert "float32" in pace_name(one)
+    assert throughput_name(one) != throughput_name(other)
+    assert one.fingerprint in throughput_name(one)
+    assert "float32" in throughput_name(one)

@@ -1,0 +1,271 @@
+"""The KV of chunks: fetched for the requests that link it, computed where the store has none, and noted when used."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlinker.embedded.batch import Capture
+from kvlinker.embedded.model.loading import LoadedModel
+from kvlinker.embedded.requests import Ending, Kind, LinkedRequest, Request
+from kvlinker.embedded.scheduler import Scheduler
+from kvlinker.embedded.sequence import TokenSequence
+from kvlinker.embedded.throughput import ComputeThroughput
+from kvlinker.engine.contract import GenerationRequest
+from kvlinker.engine.observation import ScoreCollector
+from kvlinker.errors import ContextLengthError, EngineClosedError, KVLinkerError
+from kvlinker.futures import gather, or_else, resolved
+from kvlinker.linking.evidence import Forecast, Library
+from kvlinker.linking.link import Link
+from kvlinker.linking.refinement import Refinement
+from kvlinker.prompt.segments import Prompt
+from kvlinker.store import ChunkStore
+from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.loading.arriving import KV
+from kvlinker.store.loading.throughput import LoadTime
+from kvlinker.types.chunks import Chunk, chunk_key
+
+logger = logging.getLogger(__name__)
+
+
+class CaptureRequest(Request):
+    """Asks for the KV of chunks, computed where they stand in a text. Its ``future`` has it once it is kept."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        tokens: NDArray[np.int64],
+        spans: Sequence[tuple[int, int]],
+        contents: Sequence[str],
+        *,
+        with_scores: bool,
+    ) -> None:
+        """``spans`` are the positions [start, end) of the chunks in ``tokens`` [length], ``contents`` their names."""
+        super().__init__()
+        self.future: Future[tuple[ChunkKV, ...]] = Future()
+        self.future.set_running_or_notify_cancel()
+
+        def capture() -> Capture:
+            scores = ScoreCollector(len(loaded.layers), spans, contents) if with_scores else None
+            return Capture(loaded.layers, spans, dtype=loaded.dtype, scores=scores)
+
+        self.sequence = TokenSequence(tokens, [(0, len(tokens))], most_tokens=len(tokens), capture=capture)
+
+    def advance(self, logits: Tensor | None) -> Ending:
+        assert self.sequence is not None
+        assert self.sequence.capture is not None
+        kvs = self.sequence.capture.finish()
+        self._keep(kvs)
+        return partial(self.future.set_result, kvs)
+
+    def cancel(self) -> None:
+        self.fail(EngineClosedError("The chunk is not computed any more."))
+
+    def fail(self, error: KVLinkerError) -> None:
+        self.future.set_exception(error)
+
+    @abstractmethod
+    def _keep(self, kvs: Sequence[ChunkKV]) -> None:
+        """Take what was computed, in the engine's thread, before others hear of it."""
+
+
+class ChunkRequest(CaptureRequest):
+    """Asks for chunks that somebody waits for; whoever asks for the same chunks meanwhile waits with them."""
+
+    kind = Kind.CHUNK
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        store: ChunkStore,
+        keys: tuple[str, ...],
+        tokens: NDArray[np.int64],
+        spans: Sequence[tuple[int, int]],
+        contents: Sequence[str],
+        *,
+        with_scores: bool,
+        urgent: bool,
+    ) -> None:
+        """``keys`` are those of the chunks, by which the ``store`` keeps them. It is ``urgent`` if an answer waits."""
+        super().__init__(loaded, tokens, spans, contents, with_scores=with_scores)
+        self.identity = keys
+        self.urgent = urgent
+        self._keys = keys
+        self._store = store
+
+    def _keep(self, kvs: Sequence[ChunkKV]) -> None:
+        for key, kv in zip(self._keys, kvs, strict=True):
+            self._store.put(key, kv)
+
+
+class ChunkBuilder:
+    """Has chunks computed and stored. Methods may be called from any thread."""
+
+    def __init__(
+        self, loaded: LoadedModel, store: ChunkStore, scheduler: Scheduler, *, longest: int, with_scores: bool
+    ) -> None:
+        """A chunk may have ``longest`` tokens, with what stands before it. ``with_scores``, the chunks' attention
+        scores are collected."""
+        self._loaded = loaded
+        self._store = store
+        self._scheduler = scheduler
+        self._longest = longest
+        self._with_scores = with_scores
+
+    def build(self, key: str, chunk: Chunk, *, urgent: bool = False) -> Future[ChunkKV]:
+        """Return the chunk's KV, once it is computed and stored under ``key``. It is ``urgent`` if an answer waits.
+
+        Raises ContextLengthError and EngineClosedError.
+        """
+        tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)
+        spans = [(len(chunk.prefix), len(tokens))]
+        return gather([self._build((key,), tokens, spans, [chunk.content], urgent=urgent)], lambda built: built[0][0])
+
+    def build_prompt(self, keys: Sequence[str], prompt: Prompt) -> Future[tuple[ChunkKV, ...]]:
+        """Return the KV of all chunks where they stand in ``prompt``, one key each, once it is computed and stored.
+        Their scores tell how they look at one another.
+
+        Raises ContextLengthError and EngineClosedError.
+        """
+        spans = [(span.start, span.end) for span in prompt.spans]
+        return self._build(tuple(keys), prompt.tokens[: spans[-1][1]], spans, prompt.contents, urgent=False)
+
+    def _build(
+        self,
+        keys: tuple[str, ...],
+        tokens: NDArray[np.int64],
+        spans: Sequence[tuple[int, int]],
+        contents: Sequence[str],
+        *,
+        urgent: bool,
+    ) -> Future[tuple[ChunkKV, ...]]:
+        if len(tokens) > self._longest:
+            raise ContextLengthError(
+                f"A chunk has {len(tokens)} tokens with what stands before it, but the model takes {self._longest}."
+            )
+        wanted = ChunkRequest(
+            self._loaded, self._store, keys, tokens, spans, contents, with_scores=self._with_scores, urgent=urgent
+        )
+        return self._scheduler.enter(wanted).future
+
+
+class Variants(Protocol):
+    """The variants of chunks that policies may choose from, for all tenants."""
+
+    def of(self, tenant: str) -> Library:
+        """Return the variants of one tenant."""
+        ...
+
+    def note_use(self, key: str, recomputed: float) -> None:
+        """Note that a request took a variant, and computed this share of its tokens again."""
+        ...
+
+
+class LinkLoader:
+    """Begins the links of requests and fetches what they place. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        store: ChunkStore,
+        scheduler: Scheduler,
+        builder: ChunkBuilder,
+        throughput: ComputeThroughput,
+        *,
+        variants: Variants | None,
+        offer: Callable[[Prompt, str], object],
+    ) -> None:
+        """``builder`` computes what the store lost, about as fast as ``throughput`` tells. ``offer`` takes a prompt and
+        its tenant, some of whose ``variants`` may be missing."""
+        self._fingerprint = loaded.fingerprint
+        self._layers = len(loaded.layers)
+        self._store = store
+        self._scheduler = scheduler
+        self._builder = builder
+        self._throughput = throughput
+        self._variants = variants
+        self._offer = offer
+
+    def load(self, request: LinkedRequest) -> None:
+        """Begin the request's link and fetch the KV of its chunks. Whichever thread has the last of it, maybe while
+        layers still arrive, makes the plan and reports to the scheduler."""
+        try:
+            link = self._begin(request)
+            done = gather(self._fetch(request, link), partial(self._complete, request, link))
+        except Exception as error:
+            self._fail(request, error)
+        else:
+            done.add_done_callback(lambda done: self._fail(request, done.exception()))
+
+    def note_use(self, request: GenerationRequest, link: Link, refinement: Refinement | None) -> None:
+        """Tell the store what share of each chunk a request has computed again. To be called once per request."""
+        for use in link.uses(self._layers, refinement):
+            key = chunk_key(use.chunk, fingerprint=self._fingerprint, tenant=request.tenant)
+            self._store.note_use(key, use.recomputed)
+            if self._variants is not None and use.chunk not in request.prompt.chunks:
+                self._variants.note_use(key, use.recomputed)
+
+    def _begin(self, request: LinkedRequest) -> Link:
+        wanted = request.request
+        return Link.begin(
+            wanted.prompt,
+            wanted.policy,
+            library=None if self._variants is None else self._variants.of(wanted.tenant),
+            forecast=partial(self._forecast, wanted.tenant, resident_only=request.resident_only),
+        )
+
+    def _fetch(self, request: LinkedRequest, link: Link) -> list[Future[KV]]:
+        """Fetch the KV of the link's chunks. Where its policy settled on loading them all, that is done."""
+        tenant, forecast = request.request.tenant, link.forecast
+        keys = self._keys(link.chunks, tenant)
+        if link.plan is not None and forecast is not None and forecast.load != 0:
+            self._store.load_ahead(
+                self._keys([chunk for chunk in link.prompt.chunks if chunk not in link.chunks], tenant)
+            )
+        found: list[Future[KV | None]]
+        if request.resident_only:
+            found = [resolved(self._store.get_resident(key)) for key in keys]
+        else:
+            decided = forecast is not None and forecast.worth_loading
+            cached = sum(len(chunk) for chunk in link.chunks)
+            found = self._store.load(keys, self._throughput.urgency(link.computed, cached=cached, decided=decided))
+        return [
+            or_else(kv, partial(self._build, key, chunk))
+            for kv, key, chunk in zip(found, keys, link.chunks, strict=True)
+        ]
+
+    def _build(self, key: str, chunk: Chunk) -> Future[KV]:
+        return gather([self._builder.build(key, chunk, urgent=True)], lambda built: built[0])
+
+    def _complete(self, request: LinkedRequest, begun: Link, kvs: Sequence[KV]) -> None:
+        link = begun.with_scores([kv.scores for kv in kvs])
+        request.link = link
+        self._scheduler.loaded(request, request.make_sequence(link, kvs))
+        if link.policy.needs.variants and not request.explains:
+            self._offer(link.prompt, request.request.tenant)
+
+    def _fail(self, request: LinkedRequest, error: BaseException | None) -> None:
+        if error is None:
+            return
+        if not isinstance(error, KVLinkerError):
+            logger.error("Loading a request's chunks failed.", exc_info=error)
+            error = KVLinkerError("The request's chunks could not be loaded; see the server's log.")
+        self._scheduler.failed(request, error)
+
+    def _forecast(self, tenant: str, prompt: Prompt, *, resident_only: bool) -> Forecast:
+        load = LoadTime() if resident_only else self._store.load_time(self._keys(prompt.chunks, tenant))
+        prefill = self._throughput.prefill_seconds(int(prompt.cached.sum()))
+        if load is None:
+            return Forecast(None, prefill)
+        return Forecast(load.seconds, prefill, overlaps=load.waits or not self._throughput.on_host)
+
+    def _keys(self, chunks: Sequence[Chunk], tenant: str) -> list[str]:
+        return [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]

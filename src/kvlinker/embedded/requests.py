@@ -1,0 +1,384 @@
+"""What the engine computes, as requests: the states that all of them go through, and the kinds that link a prompt."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from enum import Enum
+from functools import partial
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvlinker.embedded.model.loading import LoadedModel
+from kvlinker.embedded.sampling import Sampler
+from kvlinker.embedded.scoring import Head, LogprobCollector
+from kvlinker.embedded.sequence import Refining, TokenSequence
+from kvlinker.engine.contract import GenerationRequest, Sink
+from kvlinker.engine.cost import CostModel
+from kvlinker.engine.observation import ChunkWatch, QuestionProbe
+from kvlinker.engine.output import Output, RequestClock
+from kvlinker.errors import EngineClosedError, KVLinkerError
+from kvlinker.events import Events
+from kvlinker.linking.explanation import Explanation
+from kvlinker.linking.link import Link
+from kvlinker.linking.refinement import Refinement
+from kvlinker.prompt.segments import Prompt
+from kvlinker.store.loading.arriving import KV
+from kvlinker.types.answers import Delta, PromptLogprobs, Usage
+
+T = TypeVar("T")
+
+Ending = Callable[[], None]
+"""Tells whoever asked how the request ended. It is called once, after its slots are free."""
+
+Linked = Callable[["LinkedRequest"], object]
+"""Takes a request whose prompt has just been computed; called once per prompt, in the engine's thread."""
+
+
+class State(Enum):
+    """Where a request stands between its arrival and its end. Only the scheduler changes it."""
+
+    LOADING = "loading"
+    """The KV of its chunks is not there, or not as far as is needed."""
+
+    READY = "ready"
+    """It waits for slots."""
+
+    RUNNING = "running"
+    """It holds slots, and steps compute it."""
+
+    PREEMPTED = "preempted"
+    """It gave its slots up to others, and starts again when there are slots."""
+
+    FINISHED = "finished"
+    """It has ended, in whatever way."""
+
+
+class Kind(Enum):
+    """What is wanted of a request, from what comes first to what comes last."""
+
+    ANSWER = 0
+    CHUNK = 1
+    VARIANT = 2
+
+
+class Request(ABC):
+    """One thing to compute, from its arrival to its end. The scheduler alone writes its state, number and urgency."""
+
+    kind: ClassVar[Kind]
+
+    choice = 0
+    """Which of the answers to one prompt this is; the first links the prompt for all."""
+
+    choices: Sequence[Request] = ()
+    """All answers to the same prompt, where there are several."""
+
+    identity: object = None
+    """Requests with the same identity are computed once, for all who ask; None is like no other."""
+
+    def __init__(self) -> None:
+        self.state = State.LOADING
+        self.sequence: TokenSequence | None = None
+        """What there is to compute, once that is known."""
+
+        self.number: int | None = None
+        """The order of arrival; None before that."""
+
+        self.urgent = False
+        """Whether an answer waits for it."""
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Its place among waiting requests of its kind: the smallest comes first."""
+        assert self.number is not None
+        if self.kind is Kind.VARIANT:
+            return (-self.number,)  # what was asked for last is likeliest to be asked for again
+        return (not self.urgent, self.number, self.choice)
+
+    def mark_started(self) -> None:  # noqa: B027
+        """Note that a step with the request's tokens begins."""
+
+    def lose(self) -> None:  # noqa: B027
+        """Forget the KV of chunks, some of which never came: the request is loaded again."""
+
+    def fork(self) -> Sequence[Request]:
+        """Return the other choices, whose prompt has now been computed with this one's; empty from the second call
+        on."""
+        return ()
+
+    @abstractmethod
+    def advance(self, logits: Tensor | None) -> Ending | None:
+        """Go on from the last token's ``logits`` [vocabulary], where it has any: all that was wanted is computed.
+
+        Returns how to tell of the end, if this was it. What it raises ends the request, too.
+        """
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Tell of an end that the caller wished."""
+
+    @abstractmethod
+    def fail(self, error: KVLinkerError) -> None:
+        """Tell of an end that is our fault."""
+
+
+class LinkedRequest(Request):
+    """A request for a linked prompt, whatever is wanted of that."""
+
+    kind = Kind.ANSWER
+
+    explains: ClassVar[bool] = False
+    """Whether the figures that a policy looks at are kept."""
+
+    def __init__(self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None) -> None:
+        """``layers`` counts the model's; at most ``max_tokens`` are generated; ``linked`` hears of the prompt."""
+        super().__init__()
+        self.request = request
+        self.clock = RequestClock()
+        self.link: Link | None = None
+        self.resident_only = False
+        """Whether chunks that are not in memory are computed, since loading them has failed before."""
+
+        self._layers = layers
+        self._max_tokens = max_tokens
+        self._linked = linked
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """What the policy dropped between the layers, once it was asked."""
+        return None if self.sequence is None else self.sequence.refinement
+
+    def mark_started(self) -> None:
+        if self.clock.started is None:
+            self.clock.mark_started()
+
+    def lose(self) -> None:
+        self.sequence = self.link = self.clock.started = None
+        self.resident_only = True
+
+    def make_sequence(self, link: Link, kvs: Sequence[KV]) -> TokenSequence:
+        """Make what the engine has to compute for this request, linked by ``link`` from the KV of its chunks."""
+        self.clock.mark_loaded()
+        assert link.plan is not None
+        prompt = link.plan.prompt
+        return TokenSequence(
+            prompt.tokens,
+            link.plan.runs,
+            placements=link.placed(kvs),
+            most_tokens=len(prompt) + self._max_tokens,
+            probe=QuestionProbe(self._layers, len(prompt)) if link.probing else None,
+            refine=self._refine(link),
+            logprobs=self._collector(prompt),
+        )
+
+    def advance(self, logits: Tensor | None) -> Ending | None:
+        assert self.sequence is not None
+        assert self.link is not None
+        if self.sequence.probe is not None:
+            self.link = self.link.with_attention(self.sequence.probe.attention)
+            assert self.link.plan is not None
+            self.sequence.relink(self.link.plan.runs, self._refine(self.link))
+            return None
+        if self.refinement is not None and self.refinement.error is not None:
+            raise self.link.failed(self.refinement.error)
+        assert logits is not None, "only a first pass wants none"
+        if self._linked is not None:
+            self._linked(self)
+            self._linked = None
+        return self._accept(logits)
+
+    def _usage(self, output_tokens: int = 0) -> Usage:
+        """What became of the prompt's tokens; zeros before the first step."""
+        if self.clock.started is None or self.link is None:
+            return Usage(0, 0, 0)
+        return self.link.usage(self.refinement, output_tokens=output_tokens)
+
+    def _collector(self, prompt: Prompt) -> LogprobCollector | None:
+        """Return what collects the log probabilities of ``prompt``, the request's as it was arranged, if they are
+        wanted."""
+        return None
+
+    def _refine(self, link: Link) -> Callable[[], Refining] | None:
+        if link.probing or not link.policy.needs.refines:
+            return None
+        return partial(_refining, link, self._layers, explains=self.explains)
+
+    def _forget(self) -> None:
+        """Let go of the chunks' KV: whoever holds the request's handle shall not keep it alive, and what has not come
+        need not be read for this request."""
+        if self.sequence is not None:
+            for kv in self.sequence.arriving:
+                kv.give_up()
+        self.sequence = self.link = None
+
+    @abstractmethod
+    def _accept(self, logits: Tensor) -> Ending | None:
+        """Go on from the last token's ``logits`` [vocabulary]."""
+
+
+def _refining(link: Link, layers: int, *, explains: bool) -> Refining:
+    watch = ChunkWatch(link.prompt.spans, len(link.prompt)) if link.policy.needs.chunk_attention else None
+    refinement = link.refinement(layers, watch=watch, explains=explains)
+    assert refinement is not None
+    return Refining(refinement, watch)
+
+
+class Generation(LinkedRequest):
+    """One answer: samples its tokens, decides when it ends, and tells the request's sink.
+
+    The first of several answers links and computes the prompt; the others ``fork`` from it.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sink: Sink,
+        *,
+        loaded: LoadedModel,
+        max_tokens: int,
+        events: Events,
+        linked: Linked | None,
+        cancel: Callable[[Sequence[Request]], None],
+        first: Generation | None = None,
+        choice: int = 0,
+    ) -> None:
+        """``cancel`` ends all choices when the sink fails. ``first`` is given to all choices but that one."""
+        super().__init__(request, layers=len(loaded.layers), max_tokens=max_tokens, linked=linked)
+        self.choice = choice
+        if first is not None:
+            self.clock = first.clock
+        sampling = request.sampling_of(choice)
+        self._eos = frozenset() if sampling.ignore_eos else loaded.eos_token_ids
+        self._sampler = Sampler(sampling, prompt_length=len(request.prompt))
+        self._output = Output(
+            request,
+            sink,
+            choice=choice,
+            clock=self.clock,
+            tokenizer=loaded.tokenizer,
+            events=events,
+            broken=lambda: cancel(self.choices),
+        )
+        self._forks: tuple[Generation, ...] = ()
+        if first is None:
+            self._forks = tuple(
+                Generation(
+                    request,
+                    sink,
+                    loaded=loaded,
+                    max_tokens=max_tokens,
+                    events=events,
+                    linked=None,
+                    cancel=cancel,
+                    first=self,
+                    choice=other,
+                )
+                for other in range(1, request.n)
+            )
+            for generation in (self, *self._forks):
+                generation.choices = (self, *self._forks)
+
+    def fork(self) -> Sequence[Generation]:
+        forks, self._forks = self._forks, ()
+        assert self.sequence is not None
+        for fork in forks:
+            fork.link, fork.sequence = self.link, self.sequence.fork()
+        return forks
+
+    def cancel(self) -> None:
+        for generation in (self, *self._forks):
+            generation._output.finish("cancelled", self._usage(generation._output.tokens))
+        self._forget()
+
+    def fail(self, error: KVLinkerError) -> None:
+        for generation in (self, *self._forks):
+            generation._output.fail(error)
+        self._forget()
+
+    def _accept(self, logits: Tensor) -> Ending | None:
+        """Sample the next token and pass it on."""
+        assert self.sequence is not None
+        sequence = self.sequence
+        token = self._sampler.sample(logits, lambda: torch.from_numpy(sequence.tokens))
+        if token in self._eos:
+            end = self._output.push(token, ends="stop")
+        else:
+            is_last = self._output.tokens + 1 >= self._max_tokens
+            logprob = self._sampler.logprob(logits, token, self._output.token_text)
+            told = () if logprob is None else (logprob,)
+            end = self._output.push(token, told, ends="length" if is_last else None)
+        if end is not None:
+            return partial(self._finish, *end)
+        sequence.append(token)
+        return None
+
+    def _finish(self, reason: str, last: Delta | None = None) -> None:
+        self._output.finish(reason, self._usage(self._output.tokens), last)
+        self._forget()
+
+
+class FutureRequest(LinkedRequest, Generic[T]):
+    """A request that comes to one value where a generation would sample its first token."""
+
+    def __init__(self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None) -> None:
+        super().__init__(request, layers=layers, max_tokens=max_tokens, linked=linked)
+        self.future: Future[T] = Future()
+        self.future.set_running_or_notify_cancel()  # callers cannot cancel it under the engine's hands
+
+    def cancel(self) -> None:
+        self.fail(EngineClosedError("The request was cancelled."))
+
+    def fail(self, error: KVLinkerError) -> None:
+        self._forget()
+        self.future.set_exception(error)
+
+    def _accept(self, logits: Tensor) -> Ending:
+        return partial(self._finish, self._value())
+
+    def _finish(self, value: T) -> None:
+        self._forget()
+        self.future.set_result(value)
+
+    @abstractmethod
+    def _value(self) -> T:
+        """Return what the request comes to, now that its prompt is computed."""
+
+
+class Explaining(FutureRequest[Explanation]):
+    """Asks how a prompt is linked. It counts as no use of its chunks."""
+
+    explains = True
+
+    def __init__(self, request: GenerationRequest, *, layers: int, cost: CostModel) -> None:
+        super().__init__(request, layers=layers, max_tokens=1, linked=None)
+        self._cost = cost
+
+    def _value(self) -> Explanation:
+        assert self.link is not None
+        return self.link.explanation(self.refinement, layers=self._layers, cost=self._cost)
+
+
+class Scoring(FutureRequest[PromptLogprobs]):
+    """Asks for the log probabilities of the tokens behind the last chunk; generates nothing."""
+
+    def __init__(
+        self, request: GenerationRequest, *, layers: int, head: Head, vocabulary: int, linked: Linked | None
+    ) -> None:
+        super().__init__(request, layers=layers, max_tokens=0, linked=linked)
+        self._head = head
+        self._top = min(request.sampling.logprobs or 0, vocabulary)
+        self._collected: LogprobCollector | None = None
+
+    def _collector(self, prompt: Prompt) -> LogprobCollector:
+        self._collected = LogprobCollector(prompt, self._head, top=self._top)
+        return self._collected
+
+    def _value(self) -> PromptLogprobs:
+        collected = self._collected
+        assert collected is not None
+        return PromptLogprobs(
+            collected.token_ids, collected.logprobs, collected.top_ids, collected.top_logprobs, self._usage()
+        )

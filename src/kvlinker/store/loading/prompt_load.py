@@ -1,0 +1,167 @@
+"""What one prompt loads: its chunks, how many layers have to be there to begin, and by when."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.loading.arriving import KV, ArrivingKV, ChunkReader
+from kvlinker.store.loading.throughput import Bandwidths, LoadTime
+
+LEAST_DEADLINE_SECONDS = 0.25
+MOST_DEADLINE_SECONDS = 10.0
+"""A prompt whose chunks cannot begin to be placed after this time computes them, whatever that takes."""
+
+PATIENCE_SECONDS = 2.0
+"""How long after the computation that hides them the last layers may come."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Urgency:
+    """What loading a prompt's chunks competes with. By default nothing hides it, and nothing is known to be quicker.
+
+    - ``compute``: seconds of the computation that hides the loading.
+    - ``prefill``: seconds that computing the chunks takes instead of loading them.
+    - ``shares_processors``: whether the computation runs where reading does, so that it hides only what reading waits.
+    - ``decided``: whether all chunks are to be loaded, whatever a single one takes.
+    """
+
+    compute: float = 0.0
+    prefill: float = math.inf
+    shares_processors: bool = False
+    decided: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedChunk:
+    """A copy of a chunk in the tier of this name, ready to be read."""
+
+    tier: str
+    reader: ChunkReader
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedChunk:
+    """A chunk whose layers have all come from the tier of this name, after ``seconds`` of reading."""
+
+    tier: str
+    kv: ChunkKV
+    seconds: float
+
+
+class ChunkLoad:
+    """One chunk that one prompt wants from a slower tier.
+
+    ``begun`` gets the KV once enough layers are there to begin with, or None where the chunk is lost or late. ``ended``
+    gets the whole chunk, or None where this prompt does not get it.
+    """
+
+    def __init__(self, key: str, find: Callable[[Set[str]], OpenedChunk | LoadedChunk | None]) -> None:
+        """``find`` opens a copy in a tier that is not among those that were tried, or says that the chunk has come to
+        memory meanwhile, or returns None."""
+        self.key = key
+        self.find = find
+        self.begun: Future[KV | None] = Future()
+        self.ended: Future[LoadedChunk | None] = Future()
+        self.kv: ArrivingKV | None = None
+        self.tier = ""
+        self.taken = LoadTime()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the prompt still wants what is missing."""
+        return not self.ended.done() and not (self.kv is not None and self.kv.lost)
+
+    def open(self, opened: OpenedChunk, layers: Sequence[LayerKV]) -> None:
+        """Take note that a copy is being read, of which these layers are there."""
+        reader = opened.reader
+        self.tier = opened.tier
+        if self.kv is None:
+            self.kv = ArrivingKV(reader.layers, tokens=reader.tokens, nbytes=reader.nbytes, scores=reader.scores)
+            for layer in layers:
+                self.kv.deliver(layer)
+
+    def end(self, loaded: LoadedChunk | None) -> None:
+        """Tell that all is there, or will not be. Only the first call counts."""
+        if not self.waiting:
+            loaded = None
+        if loaded is None and self.kv is not None:
+            self.kv.give_up()
+        _resolve(self.ended, loaded)
+        _resolve(self.begun, None if loaded is None else loaded.kv)
+
+
+class PromptLoad:
+    """The chunks that one prompt loads together."""
+
+    def __init__(self, chunks: Sequence[ChunkLoad], urgency: Urgency) -> None:
+        self.chunks = tuple(chunks)
+        self.deadline = time.monotonic() + min(max(urgency.prefill, LEAST_DEADLINE_SECONDS), MOST_DEADLINE_SECONDS)
+        self._urgency = urgency
+        self._begun = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether no chunk is on its way any more."""
+        return all(chunk.ended.done() for chunk in self.chunks)
+
+    def begin(self, bandwidths: Bandwidths) -> bool:
+        """Let those chunks begin of which enough layers are there. True after the last one: then the deadline is
+        another, for the rest has to be there soon after the computation that hides its loading."""
+        if self._begun:
+            return False
+        waiting = [chunk for chunk in self.chunks if chunk.waiting]
+        arriving = [chunk.kv for chunk in waiting if chunk.kv is not None]
+        if len(arriving) == len(waiting):
+            depth = self._depth(waiting, arriving, bandwidths)
+            for chunk, kv in zip(waiting, arriving, strict=True):
+                if kv.delivered >= min(depth, kv.layer_count):
+                    _resolve(chunk.begun, kv)
+        self._begun = all(chunk.begun.done() for chunk in self.chunks)
+        if self._begun:
+            self.deadline = time.monotonic() + self._urgency.compute + PATIENCE_SECONDS
+        return self._begun
+
+    def expire(self) -> None:
+        """Give up, as the deadline has passed, what could not begin; or, where all has begun, what is not complete."""
+        for chunk in self.chunks:
+            if self._begun or not chunk.begun.done():
+                chunk.end(None)
+
+    def _depth(self, chunks: Sequence[ChunkLoad], arriving: Sequence[ArrivingKV], bandwidths: Bandwidths) -> int:
+        """Return how many layers have to be there before a chunk is placed: all of them where a tier was never
+        measured, or where reading takes the computation's processors rather than waits, so that nothing would hide
+        it."""
+        layers = max((kv.layer_count for kv in arriving), default=0)
+        if self._urgency.shares_processors and not sum((chunk.taken for chunk in chunks), LoadTime()).waits:
+            return layers
+        times = [bandwidths.time(chunk.tier, kv.nbytes) for chunk, kv in zip(chunks, arriving, strict=True)]
+        if None in times:
+            return layers
+        expected = sum(time.seconds for time in times if time is not None)
+        return preload_depth(layers, compute_seconds=self._urgency.compute, load_seconds=expected)
+
+
+def preload_depth(layers: int, *, compute_seconds: float, load_seconds: float) -> int:
+    """Return how many layers have to be there so that none is missing when its turn comes: Cache-Craft's eq. 16,
+    L_p = (L - 1)(1 - T_prefill / T_load) + 1, at least 1 and at most ``layers``.
+
+    ``compute_seconds`` is T_prefill, the computation of all layers; ``load_seconds`` is T_load, reading all layers.
+    """
+    if load_seconds <= 0:
+        return 1
+    hidden = min(1.0, max(0.0, compute_seconds / load_seconds))
+    return min(layers, math.ceil((layers - 1) * (1 - hidden)) + 1)
+
+
+def _resolve(future: Future[T], result: T) -> None:
+    with suppress(InvalidStateError):
+        future.set_result(result)
