@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from kvlinker.cli.commands import app
 from typer.testing import CliRunner
 
 from kvlinker import registry
+from kvlinker.cli import app
 from kvlinker.config import load_settings
 from kvlinker.prompt.encoding import TextEncoder
 from kvlinker.research.bench import benchmark

@@ -29,8 +29,8 @@ from kvlinker.server.bodies import (
 from kvlinker.server.errors import error_responses
 from kvlinker.server.models import Service, ServiceParam
 from kvlinker.splitting import splitters
-from kvlinker.store import ContextCache
 from kvlinker.types.chunks import GenerationContext
+from kvlinker.types.context_cache import ContextCache
 from kvlinker.types.tenants import Scope
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])

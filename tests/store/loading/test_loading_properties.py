@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_chunks import chunk_kv
 
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.store.loading import loader as module
@@ -19,6 +18,7 @@ from kvlinker.store.loading import prompt_load
 from kvlinker.store.loading.arriving import KV, ArrivingKV, LayerLostError
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
+from tests.store.store_chunks import chunk_kv
 
 TIMEOUT = 20.0
 LAYERS = 4
