@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 @pytest.fixture(autouse=True)
 def _own_registry_and_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Policies that examples register are gone afterwards, and each example has a state directory of its own."""
-    monkeypatch.setattr(registry, "_families", dict(registry._families))
+    monkeypatch.setattr(registry._registry, "_values", dict(registry.known_policies()))
     monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path / "state"))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvlinker.linking import PromptEvidence, known_policies, parse_policy
-from kvlinker.linking.registry import _families
+from kvlinker.linking.registry import _registry
 from tests.embedded.conftest import linked_prompt
 from tests.linking.test_policies import chunk_prompt, select
 
@@ -20,8 +20,8 @@ def documented():
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(block, {})
     yield
-    _families.clear()
-    _families.update(before)
+    _registry._values.clear()
+    _registry._values.update(before)
 
 
 @pytest.mark.usefixtures("documented")

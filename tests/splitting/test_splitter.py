@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvlinker import registry as registries
 from kvlinker.errors import KVLinkerError
 from kvlinker.prompt.encoding import TextEncoder
 from kvlinker.splitting import Splitter, TokenLimit, register, split_text, splitter, splitters
@@ -20,11 +21,9 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is forgotten afterwards."""
-    monkeypatch.setattr(splitter, "_registered", dict(splitters()))
-    yield
-    splitter._load_all.cache_clear()
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what a test registers forgotten afterwards."""
+    monkeypatch.setattr(splitter._registry, "_values", dict(splitters()))
 
 
 def cut(text: str, method: str, max_tokens: int = 64) -> list[str]:
@@ -72,6 +71,7 @@ def test_names_are_taken_once() -> None:
     class Other(Lines):
         name = "passage"
 
+    assert "passage" in splitters()
     register(Lines)
     assert register(Lines) is Lines
     with pytest.raises(ValueError, match=r"'passage' is registered already, by kvlinker.splitting.methods.prose"):
@@ -83,9 +83,9 @@ def test_plugins_are_found_by_their_entry_points(monkeypatch: pytest.MonkeyPatch
         assert group == "kvlinker.splitters"
         return [EntryPoint("lines", f"{__name__}:register_lines", group)]
 
-    splitter._load_all.cache_clear()
-    monkeypatch.setattr(splitter, "entry_points", installed)
-    assert "lines" not in splitter._registered
+    monkeypatch.setattr(splitter._registry, "_loaded", False)
+    monkeypatch.setattr(registries, "entry_points", installed)
+    assert "lines" not in splitter._registry._values
     monkeypatch.setattr(EntryPoint, "load", lambda _: register(Lines))
     assert cut("one\ntwo", "lines") == ["one\n", "two"]
 

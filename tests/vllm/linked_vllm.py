@@ -138,6 +138,11 @@ class LinkedVLLM:
     def abort(self, name):
         self._engine.abort_request([name])
 
+    def generated(self, name):
+        """How many tokens the scheduler has of the request's answer."""
+        (request,) = (each for each in self.scheduler.requests.values() if each.request_id.startswith(name))
+        return request.num_output_tokens
+
     def step(self):
         return {output.request_id: output for output in self._engine.step() if output.finished}
 

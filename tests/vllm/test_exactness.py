@@ -14,7 +14,7 @@ from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.types.chunks import Chunk
 from tests.embedded.conftest import linked_prompt, random_tokens
 from tests.embedded.test_policy_references import blended
-from tests.vllm.linked_vllm import LinkedVLLM, difference, difference_from, outcome_of, reference
+from tests.vllm.linked_vllm import LinkedVLLM, difference, difference_from, outcome_of, reference, transfer_for
 
 TOLERANCE = 1e-5
 MORE_STEPS_TOLERANCE = 2e-5
@@ -84,7 +84,7 @@ def test_cacheblend_in_one_step(linked, prompt, policy, percent, parts, lego):
         for _ in range(neighbours):
             linked.add(list(random_tokens(30, 4)), max_tokens=60)
         link = linked.refined(prompt, policy)
-        computed = [mask & prompt.cached for mask in layer_masks(link.plan, oracle.layers, link.dropped)]
+        computed = [mask & prompt.cached for mask in layer_masks(link.plan, oracle.layers, link.refinement.dropped)]
         np.testing.assert_array_equal(computed, expected)
         assert difference_from(linked.follow(link, max_tokens=4), oracle, expected) < TOLERANCE
 
@@ -148,6 +148,30 @@ def test_what_vllm_has_is_not_linked_again(linked, prompt):
     third = linked.answer(longer, "legolink-16", salt=salt)
     for output, own in ((first, prompt), (second, prompt), (third, longer)):
         assert difference(output, own, "legolink-16", linked.family) < TOLERANCE
+
+
+def test_choices_that_begin_with_the_first_ones_first_token_find_its_blocks(linked, prompt, monkeypatch):
+    """But for the last block, which is not full; the first choice still decodes then."""
+    found = {}
+    matched = linked.linking.matched
+
+    def noted(request_id, local, tokens):
+        found[request_id] = local
+        return matched(request_id, local, tokens)
+
+    monkeypatch.setattr(linked.linking, "matched", noted)
+    salt = secrets.token_hex(4)
+    first = linked.submit(prompt, "legolink-16", salt=salt, max_tokens=30)
+    while not linked.generated(first):
+        linked.step()
+    found.clear()
+    others = [linked.submit(prompt, "legolink-16", salt=salt) for _ in range(3)]
+    outputs = linked.run()
+    for name in (first, *others):
+        assert difference(outputs[name], prompt, "legolink-16", linked.family) < MORE_STEPS_TOLERANCE
+    transfer = transfer_for(prompt, "legolink-16")
+    assert len(found) == 3
+    assert all(transfer.linked - 32 < local for local in found.values())
 
 
 def test_a_prompt_that_shares_only_its_beginning(linked, prompt):

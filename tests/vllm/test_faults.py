@@ -133,8 +133,8 @@ def test_one_request_finds_all_damaged_chunks(linked, prompt, caplog):
 
 def test_a_chunk_that_vanishes_between_scheduling_and_loading_is_computed(linked, prompt, monkeypatch):
     """Also where it is to be placed within the request's own step, as with chunks that workers had in memory."""
-    for at_hand in (False, True):
-        if not at_hand:
+    for in_memory in (False, True):
+        if not in_memory:
             forget(linked)
         monkeypatch.setattr(linked.linking, "_is_stored", lambda key: True)
         file = linked.chunk_file(prompt.chunks[1])
@@ -157,8 +157,8 @@ def test_a_comparison_whose_chunk_is_gone_has_everything_computed(linked, prompt
             monkeypatch.setattr(linked.linking, "_is_stored", lambda key: True)
         linked.chunk_file(prompt.chunks[1]).unlink(missing_ok=True)
         link = linked.refined(prompt, "cacheblend-20-onestep")
-        assert not link.dropped
-        assert link.recomputed_tokens == sum(map(len, prompt.chunks))
+        assert not link.refinement.dropped
+        assert link.usage(0, linked=True).recomputed_tokens == sum(map(len, prompt.chunks))
         assert difference(linked.follow(link), prompt, "full", "llama") < TOLERANCE
 
 
@@ -194,7 +194,7 @@ def test_a_request_that_cannot_even_be_begun_is_computed(linked, prompt, monkeyp
     for forgotten in (False, True):
         if forgotten:
             forget(linked)
-        monkeypatch.setattr(worker_of(linked)._chunks, "at_hand", no_memory)
+        monkeypatch.setattr(worker_of(linked)._chunks, "resident", no_memory)
         names = [linked.submit(prompt, policy, salt=secrets.token_hex(4)) for policy in ("naive", "legolink-4")]
         outputs = linked.run()
         for name in names:

@@ -1,6 +1,5 @@
 """Linking decides which cached tokens to keep and which to recompute. It knows prompts, but no model and no engine."""
 
-from kvlinker.linking import policies
 from kvlinker.linking.evidence import Evidence, Forecast, LayerEvidence, Library, NoVariants, Variant
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.link import Link, PromptEvidence
@@ -35,7 +34,6 @@ __all__ = [
     "number",
     "parse_policy",
     "percentage",
-    "policies",
     "probe_plan",
     "register",
     "share",

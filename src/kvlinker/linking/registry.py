@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
-from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvlinker.errors import PolicyError, did_you_mean
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.union import SIGN, joined
+from kvlinker.registry import Registry
 
 P = TypeVar("P", bound=type[Policy])
 
-ENTRY_POINT_GROUP = "kvlinker.policies"
 MOST_PARTS = 8
 
-_families: dict[str, type[Policy]] = {}
+_registry: Registry[type[Policy]] = Registry("policy", own="kvlinker.linking.policies", group="kvlinker.policies")
 
 
 def register(policy: P) -> P:
@@ -27,16 +25,13 @@ def register(policy: P) -> P:
     """
     if SIGN in policy.family:
         raise ValueError(f"policy {policy.family!r} has a {SIGN!r} in its name, which joins policies")
-    known = _families.setdefault(policy.family, policy)
-    if known is not policy:
-        raise ValueError(f"policy {policy.family!r} is registered already, by {known.__module__}")
+    _registry.add(policy.family, policy)
     return policy
 
 
 def known_policies() -> Mapping[str, type[Policy]]:
     """Return all registered policies by family, installed plugins included, sorted by name."""
-    _load_plugins()
-    return MappingProxyType(dict(sorted(_families.items())))
+    return MappingProxyType(dict(sorted(_registry.known().items())))
 
 
 def parse_policy(text: str) -> Policy:
@@ -80,10 +75,3 @@ def describe_policies(unsupported: Callable[[Policy], str | None]) -> tuple[dict
         restriction = next((reason for reason in reasons if reason is not None), None)
         described.append(policy.describe() | {"supported": None in reasons, "restriction": restriction})
     return tuple(described)
-
-
-@cache
-def _load_plugins() -> None:
-    """Import every installed plugin; its ``@register`` does the rest."""
-    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-        entry_point.load()

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from importlib import import_module
-from importlib.metadata import entry_points
 from inspect import getdoc
 from types import MappingProxyType
 from typing import ClassVar, TypeVar
 
 from kvlinker.errors import InvalidRequestError, did_you_mean
-from kvlinker.splitting import methods as shipped
+from kvlinker.registry import Registry
 from kvlinker.splitting.limit import TokenLimit
-
-ENTRY_POINT_GROUP = "kvlinker.splitters"
-
-_registered: dict[str, type[Splitter]] = {}
 
 
 class Splitter(ABC):
@@ -43,22 +35,21 @@ class Splitter(ABC):
 
 S = TypeVar("S", bound=type[Splitter])
 
+_registry: Registry[type[Splitter]] = Registry("splitter", own="kvlinker.splitting.methods", group="kvlinker.splitters")
+
 
 def register(splitter: S) -> S:
     """Class decorator that makes ``splitter`` available under its ``name``.
 
     Raises ValueError when another class has that name.
     """
-    known = _registered.setdefault(splitter.name, splitter)
-    if known is not splitter:
-        raise ValueError(f"splitter {splitter.name!r} is registered already, by {known.__module__}")
+    _registry.add(splitter.name, splitter)
     return splitter
 
 
 def splitters() -> Mapping[str, type[Splitter]]:
     """All registered splitters by name, installed plugins included, sorted."""
-    _load_all()
-    return MappingProxyType(dict(sorted(_registered.items())))
+    return MappingProxyType(dict(sorted(_registry.known().items())))
 
 
 def find_splitter(name: str) -> Splitter:
@@ -89,12 +80,3 @@ def cut_at(text: str, ends: Iterable[int]) -> list[str]:
     elif rest:
         pieces.append(rest)
     return pieces
-
-
-@cache
-def _load_all() -> None:
-    """Import every module that registers splitters: those that ship with kvlinker, and installed plugins."""
-    for module in pkgutil.iter_modules(shipped.__path__, f"{shipped.__name__}."):
-        import_module(module.name)
-    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-        entry_point.load()

@@ -176,7 +176,7 @@ def test_evicted_chunks_are_waited_for(vllm):
         vllm.scheduler.finished("r")
 
 
-def test_chunks_are_at_hand_where_all_workers_have_them():
+def test_chunks_are_resident_where_all_workers_have_them():
     made = VLLM(decoders=0, workers=2)
     transfer = transfer_of(32, [(10, 13)])
     made.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
