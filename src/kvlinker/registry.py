@@ -41,6 +41,10 @@ class Registry(Generic[T]):
             raise ValueError(f"The {self._kind} {name!r} is registered already, by {_module_of(known)}.")
         return value
 
+    def registered(self) -> Mapping[str, T]:
+        """Return the values by name that are registered so far, without importing what registers others."""
+        return MappingProxyType(self._values)
+
     def known(self) -> Mapping[str, T]:
         """Return all values by name. Raises KVLinkerError where a package that brings some cannot be imported."""
         if not self._loaded:
@@ -55,7 +59,7 @@ class Registry(Generic[T]):
                         "Repair or uninstall the package that brings it."
                     ) from error
             self._loaded = True
-        return MappingProxyType(self._values)
+        return self.registered()
 
 
 def _module_of(value: object) -> str:

@@ -16,7 +16,7 @@ from kvlinker.cli import app
 from kvlinker.config import load_settings
 from kvlinker.engine.model_files import choose_device, choose_dtype
 from kvlinker.llm import LLM
-from kvlinker.research.advice import measurement
+from kvlinker.research.advice import probing
 from kvlinker.research.bench.shapes import random_model
 from kvlinker.store import ChunkKV, Tier
 
@@ -133,7 +133,7 @@ def test_an_interrupt_leaves_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, reached: str
 ) -> None:
     """It comes while a call to the tier is under way, which goes on."""
-    measure_tier = measurement.measure_tier
+    measure_tier = probing.measure_tier
     seen = []
 
     def interrupted(tier: Tier, samples: Sequence[ChunkKV], *others: Any) -> Any:
@@ -143,7 +143,7 @@ def test_an_interrupt_leaves_nothing(
             assert tier.put("0" * 64, samples[0])
         return measure_tier(tier, samples, *others)
 
-    monkeypatch.setattr(measurement, "measure_tier", interrupted)
+    monkeypatch.setattr(probing, "measure_tier", interrupted)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     try:

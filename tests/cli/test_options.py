@@ -12,9 +12,11 @@ import typer
 from typer.testing import CliRunner
 
 from kvlinker.cli import app
-from kvlinker.cli.bench import common
 from kvlinker.cli.options import settings_options
 from kvlinker.config import CONFIG_FILE_VARIABLE, Settings, load_settings
+from kvlinker.research import bench
+from kvlinker.research.bench import benchmark
+from kvlinker.research.bench.benchmark import compared_policies
 
 runner = CliRunner()
 
@@ -128,15 +130,53 @@ def test_commands_start_without_torch() -> None:
     code = """
 import contextlib, io, sys
 from kvlinker.cli import app
-for command in ("", "serve", "ingest", "caches ls", "bench ttft", "calibrate"):
+from kvlinker.research.bench.benchmark import declared_benchmarks
+benchmarks = [f"bench {name}" for name in declared_benchmarks()]
+for command in ("", "serve", "ingest", "caches ls", "advise", "calibrate", "bench", "bench figure", *benchmarks):
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
         app([*command.split(), "--help"])
     assert "Usage" in shown.getvalue()
-heavy = {"torch", "transformers", "fastapi", "matplotlib", "sentencex", "kvlinker.llm", "kvlinker.store"}
+heavy = {"torch", "transformers", "fastapi", "matplotlib", "sentencex", "scipy", "kvlinker.llm", "kvlinker.store"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_benchmark_takes_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a command with the settings that it names, and found among the modules of its folder."""
+    (tmp_path / "nap.py").write_text(
+        '''"""Measures how long a nap takes."""
+
+from kvlinker.research.bench.benchmark import Setup, benchmark
+
+
+@benchmark("nap", settings=("threads",))
+def nap(setup: Setup, *, minutes: int = 20) -> None:
+    """Measure a nap."""
+    print(f"{minutes} minutes with {setup.settings.threads} threads")
+    raise SystemExit
+'''
+    )
+    monkeypatch.setattr(bench, "__path__", [*bench.__path__, str(tmp_path)])
+    monkeypatch.setattr(benchmark._registry, "_values", dict(benchmark._registry._values))
+    benchmark.declared_benchmarks.cache_clear()
+    try:
+        listed = runner.invoke(app, ["bench", "--help"])
+        result = runner.invoke(app, ["bench", "nap", "--minutes", "5", "--threads", "2"])
+    finally:
+        benchmark.declared_benchmarks.cache_clear()
+        sys.modules.pop("kvlinker.research.bench.nap", None)
+    assert "Measure a nap." in listed.output
+    assert result.stdout == "5 minutes with 2 threads\n"
+
+
+@pytest.mark.parametrize(
+    ("policy", "text", "names"),
+    [
+        ("query-5", None, "full naive query-5 legolink-16 attnlink-16 random-15"),
+        ("legolink-16", None, "full naive legolink-16 attnlink-16 random-15"),
+        ("query-5", "naive, legolink-2,naive", "naive legolink-2"),
+    ],
+)
 def test_benchmarks_compare_the_policy_in_force(policy: str, text: str | None, names: str) -> None:
-    assert " ".join(common.usual_policies(text, load_settings(policy=policy))) == names
+    assert " ".join(compared_policies(text, load_settings(policy=policy))) == names

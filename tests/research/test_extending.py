@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +16,7 @@ from typer.testing import CliRunner
 from kvlinker import registry
 from kvlinker.cli import app
 from kvlinker.config import load_settings
+from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.encoding import TextEncoder
 from kvlinker.research.bench import benchmark
 from kvlinker.research.bench.shapes import byte_tokenizer
@@ -26,6 +26,8 @@ from kvlinker.research.figures import figure
 from kvlinker.research.figures.lab import Lab
 from kvlinker.research.figures.page import write_figure
 
+Install = Callable[[ModuleType, str, str], None]
+PLUGIN = "plugin_of_the_guide"
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 
 
@@ -37,37 +39,33 @@ def code_of(section: str, language: str) -> str:
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Install]:
     """Installs a section's code as a module that an entry point names; registries forget it afterwards."""
-    modules = (formats, figure, benchmark)
-    groups = dict(zip(modules, ("kvlinker.dataset_formats", "kvlinker.figures", "kvlinker.benchmarks"), strict=True))
-    before = {}
-    for module in modules:
-        module._registry.known()
-        before[module] = dict(module._registry._values)
+    groups = {formats: "kvlinker.dataset_formats", figure: "kvlinker.figures", benchmark: "kvlinker.benchmarks"}
+    (tmp_path / "packages").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "packages")
 
-    def install(module: ModuleType, name: str, section: str) -> None:
-        plugin = ModuleType(f"plugin_{name.replace('-', '_')}")
-        monkeypatch.setitem(sys.modules, plugin.__name__, plugin)
-        code = compile(code_of(section, "python"), f"docs/extending.md: {section}", "exec")
-        entry = EntryPoint(name, plugin.__name__, groups[module])
-        monkeypatch.setattr(EntryPoint, "load", lambda self: exec(code, plugin.__dict__))
-        for asked in (registry, benchmark):
-            monkeypatch.setattr(asked, "entry_points", lambda group: [entry] if group == entry.group else [])
-        monkeypatch.setattr(module._registry, "_loaded", False)
-        benchmark.benchmark_summaries.cache_clear()
+    def install_section(module: ModuleType, name: str, section: str) -> None:
+        (tmp_path / "packages" / f"{PLUGIN}.py").write_text(code_of(section, "python"))
+        entry = EntryPoint(name, PLUGIN, groups[module])
+        for asking in (registry, benchmark):
+            monkeypatch.setattr(asking, "entry_points", lambda group: [entry] if group == entry.group else [])
+        own = module._registry
+        if module is not benchmark:
+            own.known()
+        monkeypatch.setattr(own, "_values", dict(own._values))
+        monkeypatch.setattr(own, "_loaded", False)
+        benchmark.declared_benchmarks.cache_clear()
 
-    yield install
-    benchmark.benchmark_summaries.cache_clear()
-    for module, values in before.items():
-        module._registry._values.clear()
-        module._registry._values.update(values)
+    yield install_section
+    benchmark.declared_benchmarks.cache_clear()
+    sys.modules.pop(PLUGIN, None)
 
 
-def test_a_data_set_is_recognised_and_read(installed: Any, tmp_path: Path) -> None:
+def test_a_data_set_is_recognised_and_read(install: Install, tmp_path: Path) -> None:
     path = tmp_path / "quiz.jsonl"
     path.write_text(code_of("A data set", "json"))
-    installed(formats, "quiz", "A data set")
+    install(formats, "quiz", "A data set")
     dataset = load_dataset(str(path), ContextSplitter(TextEncoder(byte_tokenizer())))
     assert dataset.format == "quiz"
     (example,) = dataset.examples
@@ -75,8 +73,8 @@ def test_a_data_set_is_recognised_and_read(installed: Any, tmp_path: Path) -> No
     assert example.passages == ("The bridge was built in 1911.\n\n", "It was closed in 1978.\n\n")
 
 
-def test_a_figure_is_measured_and_shown(installed: Any, tmp_path: Path) -> None:
-    installed(figure, "passage-lengths", "A figure")
+def test_a_figure_is_measured_and_shown(install: Install, tmp_path: Path) -> None:
+    install(figure, "passage-lengths", "A figure")
     found = figure.find_figure("passage-lengths")
     assert list(figure.known_figures())[-1] == found.name  # behind those of the papers
     lab = Lab(load_settings(), "kvlinker bench figure passage-lengths", limit=3)
@@ -86,8 +84,8 @@ def test_a_figure_is_measured_and_shown(installed: Any, tmp_path: Path) -> None:
     assert "tokens on average." in (tmp_path / "page.md").read_text()
 
 
-def test_a_benchmark_is_a_command(installed: Any, tmp_path: Path) -> None:
-    installed(benchmark, "splitting", "A benchmark")
+def test_a_benchmark_is_a_command(install: Install, tmp_path: Path) -> None:
+    install(benchmark, "splitting", "A benchmark")
     listed = CliRunner().invoke(app, ["bench", "--help"])
     assert "splitting" in listed.output
     helped = CliRunner().invoke(app, ["bench", "splitting", "--help"])
@@ -103,6 +101,9 @@ def test_a_benchmark_is_a_command(installed: Any, tmp_path: Path) -> None:
 
 
 def test_benchmarks_are_listed_as_they_are_without_being_imported() -> None:
-    known = benchmark.known_benchmarks()
-    assert benchmark.benchmark_summaries() == {name: one.summary for name, one in sorted(known.items())}
-    assert {"ttft", "quality", "store", "decode"} <= known.keys()
+    declared = benchmark.declared_benchmarks()
+    assert " ".join(declared) == "codecs creation decode isolation memory overhead quality store ttft"
+    for name, one in declared.items():
+        assert benchmark.find_benchmark(name).summary == one.summary
+    with pytest.raises(InvalidRequestError, match="Unknown benchmark 'speed'; known are codecs, creation"):
+        benchmark.find_benchmark("speed")

@@ -65,7 +65,7 @@ def advise(
     Samples are written to each configured tier, beside what it holds, read as a prompt's chunks are, and removed.
     """
     from kvlinker.linking import parse_policy
-    from kvlinker.research.advice.measurement import advise as measure
+    from kvlinker.research.advice.probing import advise as measure
     from kvlinker.research.advice.recommendation import explain_recommendation, recommended
     from kvlinker.research.bench.subject import make_subject
 

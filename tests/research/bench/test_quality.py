@@ -13,7 +13,6 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.research.bench.quality import QualityOptions, main_rows, plot_quality, run_quality
 from kvlinker.research.bench.subject import Subject
 from kvlinker.research.evaluation.contexts import ContextSplit
-from kvlinker.store.format.codecs import find_codec
 from tests.toy_models import loaded_model
 
 FIELDS = {
@@ -131,7 +130,7 @@ def test_splits_and_contexts_change_what_is_asked(subject, data):
 def test_codecs_change_what_is_linked_and_not_what_is_computed(subject, settings, data):
     kls = {}
     for name in ("raw", "int8", "int4"):
-        options = QualityOptions((data,), ("full", "naive"), max_tokens=2, codec=find_codec(name))
+        options = QualityOptions((data,), ("full", "naive"), max_tokens=2, codec=name)
         report = run_quality(subject, settings, options).report
         assert report.settings["codec"] == name
         kls[name] = {row["policy"]: row["kl"] for row in report.rows if (row["task"], row["metric"]) == ("all", "f1")}

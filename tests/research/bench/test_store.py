@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from kvlinker.cli import app
 from kvlinker.research.bench.measurement import Workload
 from kvlinker.research.bench.store import run_store
-from kvlinker.research.bench.store.benchmark import plot_store
+from kvlinker.research.bench.store_benchmark import plot_store
 from kvlinker.research.bench.subject import Subject
 from tests.toy_models import loaded_model
 

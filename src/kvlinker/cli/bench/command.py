@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 
 
 class BenchmarkGroup(TyperGroup):
-    """Lists the benchmarks beside its own commands, and imports them only to run one, which takes seconds."""
+    """Lists the benchmarks beside its own commands, and imports each when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands."""
-        from kvlinker.research.bench.benchmark import benchmark_summaries
+        from kvlinker.research.bench.benchmark import declared_benchmarks
 
-        return sorted({*super().list_commands(ctx), *benchmark_summaries()})
+        return sorted({*super().list_commands(ctx), *declared_benchmarks()})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command to be listed: of a benchmark only its name and summary."""
-        from kvlinker.research.bench.benchmark import benchmark_summaries
+        from kvlinker.research.bench.benchmark import declared_benchmarks
 
-        summary = benchmark_summaries().get(cmd_name)
-        return super().get_command(ctx, cmd_name) if summary is None else TyperCommand(cmd_name, help=summary)
+        declared = declared_benchmarks().get(cmd_name)
+        return super().get_command(ctx, cmd_name) if declared is None else TyperCommand(cmd_name, help=declared.summary)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command to be run."""
-        from kvlinker.research.bench.benchmark import benchmark_summaries, find_benchmark
+        from kvlinker.research.bench.benchmark import declared_benchmarks, find_benchmark
 
         name, command, rest = super().resolve_command(ctx, args)
-        if name is not None and name in benchmark_summaries():
+        if name is not None and name in declared_benchmarks():
             with failures():
                 command = _typer_command(find_benchmark(name))
         return name, command, rest

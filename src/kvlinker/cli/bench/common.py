@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvlinker.cli.console import warn
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -27,8 +29,6 @@ WIDTH_OF_FILES = 180
 def show(report: Report, json: Path | None, rows: Sequence[Row] | None = None) -> None:
     """Print ``rows`` of a report, or all, with its warnings and notes; write all of it to ``json``."""
     from rich.console import Console
-
-    from kvlinker.cli.console import warn
 
     for warning in report.warnings:
         warn(warning)

@@ -1,7 +1,8 @@
 """Says what a benchmark is, registers benchmarks by name, and lists them without importing them.
 
 A benchmark is a function with the decorator ``benchmark``: it takes a ``Setup``, and as keywords the options of its
-command ``kvlinker bench NAME``, declared with typer. It returns a ``Report``.
+command ``kvlinker bench NAME``, declared with typer. It returns a ``Report``. Its module imports what needs torch when
+it runs, so that the command's help comes at once.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from inspect import getdoc
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -103,35 +105,44 @@ def benchmark(name: str, **about: Any) -> Callable[[Run], Run]:
     return decorate
 
 
-def known_benchmarks() -> Mapping[str, Benchmark]:
-    """Import all benchmarks, those of installed packages included, and return them by name."""
-    return _registry.known()
-
-
 def find_benchmark(name: str) -> Benchmark:
     """Return the benchmark of this name. Raises InvalidRequestError, which lists the names, for an unknown one."""
-    known = known_benchmarks()
+    declared = declared_benchmarks()
+    if name in declared:
+        import_module(declared[name].module)
+    known = _registry.registered()
     if name not in known:
-        raise InvalidRequestError(f"Unknown benchmark {name!r}; known are {', '.join(sorted(known))}.", param="name")
+        names = ", ".join(sorted({*known, *declared}))
+        raise InvalidRequestError(f"Unknown benchmark {name!r}; known are {names}.", param="name")
     return known[name]
 
 
-@cache
-def benchmark_summaries() -> Mapping[str, str]:
-    """Return a line about every benchmark, by name.
+class Declared(NamedTuple):
+    """Says where a benchmark is, without importing it."""
 
-    kvlinker's own are found in the sources of this package without importing them, which takes seconds.
+    module: str
+    summary: str
+
+
+@cache
+def declared_benchmarks() -> Mapping[str, Declared]:
+    """Find all benchmarks by name.
+
+    kvlinker's own are read from the sources of this package, and those of other packages from their entry points: to
+    import all of them would take seconds.
     """
     found = {}
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    package = import_module("kvlinker.research.bench")
+    for path in (path for folder in package.__path__ for path in Path(folder).glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             match node:
                 case ast.FunctionDef(
                     decorator_list=[ast.Call(func=ast.Name(id="benchmark"), args=[ast.Constant(value=str(name))])]
                 ):
-                    found[name] = (ast.get_docstring(node) or "").partition("\n")[0]
+                    summary = (ast.get_docstring(node) or "").partition("\n")[0]
+                    found[name] = Declared(f"{package.__name__}.{path.stem}", summary)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-        found[entry_point.name] = f"A benchmark of {entry_point.value.partition(':')[0]}."
+        found[entry_point.name] = Declared(entry_point.module, f"A benchmark of {entry_point.module}.")
     return MappingProxyType(dict(sorted(found.items())))
 
 

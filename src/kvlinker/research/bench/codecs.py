@@ -6,10 +6,9 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import torch
 import typer
 
 from kvlinker.research.bench.benchmark import ChunkTokens, Repeat, Setup, benchmark
@@ -17,10 +16,11 @@ from kvlinker.research.bench.report import Report, Row
 from kvlinker.research.bench.subject import Subject
 from kvlinker.research.evaluation.datasets import BUNDLED, Record, read_records
 from kvlinker.research.progress import Progress, silent
-from kvlinker.store import ChunkKV
-from kvlinker.store.format.byte_source import BufferSource
-from kvlinker.store.format.chunk_file import EncodedKV, decode_chunk, encode_chunk
-from kvlinker.store.format.codecs import find_codec, known_codecs
+
+if TYPE_CHECKING:
+    from kvlinker.store import ChunkKV
+    from kvlinker.store.format.byte_source import BufferSource
+    from kvlinker.store.format.chunk_file import EncodedKV
 
 COLUMNS = ("codec", "bytes_per_token", "key_error", "value_error", "encode_ms", "decode_ms")
 
@@ -44,15 +44,18 @@ def codec_rows(
     kvs: Sequence[ChunkKV],
     *,
     repeat: int,
-    codecs: Sequence[str] | None = None,
+    codecs: Sequence[str] = (),
     progress: Progress = silent,
 ) -> list[Row]:
-    """Make a row for each codec (all known ones by default), of chunk files of these chunks.
+    """Make a row for each of the named codecs, or for all, of chunk files of these chunks.
 
     ``bytes_per_token`` counts whole files, scores and header included. ``key_error`` and ``value_error`` are the L2
     norm of what is off over that of the numbers, all layers together. ``encode_ms`` and ``decode_ms`` are CPU time per
     chunk, checksums included, the mean over the chunks and the median of ``repeat`` rounds, in which codecs take turns.
     """
+    from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk
+    from kvlinker.store.format.codecs import find_codec, known_codecs
+
     found = [find_codec(name) for name in codecs or known_codecs()]
     files = {codec.name: [encode_chunk(_KEY, kv, codec) for kv in kvs] for codec in found}
     data = {name: [_bytes_of(file) for file in made] for name, made in files.items()}
@@ -110,13 +113,17 @@ def prose_kvs(subject: Subject, *, chunks: int, chunk_tokens: int) -> list[Chunk
 
 
 def _bytes_of(file: EncodedKV) -> BufferSource:
+    from kvlinker.store.format.byte_source import BufferSource
+
     return BufferSource(np.frombuffer(bytearray(b"".join(file.pieces())), dtype=np.uint8))
 
 
 def _relative_error(kvs: Sequence[ChunkKV], decoded: Sequence[ChunkKV], part: str) -> float:
-    given = _all_numbers(kvs, part)
-    return float((_all_numbers(decoded, part) - given).norm() / given.norm())
+    """Return the L2 norm of what is off in the keys or values of all chunks over that of the numbers."""
+    import torch
 
+    def numbers(chunks: Sequence[ChunkKV]) -> torch.Tensor:
+        return torch.cat([getattr(layer, part).double().flatten() for kv in chunks for layer in kv.layers])
 
-def _all_numbers(kvs: Sequence[ChunkKV], part: str) -> torch.Tensor:
-    return torch.cat([getattr(layer, part).double().flatten() for kv in kvs for layer in kv.layers])
+    given = numbers(kvs)
+    return float((numbers(decoded) - given).norm() / given.norm())

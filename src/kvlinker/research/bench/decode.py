@@ -8,14 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import torch
 import typer
 
-from kvlinker.embedded.model.interception import attention_of
-from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.engine.contract import Engine, GenerationEvent
 from kvlinker.prompt.segments import FreshSegment, Prompt
 from kvlinker.research.bench.benchmark import Repeat, Setup, benchmark, counts
@@ -24,6 +21,9 @@ from kvlinker.research.bench.report import Report, Row
 from kvlinker.research.bench.subject import Subject
 from kvlinker.research.progress import Progress, silent
 from kvlinker.types.answers import Delta, Finished
+
+if TYPE_CHECKING:
+    from kvlinker.embedded.model.loading import LoadedModel
 
 COLUMNS = ("case", "system", "ms_per_step", "ratio_to_kvlinker")
 
@@ -106,10 +106,13 @@ def _ours(engine: Engine, tokens: Tokens, steps: int) -> float:
     return float(np.median(np.diff(together)))
 
 
-@torch.inference_mode()
 def _theirs(loaded: LoadedModel, tokens: Tokens, steps: int) -> float:
     """Return the median seconds of a step of transformers' greedy decoding, with its dynamic cache and SDPA."""
-    with attention_of(loaded.model, "sdpa"):
+    import torch
+
+    from kvlinker.embedded.model.interception import attention_of
+
+    with torch.inference_mode(), attention_of(loaded.model, "sdpa"):
         ids = torch.from_numpy(tokens).to(loaded.device)
         output = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)
         times = [time.perf_counter()]

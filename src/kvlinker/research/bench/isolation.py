@@ -8,20 +8,21 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import httpx
 import typer
 
 from kvlinker.errors import ContextCacheNotFoundError
-from kvlinker.llm import LLM
 from kvlinker.research.bench.benchmark import Setup, benchmark
 from kvlinker.research.bench.report import Report, Row
 from kvlinker.research.bench.subject import Subject, served
 from kvlinker.research.evaluation.statistics import mann_whitney
 from kvlinker.research.progress import Progress, silent
-from kvlinker.store import new_context_cache_id
 from kvlinker.types.tenants import tenant_of_key
+
+if TYPE_CHECKING:
+    from kvlinker.llm import LLM
 
 COLUMNS = ("case", "unknown_us", "foreign_us", "difference_us", "p")
 
@@ -75,6 +76,8 @@ def compare(look_up: Callable[[str], object], unknown: Sequence[str], foreign: S
 
 def run_isolation(subject: Subject, *, lookups: int, progress: Progress = silent) -> Report:
     """Look up by id in Python and over HTTP, in a prompt, and by content: ``lookups`` of each kind and case."""
+    from kvlinker.store import new_context_cache_id
+
     rows = []
     with (
         subject.llm(api_keys=f"{OWNER},{STRANGER}") as llm,

@@ -7,10 +7,9 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import torch
 
 from kvlinker.engine.contract import Engine, Failed, GenerationEvent, GenerationRequest
 from kvlinker.linking import parse_policy
@@ -19,6 +18,9 @@ from kvlinker.research.progress import Progress, silent
 from kvlinker.types.answers import Finished, Timing
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 TENANT = "bench"
 """The tenant whose chunks benchmarks cache."""
@@ -124,6 +126,8 @@ def seconds_of(call: Callable[[], object]) -> Callable[[], float]:
 
 def copy_bandwidth(device: torch.device) -> float:
     """Measure the bytes per second of a large copy, counting bytes read plus bytes written."""
+    import torch
+
     source = torch.ones(2**27, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device)
@@ -131,6 +135,8 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Measure the floating-point operations per second of a large matrix product."""
+    import torch
+
     rows, inner, columns = 2048, 1024, 2816
     left = torch.randn(rows, inner, dtype=dtype, device=device)
     right = torch.randn(columns, inner, dtype=dtype, device=device)
@@ -139,6 +145,8 @@ def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _median_seconds(call: Callable[[], object], device: torch.device, repeat: int = 9) -> float:
+    import torch
+
     def synchronised() -> None:
         call()
         if device.type == "cuda":

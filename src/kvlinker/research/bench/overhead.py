@@ -5,17 +5,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvlinker.client import Client
-from kvlinker.llm import LLM
 from kvlinker.research.bench.benchmark import Chunks, ChunkTokens, Repeat, Setup, benchmark, policy_names
 from kvlinker.research.bench.measurement import Workload, in_turn, seconds_of
 from kvlinker.research.bench.report import Report, Row
 from kvlinker.research.bench.subject import Subject, served
 from kvlinker.research.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from kvlinker.llm import LLM
 
 COLUMNS = ("case", "ms", "over_python_ms")
 _FRESH_TOKENS = 32

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from math import exp
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,13 +26,13 @@ from kvlinker.research.bench.subject import Subject
 from kvlinker.research.evaluation.contexts import ContextSplit, ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
 from kvlinker.research.evaluation.evaluate import Journal, evaluate
-from kvlinker.research.evaluation.examiner import REFERENCE, Examiner
-from kvlinker.research.evaluation.examples import Dataset, Example, Result, Skipped
-from kvlinker.research.evaluation.inspection import EngineInspector
+from kvlinker.research.evaluation.examples import REFERENCE, Dataset, Example, Result, Skipped
 from kvlinker.research.evaluation.metrics import METRICS, rouge_scorer
 from kvlinker.research.evaluation.task_scores import TaskScore, task_scores
 from kvlinker.research.progress import Progress, silent
-from kvlinker.store.format.codecs import RAW, Codec, find_codec
+
+if TYPE_CHECKING:
+    from kvlinker.research.evaluation.examiner import Examiner
 
 COLUMNS = (
     "dataset",
@@ -89,8 +89,8 @@ class QualityOptions:
     """True to measure deviations inside the model, too."""
     concurrency: int = 1
     """Examples at once; above 1 is faster, but rounding then differs from run to run."""
-    codec: Codec = RAW
-    """The codec that chunks go through before they are used."""
+    codec: str = "raw"
+    """The name of the codec that chunks go through before they are used."""
     resume: Path | None = None
     """The file that keeps finished results."""
 
@@ -187,7 +187,7 @@ def quality(
         truncate=truncate,
         deviation=deviation,
         concurrency=concurrency,
-        codec=find_codec(codec),
+        codec=codec,
         resume=resume,
     )
     if resume is not None and not resume.absolute().parent.is_dir():
@@ -205,8 +205,13 @@ def run_quality(
     """Ask all examples under all policies.
 
     ``settings`` say how chunks are made (``generation_context``, ``system_prompt``, ``chat_template``).
-    Raises InvalidRequestError for data that cannot be read, and when no example could be asked.
+    Raises InvalidRequestError for data that cannot be read, an unknown codec, and when no example could be asked.
     """
+    from kvlinker.research.evaluation.examiner import Examiner
+    from kvlinker.research.evaluation.inspection import EngineInspector
+    from kvlinker.store.format.codecs import find_codec
+
+    codec = find_codec(options.codec)
     rouge_scorer()  # where it is missing, better now than after the run
     if options.deviation and options.concurrency > 1:
         raise InvalidRequestError("Deviations need one request at a time: leave --concurrency out.")
@@ -226,7 +231,7 @@ def run_quality(
             truncate=options.truncate,
             inspector=EngineInspector(llm, subject.loaded) if options.deviation else None,
             one_by_one=options.concurrency == 1,
-            codec=options.codec,
+            codec=codec,
         )
         answered, skipped = _answers(examiner, datasets, settings, options, progress)
     if not answered:
@@ -281,7 +286,6 @@ def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
         "policies": list(options.policies),
         "tasks": list(options.tasks) or None,
         "split": str(options.split),
-        "codec": options.codec.name,
         "generation_context": str(settings.generation_context),
         "system_prompt": settings.system_prompt,
         "chat_template": settings.chat_template,

@@ -9,16 +9,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvlinker.embedded.throughput import processor
 from kvlinker.errors import InvalidRequestError
 from kvlinker.research.libraries import bench_library
+
+if TYPE_CHECKING:
+    import torch
 
 Row = Mapping[str, Any]
 """One result: values that JSON can hold, by column."""
@@ -77,6 +78,10 @@ class Report:
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Describe the processor, its cores and threads, the memory in GiB, and the GPU if ``device`` is one."""
+    import torch
+
+    from kvlinker.embedded.throughput import processor
+
     described = {
         "processor": processor(),
         "cores": psutil.cpu_count(logical=False),

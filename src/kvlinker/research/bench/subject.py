@@ -11,20 +11,15 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-import uvicorn
+from typing import TYPE_CHECKING, Any
 
 from kvlinker.config import Settings, load_settings
-from kvlinker.embedded.model.loading import LoadedModel, load_model
-from kvlinker.engine.model_files import choose_device, choose_dtype
 from kvlinker.errors import InvalidRequestError
-from kvlinker.llm import LLM
 from kvlinker.research.bench.report import Report, Row, describe_machine, versions
-from kvlinker.research.bench.shapes import random_model
-from kvlinker.server.address import bind, url_of
-from kvlinker.server.app import create_app
+
+if TYPE_CHECKING:
+    from kvlinker.embedded.model.loading import LoadedModel
+    from kvlinker.llm import LLM
 
 MEMORY = 8 << 30
 """Bytes that the tier with the chunks has room for."""
@@ -50,6 +45,8 @@ class Subject:
         With another tier than ``host``, nothing is kept in host memory; ``redis`` needs a ``redis_url``, and ``object``
         is a folder. Raises InvalidRequestError for an unknown tier, and for ``redis`` without its URL.
         """
+        from kvlinker.llm import LLM
+
         if tier not in TIERS:
             raise InvalidRequestError(f"Unknown tier {tier!r}; known are {', '.join(TIERS)}.", param="tier")
         with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
@@ -87,6 +84,12 @@ def make_subject(settings: Settings, *, shape: str | None, command: str, **optio
 
     ``options`` are told among the report's settings. Raises InvalidRequestError for an unknown shape.
     """
+    import torch
+
+    from kvlinker.embedded.model.loading import load_model
+    from kvlinker.engine.model_files import choose_device, choose_dtype
+    from kvlinker.research.bench.shapes import random_model
+
     if shape is None:
         return Subject(settings.served_name, command, load_model(settings), options)
     if settings.threads is not None:
@@ -99,6 +102,11 @@ def make_subject(settings: Settings, *, shape: str | None, command: str, **optio
 @contextmanager
 def served(llm: LLM) -> Iterator[str]:
     """Serve an LLM on a free port of this machine, in a thread of its own; yield its address."""
+    import uvicorn
+
+    from kvlinker.server.address import bind, url_of
+    from kvlinker.server.app import create_app
+
     with closing(bind("127.0.0.1", 0)) as listening:
         app = create_app(llm, llm.settings)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="error", lifespan="off"))

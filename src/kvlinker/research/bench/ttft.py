@@ -8,17 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
 import typer
-from torch import nn
 
-from kvlinker.embedded.engine import EmbeddedEngine
-from kvlinker.embedded.forward_pass import Profile
-from kvlinker.embedded.model.interception import attention_of
-from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.prompt.segments import Prompt
 from kvlinker.research.bench.benchmark import (
     ChunkTokens,
@@ -44,6 +38,13 @@ from kvlinker.research.bench.subject import Subject
 from kvlinker.research.bench.vllm_ttft import COLUMNS as VLLM_COLUMNS
 from kvlinker.research.bench.vllm_ttft import run_vllm_ttft
 from kvlinker.research.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kvlinker.embedded.engine import EmbeddedEngine
+    from kvlinker.embedded.forward_pass import Profile
+    from kvlinker.embedded.model.loading import LoadedModel
 
 SPARE_SLOTS = 1024
 STEP_TOKENS = 2048
@@ -141,6 +142,8 @@ def run_ttft(
     ``full`` is left out of prompts longer than ``full_limit``. transformers' own forward pass of the same prompt takes
     part whenever ``full`` does, unless ``with_transformers`` is false.
     """
+    from kvlinker.embedded.engine import EmbeddedEngine
+
     loaded = subject.loaded
     bandwidth = copy_bandwidth(loaded.device)
     rate = matmul_rate(loaded.dtype, loaded.device)
@@ -250,6 +253,7 @@ def policy_measurement(
     engine: EmbeddedEngine, loaded: LoadedModel, prompt: Prompt, policy: str
 ) -> Callable[[], Measurement]:
     """Return what measures one time to first token with its parts; the engine must be idle otherwise."""
+    from kvlinker.embedded.forward_pass import Profile
 
     def measure() -> Measurement:
         profile = Profile()
@@ -267,11 +271,14 @@ def policy_measurement(
     return measure
 
 
-@torch.inference_mode()
 def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> Measurement:
     """Measure transformers' own forward pass of the whole prompt, with its SDPA attention and a KV cache kept."""
+    import torch
+
+    from kvlinker.embedded.model.interception import attention_of
+
     ids = torch.from_numpy(prompt.tokens)[None].to(loaded.device)
-    with attention_of(loaded.model, "sdpa"):
+    with torch.inference_mode(), attention_of(loaded.model, "sdpa"):
         begin = time.perf_counter()
         output = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)
         output.logits.argmax().item()
@@ -280,6 +287,8 @@ def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> Measurement:
 
 def _time_linears(model: nn.Module, profile: Profile) -> list[Any]:
     """Hook all linear layers, so that their time is added to the profile; return the hooks' handles."""
+    from torch import nn
+
     began = 0.0
 
     def before(*_: Any) -> None:

@@ -11,17 +11,19 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvlinker.config import Settings, load_settings
 from kvlinker.engine.contract import Failed, GenerationEvent
-from kvlinker.llm import LLM
 from kvlinker.prompt.segments import Prompt
 from kvlinker.research.bench.measurement import Workload, cache_chunks, first_token, greedy_request, in_turn
 from kvlinker.research.bench.report import Row
 from kvlinker.research.bench.subject import Subject
 from kvlinker.research.progress import Progress, silent
 from kvlinker.types.answers import Delta
+
+if TYPE_CHECKING:
+    from kvlinker.llm import LLM
 
 COLUMNS = (
     "policy",
@@ -95,6 +97,8 @@ def run_vllm_ttft(
 @contextmanager
 def _vllm(subject: Subject, settings: Settings, window: int) -> Iterator[LLM]:
     """Run the subject's weights in vLLM, with a store of its own."""
+    from kvlinker.llm import LLM
+
     with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
         model = Path(folder) / "model"
         subject.loaded.model.save_pretrained(model)

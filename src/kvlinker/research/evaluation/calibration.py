@@ -11,8 +11,8 @@ from kvlinker.linking import known_policies, parse_policy
 from kvlinker.linking.parameters import Number, declared
 from kvlinker.linking.union import SIGN
 from kvlinker.research.evaluation.evaluate import evaluate
-from kvlinker.research.evaluation.examiner import REFERENCE, Examiner
-from kvlinker.research.evaluation.examples import Example, Question, Result, Skipped
+from kvlinker.research.evaluation.examiner import Examiner
+from kvlinker.research.evaluation.examples import REFERENCE, Example, Question, Result, Skipped
 from kvlinker.research.evaluation.task_scores import main_score
 from kvlinker.research.progress import Progress, silent
 
@@ -62,7 +62,7 @@ def candidates_of(template: str, values: Sequence[str]) -> tuple[str, ...]:
 
 
 def trial_values(template: str) -> tuple[str, ...]:
-    """Values to try in the place of ``template``, from the range of the parameter that stands there.
+    """Return values to try in the place of ``template``, from the range of the parameter that stands there.
 
     Raises InvalidRequestError where no number of the policy's stands there, and PolicyError for an unknown policy.
     """
@@ -80,7 +80,7 @@ def trial_values(template: str) -> tuple[str, ...]:
 
 
 def _reads(part: str, name: str, value: float) -> bool:
-    """Whether the parameter ``name`` has this value when it stands in the place of ``part``."""
+    """Return whether the parameter ``name`` has this value when it stands in the place of ``part``."""
     try:
         return bool(getattr(parse_policy(part.replace(PLACE, f"{value:g}")), name) == value)
     except PolicyError:
@@ -88,6 +88,7 @@ def _reads(part: str, name: str, value: float) -> bool:
 
 
 def _require_place(template: str) -> None:
+    """Raise InvalidRequestError without a place for the number."""
     if template.count(PLACE) != 1:
         raise InvalidRequestError(
             f"{template!r} must have one {PLACE} where the number goes, as in cachecraft-{PLACE}.", param="policy"

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.evaluation.examiner import Examiner
 from kvlinker.research.evaluation.examples import (
     Answered,
     Deviation,
@@ -20,6 +19,9 @@ from kvlinker.research.evaluation.examples import (
     Scored,
     Skipped,
 )
+
+if TYPE_CHECKING:
+    from kvlinker.research.evaluation.examiner import Examiner
 
 
 def evaluate(

@@ -15,6 +15,7 @@ from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Answer, ContentPart, Message
 from kvlinker.prompt.segments import Prompt
 from kvlinker.research.evaluation.examples import (
+    REFERENCE,
     Answered,
     Continuation,
     Deviation,
@@ -34,9 +35,6 @@ from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.types.answers import Usage
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.messages import ChatMessage
-
-REFERENCE = "full"
-"""The policy that all are compared with."""
 
 MOST_LOGPROBS = 1000
 """Tokens of a distribution that an engine reports at most."""

@@ -10,6 +10,9 @@ from typing import ClassVar
 
 from kvlinker.types.answers import Usage
 
+REFERENCE = "full"
+"""The policy that all are compared with."""
+
 
 @dataclass(frozen=True)
 class _Example:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from kvlinker.research.evaluation.examiner import REFERENCE
-from kvlinker.research.evaluation.examples import Answered, Example, Question, Result
+from kvlinker.research.evaluation.examples import REFERENCE, Answered, Example, Question, Result
 from kvlinker.research.evaluation.metrics import METRICS, VERSUS_FULL, best_score, similarity
 from kvlinker.research.evaluation.statistics import Interval, mean_interval
 

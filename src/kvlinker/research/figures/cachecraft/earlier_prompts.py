@@ -20,8 +20,8 @@ from kvlinker.prompt.segments import Prompt
 from kvlinker.research.bench.quality import score_row
 from kvlinker.research.bench.report import Row
 from kvlinker.research.evaluation.evaluate import evaluate
-from kvlinker.research.evaluation.examiner import REFERENCE, Examiner
-from kvlinker.research.evaluation.examples import Question, Skipped
+from kvlinker.research.evaluation.examiner import Examiner
+from kvlinker.research.evaluation.examples import REFERENCE, Question, Skipped
 from kvlinker.research.evaluation.task_scores import ALL_TASKS, task_scores
 from kvlinker.research.figures.lab import Lab
 from kvlinker.types.chunk_scores import ChunkScores

@@ -22,8 +22,6 @@ from kvlinker.research.bench.benchmark import (
 )
 from kvlinker.research.bench.measurement import Workload
 from kvlinker.research.bench.report import Report, Row, empty_figure, save_figure
-from kvlinker.research.bench.store import COLUMNS, run_store
-from kvlinker.store.format.codecs import find_codec
 
 
 def plot_store(rows: Sequence[Row], path: Path) -> None:
@@ -62,6 +60,9 @@ def store(
     repeat: Repeat = 5,
 ) -> Report:
     """Measure what the store's tiers cost a request, what writes cost it, and what it costs to keep many chunks."""
+    from kvlinker.research.bench.store import COLUMNS, run_store
+    from kvlinker.store.format.codecs import find_codec
+
     named = policy_names(policies)
     written = [find_codec(name).name for name in names(codecs)]
     url = setup.settings.redis_url

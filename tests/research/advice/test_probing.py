@@ -14,8 +14,8 @@ import torch
 
 from kvlinker.config import Settings, load_settings
 from kvlinker.prompt.segments import Prompt
-from kvlinker.research.advice import measurement
-from kvlinker.research.advice.measurement import (
+from kvlinker.research.advice import probing
+from kvlinker.research.advice.probing import (
     ROUNDS,
     ProbeFailedError,
     measure_memory,
@@ -195,7 +195,7 @@ def test_a_prefill_that_was_disturbed_does_not_count(monkeypatch: pytest.MonkeyP
         asked.append((len(prompt), policy))
         return FirstToken(0.0, Timing(link=next(usual)))
 
-    monkeypatch.setattr(measurement, "first_token", first_token)
+    monkeypatch.setattr(probing, "first_token", first_token)
     engine: Any = None
     assert 1.0 <= measure_prefill(engine, 100, 80) <= 1.2
     assert asked == [(10, "full"), *[(80, "full")] * ROUNDS]
