@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from kvlinker.futures import gather
+from kvlinker.futures import gather, or_else, resolved
 
 
 def test_results_come_in_order_whatever_finishes_first():
@@ -34,6 +34,38 @@ def test_a_failing_finish_is_the_outcome():
     joined = gather([future], lambda _: 1 / 0)
     future.set_result(1)
     with pytest.raises(ZeroDivisionError):
+        joined.result()
+
+
+def test_what_was_found_is_not_sought_elsewhere():
+    assert or_else(resolved(1), lambda: pytest.fail("not needed")).result() == 1
+
+
+def test_what_was_not_found_is_what_comes_from_elsewhere():
+    found, other = Future(), Future()
+    joined = or_else(found, lambda: other)
+    found.set_result(None)
+    assert not joined.done()
+    other.set_result(2)
+    assert joined.result() == 2
+
+
+@pytest.mark.parametrize("where", ["found", "asking", "other"])
+def test_whatever_fails_is_the_outcome(where):
+    found, other = Future(), Future()
+
+    def otherwise():
+        if where == "asking":
+            raise ValueError(where)
+        return other
+
+    joined = or_else(found, otherwise)
+    if where == "found":
+        found.set_exception(ValueError(where))
+    else:
+        found.set_result(None)
+        other.set_exception(ValueError(where))
+    with pytest.raises(ValueError, match=where):
         joined.result()
 
 

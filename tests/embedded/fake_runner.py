@@ -9,10 +9,9 @@ import torch
 
 from kvlinker.embedded.batch import StepResult
 from kvlinker.embedded.loop import EngineLoop
-from kvlinker.embedded.pool import SlotAllocator
 from kvlinker.embedded.requests import Kind, Request
 from kvlinker.embedded.scheduler import Scheduler
-from kvlinker.embedded.sequence import TokenSequence
+from kvlinker.embedded.sequence import SequenceSlots, TokenSequence
 from kvlinker.linking.plan import Placement
 from kvlinker.store import LayerKV
 from kvlinker.store.loading.arriving import ArrivingKV
@@ -131,7 +130,7 @@ class Simulation:
 
     def __init__(self, slots, *, max_step_tokens=16, max_running=8, max_waiting=1000):
         self.loads = []
-        self.slots = SlotAllocator(slots)
+        self.slots = SequenceSlots(slots)
         self.scheduler = Scheduler(
             self.slots,
             self.loads.append,

@@ -233,6 +233,40 @@ def test_a_chunk_whose_computation_fails_fails_its_request(bench, monkeypatch):
     assert made.answer(linked_prompt(30, 30)).finished.reason == "length"
 
 
+@pytest.mark.parametrize("error", [EngineClosedError("closing"), RuntimeError("a bug")])
+def test_what_cannot_be_loaded_fails_its_request_only(bench, monkeypatch, caplog, error):
+    made = bench()
+    prompt = linked_prompt(30, 30)
+    made.cache(prompt)
+    load = made.store.load
+
+    def fail_once(*arguments):
+        monkeypatch.setattr(made.store, "load", load)
+        raise error
+
+    monkeypatch.setattr(made.store, "load", fail_once)
+    failure = made.answer(prompt).failed.error
+    assert (failure is error) == isinstance(error, EngineClosedError)
+    assert ("a bug" in caplog.text) == isinstance(error, RuntimeError)
+    assert made.answer(prompt).finished.reason == "length"
+
+
+def test_a_chunk_that_gives_its_slots_up_is_scored_as_if_it_had_not(bench):
+    """It is computed a second time, and nothing is counted twice."""
+    roomy, tight = bench(), bench(kv_slots=224, max_step_tokens=2)
+    chunk = Chunk(random_tokens(130, 8))
+    answer, _ = tight.submit(linked_prompt(fresh=20), "full", max_tokens=200)
+    answer.wait_for_token()
+    for made in (roomy, tight):
+        made.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
+    answer.wait()
+    assert tight.engine.scheduler.preemptions > 0
+    key = chunk_key(chunk, fingerprint=roomy.engine.fingerprint, tenant="default")
+    expected, scores = roomy.store.get(key).scores, tight.store.get(key).scores
+    np.testing.assert_allclose(scores.received, expected.received, rtol=1e-4)
+    assert scores.contextualization.intra == pytest.approx(expected.contextualization.intra, rel=1e-4)
+
+
 def test_timing_adds_up_to_the_time_to_first_token(bench):
     made = bench()
     timing = made.answer(linked_prompt(30, 30)).finished.timing

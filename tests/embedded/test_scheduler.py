@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvlinker.embedded import scheduler as scheduling
+from kvlinker.embedded import sequence
 from kvlinker.embedded.requests import Kind, State
 from kvlinker.embedded.scheduler import MOST_VARIANTS, PREFETCHED
 from kvlinker.errors import EngineClosedError, KVLinkerError, OverloadedError
@@ -412,7 +413,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.growth, scheduling.GROWTH = scheduling.GROWTH, 3  # so that requests outgrow their slots
+        self.growth, sequence.GROWTH = sequence.GROWTH, 3  # so that requests outgrow their slots
         self.simulation = Simulation(100, max_step_tokens=9, max_running=5, max_waiting=12)
         self.works = []
         self.kvs = []
@@ -485,7 +486,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.let_all_end()
         finally:
-            scheduling.GROWTH = self.growth
+            sequence.GROWTH = self.growth
 
     def let_all_end(self):
         for kv in self.kvs:

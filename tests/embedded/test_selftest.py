@@ -2,6 +2,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvlinker.embedded.model import selftest
 from kvlinker.embedded.model.anatomy import trace_layers
 from kvlinker.embedded.model.loading import prepare_model
 from kvlinker.embedded.model.selftest import require_exact, self_test
@@ -21,6 +22,31 @@ def test_a_bf16_model_is_checked_in_fp32_and_left_as_it_was(family):
     model = tiny_model(family).to(torch.bfloat16)
     assert max(check.error for check in self_test(model)) < 5e-6
     assert next(model.parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("on_device", "on_host", "device"), [(9, 0, "meta"), (0, 9, "cpu"), (0, 0, None)])
+def test_the_copy_in_fp32_lies_where_there_is_memory_for_it(monkeypatch, on_device, on_host, device):
+    """A model on the meta device stands for one on an accelerator."""
+    model = tiny_model("llama").to(torch.bfloat16)
+    size = 4 * sum(weight.numel() for weight in model.parameters())
+    free = {"meta": on_device * size, "cpu": on_host * size}
+    monkeypatch.setattr(selftest, "_free_bytes", lambda place: free[place.type])
+    there = model.to("meta")
+    copies = []
+    monkeypatch.setattr(selftest, "_copy_in_fp32", lambda model, place: copies.append(place.type))
+    precise = selftest._precise(there)
+    assert copies == ([] if device is None else [device])
+    assert (precise is there) == (device is None)
+
+
+def test_a_copy_in_fp32_shares_nothing_and_keeps_what_is_tied():
+    model = tiny_model("llama").to(torch.bfloat16)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    copied = selftest._copy_in_fp32(model, torch.device("cpu"))
+    assert {weight.dtype for weight in copied.parameters()} == {torch.float32}
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
+    kept = {weight.data_ptr() for weight in (*model.parameters(), *model.buffers())}
+    assert kept.isdisjoint(weight.data_ptr() for weight in (*copied.parameters(), *copied.buffers()))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "bloom", "mamba", "gptj", "falcon", "deepseek_v3"])

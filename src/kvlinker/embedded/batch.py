@@ -57,7 +57,7 @@ class Capture:
 
     @cached_property
     def _chunks(self) -> tuple[tuple[LayerKV, ...], ...]:
-        """The KV per chunk and layer; allocated when the sequence's turn comes, not while it waits."""
+        """The KV per chunk and layer. It is allocated when the sequence's turn comes, not while it waits."""
         return tuple(
             tuple(
                 LayerKV(

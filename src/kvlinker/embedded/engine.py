@@ -17,10 +17,11 @@ from kvlinker.config import Settings
 from kvlinker.embedded.chunks import ChunkBuilder, LinkLoader
 from kvlinker.embedded.loop import EngineLoop
 from kvlinker.embedded.model.loading import LoadedModel
-from kvlinker.embedded.pool import KVPool, SlotAllocator
+from kvlinker.embedded.pool import KVPool
 from kvlinker.embedded.requests import Explaining, Generation, LinkedRequest, Request, Scoring
 from kvlinker.embedded.runner import Runner
 from kvlinker.embedded.scheduler import Scheduler
+from kvlinker.embedded.sequence import SequenceSlots
 from kvlinker.embedded.throughput import ComputeThroughput, throughput_name
 from kvlinker.embedded.variants import VariantBuilder, VariantLibrary
 from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
@@ -99,7 +100,7 @@ class EmbeddedEngine:
         self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-background")
         self._scheduler = Scheduler(
-            SlotAllocator(slots),
+            SequenceSlots(slots),
             lambda request: self._loaders.submit(self._links.load, cast(LinkedRequest, request)),
             max_step_tokens=settings.max_step_tokens,
             max_running=settings.max_running,

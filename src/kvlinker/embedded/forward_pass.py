@@ -1,4 +1,4 @@
-"""One forward pass from the inside: places chunks layer by layer, writes the pool, attends by position."""
+"""Computes one forward pass from the inside: places chunks, writes the pool, attends by position, layer by layer."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ class ForwardPass:
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _without_late(self, index: int, hidden: Tensor) -> Tensor:
-        """``hidden`` without the tokens of owners whose chunks lack this layer. Where nobody could go on without them,
-        and there is nobody else to compute, they are waited for."""
+        """Return ``hidden`` without the tokens of owners whose chunks lack this layer. Where nobody could go on without
+        them, and there is nobody else to compute, they are waited for."""
         while lacking := self._lacking(index):
             late = {placed.owner for placed in lacking}
             lost = {placed.owner for placed in lacking if placed.kv.lost}
@@ -148,7 +148,7 @@ class ForwardPass:
         return hidden
 
     def _lacking(self, index: int) -> list[_Arriving]:
-        """The placements whose layer is not there."""
+        """Return the placements whose layer is not there."""
         return [
             _Arriving(placed.owner, placed.kv)
             for placed in self._placed
@@ -169,7 +169,7 @@ class ForwardPass:
         return self._narrowed(hidden, torch.from_numpy(np.flatnonzero(keep)).to(self._device))
 
     def _attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """Attention of all runs: [tokens, heads, value_dim], zero for tokens that are dropped in this layer."""
+        """Compute attention of all runs: [tokens, heads, value_dim], zero for tokens that are dropped in this layer."""
         tokens = query.shape[1]
         for run, rows in self._batch.rows():
             if run.capture is not None:
@@ -237,7 +237,7 @@ class ForwardPass:
         return torch.from_numpy(np.flatnonzero(keep)).to(self._device)
 
     def _narrowed(self, hidden: Tensor, kept: Tensor) -> Tensor:
-        """``hidden`` of the tokens that are left; the batch is theirs already."""
+        """Return ``hidden`` of the tokens that are left; the batch is theirs already."""
         self.remaining = self._batch
         moved = self._batch.logit_rows
         self.logit_rows.zero_()
@@ -247,7 +247,7 @@ class ForwardPass:
     def _peek(
         self, index: int, rows: NDArray[np.int64], hidden: Tensor, compute: Callable[[Tensor], object]
     ) -> tuple[Tensor, Tensor]:
-        """The layer's rotated keys and values of these rows, without its attention and all that follows."""
+        """Return the layer's rotated keys and values of these rows, without its attention and all that follows."""
         active = torch.from_numpy(rows).to(self._device)
         self._peeking = True
         try:
@@ -259,7 +259,7 @@ class ForwardPass:
         raise RuntimeError(f"layer {index} computed no attention")
 
     def _rotated(self, index: int, heads: Tensor, rows: Tensor | None = None) -> Tensor:
-        """``heads`` [heads, tokens, head_dim] with the rotary embedding of the batch's positions, or of its rows'."""
+        """Return ``heads`` [heads, tokens, head_dim] rotated for the batch's positions, or its ``rows``'."""
         rotary = self._layers[index].rotary
         if rotary is None:
             return heads

@@ -191,7 +191,7 @@ class LinkedRequest(Request):
         return self._accept(logits)
 
     def _usage(self, output_tokens: int = 0) -> Usage:
-        """What became of the prompt's tokens; zeros before the first step."""
+        """Tell what became of the prompt's tokens; zeros before the first step."""
         if self.clock.started is None or self.link is None:
             return Usage(0, 0, 0)
         return self.link.usage(self.refinement, output_tokens=output_tokens)

@@ -1,4 +1,4 @@
-"""The model on a batch of runs: one forward pass over the KV pool."""
+"""Runs the model on a batch: one forward pass over the KV pool."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Runner:
 
     @cached_property
     def head(self) -> Head:
-        """The model's head, to score texts with. Raises InvalidRequestError for a model whose head is not apart."""
+        """The model's head, which scores texts. Raises InvalidRequestError for a model whose head is not apart."""
         return Head(self._model)
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Choosing the next token of one request, with transformers' logits processors."""
+"""Chooses the next token of one answer, with transformers' logits processors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLDEST = 1e-5
 
 
 class OutputPenalty(LogitsProcessor):  # type: ignore[misc]
-    """OpenAI's presence and frequency penalties: they count generated tokens only.
+    """Applies OpenAI's presence and frequency penalties, which count generated tokens only.
 
     logit ← logit − frequency_penalty · count − presence_penalty · [count > 0]
     """
@@ -35,14 +35,14 @@ class OutputPenalty(LogitsProcessor):  # type: ignore[misc]
         self._frequency = frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """``input_ids`` [1, tokens], ``scores`` [1, vocabulary]."""
+        """Return the ``scores`` [1, vocabulary] with penalties for what is generated in ``input_ids`` [1, tokens]."""
         generated = input_ids[0, self._prompt_length :]
         counts = torch.bincount(generated, minlength=scores.shape[-1])[None].to(scores)
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
 class Sampler:
-    """One request's way from logits to tokens; reproducible with a seed, whatever the batch around it."""
+    """Turns one answer's logits into tokens, with a seed reproducibly, whatever the batch around it."""
 
     def __init__(self, params: SamplingParams, *, prompt_length: int) -> None:
         self._logprobs = params.logprobs
@@ -63,7 +63,7 @@ class Sampler:
                 self._generator.manual_seed(params.seed % 2**63)
 
     def sample(self, logits: Tensor, tokens: Callable[[], Tensor]) -> int:
-        """The next token from ``logits`` [vocabulary], fp32, on the CPU.
+        """Choose the next token by its ``logits`` [vocabulary], fp32, on the CPU.
 
         ``tokens`` gives prompt and output so far: [tokens].
         """
@@ -76,7 +76,7 @@ class Sampler:
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
     def logprob(self, logits: Tensor, token: int, text_of: Callable[[int], str]) -> TokenLogprob | None:
-        """Log probabilities of the token and the best alternatives, if the request wants them."""
+        """Return the log probabilities of the token and of the best alternatives, if the request wants them."""
         if self._logprobs is None:
             return None
         logprobs = torch.log_softmax(logits, dim=-1)

@@ -8,17 +8,15 @@ from bisect import insort
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TypeVar, cast
 
 from kvlinker.embedded.batch import Batch
-from kvlinker.embedded.pool import Move, SlotAllocator
+from kvlinker.embedded.pool import Move
 from kvlinker.embedded.requests import Kind, Request, State
-from kvlinker.embedded.sequence import TokenSequence
+from kvlinker.embedded.sequence import SequenceSlots, TokenSequence
 from kvlinker.engine.limits import check_room, engine_closed
 from kvlinker.errors import KVLinkerError
-
-GROWTH = 64
-"""Slots that a sequence gets ahead of its need, so that it seldom has to grow."""
 
 PREFETCHED = 8
 """Waiting requests whose chunks' KV is fetched ahead; those behind them fetch it later."""
@@ -68,7 +66,7 @@ class Scheduler:
 
     def __init__(
         self,
-        slots: SlotAllocator,
+        slots: SequenceSlots,
         load: Callable[[Request], object],
         *,
         max_step_tokens: int,
@@ -154,7 +152,7 @@ class Scheduler:
         return request
 
     def loaded(self, request: Request, sequence: TokenSequence) -> None:
-        """All that the request waited for is there, or arriving; nothing happens if it has ended meanwhile."""
+        """Have the request, whose KV is there or arriving, wait for slots; do nothing if it has ended meanwhile."""
         with self._changed:
             self._fetching.discard(request)
             if request.state is State.LOADING:
@@ -163,7 +161,7 @@ class Scheduler:
             self._fetch_next()
 
     def failed(self, request: Request, error: KVLinkerError) -> None:
-        """The request's KV cannot be had: end it, unless it has ended."""
+        """End the request, whose KV cannot be had, unless it has ended."""
         with self._changed:
             self._fetching.discard(request)
             ends = request.state is State.LOADING
@@ -194,11 +192,7 @@ class Scheduler:
         """Raises AssertionError unless every request is where its state says, and exactly the running ones hold enough
         slots."""
         with self._changed:
-            self._slots.check_integrity()
-            sequences = [request.sequence for request in self._running]
-            held = [sequence.held for sequence in sequences if sequence is not None and sequence.held is not None]
-            assert len({id(one) for one in held}) == len(held) == len(self._running)
-            assert self._slots.used == sum(one.size for one in held)
+            self._slots.check_integrity([_sequence(request) for request in self._running])
             assert len(self._running) <= self._max_running
             assert all(request.state is State.RUNNING for request in self._running)
             for kind, waiting in self._waiting.items():
@@ -208,12 +202,7 @@ class Scheduler:
                 assert waiting == sorted(waiting, key=_order_of)
             assert all(request.state is State.LOADING for request in (*self._unfetched, *self._late))
             assert not self._fetching.intersection(self._unfetched, self._late)
-            everywhere = [
-                *self._running,
-                *self._unfetched,
-                *self._late,
-                *(r for w in self._waiting.values() for r in w),
-            ]
+            everywhere = [*self._running, *self._unfetched, *self._late, *chain(*self._waiting.values())]
             assert len(set(everywhere)) == len(everywhere)
             assert all(request.state is not State.FINISHED for request in self._by_identity.values())
             assert self._closed or not self._unfetched or self._ahead() >= PREFETCHED
@@ -238,10 +227,8 @@ class Scheduler:
         """End all requests, and return them to be told."""
         with self._changed:
             self._closed = True
-            everything = {*self._unfetched, *self._fetching, *self._late, *self._running}
-            for waiting in self._waiting.values():
-                everything.update(waiting)
-            return [request for request in everything if self._finish(request)]
+            requests = {*self._unfetched, *self._fetching, *self._late, *self._running, *chain(*self._waiting.values())}
+            return [request for request in requests if self._finish(request)]
 
     def next_step(self) -> Step | None:
         """Admit requests to slots, and return what to compute next; None where there is nothing."""
@@ -309,8 +296,12 @@ class Scheduler:
             raise RuntimeError(f"a request that is {request.state.value} cannot become {state.value}")
         if request.state is State.RUNNING:
             self._running.remove(request)
-            if state is not State.FINISHED or not self._hand_over(request):
-                self._release(request)
+            heir = self._heir(request) if state is State.FINISHED else None
+            if heir is None:
+                self._slots.release(_sequence(request))
+            else:
+                self._slots.hand_over(_sequence(request), _sequence(heir))
+                self._move(heir, State.RUNNING)
         elif request.state is not State.LOADING:
             self._waiting[request.kind].remove(request)
         elif request in self._late:
@@ -339,7 +330,7 @@ class Scheduler:
         return len(self._unfetched) + loading + len(self._late) + first
 
     def _ahead(self) -> int:
-        """How many requests that hold no slots have KV in memory, or on its way there."""
+        """Count the requests without slots that have KV in memory, or on its way there."""
         return len(self._fetching) + len(self._late) + sum(r.choice == 0 for r in self._waiting[Kind.ANSWER])
 
     def _queue_to_fetch(self, request: Request) -> None:
@@ -365,7 +356,7 @@ class Scheduler:
                 insort(queue, twin, key=_order_of)
 
     def _layers_came(self, request: Request) -> None:
-        """A chunk's layer has come for a request that left a step, or none will come any more."""
+        """Look whether a request that left a step can go on: a chunk's layer has come for it, or will never come."""
         with self._changed:
             if request not in self._late:
                 return
@@ -380,21 +371,11 @@ class Scheduler:
     def _grow_running(self) -> None:
         """Give every running request room for the tokens it has; the last admitted make room when there is none."""
         for request in list(self._running):
-            while request.state is State.RUNNING and not self._has_room(request):
+            while request.state is State.RUNNING and not self._slots.grow(_sequence(request)):
                 last = self._running[-1]
                 self._move(last, State.PREEMPTED)
                 _sequence(last).restart()
                 self.preemptions += 1
-
-    def _has_room(self, request: Request) -> bool:
-        sequence = _sequence(request)
-        assert sequence.held is not None
-        if sequence.held.size >= sequence.length:
-            return True
-        grown = self._slots.grow(sequence.held, _wanted(sequence))
-        if grown is not None:
-            sequence.held = grown
-        return grown is not None
 
     def _admit(self) -> None:
         chunk = next(iter(self._waiting[Kind.CHUNK]), None)
@@ -424,46 +405,19 @@ class Scheduler:
         """Give the request slots; False if there is no room for it."""
         if len(self._running) >= self._max_running:
             return False
-        sequence = _sequence(request)
-        sequence.held = self._slots.allocate(_wanted(sequence))
-        if sequence.held is None:
+        siblings = [choice for choice in request.choices if choice.state is State.RUNNING]
+        linked = next((_sequence(choice) for choice in siblings if _sequence(choice).prompt_in_place), None)
+        if not self._slots.admit(_sequence(request), linked):
             return False
-        self._copy_prompt(request)
         self._move(request, State.RUNNING)
         return True
 
-    def _copy_prompt(self, request: Request) -> None:
-        """Have the KV of the prompt copied from another answer to it, if one has it."""
-        sequence = _sequence(request)
-        for choice in request.choices:
-            if choice.state is State.RUNNING and _sequence(choice).prompt_in_place:
-                source = _sequence(choice).held
-                assert source is not None
-                assert sequence.held is not None
-                self._slots.copy(source.start, sequence.held.start, sequence.prompt_length)
-                sequence.adopt_prompt()
-                return
-
-    def _hand_over(self, request: Request) -> bool:
-        """Give the slots of a request that ends to another answer to the same prompt, whose KV lies in them; False if
-        none waits."""
-        sequence = _sequence(request)
-        if self._closed or not sequence.prompt_in_place:
-            return False
-        for choice in request.choices:
-            if choice.state in (State.READY, State.PREEMPTED) and choice not in self._cancelled:
-                heir = _sequence(choice)
-                heir.held, sequence.held = sequence.held, None
-                heir.adopt_prompt()
-                self._move(choice, State.RUNNING)
-                return True
-        return False
-
-    def _release(self, request: Request) -> None:
-        sequence = _sequence(request)
-        if sequence.held is not None:
-            self._slots.release(sequence.held)
-            sequence.held = None
+    def _heir(self, request: Request) -> Request | None:
+        """Find another answer to the prompt of a request that ends, which waits and can go on in its slots."""
+        if self._closed or not _sequence(request).prompt_in_place:
+            return None
+        waiting = (choice for choice in request.choices if choice.state in (State.READY, State.PREEMPTED))
+        return next((choice for choice in waiting if choice not in self._cancelled), None)
 
 
 def _order_of(request: Request) -> tuple[int, ...]:
@@ -480,13 +434,8 @@ def _number(request: Request) -> int:
     return request.number
 
 
-def _wanted(sequence: TokenSequence) -> int:
-    """How many slots to give the sequence now."""
-    return min(sequence.length + GROWTH, sequence.most_tokens)
-
-
 def _rank(request: Request) -> int:
-    """Decoding comes before prompts, these before chunks."""
+    """Rank decoding before prompts, and these before chunks."""
     if request.kind is not Kind.ANSWER:
         return 2
     return 0 if _sequence(request).decoding else 1

@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's last tokens, gathered while the prompt is computed."""
+"""Gathers the log probabilities of a prompt's last tokens while the prompt is computed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LogprobCollector:
     """
 
     def __init__(self, prompt: Prompt, head: Head, *, top: int) -> None:
-        """``head``: the model's. ``top``: how many of the most likely tokens to keep, at most the vocabulary."""
+        """``head`` is the model's; ``top`` of the most likely tokens are kept, at most the vocabulary."""
         self._head = head
         self._first = max((span.end for span in prompt.spans), default=0)
         self.token_ids: NDArray[np.int64] = prompt.tokens[self._first + 1 :]
@@ -48,7 +48,7 @@ class LogprobCollector:
             self._record(position - self._first, self._head.logits(rows))
 
     def _record(self, begin: int, logits: Tensor) -> None:
-        """``logits`` [rows, vocabulary] say what follows, from the scored token ``begin`` on."""
+        """Take the ``logits`` [rows, vocabulary] of what follows, from the scored token ``begin`` on."""
         taken = slice(begin, begin + len(logits))
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         following = torch.from_numpy(self.token_ids[taken]).to(logits.device)
@@ -73,7 +73,7 @@ class _Given(nn.Module):
 
 
 class Head:
-    """What a causal language model does behind its decoder: the head itself, and what scales or caps its logits.
+    """Does what a causal language model does behind its decoder: the head itself, and what scales or caps its logits.
 
     It is the model's own code, in a copy of its outermost module that shares all weights.
     """
@@ -90,13 +90,13 @@ class Head:
         self._model._modules = {**model._modules, name: _Given()}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [rows, vocabulary] of ``hidden`` [rows, width]."""
+        """Return the logits [rows, vocabulary] of ``hidden`` [rows, width]."""
         logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
     @contextmanager
     def watching(self, interceptor: Interceptor) -> Iterator[list[Tensor]]:
-        """Lists the last hidden states [tokens, width] of each forward pass that ``interceptor`` steps into."""
+        """List the last hidden states [tokens, width] of each forward pass that ``interceptor`` steps into."""
         seen: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""The tokens of one request in the engine: which of them are still to be computed, and where their KV lies."""
+"""A request's tokens in the engine: which of them are still to be computed, and which slots hold their KV."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.embedded.batch import Capture, Placed, Run
-from kvlinker.embedded.pool import SlotRange
+from kvlinker.embedded.pool import Move, SlotAllocator, SlotRange
 from kvlinker.embedded.scoring import LogprobCollector
 from kvlinker.engine.observation import ChunkWatch, Observer, QuestionProbe
 from kvlinker.linking.plan import Placement, Range
 from kvlinker.linking.refinement import Refinement
 from kvlinker.store.loading.arriving import KV, ArrivingKV
+
+GROWTH = 64
+"""Slots that a sequence gets ahead of its need, so that it seldom has to grow."""
 
 
 class Refining(NamedTuple):
@@ -204,3 +207,64 @@ class TokenSequence:
             rotary_start=placement.rotary_start + placement.first,
             owner=self,
         )
+
+
+class SequenceSlots:
+    """Gives sequences slots to hold, one range each, and notes which KV has to be copied for that. Nobody else changes
+    what a sequence holds."""
+
+    def __init__(self, slots: int) -> None:
+        self._allocator = SlotAllocator(slots)
+
+    @property
+    def used(self) -> int:
+        """How many slots are held."""
+        return self._allocator.used
+
+    def admit(self, sequence: TokenSequence, linked: TokenSequence | None = None) -> bool:
+        """Give the sequence slots for its tokens, and a few more; False where there are too few. The prompt's KV is
+        copied from the slots of ``linked``, a sequence behind the same prompt in which it is in place."""
+        sequence.held = self._allocator.allocate(_wanted(sequence))
+        if sequence.held is None:
+            return False
+        if linked is not None:
+            assert linked.held is not None
+            self._allocator.copy(linked.held.start, sequence.held.start, sequence.prompt_length)
+            sequence.adopt_prompt()
+        return True
+
+    def grow(self, sequence: TokenSequence) -> bool:
+        """See that the sequence holds slots for all of its tokens; False where there are too few."""
+        assert sequence.held is not None
+        if sequence.held.size >= sequence.length:
+            return True
+        grown = self._allocator.grow(sequence.held, _wanted(sequence))
+        sequence.held = grown or sequence.held
+        return grown is not None
+
+    def hand_over(self, sequence: TokenSequence, heir: TokenSequence) -> None:
+        """Give all slots of one sequence, in which the prompt's KV is in place, to another behind the same prompt."""
+        heir.held, sequence.held = sequence.held, None
+        heir.adopt_prompt()
+
+    def release(self, sequence: TokenSequence) -> None:
+        """Take the sequence's slots back."""
+        assert sequence.held is not None
+        self._allocator.release(sequence.held)
+        sequence.held = None
+
+    def take_moves(self) -> tuple[Move, ...]:
+        """Return which KV is to be copied, in order, before anything is computed; it counts as done."""
+        return self._allocator.take_moves()
+
+    def check_integrity(self, holders: Sequence[TokenSequence]) -> None:
+        """Raises AssertionError unless exactly these sequences hold slots, a range of its own each."""
+        self._allocator.check_integrity()
+        held = [sequence.held for sequence in holders if sequence.held is not None]
+        assert len({id(one) for one in held}) == len(held) == len(holders)
+        assert sum(one.size for one in held) == self.used
+
+
+def _wanted(sequence: TokenSequence) -> int:
+    """Choose how many slots to give the sequence now."""
+    return min(sequence.length + GROWTH, sequence.most_tokens)

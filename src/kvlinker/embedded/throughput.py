@@ -93,7 +93,7 @@ class ComputeThroughput:
         return Urgency(compute, prefill, self.on_host, decided)
 
     def _known(self) -> Vector | None:
-        """a and b, where they were measured."""
+        """Return a and b, where they were measured."""
         values = self._speeds.of(self._name)
         return np.array(values) if values is not None and len(values) == 2 else None
 

@@ -1,1 +1,1 @@
-"""Transformers models: loading them, finding out what they are made of, and stepping into their forward pass."""
+"""Loads transformers models, finds out what they are made of, and steps into their forward pass."""

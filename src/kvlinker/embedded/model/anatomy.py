@@ -1,4 +1,4 @@
-"""What the engine must know of a model's layers, found by watching one small forward pass: no family code."""
+"""Finds what the engine must know of a model's layers by watching one small forward pass: no family code."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class LayerShape(AttentionShape):
-    """One layer's attention, and how its keys are rotated (None: no rotary embedding)."""
+    """Describes one layer's attention, and how its keys are rotated; None where it has no rotary embedding."""
 
     rotary: Rotary | None
 
 
 def trace_layers(model: Any) -> tuple[LayerShape, ...]:
-    """The shape of every attention layer, in layer order.
+    """Return the shape of every attention layer, in layer order.
 
     Raises UnsupportedModelError when a layer's attention or positions do not pass through the two places that
     kvlinker steps into.
@@ -65,7 +65,7 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
 
 
 def context_window(model: Any) -> int:
-    """Positions that the model is made for, and over which its rotary embedding stays the same."""
+    """Count the positions that the model is made for, and over which its rotary embedding stays the same."""
     config = model.config.get_text_config()
     window = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -76,7 +76,7 @@ def context_window(model: Any) -> int:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The model's decoder layers, in order."""
+    """Return the model's decoder layers, in order."""
     wanted = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
     return next(part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == wanted)
 

@@ -1,4 +1,4 @@
-"""The two places where kvlinker steps into an unmodified transformers model: rotary embedding and attention.
+"""Steps into an unmodified transformers model at two places: rotary embedding and attention.
 
 Every modeling module's ``apply_rotary_pos_emb`` is wrapped once, process-wide, and an attention function is
 registered under ``ATTENTION_NAME``. Both act only while an interceptor is active in the current context; models
@@ -22,18 +22,18 @@ ATTENTION_NAME = "kvlinker"
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
 
 RotaryFunction = Callable[..., tuple[Tensor, Tensor]]
-"""(query, key, cos, sin, …) -> the same two with rotary embedding."""
+"""Takes (query, key, cos, sin, …) and returns the first two with rotary embedding."""
 
 
 class Interceptor(Protocol):
     """Takes the place of rotary embedding and attention during one forward pass."""
 
     def rotary(self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """The model is about to rotate; it will get ``query`` and ``key`` back as they are."""
+        """Hear that the model is about to rotate; it will get ``query`` and ``key`` back as they are."""
         ...
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """Attention over un-rotated [1, heads, tokens, head_dim]; returns [1, tokens, heads, head_dim].
+        """Compute attention over un-rotated [1, heads, tokens, head_dim]; returns [1, tokens, heads, head_dim].
 
         ``options`` are what the model hands to its attention function: scaling, sliding_window, softcap, s_aux, ….
         """
@@ -44,7 +44,7 @@ _active: ContextVar[Interceptor | None] = ContextVar("kvlinker_interceptor", def
 
 
 def active_interceptor() -> Interceptor | None:
-    """The interceptor of the forward pass that this thread is in."""
+    """Return the interceptor of the forward pass that this thread is in; None outside of one."""
     return _active.get()
 
 

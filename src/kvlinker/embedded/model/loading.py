@@ -1,4 +1,4 @@
-"""Models from a path or hub id to something that the engine can run."""
+"""Loads a model from a path or hub id, and makes it something that the engine can run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvlinker.engine.model_files import fingerprint, read_model
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model ready for the runner: its attention is kvlinker's."""
+    """A causal language model that is ready for the runner: its attention is kvlinker's."""
 
     model: Any
     tokenizer: Any
@@ -31,12 +31,12 @@ class LoadedModel:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids that the model knows: 0 to this, exclusive."""
+        """How many token ids the model knows: they go from 0 to this, exclusive."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What a token's KV takes, over all layers."""
+        """Bytes of one token's KV over all layers."""
         return kv_bytes_per_token(self.layers, self.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of keys and queries at any position, with the model's own tables and function."""
+"""Rotates keys and queries for any position, with the model's own tables and function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvlinker.embedded.model.interception import RotaryFunction
 
 
 class Rotary:
-    """One kind of rotary embedding that a model uses; layers that use the same kind share it.
+    """Rotates by one kind of rotary embedding that a model uses; layers that use the same kind share it.
 
     ``module`` makes cos and sin tables from positions, ``apply`` rotates; ``width`` is the number of leading
     dimensions of a head that ``apply`` is handed (the others carry no position); ``longest`` is the number of positions
@@ -38,7 +38,7 @@ class Rotary:
         self._halves = self._is_rotate_half()
 
     def tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions [0, length): [length, table_width] each, in the model's dtype."""
+        """Return cos and sin of positions [0, length): [length, table_width] each, in the model's dtype."""
         if length > len(self._cos):
             self._cos, self._sin = self._make_tables(max(length, min(2 * len(self._cos), self._longest)))
         return self._cos[:length], self._sin[:length]
@@ -69,7 +69,7 @@ class Rotary:
         return torch.cat([turned[0].to(heads.dtype), passed], dim=-1) if passed.shape[-1] else turned[0]
 
     def _is_rotate_half(self) -> bool:
-        """Whether ``apply`` pairs dimension i with i + table_width / 2, the layout that has a fast path."""
+        """Tell whether ``apply`` pairs dimension i with i + table_width / 2, the layout that has a fast path."""
         generator = torch.Generator().manual_seed(0)
         heads = torch.randn(2, len(self._cos), self._width, generator=generator).to(self._cos)
         if self._cos.shape[-1] > self._width:

@@ -101,7 +101,7 @@ def _precise(model: Any) -> Any:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Bytes of memory that are free on the device."""
+    """Return the bytes of memory that are free on the device."""
     free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return free
 
@@ -137,7 +137,7 @@ class _Subject:
 
     @torch.inference_mode()
     def own_logits(self) -> Tensor:
-        """Last logits of the model's own forward pass, with transformers' plainest attention."""
+        """Return the last logits of the model's own forward pass, with transformers' plainest attention."""
         with attention_of(self._model, "eager"):
             output = self._model(input_ids=torch.from_numpy(self.tokens)[None].to(self._device), use_cache=False)
         logits: Tensor = output.logits[0, -1].float()
@@ -145,7 +145,8 @@ class _Subject:
 
 
 def _relocation_error(subject: _Subject) -> float:
-    """A first-layer key depends on its token and position alone: stored anywhere, placed here, it must be the same."""
+    """Return how far a first-layer key that is moved differs from one computed in place. It depends on its token and
+    position alone, so that the two must be the same."""
     if subject.layers[0].rotary is None:
         return 0.0  # it carries no position
     begin, end = CHUNK
