@@ -105,7 +105,8 @@ def test_mistakes_in_prompts_are_named(prompt: Any, words: str) -> None:
     assert caught.value.param == "prompt"
 
 
-def reader(*ids: str) -> tuple[ContentReader, Caches]:
+def reader(*ids: str) -> tuple[Any, Caches]:
+    """A ContentReader, whose prompts are what its builder was given."""
     caches = Caches({cache_id: Chunk((number,)) for number, cache_id in enumerate(ids)})
     return ContentReader(Builder(), caches), caches  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ from kvlinker.futures import gather, or_else, resolved
 
 
 def test_results_come_in_order_whatever_finishes_first():
-    futures = [Future(), Future(), Future()]
+    futures: list[Future[int]] = [Future(), Future(), Future()]
     joined = gather(futures, list)
     for index in (2, 0, 1):
         assert not joined.done()
@@ -21,7 +21,7 @@ def test_nothing_to_wait_for_is_done():
 
 
 def test_the_first_failure_in_order_is_the_outcome():
-    futures = [Future(), Future()]
+    futures: list[Future[int]] = [Future(), Future()]
     joined = gather(futures, list)
     futures[1].set_exception(ValueError("second"))
     futures[0].set_exception(KeyError("first"))
@@ -30,7 +30,7 @@ def test_the_first_failure_in_order_is_the_outcome():
 
 
 def test_a_failing_finish_is_the_outcome():
-    future = Future()
+    future: Future[int] = Future()
     joined = gather([future], lambda _: 1 / 0)
     future.set_result(1)
     with pytest.raises(ZeroDivisionError):
@@ -42,7 +42,8 @@ def test_what_was_found_is_not_sought_elsewhere():
 
 
 def test_what_was_not_found_is_what_comes_from_elsewhere():
-    found, other = Future(), Future()
+    found: Future[int | None] = Future()
+    other: Future[int] = Future()
     joined = or_else(found, lambda: other)
     found.set_result(None)
     assert not joined.done()
@@ -52,7 +53,8 @@ def test_what_was_not_found_is_what_comes_from_elsewhere():
 
 @pytest.mark.parametrize("where", ["found", "asking", "other"])
 def test_whatever_fails_is_the_outcome(where):
-    found, other = Future(), Future()
+    found: Future[int | None] = Future()
+    other: Future[int] = Future()
 
     def otherwise():
         if where == "asking":
@@ -77,7 +79,7 @@ def test_results_are_not_kept_alive():
 
     gc.disable()
     try:
-        future = Future()
+        future: Future[Large] = Future()
         joined = gather([future], lambda results: len(results))
         large = Large()
         gone = weakref.ref(large)

@@ -204,7 +204,7 @@ def test_what_the_server_asks_is_told(make_llm):
 
 def test_choices_that_are_submitted_are_cancelled_together(make_llm):
     llm = make_llm()
-    ended = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
 
     def sink(index, event):
         if isinstance(event, Finished):

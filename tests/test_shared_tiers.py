@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from kvlinker.cli import app
 from kvlinker.client import Client
 from kvlinker.config import load_settings
 from kvlinker.events import ChunkLookup
-from kvlinker.llm import LLM
+from kvlinker.llm import LLM, Answer
+from kvlinker.store import ContextCache
 from tests.redis_server import RedisServer
 from tests.server.serving import serving, tiny_model, tiny_settings
 
@@ -50,7 +51,7 @@ def make_llm(shared: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., L
         llm.close()
 
 
-def ask(llm: LLM, caches: object, tenant: str = "default") -> object:
+def ask(llm: LLM, caches: Iterable[ContextCache], tenant: str = "default") -> Answer:
     content = [*caches, "Which is red?"]
     return llm.chat_completion([{"role": "user", "content": content}], max_tokens=6, temperature=0, tenant=tenant)
 

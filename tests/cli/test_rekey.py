@@ -55,7 +55,7 @@ def stored(llm: LLM) -> tuple[ContextCache, tuple[bytes, ...], Any]:
     kv = llm.store.get(cache.chunk_key)
     assert kv is not None
     ids = np.asarray(cache.chunk.tokens, dtype="<u4").tobytes()
-    answer = llm.completion([cache, "So?"], policy="naive", **GREEDY).token_ids
+    answer = llm.completion((cache, "So?"), policy="naive", **GREEDY).token_ids
     return cache, (ids, kv.layers[0].key.view(torch.uint8).numpy().tobytes()), answer
 
 
@@ -77,7 +77,7 @@ def test_the_key_changes(state: Path, old: str | None, new: str | None) -> None:
     with started(state, new) as llm:
         assert llm.store.tier_of(cache.chunk_key) == "disk"
         assert all(tier.damaged == () for tier in llm.store.check())
-        assert llm.completion([cache, "So?"], policy="naive", **GREEDY).token_ids == answer
+        assert llm.completion((cache, "So?"), policy="naive", **GREEDY).token_ids == answer
     again = rekey(state, old, new, *(["--decrypt"] if new is None else []))
     assert again.exit_code == 0, again.output
     assert "0 written anew, 1 were so before" in again.stdout
@@ -126,7 +126,7 @@ def test_not_under_a_running_server(state: Path) -> None:
         done = rekey(state, FIRST, SECOND)
         assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1), done.output
         assert "in use by a server" in done.stderr
-        assert llm.completion([cache, "So?"], policy="naive", **GREEDY).token_ids == answer
+        assert llm.completion((cache, "So?"), policy="naive", **GREEDY).token_ids == answer
     assert rekey(state, FIRST, SECOND).exit_code == 0
     with pytest.raises(StoreError, match="is not the key"):
         started(state, FIRST)
@@ -164,7 +164,7 @@ def test_a_full_disk_is_told_and_the_rest_done_later(state: Path) -> None:
     assert "1 written anew, 0 were so before" in rekey(state, FIRST, SECOND).stdout
     with started(state, SECOND) as llm:
         assert llm.store.tier_of(cache.chunk_key) == "disk"
-        assert llm.completion([cache, "So?"], policy="naive", **GREEDY).token_ids == answer
+        assert llm.completion((cache, "So?"), policy="naive", **GREEDY).token_ids == answer
 
 
 def test_chunks_in_shared_tiers_become_misses(state: Path, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_chunks_in_shared_tiers_become_misses(state: Path, tmp_path: Path) -> No
         cache, _, answer = stored(llm)
     assert rekey(state, FIRST, SECOND).exit_code == 0
     with started(state, SECOND, **options) as llm:
-        assert llm.completion([cache, "So?"], policy="naive", **GREEDY).token_ids == answer
+        assert llm.completion((cache, "So?"), policy="naive", **GREEDY).token_ids == answer
         llm.store.flush()
     with started(state, SECOND, **options) as llm:
         assert llm.store.tier_of(cache.chunk_key) == "object"

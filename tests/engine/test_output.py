@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from kvlinker.engine.contract import GenerationRequest
 from kvlinker.engine.output import Output, RequestClock, TextStream
-from kvlinker.events import Events
+from kvlinker.events import Event, Events
 from kvlinker.linking import parse_policy
 from kvlinker.research.bench.shapes import byte_tokenizer
 from kvlinker.types.answers import Delta, Finished, Timing, Usage
@@ -120,7 +120,8 @@ def test_a_start_that_is_told_late_lies_between_loading_and_the_first_token(cloc
 
 def events_of(choice):
     """The events of an answer of two tokens, and what listeners are told of it."""
-    told, listened = [], []
+    told: list[tuple[object, ...]] = []
+    listened: list[Event] = []
     events = Events()
     events.subscribe(listened.append)
     request = GenerationRequest(chunk_prompt(4), parse_policy("naive"), n=3)

@@ -30,7 +30,7 @@ def prompts(draw):
     count = draw(st.integers(1, 4))
     head = draw(st.sampled_from(HEADS))
     between = draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    segments = [FreshSegment(head)]
+    segments: list[FreshSegment | CachedSegment] = [FreshSegment(head)]
     for index in range(count):
         segments += [CachedSegment(Chunk((10 + index,))), FreshSegment((2,) * between[index])]
     prompt = Prompt((*segments, FreshSegment((3, 4))))

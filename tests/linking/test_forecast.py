@@ -1,10 +1,13 @@
 """The loading controller's arithmetic (CacheBlend, section 5.1), and the policy that goes by it."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.linking import Forecast, make_plan, parse_policy
+from kvlinker.linking import Forecast, PromptEvidence, make_plan, parse_policy
+from kvlinker.linking.policies.cacheblend import CacheBlend, CacheBlendAuto
 from tests.linking.test_policies import chunk_prompt
 
 seconds = st.floats(1e-6, 1e6)
@@ -60,11 +63,13 @@ def test_what_does_not_overlap_hides_nothing(load, prefill, least):
 
 @given(seconds, seconds, percents)
 def test_auto_settles_on_what_is_hidden(load, prefill, least):
-    policy = parse_policy("cacheblend-auto").__class__(least)
+    made: Any = CacheBlendAuto  # mypy does not see the defaults of its other parameters
+    policy = made(least)
     settled = policy.settle(Forecast(load, prefill))
     if load >= prefill and policy.percent < 100:
         assert settled.name == "full"
     else:
+        assert isinstance(settled, CacheBlend)
         assert settled.family == "cacheblend"
         assert policy.percent <= settled.percent <= 100
         assert settled.percent == pytest.approx(Forecast(load, prefill).hidden_percent(least), abs=0.051)
@@ -92,16 +97,18 @@ def test_unions_ask_for_a_forecast_if_a_part_does():
 
 
 def test_auto_alone_is_its_least_ratio():
-    policy = parse_policy("cacheblend-auto-30")
+    policy, plain = parse_policy("cacheblend-auto-30"), parse_policy("cacheblend-30")
+    assert isinstance(policy, CacheBlendAuto)
+    assert isinstance(plain, CacheBlend)
     prompt = chunk_prompt(20, 30)
     assert policy.needs.refines
-    assert policy.kept_percent(1, 24) == parse_policy("cacheblend-30").kept_percent(1, 24)
-    assert (policy.select(prompt, None) == prompt.inexact).all()
+    assert policy.kept_percent(1, 24) == plain.kept_percent(1, 24)
+    assert (policy.select(prompt, PromptEvidence()) == prompt.inexact).all()
 
 
 @pytest.mark.parametrize("policy", ["cacheblend-100", "cacheblend-100-onestep-d100"])
 def test_where_everything_is_computed_nothing_is_placed(policy):
     prompt = chunk_prompt(5, 6, header=2)
-    plan = make_plan(prompt, parse_policy(policy), None)
+    plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
     assert plan.placements == ()
     assert plan.runs == ((0, len(prompt)),)

@@ -21,7 +21,7 @@ def begin(policy, prompt, **options):
 
 def scores_of(prompt):
     return [
-        ChunkScores(Contextualization(n, 1.0), np.zeros(n), np.arange(n, dtype=np.float32))
+        ChunkScores(Contextualization(n, 1.0), np.zeros(n, dtype=np.float32), np.arange(n, dtype=np.float32))
         for n in (len(chunk) for chunk in prompt.chunks)
     ]
 
@@ -204,6 +204,7 @@ def go_through(policy):
     link = Link.begin(prompt, policy).with_scores([None, None])
     link = link.with_attention(np.ones((LAYERS, len(prompt)), dtype=np.float32))
     refinement = link.refinement(LAYERS)
+    assert refinement is not None
     assert refinement.keep(0, np.arange(len(prompt)), Deviating(np.ones(len(prompt)))).all()
     if refinement.error is not None:
         raise link.failed(refinement.error)

@@ -98,4 +98,4 @@ def test_a_selection_is_not_changed_by_planning():
     make_plan(prompt, Shared([]), NOTHING)
     assert not mask.any()
     with pytest.raises(AttributeError):
-        make_plan(prompt, Shared([]), NOTHING).fresh_tokens = 3
+        make_plan(prompt, Shared([]), NOTHING).fresh_tokens = 3  # type: ignore[misc]

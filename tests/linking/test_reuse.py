@@ -245,12 +245,12 @@ def test_the_focus_settles_when_it_lasts(window, settled):
 def test_layers_are_summed_up():
     """In the second layer alone chunk 1 is looked at most, but not in both together."""
     attention = np.array([[5, 1, 0], [0, 2, 0]], dtype=np.float32)
-    assert stable_focus(attention, 2) == ({0}, 2)
+    assert stable_focus(attention, 2) == (frozenset({0}), 2)
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2])
 def test_few_chunks_are_all_focused(chunks):
-    assert stable_focus(np.ones((4, chunks), dtype=np.float32), 3) == (set(range(chunks)), 3)
+    assert stable_focus(np.ones((4, chunks), dtype=np.float32), 3) == (frozenset(range(chunks)), 3)
 
 
 def test_nothing_settles_before_the_first_layer():

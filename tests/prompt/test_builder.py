@@ -36,7 +36,7 @@ class TestChunks:
         built = builder(context=PREFIX)
         chunk = built.encode_chunk("the cat")
         assert chunk == Chunk(encoded("the cat"), prefix=(byte_level().bos_token_id,))
-        assert built.completion([chunk, "sat"]).spans[0].exact
+        assert built.completion((chunk, "sat")).spans[0].exact
 
     def test_a_chunk_may_choose_its_context(self) -> None:
         assert builder(context=BOS).encode_chunk("the cat", ALONE) == builder().encode_chunk("the cat")
@@ -93,20 +93,20 @@ class TestCompletions:
         bos = byte_level().bos_token_id
         built = builder(context=context)
         chunk = built.encode_chunk("the cat")
-        for prompt in (built.completion([chunk, " sat"]), built.completion(["", chunk])):
+        for prompt in (built.completion((chunk, " sat")), built.completion(("", chunk))):
             assert prompt.tokens[0] == bos
             assert prompt.tokens.tolist().count(bos) == 1
             assert prompt.chunks == (chunk,)
 
     def test_a_first_chunk_with_bos_is_exact(self) -> None:
         built = builder(context=BOS)
-        assert built.completion([built.encode_chunk("the cat"), " sat"]).spans[0].exact
+        assert built.completion((built.encode_chunk("the cat"), " sat")).spans[0].exact
 
     def test_later_text_gets_no_bos_and_no_space(self) -> None:
         tokenizer = metaspace("first")
         built = builder(tokenizer)
         chunk = built.encode_chunk("cat")
-        prompt = built.completion(["the", chunk, "sat", " ", "on", chunk])
+        prompt = built.completion(("the", chunk, "sat", " ", "on", chunk))
         shown = [tokenizer.convert_ids_to_tokens(list(segment.tokens)) for segment in prompt.segments]
         assert ["".join(tokens) for tokens in shown] == ["<s>▁the", "▁cat", "sat▁on", "▁cat"]
 

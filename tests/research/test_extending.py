@@ -25,6 +25,7 @@ from kvlinker.research.evaluation.datasets import formats, load_dataset
 from kvlinker.research.figures import figure
 from kvlinker.research.figures.lab import Lab
 from kvlinker.research.figures.page import write_figure
+from tests.research.evaluation.conftest import questions_of
 
 Install = Callable[[ModuleType, str, str], None]
 PLUGIN = "plugin_of_the_guide"
@@ -68,7 +69,7 @@ def test_a_data_set_is_recognised_and_read(install: Install, tmp_path: Path) -> 
     install(formats, "quiz", "A data set")
     dataset = load_dataset(str(path), ContextSplitter(TextEncoder(byte_tokenizer())))
     assert dataset.format == "quiz"
-    (example,) = dataset.examples
+    (example,) = questions_of(dataset)
     assert (example.task, example.answers) == ("bridges", ("1978",))
     assert example.passages == ("The bridge was built in 1911.\n\n", "It was closed in 1978.\n\n")
 

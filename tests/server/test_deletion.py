@@ -120,7 +120,8 @@ def test_a_running_server_follows_what_another_process_deletes_and_pins(llm: LLM
     assert llm.store.keys() == {first.chunk_key, second.chunk_key}
     llm.caches.sweep()
     assert llm.store.keys() == {second.chunk_key}
-    assert all(tier._index._pinned_keys == {second.chunk_key} for tier in llm.store._tiers)  # type: ignore[attr-defined]
+    host, disk = llm.store._tiers
+    assert host._index._pinned_keys == disk._files._index._pinned_keys == {second.chunk_key}  # type: ignore[attr-defined]
 
 
 def test_pins_last_through_a_restart(state: Path) -> None:

@@ -37,7 +37,7 @@ def all_errors() -> list[type[KVLinkerError]]:
 def made(kind: type[KVLinkerError]) -> KVLinkerError:
     if issubclass(kind, OverloadedError):
         return kind(INSIDE, retry_after=1)
-    return kind(INSIDE)  # type: ignore[call-arg]
+    return kind(INSIDE)
 
 
 @pytest.mark.parametrize("kind", all_errors())

@@ -45,7 +45,8 @@ def test_chat_is_what_python_gives(served: Served, client: openai.OpenAI) -> Non
 
 @pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
 def test_limits(client: openai.OpenAI, limit: str) -> None:
-    answer = client.chat.completions.create(messages=QUESTION, **{limit: 3}, **GREEDY)
+    limits: dict[str, Any] = {limit: 3}
+    answer = client.chat.completions.create(messages=QUESTION, **GREEDY, **limits)
     assert answer.usage is not None
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (3, "length")
 

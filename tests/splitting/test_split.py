@@ -204,8 +204,9 @@ def test_blank_input(text: str) -> None:
 )
 @pytest.mark.parametrize("method", list(splitters()))
 def test_errors(method: str, arguments: dict[str, Any], param: str, message: str) -> None:
+    defaults: dict[str, Any] = {"text": "a b", "method": method, "max_tokens": 9, "tokenizer": ENCODER}
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        split_text(**{"text": "a b", "method": method, "max_tokens": 9, "tokenizer": ENCODER} | arguments)
+        split_text(**defaults | arguments)
     assert caught.value.param == param
 
 

@@ -181,10 +181,10 @@ def repair(folder: Path, seed: int) -> None:
 
 def change_keys(folder: Path, seed: int, first: bytes | None, second: bytes | None) -> None:
     """From the first key to the second and back, again and again."""
-    ciphers = [None if key is None else Cipher(key) for key in (first, second)]
+    old, new = (None if key is None else Cipher(key) for key in (first, second))
     while True:
-        rekey(folder / "catalog.sqlite", folder / "chunks", *ciphers)
-        ciphers.reverse()
+        rekey(folder / "catalog.sqlite", folder / "chunks", old, new)
+        old, new = new, old
 
 
 def answer(folder: Path, seed: int) -> None:

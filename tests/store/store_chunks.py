@@ -38,8 +38,9 @@ def chunk_kv(
     return ChunkKV(tuple(LayerKV(tensor(4), tensor(6)) for _ in range(layers)))
 
 
-def same_kv(left: ChunkKV, right: ChunkKV) -> bool:
-    """Equal dtypes, shapes and bits."""
+def same_kv(left: ChunkKV | None, right: ChunkKV) -> bool:
+    """Equal dtypes, shapes and bits. ``left`` must have been found."""
+    assert left is not None
     pairs = [
         (a, b) for x, y in zip(left.layers, right.layers, strict=True) for a, b in ((x.key, y.key), (x.value, y.value))
     ]

@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -85,12 +86,12 @@ class CachesMachine(RuleBasedStateMachine):
     def begin(self, quota: Quota) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.now = time.time()
-        self.patches = [mock.patch("os.fsync"), mock.patch("kvlinker.context_caches.time", self)]
+        self.patches: list[Any] = [mock.patch("os.fsync"), mock.patch("kvlinker.context_caches.time", self)]
         for patch in self.patches:
             patch.start()
         if self.redis is not None:
             self.redis.client.flushall()
-        self.shared = Shared(self.redis and self.redis.url, f"file://{self.folder}/objects")
+        self.shared = Shared(None if self.redis is None else self.redis.url, f"file://{self.folder}/objects")
         self.quotas = {owner: Quota() for owner in OWNERS} | {TENANTS[0]: quota}
         self.held: dict[str, Held] = {}
         self.kept: set[str] = set()  # keys that have been pinned ever since they were seen on disk
@@ -275,8 +276,8 @@ class CachesMachine(RuleBasedStateMachine):
         return None
 
     def pins_exceed(self, before: list[Held], after: list[Held], owner: str) -> bool:
-        own = [[held for held in records if held.owner == owner] for records in (before, after)]
-        limits = ((before, after, PINNABLE_BYTES), (*own, self.quotas[owner].pinned_bytes))
+        own_before, own_after = ([held for held in records if held.owner == owner] for records in (before, after))
+        limits = ((before, after, PINNABLE_BYTES), (own_before, own_after, self.quotas[owner].pinned_bytes))
         return any(
             limit is not None and pinned_bytes(has) > limit and pinned_bytes(has) > pinned_bytes(had)
             for had, has, limit in limits

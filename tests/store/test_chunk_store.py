@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, ChunkLoaded, ChunkLookup
 from kvlinker.store import ChunkStore, DeviceTier, DiskTier, HostTier, TierUsage, open_store
+from kvlinker.store.eviction import Eviction
 from kvlinker.store.format.chunk_file import encode_chunk
 from tests.store.gated_tier import TIMEOUT, GatedTier
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
@@ -39,7 +41,7 @@ def slow(recorder: Recorder) -> Iterator[GatedTier]:
     tier.put_gate.open()
 
 
-def two_tiers(recorder: Recorder, slow: GatedTier, host_bytes: int = PLENTY, **options: int) -> ChunkStore:
+def two_tiers(recorder: Recorder, slow: GatedTier, host_bytes: int = PLENTY, **options: Any) -> ChunkStore:
     return ChunkStore([HostTier(host_bytes, recorder.events), slow], recorder.events, **options)
 
 
@@ -293,7 +295,8 @@ def test_promotion_reaches_every_faster_tier(recorder: Recorder, slow: GatedTier
 
 
 def test_uses_count_in_every_tier_of_its_own(tmp_path: Path, recorder: Recorder) -> None:
-    for eviction, gone in (("lru", 0), ("reuse", 1)):
+    gone_first: dict[Eviction, int] = {"lru": 0, "reuse": 1}
+    for eviction, gone in gone_first.items():
         host = HostTier(2 * SIZE, recorder.events, eviction=eviction)
         disk = DiskTier(tmp_path / eviction, 2 * FILE_SIZE, recorder.events, eviction=eviction)
         store = ChunkStore([host, disk], recorder.events)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -252,9 +253,9 @@ def test_kills_of_changes_of_the_key(tmp_path: Path, first: bytes | None, second
     """Nothing is lost: another change to the second key finishes what was broken off."""
     pytest.importorskip("cryptography")
     randomness = random.Random(SEED + 4)
-    ciphers = [None if key is None else Cipher(key) for key in (first, second)]
+    old, new = (None if key is None else Cipher(key) for key in (first, second))
     folder = tmp_path / "state"
-    with closing(open_state(folder, cipher=ciphers[0])) as state:
+    with closing(open_state(folder, cipher=old)) as state:
         texts = [str(number) for number in range(6)]
         created = [cache.id for cache in state.caches.create(texts, tenant="anna").result()]
     half_way = 0
@@ -263,13 +264,13 @@ def test_kills_of_changes_of_the_key(tmp_path: Path, first: bytes | None, second
         assert len(files) == 6
         child = partial(change_keys, first=first, second=second)
         run_and_kill(child, folder, 0, randomness.uniform(0, LONGEST_SECONDS))
-        done = rekey(folder / "catalog.sqlite", folder / "chunks", *ciphers)
+        done = rekey(folder / "catalog.sqlite", folder / "chunks", old, new)
         half_way += done.written > 0 < done.finished_before
         assert done.removed == 0
         assert {path: path.stat().st_mtime_ns for path in folder.glob("chunks/??/*")} == files
         with pytest.raises(StoreError, match="encrypted"):
-            Catalog(folder / "catalog.sqlite", ciphers[0] or Cipher(b"x" * 32))
-        with closing(open_state(folder, cipher=ciphers[1])) as state:
+            Catalog(folder / "catalog.sqlite", old or Cipher(b"x" * 32))
+        with closing(open_state(folder, cipher=new)) as state:
             assert all(tier.damaged == () for tier in state.store.check())
             assert [cache.id for cache in state.caches.list(tenant="anna", order="asc").items] == created
             for cache_id in created:
@@ -286,7 +287,7 @@ def holds_caches(state: Path) -> bool:
 def test_kills_of_a_model(tmp_path: Path) -> None:
     """What is listed after a kill answers as it would have on a new state directory."""
     randomness = random.Random(SEED + 2)
-    options = {"max_tokens": 4, "temperature": 0.0}
+    options: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0}
     points = max(3, POINTS // 20)
     for point in range(10 * points):
         seconds = randomness.uniform(0.5, 2.5) * max(1, point / points)  # a busy machine takes longer to get anywhere

@@ -56,7 +56,7 @@ class IndexMachine(RuleBasedStateMachine):
     """Any sequence of calls leaves the index as the model."""
 
     @initialize(budget=st.integers(0, 200), eviction=ORDERS)
-    def begin(self, budget: int, eviction: str) -> None:
+    def begin(self, budget: int, eviction: Eviction) -> None:
         self.index = EvictionIndex(budget, eviction=eviction)
         self.model = Model(eviction)
         self.pinned: frozenset[str] = frozenset()
@@ -139,7 +139,8 @@ def test_pins_leave_a_share_to_others() -> None:
 
 
 def test_what_is_cheap_to_reuse_stays_when_it_was_used_before() -> None:
-    for eviction, gone in (("lru", "cheap"), ("reuse", "dear")):
+    gone_first: dict[Eviction, str] = {"lru": "cheap", "reuse": "dear"}
+    for eviction, gone in gone_first.items():
         index = EvictionIndex(20, eviction=eviction)
         for key, recomputed in (("cheap", 0.1), ("dear", 0.9)):
             put(index, key)

@@ -9,6 +9,7 @@ import secrets
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -128,7 +129,9 @@ class LinkedVLLM:
         keys = tuple(map(key_of, link.chunks))
         with ThreadPoolExecutor(1) as executor:
             layers = reference_model(self.family, head_dim=HEAD_DIM).config.num_hidden_layers
-            linker = VLLMLinker(self, None, executor, layers=layers, longest=1022)
+            client: Any = self
+            nothing: Any = None  # refining asks for no chunks
+            linker = VLLMLinker(client, nothing, executor, layers=layers, longest=1022)
             return asyncio.run(linker.refine(LinkedPrompt(link, layers, keys)))
 
     def follow(self, linked, **options):
@@ -148,7 +151,7 @@ class LinkedVLLM:
 
     def run(self, steps=2000):
         """Step until all requests are finished; their outputs by name."""
-        outputs = {}
+        outputs: dict[str, Any] = {}
         for _ in range(steps):
             if not self._engine.has_unfinished_requests():
                 return outputs

@@ -1,5 +1,6 @@
 import multiprocessing
 import time
+from typing import Any
 
 import psutil
 import pytest
@@ -32,7 +33,7 @@ def test_other_versions_are_refused_with_the_way_out(monkeypatch):
     ],
 )
 def test_what_is_not_linked_is_refused_with_the_way_out(name, value, told):
-    plain = {"pipeline_parallel_size": 1, "speculative_config": None, "lora": None}
+    plain: dict[str, Any] = {"pipeline_parallel_size": 1, "speculative_config": None, "lora": None}
     adapter.require_linkable(**plain)
     with pytest.raises(UnsupportedModelError, match=told):
         adapter.require_linkable(**(plain | {name: value}))

@@ -15,8 +15,12 @@ from tests.vllm.conftest import HEAD_DIM
 def test_rows_say_what_was_measured(vllm_settings):
     subject = Subject("tiny", "kvlinker bench …", tiny_model(head_dim=HEAD_DIM), {"repeat": 1})
     policies = ["full", "naive", "legolink-4", "cacheblend-40-onestep"]
-    told = []
-    rows = run_vllm_ttft(subject, vllm_settings, [Workload(3, 40, 9)], policies, repeat=1, progress=told.append)
+    told: list[str] = []
+
+    def progress(what: str, done: int = 0, total: int | None = None, /) -> None:
+        told.append(what)
+
+    rows = run_vllm_ttft(subject, vllm_settings, [Workload(3, 40, 9)], policies, repeat=1, progress=progress)
     assert [row["policy"] for row in rows] == policies
     full, naive, lego, blend = rows
     assert {row["engine"] for row in rows} == {"vllm"}

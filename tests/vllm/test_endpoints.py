@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def http(vllm_settings: Settings, folder: Path) -> Iterator[httpx.Client]:
-    settings = vllm_settings_for(vllm_settings.model, folder / "state")
+    settings = vllm_settings_for(Path(vllm_settings.model), folder / "state")
     extra = {
         "state_dir": str(settings.state_dir),
         "policy": settings.policy,

@@ -124,8 +124,7 @@ def test_chunks_behind_a_prefix(linked):
     """A generation context stands before them; the first one is exact where it stands."""
     header = random_tokens(7, 5)
     chunks = [Chunk(random_tokens(length, [8, length]), prefix=header) for length in (70, 41, 55)]
-    segments = [FreshSegment(header), *map(CachedSegment, chunks), FreshSegment(random_tokens(5, 6))]
-    prompt = Prompt(tuple(segments))
+    prompt = Prompt((FreshSegment(header), *map(CachedSegment, chunks), FreshSegment(random_tokens(5, 6))))
     linked.cache(prompt)
     for policy in ("naive", "legolink-8", "prefix"):
         assert difference(linked.answer(prompt, policy), prompt, policy, linked.family) < TOLERANCE

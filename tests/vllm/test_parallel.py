@@ -1,8 +1,10 @@
 """Two workers, each with half of the heads, and two engines: the answers and the chunks of one."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +16,18 @@ from kvlinker.types.chunks import Chunk
 from tests.embedded.conftest import linked_prompt
 from tests.vllm.conftest import vllm_settings_for
 
-GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 20}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 20}
 POLICIES = ["full", "naive", "legolink-16", "random-30", "cacheblend-40-onestep"]
 TOLERANCE = 1e-4
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+HARMS: tuple[Callable[[Path], None], ...] = (Path.unlink, damage)
 
 
 @pytest.mark.slow
@@ -37,8 +48,9 @@ def test_two_workers_answer_as_the_embedded_engine(vllm_settings, tmp_path, monk
                 assert answer.usage == expected.usage
                 for own, other in zip(answer.logprobs, expected.logprobs, strict=True):
                     assert [t.logprob for t in own.top] == pytest.approx([t.logprob for t in other.top], abs=TOLERANCE)
-        monkeypatch.setattr(two.engine._chunks, "_fetch", lambda key: (True, None))  # nobody computes what is missing
-        for seed, (policy, harm) in enumerate(product(("naive", "cacheblend-40-onestep"), (Path.unlink, damage)), 3):
+        engine: Any = two.engine
+        monkeypatch.setattr(engine._chunks, "_fetch", lambda key: (True, None))  # nobody computes what is missing
+        for seed, (policy, harm) in enumerate(product(("naive", "cacheblend-40-onestep"), HARMS), 3):
             prompt = linked_prompt(50, 60, header=3, seed=seed)
             cache(one, prompt)
             one.store.flush()
@@ -71,12 +83,6 @@ def test_two_engines_behind_one_client_share_chunks(vllm_settings, tmp_path, mon
 def chunk_file(llm: LLM, chunk: Chunk) -> Path:
     key = llm.caches.key(chunk, "default")
     return Path(key[:2]) / f"{key}.safetensors"
-
-
-def damage(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
 
 
 def cache(llm: LLM, prompt: Prompt) -> None:

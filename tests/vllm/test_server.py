@@ -19,7 +19,7 @@ def tier(served: Served, name: str) -> dict[str, Any]:
     return next(tier for tier in served.get("/status").json()["tiers"] if tier["name"] == name)
 
 
-def test_creation(served: Served) -> None:
+def test_creation(served: Served) -> None:  # type: ignore[no-redef]
     """Chunks lie on the disk, where vLLM's processes find them, and not in this one's memory."""
     first, second = create(served, chunks=["The cat sat on the mat.", "A dog"], name="pets", metadata={"k": "v"})
     assert first["bytes"] > second["bytes"] > 0
@@ -28,7 +28,7 @@ def test_creation(served: Served) -> None:
     assert tier(served, "host")["chunks"] == 0
 
 
-def test_same_content_is_stored_once(served: Served) -> None:
+def test_same_content_is_stored_once(served: Served) -> None:  # type: ignore[no-redef]
     before = tier(served, "disk")["chunks"]
     entries = create(served, chunks=["the same words"] * 2)
     assert tier(served, "disk")["chunks"] == before + 1

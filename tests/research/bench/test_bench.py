@@ -62,7 +62,8 @@ def test_transformers_takes_part_only_where_wanted(subject):
 
 
 def test_competitors_take_turns_behind_a_warm_up():
-    called, told = [], []
+    called: list[str] = []
+    told: list[str] = []
     values = {"a": iter([100, 3, 1, 2]), "b": iter([100, 5, 5, 50])}
 
     def taking(name):
@@ -72,7 +73,10 @@ def test_competitors_take_turns_behind_a_warm_up():
 
         return call
 
-    taken = in_turn({name: taking(name) for name in values}, repeat=3, progress=told.append)
+    def progress(what: str, done: int = 0, total: int | None = None, /) -> None:
+        told.append(what)
+
+    taken = in_turn({name: taking(name) for name in values}, repeat=3, progress=progress)
     assert taken == {"a": [3, 1, 2], "b": [5, 5, 50]}
     assert "".join(called) == "abbaabba"
     assert told[:3] == ["turn 0 of 3: a", "turn 0 of 3: b", "turn 1 of 3: b"]

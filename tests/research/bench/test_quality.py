@@ -104,12 +104,13 @@ def test_reruns_are_identical_and_full_need_not_be_asked_for(subject, settings, 
 
 
 def test_a_finished_run_is_read_back(subject, settings, data, tmp_path):
-    options = QualityOptions((data,), ("full", "naive"), max_tokens=4, resume=tmp_path / "run.jsonl")
+    path = tmp_path / "run.jsonl"
+    options = QualityOptions((data,), ("full", "naive"), max_tokens=4, resume=path)
     first = run_quality(subject, settings, options).report
-    written = options.resume.read_text()
+    written = path.read_text()
     again = run_quality(subject, settings, options).report
     assert again.rows == first.rows
-    assert options.resume.read_text() == written
+    assert path.read_text() == written
     with pytest.raises(InvalidRequestError, match="max_tokens was 4 and is 5"):
         run_quality(subject, settings, replace(options, max_tokens=5))
     with pytest.raises(InvalidRequestError, match="generation_context was 'prefix' and is 'alone'"):

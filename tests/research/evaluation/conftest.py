@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import pytest
 
 from kvlinker.config import load_settings
 from kvlinker.llm import LLM
-from kvlinker.research.evaluation.examples import Continuation, Question
+from kvlinker.research.evaluation.examples import (
+    Answered,
+    Continuation,
+    Dataset,
+    ExampleResults,
+    Question,
+    Scored,
+    Skipped,
+)
 from tests.toy_models import loaded_model
 
 WINDOW = 400
 
+R = TypeVar("R", Answered, Scored)
+
+
+def results_of(outcome: ExampleResults, kind: type[R]) -> list[R]:
+    """The results of an example that was not skipped, each of that kind."""
+    assert not isinstance(outcome, Skipped), outcome.reason
+    results = [result for result in outcome if isinstance(result, kind)]
+    assert len(results) == len(outcome)
+    return results
+
+
+def questions_of(dataset: Dataset) -> list[Question]:
+    """The examples of a data set of questions only."""
+    questions = [example for example in dataset.examples if isinstance(example, Question)]
+    assert len(questions) == len(dataset.examples)
+    return questions
+
 
 def make_example(number: int = 0, **changes: object) -> Question:
-    fields = {
+    fields: dict[str, Any] = {
         "id": str(number),
         "dataset": "toys",
         "task": "odd" if number % 2 else "even",
@@ -28,7 +54,7 @@ def make_example(number: int = 0, **changes: object) -> Question:
 
 
 def make_continuation(number: int = 0, **changes: object) -> Continuation:
-    fields = {
+    fields: dict[str, Any] = {
         "id": str(number),
         "dataset": "prose",
         "task": "prose",

@@ -1,5 +1,7 @@
 """Text behind chunks, scored under several policies on a tiny random model."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,9 @@ from kvlinker.embedded.model.interception import attention_of
 from kvlinker.llm import LLM
 from kvlinker.research.evaluation.evaluate import Journal, evaluate
 from kvlinker.research.evaluation.examiner import Examiner
-from kvlinker.research.evaluation.examples import Answered, Scored, Skipped
+from kvlinker.research.evaluation.examples import Answered, Example, Scored, Skipped
 from kvlinker.research.evaluation.inspection import EngineInspector
-from tests.research.evaluation.conftest import WINDOW, make_continuation, make_example
+from tests.research.evaluation.conftest import WINDOW, make_continuation, make_example, results_of
 from tests.toy_models import loaded_model
 
 POLICIES = ("full", "naive", "legolink-4", "cacheblend-40", "random-50")
@@ -27,7 +29,7 @@ def llm_of_context(request, tmp_path):
 def test_full_is_the_models_own_loss_on_the_same_text_behind_bos(llm_of_context):
     """No chat template; in context bos, every chunk begins with it."""
     llm, example = llm_of_context, make_continuation()
-    (full,) = Examiner(llm).examine(example, ("full",))
+    (full,) = results_of(Examiner(llm).examine(example, ("full",)), Scored)
     model = loaded_model("llama").model
     between = "<s>" if llm.settings.generation_context == "bos" else ""
     text = "<s>" + between.join(example.passages) + example.continuation
@@ -42,18 +44,17 @@ def test_full_is_the_models_own_loss_on_the_same_text_behind_bos(llm_of_context)
 
 def test_policies_differ_and_reruns_do_not(llm):
     examiner = Examiner(llm)
-    results = examiner.examine(make_continuation(), POLICIES)
+    results = results_of(examiner.examine(make_continuation(), POLICIES), Scored)
     assert [result.policy for result in results] == list(POLICIES)
-    assert all(isinstance(result, Scored) for result in results)
     assert len({result.loss for result in results}) == len(POLICIES)
     assert all(result.kl > 0 for result in results[1:])
     assert 0 < results[2].recomputed_fraction < results[4].recomputed_fraction < 1
-    assert examiner.examine(make_continuation(), POLICIES) == results
+    assert results_of(examiner.examine(make_continuation(), POLICIES), Scored) == results
 
 
 def test_agreement_and_divergence_are_means_over_the_tokens_that_are_scored(llm):
     example = make_continuation(3)
-    _, naive = Examiner(llm).examine(example, ("full", "naive"))
+    _, naive = results_of(Examiner(llm).examine(example, ("full", "naive")), Scored)
     parts = ["<s>", *llm.generate_context_cache(example.passages), example.continuation]
     full, other = (llm.score(parts, policy=policy, logprobs=1000) for policy in ("full", "naive"))
     assert naive.agreement == pytest.approx((full.top_ids[:, 0] == other.top_ids[:, 0]).mean())
@@ -73,21 +74,29 @@ def test_what_does_not_fit_or_has_nothing_to_score_is_skipped(llm):
     assert isinstance(skipped, Skipped)
     assert skipped.where == "prose 0"
     assert f"430 prompt tokens, but the model takes {WINDOW} (--truncate" in skipped.reason
-    assert Examiner(llm, truncate=True).examine(long, ("naive",))[0].cached_tokens == 200
-    (short,) = (Examiner(llm).examine(make_continuation(continuation="."), POLICIES),)
+    (truncated,) = results_of(Examiner(llm, truncate=True).examine(long, ("naive",)), Scored)
+    assert truncated.cached_tokens == 200
+    short = Examiner(llm).examine(make_continuation(continuation="."), POLICIES)
+    assert isinstance(short, Skipped)
     assert "nothing to score: 1 tokens" in short.reason
 
 
 def test_they_are_journaled_beside_answers(llm, tmp_path):
-    examples = [make_continuation(), make_example()]
+    examples: list[Example] = [make_continuation(), make_example()]
     path = tmp_path / "run.jsonl"
     first = list(evaluate(Examiner(llm), examples, POLICIES, journal=Journal(path, {})))
-    assert [type(results[0]) for _, results in first] == [Scored, Answered]
-    assert list(evaluate(None, examples, POLICIES, journal=Journal(path, {}))) == first
+    for (_, outcome), kind in zip(first, (Scored, Answered), strict=True):
+        assert len(results_of(outcome, kind)) == len(POLICIES)
+    nobody: Any = None
+    assert list(evaluate(nobody, examples, POLICIES, journal=Journal(path, {}))) == first
 
 
 def test_deviations_are_those_of_the_same_prompt(llm):
     inspector = EngineInspector(llm, loaded_model("llama"))
-    full, naive, half = Examiner(llm, inspector=inspector).examine(make_continuation(), ("full", "naive", "random-50"))
-    assert set(full.deviation.kv) == {0.0}
-    assert 0 < half.deviation.kv[-1] < naive.deviation.kv[-1]
+    outcome = Examiner(llm, inspector=inspector).examine(make_continuation(), ("full", "naive", "random-50"))
+    full, naive, half = (result.deviation for result in results_of(outcome, Scored))
+    assert full is not None
+    assert naive is not None
+    assert half is not None
+    assert set(full.kv) == {0.0}
+    assert 0 < half.kv[-1] < naive.kv[-1]

@@ -8,6 +8,7 @@ from kvlinker.research.bench.shapes import byte_tokenizer
 from kvlinker.research.evaluation.contexts import ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
 from tests.programs import output_of
+from tests.research.evaluation.conftest import questions_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "quality.md").read_text()
 
@@ -24,5 +25,5 @@ def test_the_record_is_one(tmp_path):
     (record,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "mine.jsonl").write_text(record)
     dataset = load_dataset(str(tmp_path / "mine.jsonl"), ContextSplitter(TextEncoder(byte_tokenizer())))
-    assert dataset.examples[0].answers == ("1978",)
+    assert questions_of(dataset)[0].answers == ("1978",)
     assert not dataset.skipped

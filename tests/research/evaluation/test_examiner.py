@@ -1,15 +1,16 @@
 """One example under several policies, on a tiny random model."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from kvlinker.errors import EngineClosedError, KVLinkerError
 from kvlinker.linking import Policy
 from kvlinker.research.evaluation.examiner import Examiner
-from kvlinker.research.evaluation.examples import Skipped
+from kvlinker.research.evaluation.examples import Answered, Skipped
 from kvlinker.types.answers import TokenLogprob
-from tests.research.evaluation.conftest import WINDOW, make_example
+from tests.research.evaluation.conftest import WINDOW, make_example, results_of
 
 POLICIES = ("full", "naive", "legolink-4", "random-50")
 
@@ -22,7 +23,7 @@ def ask(llm, example, **kwargs):
 
 def test_answers_are_those_that_users_get(llm):
     example = make_example(first_line=False)
-    results = Examiner(llm).examine(example, POLICIES)
+    results = results_of(Examiner(llm).examine(example, POLICIES), Answered)
     assert [result.policy for result in results] == list(POLICIES)
     for result in results:
         answer = ask(llm, example, policy=result.policy)
@@ -36,7 +37,7 @@ def test_answers_are_those_that_users_get(llm):
 
 def test_full_agrees_with_itself_exactly_and_others_less(llm):
     examiner = Examiner(llm)
-    results = [examiner.examine(make_example(number), POLICIES) for number in range(4)]
+    results = [results_of(examiner.examine(make_example(number), POLICIES), Answered) for number in range(4)]
     for full, *others in results:
         assert (full.agreement, full.kl, full.recomputed_fraction) == (1, 0, 1)
         assert all(other.kl > 0 for other in others)
@@ -55,16 +56,18 @@ def test_full_asked_again_is_the_same_to_the_bit(llm):
 def test_limits_can_be_replaced_and_short_answers_end_with_their_line(llm):
     for number in range(40):  # many are answered with nothing, or with next to nothing
         example = make_example(number, first_line=False)
-        (long,) = Examiner(llm, max_tokens=40).examine(example, ("naive",))
-        (short,) = Examiner(llm, max_tokens=3).examine(example, ("naive",))
+        (long,) = results_of(Examiner(llm, max_tokens=40).examine(example, ("naive",)), Answered)
+        (short,) = results_of(Examiner(llm, max_tokens=3).examine(example, ("naive",)), Answered)
         assert long.text.startswith(short.text)
         if len(short.text) < len(long.text):
             break
     else:
         pytest.fail("no answer is longer than 3 tokens")
-    lines = _Said("  yes, \n no")
-    assert Examiner(lines).examine(make_example(), ("full",))[0].text == "yes,"
-    assert Examiner(lines).examine(make_example(first_line=False), ("full",))[0].text == "yes, \n no"
+    lines: Any = _Said("  yes, \n no")
+    (first_line,) = results_of(Examiner(lines).examine(make_example(), ("full",)), Answered)
+    assert first_line.text == "yes,"
+    (whole,) = results_of(Examiner(lines).examine(make_example(first_line=False), ("full",)), Answered)
+    assert whole.text == "yes, \n no"
 
 
 def test_contexts_over_the_window_are_skipped_or_truncated(llm):
@@ -75,28 +78,31 @@ def test_contexts_over_the_window_are_skipped_or_truncated(llm):
     assert skipped.where == "toys 0"
     assert f"the model takes {WINDOW}" in skipped.reason
     assert "--truncate" in skipped.reason
-    truncated = Examiner(llm, truncate=True).examine(example, ("naive",))
+    (truncated,) = results_of(Examiner(llm, truncate=True).examine(example, ("naive",)), Answered)
     ends = dataclasses.replace(example, passages=(passages[0], passages[1], passages[7]))
-    assert truncated[0].text == Examiner(llm).examine(ends, ("naive",))[0].text
-    assert truncated[0].cached_tokens == 300
+    (expected,) = results_of(Examiner(llm).examine(ends, ("naive",)), Answered)
+    assert truncated.text == expected.text
+    assert truncated.cached_tokens == 300
     assert isinstance(Examiner(llm, truncate=True).examine(dataclasses.replace(example, whole=True), POLICIES), Skipped)
     too_long = make_example(question="x" * 500)
     assert isinstance(Examiner(llm, truncate=True).examine(too_long, POLICIES), Skipped)
 
 
 def test_an_answer_that_ends_at_once_still_has_a_distribution(llm):
-    (full, naive) = Examiner(_Silent(llm)).examine(make_example(), ("full", "naive"))
+    silent: Any = _Silent(llm)
+    full, naive = results_of(Examiner(silent).examine(make_example(), ("full", "naive")), Answered)
     assert full.text == naive.text == ""
     assert full.kl == 0 < naive.kl
 
 
 def test_a_failing_policy_takes_its_example_out_for_all(llm):
-    failing = _Failing(llm, "naive", KVLinkerError("It broke."))
+    failing: Any = _Failing(llm, "naive", KVLinkerError("It broke."))
     outcome = Examiner(failing).examine(make_example(), POLICIES)
     assert outcome == Skipped("toys 0", "It broke.")
-    assert len(Examiner(failing).examine(make_example(), ("full", "legolink-4"))) == 2
+    assert len(results_of(Examiner(failing).examine(make_example(), ("full", "legolink-4")), Answered)) == 2
+    failing = _Failing(llm, "naive", EngineClosedError("Closed."))
     with pytest.raises(EngineClosedError):
-        Examiner(_Failing(llm, "naive", EngineClosedError("Closed."))).examine(make_example(), POLICIES)
+        Examiner(failing).examine(make_example(), POLICIES)
 
 
 class _Wrapped:
@@ -168,9 +174,8 @@ def test_prompts_are_prepared_and_policies_need_no_name(llm):
         return llm.engine.cache_prompt(prompt, tenant="default").result()
 
     example = make_example(3)
-    full, naive, everything = Examiner(llm, prepare=prepare, unregistered={"everything": Everything()}).examine(
-        example, ("full", "naive", "everything")
-    )
+    examiner = Examiner(llm, prepare=prepare, unregistered={"everything": Everything()})
+    full, naive, everything = results_of(examiner.examine(example, ("full", "naive", "everything")), Answered)
     assert full.text == naive.text == everything.text
     assert naive.kl == pytest.approx(0, abs=1e-4)
     assert (naive.recomputed_fraction, everything.recomputed_fraction) == (0, 1)

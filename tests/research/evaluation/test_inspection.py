@@ -8,8 +8,9 @@ from kvlinker.config import load_settings
 from kvlinker.embedded.model.interception import ATTENTION_NAME, attention_of
 from kvlinker.llm import LLM
 from kvlinker.research.evaluation.examiner import Examiner
+from kvlinker.research.evaluation.examples import Answered
 from kvlinker.research.evaluation.inspection import LAST_QUERIES, EngineInspector, deviation
-from tests.research.evaluation.conftest import make_example
+from tests.research.evaluation.conftest import make_example, results_of
 from tests.toy_models import loaded_model
 
 FAMILIES = ("llama", "qwen3", "mistral-window", "gemma2-softcap", "gpt_oss-sinks", "cohere2-interleaved-nope", "yarn")
@@ -80,8 +81,10 @@ def test_few_fresh_tokens_are_not_mixed_with_recomputed_ones(family):
 
 def test_results_carry_deviations_when_they_are_wanted(family):
     loaded, llm = family
-    results = Examiner(llm, inspector=EngineInspector(llm, loaded)).examine(make_example(), ("full", "naive"))
-    full, naive = (result.deviation for result in results)
+    outcome = Examiner(llm, inspector=EngineInspector(llm, loaded)).examine(make_example(), ("full", "naive"))
+    full, naive = (result.deviation for result in results_of(outcome, Answered))
+    assert full is not None
+    assert naive is not None
     assert set(full.kv) == {0.0}
     assert max(naive.kv) > 0
     assert len(naive.attention) == len(loaded.layers)

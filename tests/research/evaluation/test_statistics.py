@@ -31,9 +31,9 @@ def test_bounds_of_the_percentile_bootstrap():
 
 def test_intervals_do_not_depend_on_the_unit_or_the_sign():
     scores = np.random.default_rng(2).normal(size=30)
-    low, high = mean_interval(scores)
-    assert mean_interval(10 * scores) == pytest.approx((10 * low, 10 * high))
-    assert mean_interval(scores + 5) == pytest.approx((low + 5, high + 5))
+    low, high = mean_interval(scores.tolist())
+    assert mean_interval((10 * scores).tolist()) == pytest.approx((10 * low, 10 * high))
+    assert mean_interval((scores + 5).tolist()) == pytest.approx((low + 5, high + 5))
 
 
 def test_any_monotonic_relation_is_perfect():

@@ -6,6 +6,7 @@ import dataclasses
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -173,7 +174,10 @@ def test_update_changes_what_is_given_and_nothing_else(catalog: Catalog) -> None
     assert catalog.get(bystander.id, "anna", NOW) == bystander
 
 
-def all_pages(catalog: Catalog, order: str, limit: int) -> list[ContextCache]:
+Order = Literal["asc", "desc"]
+
+
+def all_pages(catalog: Catalog, order: Order, limit: int) -> list[ContextCache]:
     """Everything listed page by page, with others added at both ends after each of the first pages."""
     items: list[ContextCache] = []
     others = 5
@@ -195,7 +199,7 @@ def all_pages(catalog: Catalog, order: str, limit: int) -> list[ContextCache]:
     order=st.sampled_from(["asc", "desc"]),
 )
 def test_pages_neither_repeat_nor_skip_while_others_are_added(
-    tmp_path_factory: pytest.TempPathFactory, times: list[int], limit: int, order: str
+    tmp_path_factory: pytest.TempPathFactory, times: list[int], limit: int, order: Order
 ) -> None:
     catalog = Catalog(tmp_path_factory.mktemp("catalog") / "catalog.sqlite3")
     records = [record(number, created_at=float(time)) for number, time in enumerate(times)]
@@ -224,10 +228,12 @@ def test_two_catalogs_on_one_file(path: Path) -> None:
     run_threads(*[lambda: opened.append(Catalog(path))] * 4)
     first, second = opened[:2]
     mine, theirs = [record(number) for number in range(40)], [record(number) for number in range(40)]
-    run_threads(
-        lambda: [first.add([each]) for each in mine],
-        lambda: [second.add([each]) for each in theirs],
-    )
+
+    def add_all(catalog: Catalog, records: list[ContextCache]) -> None:
+        for each in records:
+            catalog.add([each])
+
+    run_threads(lambda: add_all(first, mine), lambda: add_all(second, theirs))
     assert count(first, "anna", NOW) == count(second, "anna", NOW) == 80
     assert all(first.delete(each.id, "anna", NOW) == () for each in theirs)
     released = [key for each in mine for key in second.delete(each.id, "anna", NOW)]

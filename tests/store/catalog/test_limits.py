@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -227,7 +228,7 @@ def test_pins_are_limited_over_all_tenants_each_chunk_once(catalog: Catalog) -> 
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
-def test_listing_by_metadata(catalog: Catalog, order: str) -> None:
+def test_listing_by_metadata(catalog: Catalog, order: Literal["asc", "desc"]) -> None:
     records = [record(4, project="x", page=str(index % 3)) for index in range(10)]
     others = [record(4, project="x'; --"), record(4, tenant="bert", project="x"), record(3, project="x", page="1")]
     catalog.add([*records, *others])

@@ -33,7 +33,7 @@ def write(path: Path, kv: ChunkKV, key: str = KEY, codec: Codec = RAW) -> bytes:
     return path.read_bytes()
 
 
-def overwrite(path: Path, data: bytes) -> None:
+def overwrite(path: Path, data: bytes | bytearray) -> None:
     path.unlink(missing_ok=True)  # truncating a file instead makes ext4 wait for the disk
     path.write_bytes(data)
 

@@ -25,6 +25,7 @@ from kvlinker.store.format.codecs import find_codec, known_codecs
 from kvlinker.store.format.compression import MOST_EXPANSION, compressed, decompressed
 from kvlinker.store.format.header import ChunkFileError
 from kvlinker.store.tiers import object_tier
+from kvlinker.store.tiers.base import Tier
 from tests.store.store_chunks import Recorder, key_of, same_kv
 
 KEY = key_of(1)
@@ -38,7 +39,7 @@ def even(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int 
     return torch.randint(1, 20, shape, generator=generator).to(dtype)
 
 
-def buffer(data: bytes) -> Bytes:
+def buffer(data: bytes | bytearray) -> Bytes:
     return np.frombuffer(bytearray(data), dtype=np.uint8)
 
 
@@ -126,7 +127,7 @@ def encoded(kv: ChunkKV, codec: str) -> bytearray:
     return bytearray(b"".join(encode_chunk(KEY, kv, find_codec(codec)).pieces()))
 
 
-def decoded(data: bytes) -> ChunkKV:
+def decoded(data: bytes | bytearray) -> ChunkKV:
     return decode_chunk(BufferSource(buffer(data)), KEY)
 
 
@@ -140,7 +141,7 @@ def test_compressed_files_hold_the_same_in_less(codec: str) -> None:
 
 
 def test_files_of_which_nothing_is_compressed_are_as_ever() -> None:
-    def version(data: bytes) -> str:
+    def version(data: bytes | bytearray) -> str:
         return str(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["version"])
 
     noise = torch.randn(2, 30, 8, generator=torch.Generator().manual_seed(0)).view(torch.uint8)
@@ -234,6 +235,7 @@ def test_what_cannot_be_read_here_is_a_miss_and_stays(
 ) -> None:
     recorder = Recorder()
     codec, kv = find_codec("raw+zstd"), compressible()
+    tier: Tier
     if kind == "disk":
         tier = DiskTier(tmp_path, 1 << 20, recorder.events, codec=codec)
     else:

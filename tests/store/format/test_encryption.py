@@ -83,7 +83,8 @@ def test_no_changed_byte_and_no_truncation_goes_unnoticed() -> None:
         changed[offset] ^= 1
         with pytest.raises(SealedDataError):
             read_all(changed)
-    for cut in (*(data[:size] for size in range(len(data))), data + b"\0", data[: -BLOCK - 16], b"", plain):
+    cuts: list[bytes | bytearray] = [data[:size] for size in range(len(data))]
+    for cut in (*cuts, data + b"\0", data[: -BLOCK - 16], b"", plain):
         with pytest.raises(SealedDataError):
             read_all(cut)
 
@@ -213,7 +214,7 @@ def on_disk(path: Path) -> bytes:
 
 
 def secret_bytes() -> tuple[bytes, bytes]:
-    return tuple(np.asarray(part, dtype="<u4").tobytes() for part in (SECRET[:9], SECRET[:-10:-1]))
+    return np.asarray(SECRET[:9], dtype="<u4").tobytes(), np.asarray(SECRET[:-10:-1], dtype="<u4").tobytes()
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -42,7 +42,9 @@ def test_one_that_is_far_off_counts_as_any_other() -> None:
 
 def test_several_in_turn_that_are_far_off_are_believed() -> None:
     drifted = [100_000.0] * DRIFT_NOTES
-    assert noted(1000, *drifted[1:]).of("disk") < 60_000
+    before = noted(1000, *drifted[1:]).of("disk")
+    assert before is not None
+    assert before < 60_000
     assert noted(1000, *drifted).of("disk") == 100_000
     assert noted(1000, *drifted, 100_100).of("disk") == pytest.approx(100_030)
 

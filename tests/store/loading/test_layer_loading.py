@@ -21,6 +21,7 @@ from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency, preload_depth
 from kvlinker.store.loading.throughput import LoadTime
 from kvlinker.store.tiers import object_tier
+from kvlinker.store.tiers.base import Tier
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 PLENTY = 1 << 24
@@ -257,7 +258,8 @@ def test_closing_ends_what_is_read_and_what_waits() -> None:
     late = chunk_of(ScriptedReader(9, []), ended)
     loader.load([late], ENDLESS)
     assert late.begun.result(timeout=0) is None
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvlinker-l")]
+    own = ("kvlinker-layers", "kvlinker-loading-watch")
+    assert not [thread for thread in threading.enumerate() if thread.name in own]
 
 
 def test_a_slow_tier_is_tried_again_after_a_while(loader: LayerLoader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -815,7 +817,7 @@ def test_speeds_are_kept_under_the_tiers_names() -> None:
     assert store.bandwidths.known() == {"slow": 1000}
 
 
-def tier_of_kind(kind: str, folder: Path, recorder: Recorder) -> DiskTier:
+def tier_of_kind(kind: str, folder: Path, recorder: Recorder) -> Tier:
     if kind == "disk":
         return DiskTier(folder, PLENTY, recorder.events)
     return object_tier(f"file://{folder}", PLENTY, recorder.events)

@@ -30,7 +30,7 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> list[FakeTimer]:
         made.append(FakeTimer(function))
         return made[-1]
 
-    monkeypatch.setattr(module.threading, "Timer", make)
+    monkeypatch.setattr("kvlinker.store.loading.speeds.threading.Timer", make)
     return made
 
 
@@ -121,9 +121,9 @@ def test_drift_is_written_once_it_has_shown_several_times(path: Path, timers: li
 def test_stale_speeds_count_as_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = saved(path, disk=[1.0])
     now = time.time()
-    monkeypatch.setattr(module.time, "time", lambda: now + STALE_SECONDS - 10)
+    monkeypatch.setattr("kvlinker.store.loading.speeds.time.time", lambda: now + STALE_SECONDS - 10)
     assert Speeds(path).of("disk") == (1.0,)
-    monkeypatch.setattr(module.time, "time", lambda: now + STALE_SECONDS + 10)
+    monkeypatch.setattr("kvlinker.store.loading.speeds.time.time", lambda: now + STALE_SECONDS + 10)
     assert speeds.of("disk") is None
     assert Speeds(path).of("disk") is None
     speeds.note("disk", [2.0])

@@ -48,7 +48,9 @@ def test_chunks_move_up_on_use(recorder: Recorder) -> None:
     assert store.tier_of(key_of(1)) == "device"
     assert devices_of(store.get_resident(key_of(1))) == {"meta"}
     (loaded,) = store.load([key_of(1)], Urgency())
-    assert devices_of(loaded.result(timeout=0)) == {"meta"}
+    kv = loaded.result(timeout=0)
+    assert isinstance(kv, ChunkKV)
+    assert devices_of(kv) == {"meta"}
     assert [lookup.tier for lookup in recorder.of(ChunkLookup)] == ["host", "device", "device"]
     assert store.usage() == (TierUsage("device", SIZE, PLENTY, 1), TierUsage("host", SIZE, PLENTY, 1))
     assert store.usage_of({key_of(1)}) == store.usage()

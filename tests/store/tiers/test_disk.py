@@ -293,7 +293,7 @@ def test_a_delete_while_reading_is_a_miss_without_damage(recorder: Recorder, tie
 
 def test_a_reader_does_not_wait_for_a_writer(tier: DiskTier) -> None:
     tier.put(key_of(1), chunk_kv(1))
-    seen = []
+    seen: list[object] = []
 
     def write(*_: object) -> None:
         run_threads(lambda: seen.append(tier.get(key_of(1))), lambda: seen.append(tier.nbytes(key_of(2))))

@@ -220,7 +220,12 @@ def test_choices_are_linked_once_and_each_has_its_own_seed(llm, monkeypatch):
         llm.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
     linked = []
     link = llm.engine._linker.link
-    monkeypatch.setattr(llm.engine._linker, "link", lambda request: linked.append(request) or link(request))
+
+    def noted(request):
+        linked.append(request)
+        return link(request)
+
+    monkeypatch.setattr(llm.engine._linker, "link", noted)
     sink, made, _, restore = linked_choices(llm, prompt, 4, seed=11)
     try:
         first_token, first = sink.timed(0)

@@ -56,7 +56,9 @@ def test_a_transfer_plan_and_the_last_run_are_the_plan(prompt, policy):
 def test_slices_do_all_of_a_transfer_plan_once_and_in_order(prompt, policy, begin, tokens, runs):
     _, transfer = transfer_for(prompt, policy)
     progress = TransferProgress("r", transfer, begin=begin)
-    placed, computed, done = [], [], False
+    placed: list[tuple[int, int]] = []
+    computed: list[tuple[int, int]] = []
+    done = False
     while not done:
         budget = StepBudget(tokens, runs, 16)
         fits = progress.fits(budget)

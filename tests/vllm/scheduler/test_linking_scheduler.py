@@ -118,7 +118,7 @@ def test_transfers_that_compare_cost_what_the_first_layers_do(vllm):
     transfer = transfer_of(4096, [(0, 4096)])
     vllm.add("full", transfer)
     vllm.add("compared", transfer.model_copy(update={"compares": True}))
-    computed = {"full": [], "compared": []}
+    computed: dict[str, list[int]] = {"full": [], "compared": []}
     while len(vllm.ended) < len(vllm.prompts):
         for each in vllm.step().slices:
             computed[each.request_id] += [end - begin for begin, end in each.runs]

@@ -12,6 +12,8 @@ from kvlinker.research.evaluation.contexts import ContextSplit, ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
 from kvlinker.research.evaluation.datasets.cacheblend import POOL, SHOTS
 from kvlinker.research.evaluation.datasets.retrieval import ANSWER, DEPTHS, NEEDLE
+from kvlinker.research.evaluation.examples import Continuation
+from tests.research.evaluation.conftest import questions_of
 
 ENCODER = TextEncoder(byte_tokenizer())
 SEMANTIC = ContextSplitter(ENCODER, ContextSplit.SEMANTIC, 100)
@@ -43,7 +45,7 @@ def test_own_records_are_taken_to_the_letter(write):
         },
         {"passages": ["three"], "question": "Q", "answers": ["a", "", "b"]},
     )
-    first, second = load_dataset(path, SEMANTIC).examples
+    first, second = questions_of(load_dataset(path, SEMANTIC))
     assert (first.id, first.task, first.passages, first.answers) == ("x", "t", ("one\n", "two\n"), ("one",))
     assert (first.metric, first.max_tokens, first.first_line) == ("rouge_l", 7, False)
     assert (second.id, second.dataset, second.task, second.metric) == ("2", "mine", "mine", "f1")
@@ -62,6 +64,7 @@ def test_continuations_are_taken_to_the_letter_and_bad_ones_are_named(write):
     )
     dataset = load_dataset(path, SEMANTIC)
     first, last = dataset.examples
+    assert isinstance(first, Continuation)
     assert (first.passages, first.continuation) == (("one ", "two"), " three ")
     assert (first.id, first.dataset, first.task, first.metric) == ("1", "prose", "prose", "loss")
     assert (last.id, last.task) == ("x", "t")
@@ -90,7 +93,7 @@ def test_longbench_tasks_are_asked_and_measured_each_in_its_way(write):
         {"input": "Who?", "context": context, "answers": ["x"], "dataset": "of-mine"},
     )
     dataset = load_dataset(path, SEMANTIC)
-    question, summary, shots, own = dataset.examples
+    question, summary, shots, own = questions_of(dataset)
     assert (question.id, question.task, question.metric, question.max_tokens) == ("h1", "hotpotqa", "f1", 32)
     assert "Question: Who?" in question.question
     assert (summary.metric, summary.first_line) == ("rouge_l", False)
@@ -109,7 +112,7 @@ def test_cacheblend_passages_have_their_title_before_them(write):
     }
     path = write("musique.json", json.dumps([record, record | {"ctxs": [{"title": "T"}]}]))
     dataset = load_dataset(path, SEMANTIC)
-    (example,) = dataset.examples
+    (example,) = questions_of(dataset)
     assert example.passages == ("T\n\nfirst\n\n", "second\n\n")
     assert example.answers == ("x", "y")
     assert dataset.skipped[0].reason == "'text' is missing"
@@ -119,7 +122,7 @@ def test_key_value_pairs_stand_in_passages_of_five(write, tmp_path):
     pairs = [[f"k{i}", f"v{i}"] for i in range(7)]
     path = tmp_path / "kv.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps({"ordered_kv_records": pairs, "key": "k6", "value": "v6"}).encode()))
-    (example,) = load_dataset(str(path), SEMANTIC).examples
+    (example,) = questions_of(load_dataset(str(path), SEMANTIC))
     assert [passage.count("\n") for passage in example.passages] == [5, 2]
     assert '"k6": "v6"\n' in example.passages[1]
     assert (example.answers, example.metric) == (("v6",), "exact_match")
@@ -128,9 +131,9 @@ def test_key_value_pairs_stand_in_passages_of_five(write, tmp_path):
 def test_few_shot_examples_come_from_records_that_are_not_asked(write):
     path = write("sam.jsonl", *({"question": f"A: {i}\r\nB: ok", "answer": f"sum {i}"} for i in range(POOL + 3)))
     dataset = load_dataset(path, SEMANTIC)
-    assert [example.answers for example in dataset.examples] == [(f"sum {i}",) for i in range(POOL, POOL + 3)]
+    assert [example.answers for example in questions_of(dataset)] == [(f"sum {i}",) for i in range(POOL, POOL + 3)]
     assert dataset == load_dataset(path, SEMANTIC)
-    for example in dataset.examples:
+    for example in questions_of(dataset):
         assert len(set(example.passages)) == SHOTS
         assert all(int(passage.split("sum ")[1]) < POOL for passage in example.passages)
         assert example.question.endswith("B: ok\nSummary: ")
@@ -260,6 +263,6 @@ def test_tasks_are_chosen_before_the_limit(write):
 
     path = write("mine.jsonl", record("a", "1"), record("b", "2"), record("c", "3"), record("b", "4"))
     chosen = load_dataset(path, SEMANTIC, tasks=("b", "c"), limit=2)
-    assert [example.answers for example in chosen.examples] == [("2",), ("3",)]
+    assert [example.answers for example in questions_of(chosen)] == [("2",), ("3",)]
     with pytest.raises(InvalidRequestError, match="no usable example of d"):
         load_dataset(path, SEMANTIC, tasks=("d",))

@@ -9,6 +9,7 @@ from kvlinker.prompt.encoding import TextEncoder
 from kvlinker.research.bench.shapes import byte_tokenizer
 from kvlinker.research.evaluation.contexts import ContextSplit, ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
+from tests.research.evaluation.conftest import questions_of
 
 FOLDER = os.environ.get("KVLINKER_EVALUATION_DATA")
 
@@ -26,11 +27,12 @@ pytestmark = pytest.mark.skipif(FOLDER is None, reason="KVLINKER_EVALUATION_DATA
     ],
 )
 def test_every_file_is_read_without_a_loss(name, metric, passages, split):
+    assert FOLDER is not None
     splitter = ContextSplitter(TextEncoder(byte_tokenizer()), split, 2000)
     dataset = load_dataset(str(Path(FOLDER) / name), splitter, limit=12)
     assert len(dataset.examples) == 12
     assert not dataset.skipped
-    for example in dataset.examples:
+    for example in questions_of(dataset):
         assert example.metric == metric
         if split is ContextSplit.FIXED:
             assert all(len(passage.encode()) <= 2100 for passage in example.passages)  # 2000, and the needle

@@ -16,6 +16,7 @@ from kvlinker.prompt.encoding import TextEncoder
 from kvlinker.research.bench.shapes import byte_tokenizer
 from kvlinker.research.evaluation.contexts import ContextSplitter
 from kvlinker.research.evaluation.datasets import BUNDLED, load_dataset
+from tests.research.evaluation.conftest import questions_of
 
 SPLITTER = ContextSplitter(TextEncoder(byte_tokenizer()))
 
@@ -37,7 +38,7 @@ def test_the_bundled_sets_are_small_balanced_and_answerable(name: str):
     assert len({example.digest for example in dataset.examples}) == len(dataset.examples)
     first = Counter(example.task for example in dataset.examples[: 2 * len(counts)])
     assert set(first.values()) == {2}
-    for example in dataset.examples:
+    for example in questions_of(dataset):
         assert example.metric == "exact_match"
         words = re.findall(r"\w+", " ".join(example.passages) + example.question)
         assert set(re.findall(r"\w+", example.answers[0])) <= set(words)
@@ -47,7 +48,7 @@ def test_the_bundled_sets_are_small_balanced_and_answerable(name: str):
 @pytest.mark.parametrize("name", GENERATED)
 def test_the_reader_met_nobody_who_is_asked_about(name: str):
     known = set(WOMEN + MEN), set(SURNAMES)
-    for example in load_dataset(name, SPLITTER).examples:
+    for example in questions_of(load_dataset(name, SPLITTER)):
         words = example.question.strip("?.").split()
         for first, last in pairwise(words):
             if first in known[0] and last in known[1]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvlinker.config import load_settings
 from kvlinker.linking import parse_policy
@@ -48,6 +49,9 @@ class Known:
     def scores(self, chunk: int) -> ChunkScores:
         inter = np.array([0.5, 0.9, 0.7, 0.9], dtype=np.float32)
         return ChunkScores(Contextualization(4, 1.0, self.context), inter=inter, received=inter)
+
+    def question_attention(self) -> NDArray[np.float32]:
+        raise AssertionError("not one of these policies looks at it")
 
 
 def test_parts_of_cachecraft_select_what_they_should() -> None:

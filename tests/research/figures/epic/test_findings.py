@@ -90,7 +90,11 @@ def test_splitting_says_what_is_clear() -> None:
     for split in ("semantic", "fixed"):
         for policy in POLICIES:
             change = -0.5 if policy == "naive" else 0.1
-            changes = {"vs_semantic": change, "vs_semantic_low": change - 0.2, "vs_semantic_high": change + 0.2}
+            changes: dict[str, Any] = {
+                "vs_semantic": change,
+                "vs_semantic_low": change - 0.2,
+                "vs_semantic_high": change + 0.2,
+            }
             rows.append({"split": split, "chunks": 3.0} | quality_row(policy, **changes))
     said = chunk_cuts.FIGURE.finding(with_pareto(rows))
     assert "naive -50.0 points (-70 to -30)" in said
