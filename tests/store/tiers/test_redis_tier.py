@@ -13,13 +13,14 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
+from pydantic import ByteSize
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events, TierUnavailable
 from kvlinker.store import StoreError
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.tiers import BlobTier, object_tier, redis_tier
 from kvlinker.store.tiers.medium import KEYS_AT_ONCE
-from kvlinker.store.tiers.redis import PART_BYTES
+from kvlinker.store.tiers.redis import PART_BYTES, RedisMedium
 from kvlinker.store.tiers.redis_scripts import BEGIN
 from tests.redis_server import RedisServer
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
@@ -43,6 +44,14 @@ def tier(redis_server: RedisServer, recorder: Recorder) -> Iterator[BlobTier]:
     yield tier
     assert recorder.of(TierUnavailable) == []
     tier.close()
+
+
+def test_a_budget_from_the_settings_is_one_that_every_parser_packs(redis_server: RedisServer) -> None:
+    """hiredis, where it is installed, refuses subclasses of int."""
+    medium = RedisMedium(redis_server.url, ByteSize(1 << 20), prefix="kvlinker", timeout=1.0)
+    assert type(medium.budget_bytes) is int
+    assert medium.open() == ()
+    medium.close()
 
 
 def test_any_sequence_of_calls_is_a_least_recently_used_cache(running_redis: RedisServer) -> None:

@@ -63,7 +63,7 @@ class RedisMedium:
         except ModuleNotFoundError as error:
             raise missing_library("redis") from error
         self.place = place_of(url)
-        self.budget_bytes = budget_bytes
+        self.budget_bytes = int(budget_bytes)  # hiredis packs no subclass of int, such as settings have
         self._prefix = f"{prefix}:"
         self._blobs = f"{prefix}:chunk:"
         self._temporary = f"{prefix}:temporary:"
