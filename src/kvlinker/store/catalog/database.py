@@ -174,7 +174,7 @@ def _identify(path: Path) -> tuple[int, int] | None:
 
 
 PATIENCE_SECONDS = 10.0
-_TRY_AGAIN_SECONDS = 0.02
+TRY_AGAIN_SECONDS = 0.02
 
 
 class StateLock:
@@ -213,7 +213,7 @@ class StateLock:
             except BlockingIOError as error:
                 if time.monotonic() >= deadline:
                     raise StoreError(f"The state directory {self._directory} {refusal}") from error
-                time.sleep(_TRY_AGAIN_SECONDS)
+                time.sleep(TRY_AGAIN_SECONDS)
             except OSError as error:
                 raise self._unusable(error) from error
 

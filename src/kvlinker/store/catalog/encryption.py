@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvlinker.errors import StoreError
-from kvlinker.store.catalog.database import PATIENCE_SECONDS, Database, StateLock
+from kvlinker.store.catalog.database import PATIENCE_SECONDS, TRY_AGAIN_SECONDS, Database, StateLock
 from kvlinker.store.format.encryption import KEY_VARIABLE, Cipher, SealedDataError
 
 _PLACE = b"catalog"
@@ -98,14 +99,21 @@ def open_encrypted(database: Database, lock: StateLock, cipher: Cipher | None, p
 
     Raises StoreError where the cipher is not the catalog's.
     """
-    lock.share()
-    if cipher is None or _key_check(database) is not None:
-        _check(_key_check(database), cipher, path)
-        return
-    lock.take_alone(PATIENCE_SECONDS)  # others would go on without the key
-    if change_key(database, None, cipher, path):
-        database.compact()
-    lock.share()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        lock.share()
+        if cipher is None or _key_check(database) is not None:
+            return _check(_key_check(database), cipher, path)
+        try:
+            lock.take_alone()  # others would go on without the key
+        except StoreError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(TRY_AGAIN_SECONDS)  # whoever has it may just be encrypting the catalog
+            continue
+        if change_key(database, None, cipher, path):
+            database.compact()
+        return lock.share()
 
 
 def change_key(database: Database, old: Cipher | None, new: Cipher | None, path: Path) -> bool:
