@@ -4,8 +4,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlinker.cli import app
+from kvlinker.errors import InvalidRequestError
 from kvlinker.research.bench.measurement import Workload
 from kvlinker.research.bench.store import run_store
+from kvlinker.research.bench.store.hiding import LOAD_TO_COMPUTE
 from kvlinker.research.bench.store_benchmark import plot_store
 from kvlinker.research.bench.subject import Subject
 from tests.toy_models import loaded_model
@@ -51,6 +53,28 @@ def test_shared_tiers_take_part_and_are_left_as_they_were(subject, redis_server)
         *((tier, codec) for tier in ("redis", "object") for codec in CODECS),
     ]
     assert not list(redis_server.client.scan_iter("*:chunk:*"))
+
+
+def test_what_layer_wise_loading_hides_is_measured_at_several_bandwidths(subject, redis_server):
+    rows = measured(subject, "hiding", redis_url=redis_server.url)
+    assert [(row["tier"], row["codec"]) for row in rows] == [("redis", "raw")] * len(LOAD_TO_COMPUTE) + [
+        ("disk", "raw")
+    ]
+    bandwidths = [row["bandwidth"] for row in rows]
+    assert bandwidths[:-1] == sorted(bandwidths[:-1], reverse=True)
+    for row in rows:
+        hidden = 100 * (row["load_ms"] + row["compute_ms"] - row["ms"]) / min(row["load_ms"], row["compute_ms"])
+        assert row["hidden_percent"] == pytest.approx(hidden)  # of one turn
+        assert row["hidden_percent_range"] == pytest.approx([hidden, hidden])
+        assert row["ratio_to_host"] == pytest.approx(row["ms"] / row["compute_ms"])
+        assert row["beside"] == "load, then compute"
+        assert row["ratio"] == pytest.approx(row["ms"] / (row["load_ms"] + row["compute_ms"]))
+    assert not list(redis_server.client.scan_iter("*:chunk:*"))
+
+
+def test_hiding_needs_a_redis_server(subject):
+    with pytest.raises(InvalidRequestError, match="give --redis-url"):
+        measured(subject, "hiding")
 
 
 def test_requests_beside_writes_are_compared_with_requests_alone(subject):
