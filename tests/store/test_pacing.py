@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from kvlinker.store import throttle as pacing
-from kvlinker.store.throttle import Pacing
+from kvlinker.store import throttle as module
+from kvlinker.store.throttle import Rest, Throttle
 
 WORK = 0.05
 TIMEOUT = 10.0
 
 
-def rested(rest: pacing.Rest) -> float:
+def rested(rest: Rest) -> float:
     """Seconds of a rest behind a piece of work."""
     time.sleep(WORK)
     begin = time.monotonic()
@@ -23,20 +23,20 @@ def rested(rest: pacing.Rest) -> float:
 
 
 def test_work_goes_on_at_once_while_nobody_computes() -> None:
-    assert rested(Pacing().rests()) < WORK
+    assert rested(Throttle().rests()) < WORK
 
 
 def test_work_takes_its_share_of_the_time_while_others_compute() -> None:
-    background = Pacing()
+    background = Throttle()
     rest = background.rests()
     with background.computing(), background.computing():
-        assert rested(rest) >= WORK * (1 / pacing.SHARE - 1)
+        assert rested(rest) >= WORK * (1 / module.SHARE - 1)
     assert rested(rest) < WORK
 
 
 def test_a_rest_ends_with_the_last_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "SHARE", 1e-6)
-    background = Pacing()
+    monkeypatch.setattr(module, "SHARE", 1e-6)
+    background = Throttle()
     first, second = background.computing(), background.computing()
     first.__enter__()
     second.__enter__()

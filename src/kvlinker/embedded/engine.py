@@ -119,7 +119,7 @@ class EmbeddedEngine:
             variants=variants,
             offer=_ignore if builder is None else builder.offer,
         )
-        computing = store.pacing.computing if on_host else nullcontext
+        computing = store.throttle.computing if on_host else nullcontext
         self._loop = EngineLoop(self._scheduler, self._runner, throughput, computing=computing)
         self._loop.start()
         atexit.register(self.close)  # a thread inside torch when the interpreter goes would abort the process

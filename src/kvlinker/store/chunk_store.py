@@ -1,4 +1,4 @@
-"""The chunk store: all tiers seen as one. The engine puts and gets KV here; the server deletes and reports."""
+"""Presents all tiers as one chunk store: engines put and get KV here, the server deletes and reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
 from kvlinker.store.loading.speeds import Speeds
 from kvlinker.store.loading.throughput import Bandwidths, LoadTime
-from kvlinker.store.throttle import Pacing
+from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage
 from kvlinker.store.tiers.device import DeviceTier
 from kvlinker.store.tiers.disk import DiskTier
@@ -33,15 +33,15 @@ SHARED_TIERS_CLOSE_SECONDS = 10.0
 
 
 class ChunkStore:
-    """Tiers from the fastest to the slowest, with KV written through to all, and again when it is promoted on use: a
-    slower tier that has it takes that as a use, one that lost it has it back.
+    """Keeps KV in tiers from the fastest to the slowest. It is written through to all, and again when it is promoted on
+    use: a slower tier that has it takes that as a use, one that lost it has it back.
 
     ``put`` stores into the first tier at once and leaves each slower one to a background thread of its own, so that
-    none holds up another. A chunk that waits for such a thread counts as lying in the first tier, and is found there
+    none holds up another. A chunk that waits for such a thread counts as one of the first tier, and is found there
     even if that tier has no room for it. When more than ``write_queue_bytes`` wait for a tier, it does not get the
     chunk at all: the caller never waits, and a chunk that is then evicted from the others is computed again. Besides
     the tiers' budgets, at most ``write_queue_bytes`` plus two chunks of memory are held for each slower tier. Whoever
-    computes on the same processors says so to ``pacing``, so that the writes hardly slow it.
+    computes on the same processors says so to ``throttle``, so that the writes hardly slow it.
 
     Before them may stand a ``device`` tier. What is found in the first tier is copied up to it, and taken from there as
     long as it stays; nothing is ever written down from it.
@@ -58,15 +58,17 @@ class ChunkStore:
         write_queue_bytes: int = DEFAULT_WRITE_QUEUE_BYTES,
         speeds: Speeds | None = None,
     ) -> None:
-        """``speeds`` keeps what is measured of the tiers."""
+        """Keep in ``speeds`` what is measured of the tiers. Raises ValueError without a tier."""
         if not tiers:
             raise ValueError("A chunk store needs at least one tier.")
         self._device = device
         self._tiers = tuple(tiers)
         self._all_tiers: tuple[Tier, ...] = (*([] if device is None else [device]), *tiers)
         self._events = events
-        self.pacing = Pacing()
-        self._writers = {tier.name: BackgroundWriter(tier, write_queue_bytes, self.pacing) for tier in self._tiers[1:]}
+        self.throttle = Throttle()
+        self._writers = {
+            tier.name: BackgroundWriter(tier, write_queue_bytes, self.throttle) for tier in self._tiers[1:]
+        }
         self._lock = threading.RLock()  # makes queueing and the first tier's put one step; guards the two counts
         self._deletes_running = 0
         self._deletes_done = 0
@@ -75,8 +77,8 @@ class ChunkStore:
         atexit.register(self.close)
 
     def get(self, key: str) -> ChunkKV | None:
-        """The chunk's KV from the fastest tier that has it, now in the first one too, and soon in the others; None
-        where no tier has it. It lies on the host or on the device.
+        """Return the chunk's KV from the fastest tier that has it, on the host or on the device, or None where no tier
+        has it. It is now in the first tier, too, and soon in the others.
 
         The caller must not modify it. Publishes one ChunkLookup, and on a hit one ChunkLoaded.
         """
@@ -94,14 +96,15 @@ class ChunkStore:
         return None
 
     def get_resident(self, key: str) -> ChunkKV | None:
-        """As ``get``, but only from the device, the first tier, or what waits to be written, without any delay.
+        """Return the chunk's KV as ``get`` does, but only from the device, the first tier, or what waits to be written,
+        without any delay.
 
         Publishes only hits.
         """
         epoch = self._delete_epoch()
         started = time.perf_counter()
         if self._device is not None and (kv := self._device.get(key)) is not None:
-            self._told_loaded(self._device.name, kv, time.perf_counter() - started)
+            self._publish_loaded(self._device.name, kv, time.perf_counter() - started)
             return kv
         kv = self._tiers[0].get(key)
         if kv is None:
@@ -111,20 +114,20 @@ class ChunkStore:
             self._promote(key, kv, self._tiers[:1], epoch)
         if self._device is not None:
             kv = self._copied_up(self._device, key, kv, epoch)
-        self._told_loaded(self._tiers[0].name, kv, time.perf_counter() - started)
+        self._publish_loaded(self._tiers[0].name, kv, time.perf_counter() - started)
         return kv
 
     def load(self, keys: Sequence[str], urgency: Urgency) -> list[Future[KV | None]]:
-        """As ``get`` for the chunks of one prompt. When a future is done, its KV may still be arriving; it is None,
-        too, for what would take longer to load than to compute.
+        """Load the chunks of one prompt: each future gets what ``get`` returns, as soon as enough of its layers are
+        there to begin with. It gets None, too, for what would take longer to load than to compute, or comes too late.
 
         ``urgency`` is that of all the chunks together. Tiers but the first are read in threads of the store's own.
         """
         return self._load(keys, urgency)
 
     def load_time(self, keys: Sequence[str]) -> LoadTime | None:
-        """What reading these chunks is expected to take, each from the fastest tier that has it. What is in memory, or
-        nowhere, takes no time; None where a tier that is needed has not been measured. Counts as no use."""
+        """Return what reading these chunks is expected to take, each from the fastest tier that has it; None where such
+        a tier has not been measured. What is in memory, or nowhere, takes no time. Does not count as a use."""
         times = []
         for key in set(keys):
             if self._is_resident(key):
@@ -137,8 +140,8 @@ class ChunkStore:
         return None if None in times else sum((time for time in times if time), LoadTime())
 
     def load_ahead(self, keys: Sequence[str]) -> None:
-        """Have these chunks in memory for the next prompt: nobody waits for them now, so that one prompt's at a time
-        are loaded, and others left out."""
+        """Bring these chunks to memory for the next prompt. As nobody waits for them now, those of one prompt at a time
+        are loaded; while that goes on, others are left out."""
         if all(future.done() for future in self._ahead):
             self._ahead = self._load(keys, Urgency(), ahead=True)
 
@@ -157,7 +160,7 @@ class ChunkStore:
 
     @property
     def bandwidths(self) -> Bandwidths:
-        """As measured while loading."""
+        """How fast the tiers are, as measured while loading."""
         return self._loader.bandwidths
 
     def put(self, key: str, kv: ChunkKV) -> None:
@@ -166,18 +169,18 @@ class ChunkStore:
             self._place(key, kv, self._tiers)
 
     def make_room(self, key: str, nbytes: int) -> bool:
-        """Have the disk's tier evict for a file of so many bytes that another process will write there; whether it has
-        room for it then."""
+        """Have the disk's tier evict for a file of so many bytes that another process will write there; return whether
+        it has room for it then."""
         return any(isinstance(tier, DiskTier) and tier.make_room(key, nbytes) for tier in self._tiers)
 
     def note_use(self, key: str, recomputed: float) -> None:
-        """A request has used the chunk, computing this share of its tokens again: the smaller, the more the use counts
-        in tiers that evict by reuse. To be told once per request and place in its prompt."""
+        """Take note that a request has used the chunk, computing this share of its tokens again: the smaller, the more
+        the use counts in tiers that evict by reuse. Call it once per request and place in its prompt."""
         for tier in self._all_tiers:
             tier.note_use(key, use_weight(recomputed))
 
     def tier_of(self, key: str) -> str | None:
-        """The name of the fastest tier that has the chunk. Does not count as a use."""
+        """Return the name of the fastest tier that has the chunk. Does not count as a use."""
         if self._device is not None and self._device.contains(key):
             return self._device.name
         if self._is_resident(key):
@@ -185,30 +188,30 @@ class ChunkStore:
         return next((tier.name for tier in self._tiers[1:] if tier.contains(key)), None)
 
     def nbytes(self, key: str) -> int | None:
-        """Bytes of the chunk in the fastest tier that has it. Does not count as a use."""
+        """Return the bytes of the chunk in the fastest tier that has it, or None. Does not count as a use."""
         waiting = self._waiting(key)
         if waiting is not None:
             return waiting.nbytes
         return next((size for tier in self._all_tiers if (size := tier.nbytes(key)) is not None), None)
 
     def keys(self) -> frozenset[str]:
-        """The keys of all chunks that the store has."""
+        """Return the keys of all chunks that the store has."""
         return self._keys(self._all_tiers)
 
     def own_keys(self) -> frozenset[str]:
-        """The keys of all chunks that lie in tiers of this store alone, or wait to be written."""
+        """Return the keys of all chunks in tiers of this store alone, and of those that wait to be written."""
         return self._keys([tier for tier in self._tiers if not tier.shared])
 
-    def lying(self, keys: Set[str]) -> frozenset[str]:
-        """Those of the keys that tiers of this store alone, its device's included, know of, or that wait to be
+    def stored_here(self, keys: Set[str]) -> frozenset[str]:
+        """Return those of the keys that tiers of this store alone, its device's included, know of, or that wait to be
         written."""
         known = [(tier.sizes(keys) or {}).keys() for tier in self._all_tiers if not tier.shared]
         waiting = [keys & set(writer.keys()) for writer in self._writers.values()]
         return frozenset().union(*known, *waiting)
 
     def delete(self, key: str) -> bool:
-        """Remove the chunk from all tiers; whether its bytes are gone from all of them (see ``Tier.delete``). It comes
-        back only by a ``put`` that has not returned before this call.
+        """Remove the chunk from all tiers; return whether its bytes are gone from all of them (see ``Tier.delete``).
+        It comes back only by a ``put`` that has not returned before this call.
 
         Waits for the background threads that are just writing this chunk.
         """
@@ -238,7 +241,7 @@ class ChunkStore:
         return max((tier.budget_bytes for tier in self._tiers if not tier.shared), default=0)
 
     def usage_of(self, keys: Set[str]) -> tuple[TierUsage, ...]:
-        """What these chunks take up in each tier, from the fastest to the slowest; takes time for many."""
+        """Return what these chunks take up in each tier, from the fastest to the slowest; takes time for many."""
         usages = []
         for tier in self._all_tiers:
             sizes = tier.sizes(keys)
@@ -249,11 +252,11 @@ class ChunkStore:
         return tuple(usages)
 
     def usage(self) -> tuple[TierUsage, ...]:
-        """How full each tier is, from the fastest to the slowest."""
+        """Return how full each tier is, from the fastest to the slowest."""
         return tuple(TierUsage(tier.name, tier.used_bytes, tier.budget_bytes, len(tier)) for tier in self._all_tiers)
 
     def check(self) -> tuple[TierCheck, ...]:
-        """Read and verify every stored copy, dropping the damaged ones; one result per tier."""
+        """Read and verify every stored copy, drop the damaged ones, and return one result per tier."""
         return tuple(tier.check() for tier in self._all_tiers)
 
     def flush(self) -> None:
@@ -280,7 +283,8 @@ class ChunkStore:
         tiers[0].put(key, kv)
 
     def _copied_up(self, device: DeviceTier, key: str, kv: ChunkKV, epoch: int | None) -> ChunkKV:
-        """The KV on the device, kept there unless a delete came in between; as it is where there is no room for it."""
+        """Return the KV on the device, kept there unless a delete came in between; where there is no room for it, the
+        KV as it is."""
         copied = device.copied(kv)
         if copied is None:
             return kv
@@ -299,7 +303,7 @@ class ChunkStore:
         return [chunk.begun for chunk in chunks]
 
     def _is_resident(self, key: str) -> bool:
-        """Whether ``get_resident`` would find the chunk."""
+        """Return whether ``get_resident`` would find the chunk."""
         if self._device is not None and self._device.contains(key):
             return True
         return self._tiers[0].contains(key) or self._waiting(key) is not None
@@ -336,15 +340,15 @@ class ChunkStore:
         return None
 
     def _loaded(self, key: str, epoch: int | None, loaded: LoadedChunk | None) -> None:
-        """A lookup in the slower tiers has ended."""
+        """Promote and publish what a lookup in the slower tiers has found, if anything."""
         if loaded is None:
             self._events.publish(ChunkLookup(hit=False, tier="none"))
             return
         if loaded.tier != self._tiers[0].name:
             self._promote(key, loaded.kv, [tier for tier in self._tiers if tier.name != loaded.tier], epoch)
-        self._told_loaded(loaded.tier, loaded.kv, loaded.seconds)
+        self._publish_loaded(loaded.tier, loaded.kv, loaded.seconds)
 
-    def _told_loaded(self, tier: str, kv: ChunkKV, seconds: float) -> None:
+    def _publish_loaded(self, tier: str, kv: ChunkKV, seconds: float) -> None:
         self._events.publish(ChunkLookup(hit=True, tier=tier))
         self._events.publish(ChunkLoaded(tier, seconds, kv.nbytes))
 
@@ -356,7 +360,7 @@ class ChunkStore:
         return frozenset().union(*waiting, *(tier.keys() for tier in tiers))
 
     def _delete_epoch(self) -> int | None:
-        """Names the time between two deletes; None during one."""
+        """Return a number that names the time between two deletes; None during one."""
         with self._lock:
             return None if self._deletes_running else self._deletes_done
 

@@ -1,4 +1,4 @@
-"""Background work gives way to computations that need the same processors."""
+"""Makes background work give way to computations that need the same processors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Rest = Callable[[], None]
 """Called between small pieces of background work; returns when it may go on."""
 
 SHARE = 0.05
-"""Of its time in which background work may go on while a computation is under way."""
+"""The share of its time in which background work may go on while a computation is under way."""
 
 
 def no_rest() -> None:
-    """Work on at once."""
+    """Return at once: the work goes on."""
 
 
-class Pacing:
+class Throttle:
     """Knows whether a computation is under way, and makes background work rest as long as one is."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Pacing:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Around a computation on this machine's processors; any thread, also several at once."""
+        """Enter around a computation on this machine's processors; any thread, also several at once."""
         with self._changed:
             self._computations += 1
         try:
@@ -38,8 +38,8 @@ class Pacing:
                 self._changed.notify_all()
 
     def rests(self) -> Rest:
-        """For one thread's work, which begins now. Each rest is long enough that work takes ``SHARE`` of the time, and
-        ends when no computation is under way any more."""
+        """Return the rest for one thread's work, which begins now. Each call is long enough that work takes ``SHARE``
+        of the time, and ends when no computation is under way any more."""
         began = time.perf_counter()
 
         def rest() -> None:

@@ -1,4 +1,4 @@
-"""The queue of writes to a slower tier, worked off by a background thread; the chunk store is its only caller."""
+"""Queues writes to a slower tier for a background thread; the chunk store is its only caller."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from kvlinker.store.chunk_kv import ChunkKV
-from kvlinker.store.throttle import Pacing
+from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.base import Tier
 
 logger = logging.getLogger(__name__)
@@ -28,9 +28,9 @@ class BackgroundWriter:
     ``max_bytes`` are queued, except that one chunk of any size is taken while nothing else is queued.
     """
 
-    def __init__(self, tier: Tier, max_bytes: int, pacing: Pacing) -> None:
+    def __init__(self, tier: Tier, max_bytes: int, throttle: Throttle) -> None:
         self._tier = tier
-        self._pacing = pacing
+        self._throttle = throttle
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._queued: dict[str, _Write] = {}
@@ -39,7 +39,8 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
 
     def add(self, key: str, kv: ChunkKV) -> bool:
-        """Queue a write, unless the key is queued already. False: the queue is full or closed. Never waits."""
+        """Queue a write, unless the key is queued already; return False where the queue is full or closed. Never
+        waits."""
         nbytes = kv.nbytes
         with self._changed:
             if key in self._queued:
@@ -57,13 +58,13 @@ class BackgroundWriter:
             return True
 
     def get(self, key: str) -> ChunkKV | None:
-        """The KV that is queued or being written under the key."""
+        """Return the KV that is queued or being written under the key."""
         with self._changed:
             write = self._queued.get(key)
             return None if write is None else write.kv
 
     def keys(self) -> tuple[str, ...]:
-        """The keys that ``get`` finds."""
+        """Return the keys that ``get`` finds."""
         with self._changed:
             return tuple(self._queued)
 
@@ -106,7 +107,7 @@ class BackgroundWriter:
             write = next(iter(self._queued.values()))
             self._writing = write
         try:
-            self._tier.put(write.key, write.kv, self._pacing.rests())
+            self._tier.put(write.key, write.kv, self._throttle.rests())
         except Exception:
             logger.exception("Chunk %s was not written to tier %s", write.key, self._tier.name)
         with self._changed:

@@ -91,7 +91,7 @@ class Deletions:
             self.drop(key for key, at in released.items() if self._recent.get(key) != at)
             settled = now - LONGEST_REQUEST_SECONDS
             recent = {key: at for key, at in self._recent.items() if at > settled}
-            self.drop(self._catalog.unheld(self._store.lying(recent.keys())))
+            self.drop(self._catalog.unheld(self._store.stored_here(recent.keys())))
             self._recent = recent | released
             unfinished = self._catalog.released(-math.inf, settled, limit=MADE_UP_AT_ONCE)
             self._catalog.forget_released(self.drop(unfinished), settled)

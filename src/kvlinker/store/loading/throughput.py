@@ -10,7 +10,7 @@ from statistics import fmean
 
 from kvlinker.store.format.codecs import Codec
 from kvlinker.store.format.encryption import Sealing
-from kvlinker.store.loading.speeds import DRIFT, DRIFT_NOTES, Speeds
+from kvlinker.store.loading.speeds import DRIFT, Speeds
 
 _WEIGHT = 0.3
 """The weight of a new measurement, beside all earlier ones."""
@@ -19,6 +19,9 @@ BUSY_SHARE = 0.15
 """The share of its time up to which a thread that reads leaves its processor to a computation. When it is busy for
 longer, the computation loses about three times as much (its other threads wait for the one that was held up), and there
 are two that read: then it is quicker to read first."""
+
+DRIFT_NOTES = 3
+"""So many measurements in turn that drift from the average are believed instead of it."""
 
 FRESH_SECONDS = 60.0
 """A measurement older than this decides nothing any more: the tier may have changed."""

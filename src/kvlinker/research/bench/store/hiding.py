@@ -14,7 +14,7 @@ from kvlinker.research.bench.store.rows import store_row
 from kvlinker.research.bench.store.throttling_proxy import throttling_proxy
 from kvlinker.research.bench.store.tiered import TieredPrompt
 from kvlinker.research.bench.subject import Subject
-from kvlinker.store.loading.speeds import DRIFT_NOTES
+from kvlinker.store.loading.throughput import DRIFT_NOTES
 
 LOAD_TO_COMPUTE = (0.5, 1.0, 2.0)
 """How long loading takes on the media that are measured, beside the computation."""
