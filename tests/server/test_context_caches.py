@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ PATH = "/v1/context_caches"
 
 
 @pytest.fixture(autouse=True)
-def clean(served: Served) -> Iterator[None]:
-    yield
+def no_caches_of_others(served: Served) -> None:
+    """The server is shared with tests that leave their caches behind."""
     while entries := served.get(PATH, params={"limit": 100}).json()["data"]:
         for entry in entries:
             served.http.delete(f"{PATH}/{entry['id']}")
