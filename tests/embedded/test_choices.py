@@ -111,14 +111,14 @@ def test_many_requests_with_many_choices_all_succeed(bench):
 
 def test_a_request_that_is_refused_holds_no_place(bench):
     made = bench(max_waiting=2, max_running=1)
-    running = made.submit_choices(PROMPT, 3, max_tokens=200)
+    running = made.submit_choices(PROMPT, 3, max_tokens=1000)
     running[0][0].wait_for_token()
     waiting = [made.submit_choices(PROMPT, 50, max_tokens=1) for _ in range(2)]
     for _ in range(3):
         with pytest.raises(OverloadedError, match="2 requests"):
             made.submit_choices(PROMPT, 2)
     assert made.engine.load().waiting == 2
-    for outcomes, handle in [running, *waiting]:
+    for outcomes, handle in [*waiting, running]:
         handle.cancel()
         for outcome in outcomes:
             assert outcome.wait().finished.reason == "cancelled"

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from kvlinker.cli import app
 from kvlinker.errors import InvalidRequestError
 from kvlinker.research.bench.measurement import Workload
-from kvlinker.research.bench.store import run_store
+from kvlinker.research.bench.store.cases import run_store
 from kvlinker.research.bench.store.hiding import LOAD_TO_COMPUTE
 from kvlinker.research.bench.store_benchmark import plot_store
 from kvlinker.research.bench.subject import Subject

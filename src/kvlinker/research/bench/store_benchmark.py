@@ -60,7 +60,8 @@ def store(
     repeat: Repeat = 5,
 ) -> Report:
     """Measure what the store's tiers cost a request, what writes cost it, and what it costs to keep many chunks."""
-    from kvlinker.research.bench.store import COLUMNS, run_store
+    from kvlinker.research.bench.store.cases import run_store
+    from kvlinker.research.bench.store.rows import COLUMNS
     from kvlinker.store.format.codecs import find_codec
 
     named = policy_names(policies)

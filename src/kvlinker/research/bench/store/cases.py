@@ -1,4 +1,4 @@
-"""The chunk store: what its tiers cost a request, and what it costs to keep many chunks."""
+"""The cases of the benchmark of the chunk store, what its tiers cost a request and what many chunks cost."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from kvlinker.research.bench.report import Report
 from kvlinker.research.bench.store.crowd import crowd_rows
 from kvlinker.research.bench.store.first_token import first_token_rows
 from kvlinker.research.bench.store.hiding import hiding_rows
-from kvlinker.research.bench.store.rows import COLUMNS
 from kvlinker.research.bench.store.throughput import throughput_rows
 from kvlinker.research.bench.store.writing import writing_rows
 from kvlinker.research.bench.subject import Subject
-
-__all__ = ["COLUMNS", "run_store"]
 
 
 def run_store(
