@@ -17,7 +17,7 @@ from kvlinker.embedded.model.interception import attention_of
 from kvlinker.engine.contract import Failed, GenerationRequest
 from kvlinker.events import Events
 from kvlinker.linking import parse_policy
-from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
+from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.store import ChunkStore, HostTier
 from kvlinker.types.answers import Delta, Finished
 from kvlinker.types.chunks import Chunk
@@ -176,7 +176,7 @@ def random_tokens(count, seed):
 
 def linked_prompt(*chunk_lengths, header=0, fresh=11, seed=0, middle=0):
     """A prompt of unaligned chunks, with fresh tokens before, between and behind them."""
-    segments = [FreshSegment(random_tokens(header, seed))]
+    segments: list[Segment] = [FreshSegment(random_tokens(header, seed))]
     for index, length in enumerate(chunk_lengths):
         segments.append(CachedSegment(Chunk(random_tokens(length, [seed, index]))))
         segments.append(FreshSegment(random_tokens(middle, [seed, index, 1])))

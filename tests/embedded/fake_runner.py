@@ -6,15 +6,21 @@ from itertools import count
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from kvlinker.embedded.batch import StepResult
+from kvlinker.embedded.batch import Batch, Placed, Run, StepResult
+from kvlinker.embedded.forward_pass import WaitInStep, never_wait
 from kvlinker.embedded.loop import EngineLoop
+from kvlinker.embedded.pool import KVPool
 from kvlinker.embedded.requests import Kind, Request
+from kvlinker.embedded.runner import Runner
 from kvlinker.embedded.scheduler import Scheduler
 from kvlinker.embedded.sequence import SequenceSlots, TokenSequence
+from kvlinker.embedded.throughput import ComputeThroughput
 from kvlinker.linking.plan import Placement
 from kvlinker.store import LayerKV
 from kvlinker.store.loading.arriving import ArrivingKV
+from kvlinker.types.chunks import Chunk
 
 LAYERS = 3
 LAYER = LayerKV(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
@@ -24,15 +30,16 @@ _names = count(1)
 class Work(Request):
     """Wants so many tokens, and notes how it was told of its end."""
 
-    def __init__(self, length=10, output=1, *, kind=Kind.ANSWER, n=1, runs=None, identity=None, urgent=False):
+    kind = Kind.ANSWER
+
+    def __init__(self, length=10, output=1, *, n=1, runs=None, identity=None, urgent=False):
         super().__init__()
-        self.kind, self.identity, self.urgent = kind, identity, urgent
+        self.identity, self.urgent = identity, urgent
         self.name = next(_names)
         self.length, self.output, self.runs = length, output, runs or [(0, length)]
-        self.told, self.lost, self.started = [], 0, 0
-        self.unforked = []
-        if kind is not Kind.ANSWER:
-            self.sequence = self.make_sequence()
+        self.told: list[str] = []
+        self.lost, self.started = 0, 0
+        self.unforked: list[Work] = []
         if n > 1:
             self.unforked = [Work(length, output) for _ in range(n - 1)]
             for choice, work in enumerate(self.all_choices()):
@@ -43,15 +50,17 @@ class Work(Request):
 
     def make_sequence(self, *kvs):
         """The sequence, with as many tokens placed as ``kvs`` have."""
+        tokens = self.name * 1000 + np.arange(self.length)
         placements, start = [], 0
         for kv in kvs:
-            placements.append((Placement(None, start, 0, kv.tokens, start), kv))
+            chunk = Chunk(tuple(tokens[start : start + kv.tokens].tolist()))
+            placements.append((Placement(chunk, start, 0, kv.tokens, start), kv))
             start += kv.tokens
-        tokens = self.name * 1000 + np.arange(self.length)
         runs = [(start, self.length)] if kvs else self.runs
         return TokenSequence(tokens, runs, placements=placements, most_tokens=self.length + self.output)
 
     def fork(self):
+        assert self.sequence is not None
         forks, self.unforked = self.unforked, []
         for work in forks:
             work.sequence = self.sequence.fork()
@@ -67,6 +76,7 @@ class Work(Request):
         self.output -= 1
         if self.output <= 0:
             return partial(self.told.append, "finished")
+        assert self.sequence is not None
         self.sequence.append(self.name * 1000 + 500 + self.output)
         return None
 
@@ -81,47 +91,84 @@ class Work(Request):
             work.told.append(how)
 
 
-class FakeRunner:
+class ChunkWork(Work):
+    """Computes a chunk: nothing has to be loaded before it."""
+
+    kind = Kind.CHUNK
+
+    def __init__(self, length, *, identity=None, urgent=False):
+        super().__init__(length, identity=identity, urgent=urgent)
+        self.sequence = self.make_sequence()
+
+
+class VariantWork(ChunkWork):
+    """Computes a variant of a chunk: nothing has to be loaded before it, either."""
+
+    kind = Kind.VARIANT
+
+
+class FakePool(KVPool):
+    """Holds no KV, but the tokens whose KV would lie in its slots: [slots], -1 where nothing does."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__([], slots, dtype=torch.float32, device=torch.device("cpu"))
+        self.tokens = np.full(slots, -1)
+        self.moved = 0
+
+    def move(self, source: int, target: int, size: int) -> None:
+        self.moved += 1
+        self.tokens[target : target + size] = self.tokens[source : source + size].copy()
+
+
+class FakeRunner(Runner):
     """Computes nothing, and notes whose KV does not lie where it should when its logits are wanted."""
 
-    def __init__(self, slots):
-        self.slots = np.full(slots, -1)
-        self.pool = self
-        self.steps = []
-        self.moved = 0
-        self.misplaced = []
+    def __init__(self, slots: int) -> None:
+        """Make a pool of so many ``slots``; whatever else a runner has needs a model, and there is none."""
+        self.pool: FakePool = FakePool(slots)
+        self.steps: list[Batch] = []
+        self.misplaced: list[TokenSequence] = []
 
-    def move(self, source, target, size):
-        self.moved += 1
-        self.slots[target : target + size] = self.slots[source : source + size].copy()
-
-    def step(self, batch, wait):
+    def step(self, batch: Batch, wait: WaitInStep = never_wait) -> StepResult:
         self.steps.append(batch)
-        left = {}
+        slots = self.pool.tokens
+        left: dict[object, int] = {}
         for placed in batch.placed:
             if isinstance(placed.kv, ArrivingKV) and not placed.kv.complete:
                 left[placed.owner] = min(placed.kv.delivered, left.get(placed.owner, LAYERS))
             else:
-                position = placed.slot - placed.owner.held.start
-                tokens = placed.owner.tokens[position : position + placed.tokens]
-                self.slots[placed.slot : placed.slot + placed.tokens] = tokens
+                owner = owner_of(placed)
+                assert owner.held is not None
+                position = placed.slot - owner.held.start
+                tokens = owner.tokens[position : position + placed.tokens]
+                slots[placed.slot : placed.slot + placed.tokens] = tokens
         for run in batch.runs:
             if run.owner not in left:
-                self.slots[run.slot + run.start : run.slot + run.end] = run.tokens
-        logits = {}
+                slots[run.slot + run.start : run.slot + run.end] = run.tokens
+        logits: dict[object, Tensor] = {}
         for run in batch.runs:
             if run.wants_logits and run.owner not in left:
-                held = self.slots[run.slot : run.slot + run.owner.length]
-                if (held != run.owner.tokens).any():
-                    self.misplaced.append(run.owner)
-                logits[run.owner] = torch.zeros(1)
+                owner = owner_of(run)
+                held = slots[run.slot : run.slot + owner.length]
+                if (held != owner.tokens).any():
+                    self.misplaced.append(owner)
+                logits[owner] = torch.zeros(1)
         return StepResult(logits, left)
 
 
-class NoThroughput:
+def owner_of(entry: Run | Placed) -> TokenSequence:
+    """Return the sequence that a part of a batch belongs to."""
+    assert isinstance(entry.owner, TokenSequence)
+    return entry.owner
+
+
+class NoThroughput(ComputeThroughput):
     """Predicts nothing."""
 
-    def note(self, batch, seconds):
+    def __init__(self) -> None:
+        """Skip what needs a model: there is none."""
+
+    def note(self, batch: Batch, seconds: float) -> None:
         """Forget it."""
 
 
@@ -129,11 +176,11 @@ class Simulation:
     """Takes steps when the test says so, and has KV come when the test says so."""
 
     def __init__(self, slots, *, max_step_tokens=16, max_running=8, max_waiting=1000):
-        self.loads = []
+        self.loads: list[Work] = []
         self.slots = SequenceSlots(slots)
         self.scheduler = Scheduler(
             self.slots,
-            self.loads.append,
+            self.note_load,
             max_step_tokens=max_step_tokens,
             max_running=max_running,
             max_waiting=max_waiting,
@@ -142,9 +189,22 @@ class Simulation:
         self.runner = FakeRunner(slots)
         self.loop = EngineLoop(self.scheduler, self.runner, NoThroughput(), computing=contextlib.nullcontext)
 
+    def note_load(self, request: Request) -> None:
+        """Note that the scheduler wants the KV of this work."""
+        assert isinstance(request, Work)
+        self.loads.append(request)
+
     def enter(self, *args, **options):
         """Work whose KV is not there yet."""
         return self.scheduler.enter(Work(*args, **options))
+
+    def enter_chunk(self, length, **options):
+        """A chunk to be computed."""
+        return self.scheduler.enter(ChunkWork(length, **options))
+
+    def enter_variant(self, length):
+        """A variant to be computed."""
+        return self.scheduler.enter(VariantWork(length))
 
     def add(self, *args, **options):
         """Work whose KV is there, too."""

@@ -27,7 +27,7 @@ class Pass(NamedTuple):
     attention: list
 
 
-class Replacing(DynamicCache):
+class Replacing(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     """Notes each layer's new keys and values, and hands on the placed ones where ``computed`` is false."""
 
     def __init__(self, computed, placed):
@@ -70,7 +70,7 @@ class Reference:
         self.inexact = np.zeros(len(prompt), dtype=bool)
         self.cached = np.zeros(len(prompt), dtype=bool)
         tokens = prompt.tokens.tolist()
-        self.placed = None
+        self.placed: list[tuple[torch.Tensor, ...]] | None = None
         for chunk, span in zip(prompt.chunks, prompt.spans, strict=True):
             before = len(chunk.prefix)
             self.cached[span.start : span.end] = True
@@ -99,6 +99,7 @@ class Reference:
     def deviation(self, selected, layer, parts="kv"):
         """Of each token's new key and value from the placed ones in ``layer``, where ``selected`` has the layers before
         it: squared L2 over all heads, [tokens]."""
+        assert self.placed is not None, "there is no chunk"
         now = self.run(selected)
         found = np.zeros(len(self.prompt))
         for part, new, old in zip("kv", (now.keys[layer], now.values[layer]), self.placed[layer], strict=True):

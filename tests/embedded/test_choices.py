@@ -5,7 +5,7 @@ import pytest
 
 from kvlinker.engine.contract import GenerationRequest
 from kvlinker.errors import EngineClosedError, OverloadedError
-from kvlinker.events import FirstToken, RequestFinished
+from kvlinker.events import Event, FirstToken, RequestFinished
 from kvlinker.types.sampling import SamplingParams
 from tests.embedded.conftest import EVERY_POLICY, as_policy, full_forward, linked_prompt
 from tests.embedded.test_oracle import TOLERANCE
@@ -15,7 +15,8 @@ PROMPT = linked_prompt(30, 41, header=3, middle=2, fresh=12)
 
 def prompt_tokens_computed(made):
     """Notes how many tokens at positions of PROMPT are computed from now on."""
-    counted, step = [], made.engine.runner.step
+    counted: list[int] = []
+    step = made.engine.runner.step
 
     def counting(batch, *arguments):
         counted.extend(run.end - run.start for run in batch.runs if run.start < len(PROMPT))
@@ -166,7 +167,7 @@ def test_closing_fails_all_choices(bench):
 def test_the_prompt_counts_once_among_events_and_is_told_with_every_choice(bench):
     made = bench()
     made.cache(PROMPT)
-    events = []
+    events: list[Event] = []
     made.events.subscribe(events.append)
     outcomes = [outcome.wait() for outcome in made.submit_choices(PROMPT, 3, max_tokens=4)[0]]
     assert len({outcome.finished.usage for outcome in outcomes}) == 1

@@ -7,7 +7,7 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.events import ChunkLookup
 from kvlinker.llm import LLM
 from kvlinker.server.metrics import Metrics
-from kvlinker.store import DeviceTier
+from kvlinker.store import ContextCache, DeviceTier
 from tests.embedded.conftest import linked_prompt
 from tests.server.serving import tiny_model, tiny_settings
 
@@ -30,10 +30,11 @@ def test_figures_tell_of_the_device_as_of_other_tiers(tmp_path, monkeypatch):
         metrics = Metrics(llm)
         llm.events.subscribe(metrics.count)
         (cache,) = llm.generate_context_cache(["The kettle stands in the kitchen."])
+        prompt: list[str | ContextCache] = [cache, "Where?"]
         assert llm.caches.tier(cache) == "host"
-        llm.completion([cache, "Where?"], max_tokens=1)
+        llm.completion(prompt, max_tokens=1)
         assert llm.caches.tier(cache) == "device"
-        llm.completion([cache, "Where?"], max_tokens=1)
+        llm.completion(prompt, max_tokens=1)
         said = metrics.exposition().decode()
         used = llm.store.usage()[0].used_bytes
         assert used > 0

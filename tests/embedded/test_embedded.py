@@ -96,7 +96,12 @@ def test_the_same_chunk_is_computed_once_for_all_who_ask_at_once(bench):
     chunk = Chunk(random_tokens(200, 3))
     puts = []
     original = made.store.put
-    made.store.put = lambda key, kv: (puts.append(key), original(key, kv))
+
+    def noted_put(key, kv):
+        puts.append(key)
+        return original(key, kv)
+
+    made.store.put = noted_put
     futures = []
     barrier = threading.Barrier(8)
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from kvlinker.events import Event
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.types.chunks import Chunk
 from tests.embedded.conftest import EVERY_POLICY, linked_prompt, random_tokens
@@ -124,7 +125,7 @@ def test_an_explanation_samples_nothing_and_leaves_nothing(bench):
     made = bench()
     prompt = PROMPTS["header and fresh text between"]
     made.cache(prompt)
-    finished = []
+    finished: list[Event] = []
     made.events.subscribe(finished.append)
     made.explain(prompt, "query-10+cacheblend-20")
     made.settle()

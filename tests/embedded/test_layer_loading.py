@@ -196,7 +196,12 @@ def test_what_was_loaded_is_in_memory_for_the_next_request(gated):
 def test_a_layer_that_is_lost_in_the_middle_of_a_step_is_computed(gated, expected, policy, monkeypatch):
     made, tier = gated
     lost = []
-    monkeypatch.setattr(LinkedRequest, "lose", lambda request: (lost.append(request), lose(request)))
+
+    def losing(request):
+        lost.append(request)
+        lose(request)
+
+    monkeypatch.setattr(LinkedRequest, "lose", losing)
     tier.let(1)
     tier.unreadable = (1,)
     outcome, _ = made.submit(PROMPT, policy)

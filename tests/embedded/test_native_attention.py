@@ -19,8 +19,9 @@ from kvlinker.embedded.model.loading import prepare_model
 from kvlinker.embedded.pool import KVPool
 from kvlinker.embedded.runner import Runner
 from kvlinker.engine.attention import AttentionOptions, Queries
+from kvlinker.research.bench.shapes import byte_tokenizer
 from tests.embedded.test_attention import by_definition
-from tests.toy_models import byte_tokenizer, tiny_model
+from tests.toy_models import tiny_model
 
 SOURCE = Path(native.__file__).with_name("attention.cpp")
 CPU = torch.device("cpu")
@@ -186,9 +187,8 @@ def test_models_answer_as_with_torch(kernel, chosen_anew, family):
     assert (ours - torchs).norm() <= 5e-2 * torchs.norm()
 
 
-def choose(**changes):
-    fitting = {"dtype": torch.bfloat16, "device": CPU} | changes
-    return choose_kernel((), **fitting)
+def choose(*, dtype=torch.bfloat16, device=CPU, use_native=True):
+    return choose_kernel((), dtype=dtype, device=device, use_native=use_native)
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_a_policy_that_fails_fails_its_own_requests_only(bench, when, how, messa
     made.cache(prompt)
     neighbours = ["legolink-4", "query-10", "cacheblend-20", "query-10+cacheblend-20+cachecraft-1-focus-w1"]
     expected = {name: made.answer(prompt, name).tokens for name in neighbours}
-    policy = Failing(when, how)
+    policy: Policy = Failing(when, how)
     if joined:
         policy = Union((parse_policy("legolink-2"), policy, parse_policy("cacheblend-20")))
     outcomes = [made.submit(prompt, name)[0] for name in neighbours[:2]]

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.linking import known_policies
-from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
+from kvlinker.linking import parse_policy
+from kvlinker.linking.policies.cacheblend import CacheBlend
+from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.types.chunks import Chunk, chunk_key
 from tests.embedded.conftest import linked_prompt, random_tokens
 from tests.embedded.reference import Reference, chunk_attention, forward
@@ -157,18 +158,25 @@ def test_parts_of_the_kv_deviate_differently():
     assert found[0] != found[1] != found[2] != found[0]
 
 
+def cacheblend(name: str) -> CacheBlend:
+    """Return the policy of this name, which is one of CacheBlend's."""
+    policy = parse_policy(name)
+    assert isinstance(policy, CacheBlend)
+    return policy
+
+
 def test_cacheblend_on_average_computes_its_percentage():
     """Layer 0, which computes all, included: in models with enough layers."""
     for spread in (0, 25, 100):
         for percent, layers in ((15, 24), (15, 32), (30, 6), (50, 3), (100, 2)):
-            policy = known_policies()["cacheblend"](percent, spread=spread)
+            policy = cacheblend(f"cacheblend-{percent}-d{spread}")
             shares = [policy.kept_percent(layer, layers) for layer in range(1, layers)]
             assert np.mean([100, *shares]) == pytest.approx(percent)
             assert shares == sorted(shares, reverse=True)
             assert 0 <= shares[-1] <= shares[0] <= 100
             np.testing.assert_allclose(np.diff(shares, n=2), 0, atol=1e-9)  # equal steps
-    assert known_policies()["cacheblend"](15, spread=0).kept_percent(3, 6) == 7.5  # too few layers
-    assert known_policies()["cacheblend"](15).kept_percent(1, 1) == 15
+    assert cacheblend("cacheblend-15-d0").kept_percent(3, 6) == 7.5  # too few layers
+    assert cacheblend("cacheblend-15").kept_percent(1, 1) == 15
 
 
 # query: the tokens that the prompt's last token attends to most.
@@ -386,7 +394,7 @@ def test_query_joined_with_a_focus(bench, joined):
 def any_prompt(random):
     """Chunks that were computed alone, behind the prompt's own start, or behind something else, one of them twice."""
     chunks = []
-    segments = [FreshSegment(random_tokens(int(random.integers(0, 5)), random))]
+    segments: list[Segment] = [FreshSegment(random_tokens(int(random.integers(0, 5)), random))]
     for _ in range(random.integers(1, 6)):
         prompt = Prompt(tuple(segments))
         tokens = random_tokens(int(random.integers(1, 40)), random)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvlinker.embedded.model.anatomy import LayerShape
-from kvlinker.embedded.pool import KVPool, SlotAllocator
+from kvlinker.embedded.pool import KVPool, SlotAllocator, SlotRange
 
 SLOTS = 40
 
@@ -83,26 +83,35 @@ TestAllocator = AllocatorMachine.TestCase
 TestAllocator.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
+def allocated(allocator: SlotAllocator, size: int) -> SlotRange:
+    """Return a range of ``size`` slots, for which there must be room."""
+    held = allocator.allocate(size)
+    assert held is not None
+    return held
+
+
 def test_the_smallest_gap_that_fits_is_taken():
     allocator = SlotAllocator(100)
-    held = [allocator.allocate(size) for size in (10, 20, 10, 5, 10)]
+    held = [allocated(allocator, size) for size in (10, 20, 10, 5, 10)]
     allocator.release(held[1])
     allocator.release(held[3])
-    assert allocator.allocate(4).start == 40
+    assert allocated(allocator, 4).start == 40
 
 
 def test_what_grows_stays_where_it_is_if_it_can():
     allocator = SlotAllocator(100)
-    first, second = allocator.allocate(10), allocator.allocate(10)
+    first, second = allocated(allocator, 10), allocated(allocator, 10)
     assert allocator.grow(second, 30) is second
     assert allocator.take_moves() == ()
-    assert allocator.grow(first, 20).start == 40
+    grown = allocator.grow(first, 20)
+    assert grown is not None
+    assert grown.start == 40
     assert allocator.take_moves() == ((0, 40, 10),)
 
 
 def test_integrity_checks_can_fail():
     allocator = SlotAllocator(10)
-    first, _ = allocator.allocate(4), allocator.allocate(4)
+    first, _ = allocated(allocator, 4), allocated(allocator, 4)
     first.size = 6
     with pytest.raises(AssertionError):
         allocator.check_integrity()

@@ -5,6 +5,7 @@ import torch
 
 from kvlinker.embedded.sampling import Sampler
 from kvlinker.errors import InvalidRequestError
+from kvlinker.types.answers import TokenLogprob
 from kvlinker.types.sampling import SamplingParams
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.5])
@@ -14,6 +15,13 @@ def draws(count=2000, tokens=(), prompt_length=0, logits=LOGITS, **params):
     sampler = Sampler(SamplingParams(**params), prompt_length=prompt_length)
     history = torch.tensor(tokens, dtype=torch.long)
     return [sampler.sample(logits, lambda: history) for _ in range(count)]
+
+
+def logprob(token: int, params: SamplingParams) -> TokenLogprob:
+    """Return what is told of ``token`` to a request that wants log probabilities."""
+    entry = Sampler(params, prompt_length=0).logprob(LOGITS, token, str)
+    assert entry is not None
+    return entry
 
 
 def test_temperature_zero_is_greedy():
@@ -74,8 +82,7 @@ def test_repetition_penalty_counts_the_prompt_too():
 
 
 def test_logprobs_are_of_the_raw_distribution():
-    sampler = Sampler(SamplingParams(temperature=0.1, top_k=1, logprobs=2), prompt_length=0)
-    entry = sampler.logprob(LOGITS, 2, str)
+    entry = logprob(2, SamplingParams(temperature=0.1, top_k=1, logprobs=2))
     expected = torch.log_softmax(LOGITS, -1)
     assert entry.token_id == 2
     assert entry.text == "2"
@@ -87,8 +94,8 @@ def test_logprobs_are_of_the_raw_distribution():
 
 def test_logprobs_only_where_wanted():
     assert Sampler(SamplingParams(), prompt_length=0).logprob(LOGITS, 2, str) is None
-    assert Sampler(SamplingParams(logprobs=0), prompt_length=0).logprob(LOGITS, 2, str).top == ()
-    assert len(Sampler(SamplingParams(logprobs=20), prompt_length=0).logprob(LOGITS, 2, str).top) == 5
+    assert logprob(2, SamplingParams(logprobs=0)).top == ()
+    assert len(logprob(2, SamplingParams(logprobs=20)).top) == 5
 
 
 @pytest.mark.parametrize(
@@ -118,7 +125,7 @@ def test_parameters_out_of_range_are_refused_by_name(name, value):
 
 
 def test_whole_numbers_and_a_single_stop_text_will_do():
-    params = SamplingParams(temperature=2, repetition_penalty=2, stop="abc")
+    params = SamplingParams(temperature=2, repetition_penalty=2, stop="abc")  # type: ignore[arg-type]  # not a tuple
     assert params.stop == ("abc",)
     assert len(draws(3, temperature=2, repetition_penalty=2, tokens=[1], prompt_length=1)) == 3
 

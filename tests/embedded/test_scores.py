@@ -1,5 +1,7 @@
 """Chunk scores that the engine collects, against the attention matrices of transformers."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from tests.embedded.test_oracle import true_chunk_kv
 from tests.toy_models import WINDOW, loaded_model
 
 FAMILIES = ["llama", "gemma2-softcap", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial", "mistral-window"]
-close = {"rtol": 1e-4, "atol": 1e-6}
+assert_close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
 
 
 def check(scores, attention, spans, index, names=()):
@@ -21,12 +23,12 @@ def check(scores, attention, spans, index, names=()):
     own = attention[start:end, start:end]
     inter = [attention[start:end, first:last] for first, last in spans[:index]]
     assert known.tokens == end - start
-    np.testing.assert_allclose(known.intra, np.tril(own, -1).sum(), **close)
-    np.testing.assert_allclose(scores.received, own.sum(0), **close)
-    np.testing.assert_allclose(scores.inter, sum((part.sum(1) for part in inter), np.zeros(end - start)), **close)
+    assert_close(known.intra, np.tril(own, -1).sum())
+    assert_close(scores.received, own.sum(0))
+    assert_close(scores.inter, sum((part.sum(1) for part in inter), np.zeros(end - start)))
     assert [chunk.content for chunk in known.context] == list(names)[:index]
     assert [chunk.tokens for chunk in known.context] == [last - first for first, last in spans[:index]]
-    np.testing.assert_allclose([chunk.attention for chunk in known.context], [part.sum() for part in inter], **close)
+    assert_close([chunk.attention for chunk in known.context], [part.sum() for part in inter])
     assert scores.inter.dtype == scores.received.dtype == np.float32
 
 
@@ -98,7 +100,7 @@ def test_a_prompt_is_cached_as_it_stands(bench):
         for ours, expected in zip(kv.layers, true.layers, strict=True):
             np.testing.assert_allclose(ours.key, expected.key, atol=1e-5, rtol=1e-5)
             np.testing.assert_allclose(ours.value, expected.value, atol=1e-5, rtol=1e-5)
-        np.testing.assert_allclose(kv.scores.inter, true.scores.inter, **close)
+        assert_close(kv.scores.inter, true.scores.inter)
         assert [c.content for c in kv.scores.contextualization.context] == [
             c.content for c in true.scores.contextualization.context
         ]

@@ -7,7 +7,7 @@ import torch
 from kvlinker.embedded import scoring as collecting
 from kvlinker.engine.contract import GenerationRequest
 from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError
-from kvlinker.linking import parse_policy
+from kvlinker.linking import PromptEvidence, parse_policy
 from kvlinker.prompt.segments import FreshSegment, Prompt
 from kvlinker.types.sampling import SamplingParams
 from tests.embedded.conftest import EVERY_POLICY, as_policy, linked_prompt, random_tokens
@@ -58,7 +58,7 @@ def test_full_is_the_models_own_forward_pass(bench, family, max_step_tokens):
 @pytest.mark.parametrize("policy", ["naive", "legolink-4", "random-30"])
 def test_linked_prompts_are_scored_as_linking_done_slowly_scores_them(bench, family, policy):
     reference = Reference(PROMPT, family)
-    selected = parse_policy(policy).select(PROMPT, None)
+    selected = parse_policy(policy).select(PROMPT, PromptEvidence())
     slowly = of(after(reference.run([selected]).logits, PROMPT, TAIL), PROMPT)
     made = bench(family, max_step_tokens=10)
     found = score(made, PROMPT, policy)

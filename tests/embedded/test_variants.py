@@ -69,7 +69,7 @@ class VariantBench(Bench):
 
 @pytest.fixture
 def variant_bench(tmp_path):
-    made = []
+    made: list[VariantBench] = []
 
     def make(**options):
         made.append(VariantBench(tmp_path / f"catalog{len(made)}.sqlite", **options))
