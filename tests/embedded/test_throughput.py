@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvlinker.embedded.batch import Batch, Placed, Run
-from kvlinker.embedded.throughput import ComputeThroughput, fitted, throughput_name
+from kvlinker.embedded.throughput import ComputeThroughput, throughput_name
 from kvlinker.engine.cost import CostModel
 from kvlinker.store import Speeds
 from kvlinker.store.loading.arriving import ArrivingKV
@@ -133,22 +133,6 @@ def test_what_another_process_measured_is_where_this_one_begins(tmp_path):
     assert ComputeThroughput(Cost(), again, "another").prefill_seconds(512) is None
     again.note("one", [1.0])  # not two numbers: as if nothing was measured
     assert ComputeThroughput(Cost(), again, "one").prefill_seconds(512) is None
-
-
-@given(st.floats(1e-7, 1e-1), st.floats(0, 1e-5), st.lists(st.integers(2, 10_000), min_size=2, max_size=5, unique=True))
-def test_fitting_finds_what_was_measured(per_token, per_pair, lengths):
-    points = [(n, per_token * n + per_pair * n * (n + 1) / 2) for n in lengths]
-    found = fitted(points)
-    assert min(found) >= 0
-    for n, seconds in points:
-        assert found[0] * n + found[1] * n * (n + 1) / 2 == pytest.approx(seconds, rel=1e-5)
-
-
-@given(st.lists(st.tuples(st.integers(2, 10_000), st.floats(1e-6, 1e3)), min_size=1, max_size=5))
-def test_fits_of_anything_are_not_negative(points):
-    found = fitted(points)
-    assert min(found) >= 0
-    assert max(found) > 0
 
 
 def test_a_name_tells_models_apart():

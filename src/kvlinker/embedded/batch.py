@@ -1,4 +1,4 @@
-"""What one step computes: runs of many requests, and the chunks that are placed before them."""
+"""The work of one engine step: runs of many requests, and the chunks that are placed before them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvlinker.store.loading.arriving import KV
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Tells to write tokens [first, last) of a chunk's KV to the slots from ``slot`` on, with the rotary embedding of
-    the positions from ``rotary_start`` on. Both are meant for token ``first``; ``owner`` is the sequence that they
-    belong to."""
+    """A placement of one step: tokens [first, last) of a chunk's KV are written to the slots from ``slot`` on, with the
+    rotary embedding of the positions from ``rotary_start`` on. Slot and position are those of token ``first``;
+    ``owner`` is the sequence that they belong to."""
 
     kv: KV
     first: int
@@ -49,7 +49,8 @@ class Capture:
         dtype: torch.dtype,
         scores: ScoreCollector | None = None,
     ) -> None:
-        """``spans`` are the positions [start, end) of the chunks. ``scores`` collects theirs, in the same order."""
+        """``spans`` are the positions [start, end) of the chunks. ``scores`` collects the chunks' scores, in the same
+        order."""
         self._shapes = layers
         self._spans = tuple(spans)
         self._dtype = dtype
@@ -89,13 +90,13 @@ class Run:
     """Positions [start, start + len(tokens)) of one request, to be computed now."""
 
     slot: int
-    """Where the request's position 0 lies in the pool."""
+    """The slot of the pool that holds the request's position 0."""
 
     start: int
     tokens: NDArray[np.int64]
 
     wants_logits: bool = False
-    """Whether the last token's logits are needed."""
+    """True if the logits of the run's last token are needed."""
 
     capture: Capture | None = None
     """Collects the KV of chunks."""
@@ -110,7 +111,7 @@ class Run:
     """Takes the last hidden states of fresh tokens."""
 
     owner: object = None
-    """The sequence that the run belongs to; what a step gives is told by owner."""
+    """The sequence that the run belongs to; the step's results are keyed by it."""
 
     @property
     def end(self) -> int:
@@ -136,7 +137,7 @@ class Batch:
 
     @property
     def slots(self) -> NDArray[np.int64]:
-        """Where every token's KV lies in the pool: [tokens]."""
+        """The slot of every token in the pool: [tokens]."""
         return np.concatenate([np.arange(run.slot + run.start, run.slot + run.end) for run in self.runs])
 
     @property
@@ -155,7 +156,7 @@ class Batch:
         return {run.owner for run in self.runs}
 
     def rows(self) -> Iterator[tuple[Run, slice]]:
-        """Yield every run with the tokens of the batch that it takes."""
+        """Yield every run with its slice of the batch's tokens."""
         begin = 0
         for run in self.runs:
             yield run, slice(begin, begin + len(run.tokens))
@@ -199,10 +200,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave, by owner. Whoever is neither here nor in the batch any more wanted nothing but its KV."""
+    """The results of a step, by owner. An owner that appears in neither field asked for no logits."""
 
     logits: dict[object, Tensor]
     """The last token's logits [vocabulary], fp32, on the CPU, for every owner that wanted them and did not leave."""
 
     left: dict[object, int]
-    """The owners that left the step because a chunk's KV was not there, with the first layer that was missing."""
+    """The owners that left the step because a chunk's layer had not arrived, each with the first layer that was
+    missing."""

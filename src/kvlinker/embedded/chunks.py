@@ -1,4 +1,4 @@
-"""The KV of chunks: fetched for the requests that link it, computed where the store has none, and noted when used."""
+"""Fetches the KV of chunks for the requests that link it, computes what the store lacks, and notes its use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class CaptureRequest(Request):
-    """Asks for the KV of chunks, computed where they stand in a text. Its ``future`` has it once it is kept."""
+    """Asks for the KV of chunks, computed at their positions in a text. ``future`` has the result once it is stored."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class CaptureRequest(Request):
         *,
         with_scores: bool,
     ) -> None:
-        """``spans`` are the positions [start, end) of the chunks in ``tokens`` [length], ``contents`` their names."""
+        """``spans`` are the positions [start, end) of the chunks in ``tokens`` [length]; ``contents`` are their content
+        hashes."""
         super().__init__()
         self.future: Future[tuple[ChunkKV, ...]] = Future()
         self.future.set_running_or_notify_cancel()
@@ -74,11 +75,11 @@ class CaptureRequest(Request):
 
     @abstractmethod
     def _keep(self, kvs: Sequence[ChunkKV]) -> None:
-        """Take what was computed, in the engine's thread, before others hear of it."""
+        """Store the computed KV. Called in the engine's thread, before the future has its result."""
 
 
 class ChunkRequest(CaptureRequest):
-    """Asks for chunks that somebody waits for; whoever asks for the same chunks meanwhile waits with them."""
+    """Asks for chunks that somebody waits for; later callers who ask for the same chunks wait for the same request."""
 
     kind = Kind.CHUNK
 
@@ -94,7 +95,7 @@ class ChunkRequest(CaptureRequest):
         with_scores: bool,
         urgent: bool,
     ) -> None:
-        """``keys`` are those of the chunks, by which the ``store`` keeps them. It is ``urgent`` if an answer waits."""
+        """``keys`` are the chunks' keys in ``store``. ``urgent`` is true if an answer waits for the chunks."""
         super().__init__(loaded, tokens, spans, contents, with_scores=with_scores)
         self.identity = keys
         self.urgent = urgent
@@ -107,13 +108,13 @@ class ChunkRequest(CaptureRequest):
 
 
 class ChunkBuilder:
-    """Has chunks computed and stored. Methods may be called from any thread."""
+    """Has chunks computed by the engine, and stored. Methods may be called from any thread."""
 
     def __init__(
         self, loaded: LoadedModel, store: ChunkStore, scheduler: Scheduler, *, longest: int, with_scores: bool
     ) -> None:
-        """A chunk may have ``longest`` tokens, with what stands before it. ``with_scores``, the chunks' attention
-        scores are collected."""
+        """``longest`` is the most tokens that a chunk and its generation context may have together. ``with_scores`` has
+        the chunks' attention scores collected."""
         self._loaded = loaded
         self._store = store
         self._scheduler = scheduler
@@ -121,7 +122,8 @@ class ChunkBuilder:
         self._with_scores = with_scores
 
     def build(self, key: str, chunk: Chunk, *, urgent: bool = False) -> Future[ChunkKV]:
-        """Return the chunk's KV, once it is computed and stored under ``key``. It is ``urgent`` if an answer waits.
+        """Return the chunk's KV, once it is computed and stored under ``key``. ``urgent`` says that an answer waits for
+        it.
 
         Raises ContextLengthError and EngineClosedError.
         """
@@ -130,8 +132,8 @@ class ChunkBuilder:
         return gather([self._build((key,), tokens, spans, [chunk.content], urgent=urgent)], lambda built: built[0][0])
 
     def build_prompt(self, keys: Sequence[str], prompt: Prompt) -> Future[tuple[ChunkKV, ...]]:
-        """Return the KV of all chunks where they stand in ``prompt``, one key each, once it is computed and stored.
-        Their scores tell how they look at one another.
+        """Return the KV of all chunks at their positions in ``prompt``, one key each, once it is computed and stored.
+        Their scores tell how much attention the chunks pay to one another.
 
         Raises ContextLengthError and EngineClosedError.
         """
@@ -161,7 +163,7 @@ class Variants(Protocol):
     """The variants of chunks that policies may choose from, for all tenants."""
 
     def of(self, tenant: str) -> Library:
-        """Return the variants of one tenant."""
+        """Return one tenant's variants."""
         ...
 
     def note_use(self, key: str, recomputed: float) -> None:
@@ -183,8 +185,8 @@ class LinkLoader:
         variants: Variants | None,
         offer: Callable[[Prompt, str], object],
     ) -> None:
-        """``builder`` computes what the store lost, about as fast as ``throughput`` tells. ``offer`` takes a prompt and
-        its tenant, some of whose ``variants`` may be missing."""
+        """``builder`` computes chunks that the store lacks; ``throughput`` predicts how long computing takes. ``offer``
+        is given prompts, with their tenants, some of whose ``variants`` may be missing."""
         self._fingerprint = loaded.fingerprint
         self._layers = len(loaded.layers)
         self._store = store
@@ -195,7 +197,7 @@ class LinkLoader:
         self._offer = offer
 
     def load(self, request: LinkedRequest) -> None:
-        """Begin the request's link and fetch the KV of its chunks. Whichever thread has the last of it, maybe while
+        """Begin the request's link and fetch the KV of its chunks. The thread that gets the last chunk, maybe while
         layers still arrive, makes the plan and reports to the scheduler."""
         try:
             link = self._begin(request)
@@ -223,7 +225,8 @@ class LinkLoader:
         )
 
     def _fetch(self, request: LinkedRequest, link: Link) -> list[Future[KV]]:
-        """Fetch the KV of the link's chunks. Where its policy settled on loading them all, that is done."""
+        """Fetch the KV of the link's chunks: of all of them, if the forecast says that loading pays. Chunks that the
+        plan computes instead, by its forecast, are read to memory for later prompts."""
         tenant, forecast = request.request.tenant, link.forecast
         keys = self._keys(link.chunks, tenant)
         if link.plan is not None and forecast is not None and forecast.load != 0:

@@ -38,21 +38,21 @@ from kvlinker.types.answers import PromptLogprobs
 from kvlinker.types.chunks import Chunk, chunk_key
 
 POOL_SHARE = 0.25
-"""Part of the available memory that the pool takes."""
+"""The share of the available memory that the pool takes."""
 
 POOL_WINDOWS = 16
-"""Context windows that the pool holds at most."""
+"""The most context windows that the pool is made to hold."""
 
 FEWEST_SLOTS = 1024
-"""A pool smaller than this, and than a context window, is refused."""
+"""The fewest slots that a pool may have, unless the context window is shorter still."""
 
 LOADERS = 2
 """Threads that begin links and fetch chunks' KV. They never wait for other requests."""
 
 
 def default_slots(loaded: LoadedModel, window: int) -> int:
-    """Choose the slots of the pool, for requests of up to ``window`` tokens. Raises ModelLoadError when memory is too
-    tight."""
+    """Return the number of slots of the pool, for requests of up to ``window`` tokens. Raises ModelLoadError when
+    memory is too tight."""
     available = psutil.virtual_memory().available
     if loaded.device.type == "cuda":
         available = torch.cuda.mem_get_info(loaded.device)[0]
@@ -82,7 +82,8 @@ class EmbeddedEngine:
         variants: VariantLibrary | None = None,
         speeds: Speeds | None = None,
     ) -> None:
-        """``variants`` keeps variants of chunks, where that is wanted; ``speeds`` keeps how fast the model computes."""
+        """``variants`` keeps variants of chunks, None to keep none; ``speeds`` remembers how fast the model
+        computes."""
         self.fingerprint = loaded.fingerprint
         self.kv_bytes_per_token = loaded.kv_bytes_per_token
         self._loaded = loaded
@@ -139,7 +140,7 @@ class EmbeddedEngine:
         return self._scheduler
 
     def unsupported(self, policy: Policy) -> str | None:
-        """None: this engine offers all that a policy can need."""
+        """Return None: this engine supports everything that a policy can need."""
         return None
 
     def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
@@ -151,8 +152,9 @@ class EmbeddedEngine:
         return gather([self._chunks.build(key, chunk)], lambda computed: computed[0].nbytes)
 
     def cache_prompt(self, prompt: Prompt, *, tenant: str) -> Future[Prompt]:
-        """Compute and store the KV of all chunks of ``prompt`` where they stand there, behind one another, with scores
-        that tell how they look at one another. The result is the prompt with these variants for chunks.
+        """Compute and store the KV of all chunks of ``prompt`` at their positions there, each behind the ones before
+        it, with scores that tell how much attention they pay to one another. The result is the prompt with these
+        variants for chunks.
 
         Raises ContextLengthError and EngineClosedError at once; later errors are the future's.
         """
@@ -214,7 +216,7 @@ class EmbeddedEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """``RequestHandle`` of the embedded engine."""
+    """The ``RequestHandle`` of the embedded engine."""
 
     _scheduler: Scheduler
     _choices: Sequence[Request]
@@ -224,4 +226,4 @@ class _Handle:
 
 
 def _ignore(prompt: Prompt, tenant: str) -> None:
-    """Take no offers: no variants are kept."""
+    """Ignore the prompt, since no variants are kept."""

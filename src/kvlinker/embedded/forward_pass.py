@@ -1,4 +1,4 @@
-"""Computes one forward pass from the inside: places chunks, writes the pool, attends by position, layer by layer."""
+"""One forward pass: places chunks, writes new KV to the pool and attends by position, layer by layer."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from kvlinker.engine.attention import AttentionOptions
 from kvlinker.store.loading.arriving import ArrivingKV
 
 WaitInStep = Callable[[Callable[[], bool]], None]
-"""Waits until its argument returns true, or somebody outside the step could be computed."""
+"""Waits until its argument returns true, or until a request outside the step could be computed."""
 
 
 def never_wait(came: Callable[[], bool]) -> None:
-    """Return at once, as if there were others to compute."""
+    """Return at once, as if another request could be computed."""
 
 
 class NobodyLeftError(Exception):
-    """All requests have left the step."""
+    """Raised when all requests have left the step."""
 
 
 class _Peeked(Exception):  # noqa: N818
-    """Ends a layer whose un-rotated ``key`` and ``value`` [kv_heads, tokens, head_dim] are all that is wanted."""
+    """Raised to leave a layer once its un-rotated ``key`` and ``value`` [kv_heads, tokens, head_dim] are computed."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self.key = key
@@ -44,10 +44,11 @@ class _Peeked(Exception):  # noqa: N818
 
 
 class ForwardPass:
-    """Takes the place of rotary embedding and attention in one forward pass over a batch.
+    """Replaces rotary embedding and attention in one forward pass over a batch.
 
-    Tokens leave the hidden states between the layers: those that a policy drops, and all those of an owner whose chunk
-    lacks the layer that is to be placed. The other owners' tokens are computed as if these had never been there.
+    Tokens leave the hidden states between the layers: tokens that a policy drops, and all tokens of an owner whose
+    chunk lacks the layer that is to be placed. The other owners' tokens are computed as if these had never been in the
+    batch.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class ForwardPass:
         self._unnarrowed: Tensor | None = None
         self._peeking = False
         self.logit_rows = torch.tensor(batch.logit_rows, dtype=torch.long, device=self._device)
-        """Where in the last layer's output the wanted tokens are, in the order of ``remaining.logit_owners``; it
-        follows them when others leave. Entries beyond those mean nothing."""
+        """The rows of the last layer's output whose logits are wanted, in the order of ``remaining.logit_owners``;
+        updated when owners leave. Entries beyond those owners are meaningless."""
 
         self.remaining = batch
         """The batch of the tokens that the hidden states still have."""
@@ -89,9 +90,9 @@ class ForwardPass:
     def enter_layer(self, index: int, hidden: Tensor, compute: Callable[[Tensor], object]) -> Tensor:
         """Return the layer's input [1, tokens, width] without the tokens that leave before it.
 
-        Policies that have dropped nothing yet are asked here, before the layer computes anything: from all tokens to
-        few, it is worth computing the layer's keys and values ahead. ``compute`` runs the layer on an input. Raises
-        NobodyLeftError.
+        Policies that have dropped nothing yet are asked here, before the layer computes anything: when most tokens are
+        about to be dropped, it pays to compute the layer's keys and values ahead. ``compute`` runs the layer on an
+        input. Raises NobodyLeftError.
         """
         if self._unnarrowed is not None:
             hidden = self._narrowed(hidden, self._unnarrowed)
@@ -124,7 +125,7 @@ class ForwardPass:
             return self._attend(index, query[0], key[0], value[0], AttentionOptions.of_call(query, options))[None]
 
     def _enter(self, batch: Batch) -> None:
-        """Compute these runs from now on."""
+        """Prepare to compute the runs of ``batch`` from now on."""
         self._batch = batch
         self._groups = self._kernel.group(batch, self._device)
         self._slots = torch.from_numpy(batch.slots).to(self._device)
@@ -132,8 +133,8 @@ class ForwardPass:
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _without_late(self, index: int, hidden: Tensor) -> Tensor:
-        """Return ``hidden`` without the tokens of owners whose chunks lack this layer. Where nobody could go on without
-        them, and there is nobody else to compute, they are waited for."""
+        """Return ``hidden`` without the tokens of owners whose chunks lack this layer. If all owners lack it, and no
+        other request could be computed meanwhile, wait for the layer first."""
         while lacking := self._lacking(index):
             late = {placed.owner for placed in lacking}
             lost = {placed.owner for placed in lacking if placed.kv.lost}
@@ -148,7 +149,7 @@ class ForwardPass:
         return hidden
 
     def _lacking(self, index: int) -> list[_Arriving]:
-        """Return the placements whose layer is not there."""
+        """Return the placements whose layer has not arrived."""
         return [
             _Arriving(placed.owner, placed.kv)
             for placed in self._placed
@@ -169,7 +170,8 @@ class ForwardPass:
         return self._narrowed(hidden, torch.from_numpy(np.flatnonzero(keep)).to(self._device))
 
     def _attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """Compute attention of all runs: [tokens, heads, value_dim], zero for tokens that are dropped in this layer."""
+        """Return the attention of all runs: [tokens, heads, value_dim], zero for tokens that are dropped in this
+        layer."""
         tokens = query.shape[1]
         for run, rows in self._batch.rows():
             if run.capture is not None:
@@ -215,10 +217,10 @@ class ForwardPass:
     def _refine(
         self, index: int, computed: Callable[[NDArray[np.int64]], tuple[Tensor, Tensor]], *, at_entry: bool
     ) -> Tensor | None:
-        """Ask the policies whose turn it is, and go on with what they keep.
+        """Ask the policies whose turn it is, and narrow the batch to the tokens that they keep.
 
-        ``computed`` gives new keys and values of rows of the batch. Returns the kept tokens' indices in the batch as it
-        was; None when nothing was dropped.
+        ``computed`` returns new keys and values of rows of the batch. Returns the kept tokens' indices in the batch as
+        it was; None when nothing was dropped.
         """
         keep = np.ones(len(self._slots), dtype=np.bool_)
         for refinement, rows in self._batch.refinements():
@@ -237,7 +239,7 @@ class ForwardPass:
         return torch.from_numpy(np.flatnonzero(keep)).to(self._device)
 
     def _narrowed(self, hidden: Tensor, kept: Tensor) -> Tensor:
-        """Return ``hidden`` of the tokens that are left; the batch is theirs already."""
+        """Return the rows ``kept`` of ``hidden``; the batch has been narrowed to them already."""
         self.remaining = self._batch
         moved = self._batch.logit_rows
         self.logit_rows.zero_()
@@ -247,7 +249,7 @@ class ForwardPass:
     def _peek(
         self, index: int, rows: NDArray[np.int64], hidden: Tensor, compute: Callable[[Tensor], object]
     ) -> tuple[Tensor, Tensor]:
-        """Return the layer's rotated keys and values of these rows, without its attention and all that follows."""
+        """Return the layer's rotated keys and values of these rows, without computing its attention or what follows."""
         active = torch.from_numpy(rows).to(self._device)
         self._peeking = True
         try:
@@ -259,7 +261,8 @@ class ForwardPass:
         raise RuntimeError(f"layer {index} computed no attention")
 
     def _rotated(self, index: int, heads: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Return ``heads`` [heads, tokens, head_dim] rotated for the batch's positions, or its ``rows``'."""
+        """Return ``heads`` [heads, tokens, head_dim] rotated for the positions of the batch's tokens, or of its
+        ``rows``."""
         rotary = self._layers[index].rotary
         if rotary is None:
             return heads
@@ -272,7 +275,7 @@ class ForwardPass:
         return rotated
 
     def _place_layer(self, index: int) -> None:
-        """Place the layer of all chunks, the first time that somebody needs it."""
+        """Place this layer of all chunks, unless that is done."""
         if self._placed_layers <= index:
             self._placed_layers = index + 1
             for placed in self._placed:
@@ -298,7 +301,7 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """KV that is to be placed for ``owner`` and has not all come."""
+    """A placement for ``owner`` whose KV has not arrived completely."""
 
     owner: object
     kv: ArrivingKV
@@ -306,7 +309,8 @@ class _Arriving:
 
 @dataclass(frozen=True)
 class LayerDeviations:
-    """How far a layer's newly computed keys and values of a request's active tokens are from those in the pool."""
+    """The deviation of a layer's newly computed keys and values from those in the pool, for a request's active
+    tokens."""
 
     new: Callable[[], tuple[Tensor, Tensor]]
     """Computes the rotated key and value [kv_heads, active, head_dim] when they are first asked for."""
@@ -315,21 +319,21 @@ class LayerDeviations:
     """All keys and values [kv_heads, slots, head_dim]."""
 
     slots: Tensor
-    """Where the active tokens lie: [active]."""
+    """The slots of the active tokens in the pool: [active]."""
 
     @cached_property
     def _new(self) -> tuple[Tensor, Tensor]:
         return self.new()
 
     def deviation(self, part: int) -> NDArray[np.float32]:
-        """Return what ``Deviations.deviation`` promises."""
+        """Return the squared deviation per active token: see ``Deviations.deviation``."""
         difference = self._new[part].float() - self.pool[part][:, self.slots].float()
         deviation: NDArray[np.float32] = difference.square_().sum(dim=(0, 2)).cpu().numpy()
         return deviation
 
 
 class Profile:
-    """Adds up the wall time of parts in ``seconds``; a part inside another one does not count for that one."""
+    """Adds up the wall time of named parts in ``seconds``; time in a nested part counts for the nested part only."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -337,7 +341,7 @@ class Profile:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Count the time of the block as that of ``part``."""
+        """Add the wall time of the block to ``part``."""
         before, self._inner = self._inner, 0.0
         begin = time.perf_counter()
         try:

@@ -1,4 +1,4 @@
-"""The engine's thread: it computes everybody's requests, step by step."""
+"""The engine's thread, which computes all requests step by step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Runs steps until it is closed or breaks; then whatever is under way fails.
+    """Runs steps until it is closed or fails; then all unfinished requests fail.
 
     Its thread owns the runner and the requests' sequences. It alone ends requests whose KV is there, so that the events
     of a request come from one thread.
@@ -39,7 +39,7 @@ class EngineLoop:
         *,
         computing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """``throughput`` is told how long steps take; ``computing`` is entered for each."""
+        """``throughput`` is told how long steps take; ``computing`` is a context entered around each step."""
         self._scheduler = scheduler
         self._runner = runner
         self._throughput = throughput
@@ -48,7 +48,7 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are still served."""
+        """True while the engine serves requests."""
         return not self._scheduler.closed and self._thread.is_alive()
 
     def start(self) -> None:
@@ -101,7 +101,7 @@ class EngineLoop:
                 self._go_on(request, result)
 
     def _go_on(self, request: Request, result: StepResult) -> None:
-        """Take a request on that was in the step."""
+        """Process a request's part of the step's result: it advances, or leaves the step to begin again later."""
         sequence = request.sequence
         assert sequence is not None
         if sequence in result.left:
@@ -117,7 +117,7 @@ class EngineLoop:
             self._end(request, ending)
 
     def _advanced(self, request: Request, logits: Tensor | None) -> Ending | None:
-        """Have the request go on; where that fails, telling so is its ending."""
+        """Advance the request; if that raises, return an ending that reports the failure."""
         try:
             return request.advance(logits)
         except KVLinkerError as error:

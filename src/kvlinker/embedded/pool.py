@@ -12,7 +12,7 @@ from torch import Tensor
 from kvlinker.embedded.model.anatomy import LayerShape
 
 MOVED_TOGETHER = 1024
-"""Slots that are copied at once when a range moves."""
+"""The number of slots that are copied at once when a range moves."""
 
 Move = tuple[int, int, int]
 """(from, to, size): slots whose KV is to be copied within the pool."""
@@ -44,12 +44,12 @@ class SlotAllocator:
 
     @property
     def used(self) -> int:
-        """Slots that are handed out."""
+        """The number of slots that are handed out."""
         return sum(held.size for held in self._ranges)
 
     @property
     def free(self) -> int:
-        """Slots that are not handed out, wherever they lie."""
+        """The number of slots that are not handed out, contiguous or not."""
         return self.slots - self.used
 
     def allocate(self, size: int) -> SlotRange | None:

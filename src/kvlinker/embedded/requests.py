@@ -1,4 +1,4 @@
-"""What the engine computes, as requests: the states that all of them go through, and the kinds that link a prompt."""
+"""The requests that the engine computes: their states, their kinds, and those for a linked prompt."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from kvlinker.types.answers import Delta, PromptLogprobs, Usage
 T = TypeVar("T")
 
 Ending = Callable[[], None]
-"""Tells whoever asked how the request ended. It is called once, after its slots are free."""
+"""Reports to the caller how the request ended. Called once, after its slots are free."""
 
 Linked = Callable[["LinkedRequest"], object]
 """Takes a request whose prompt has just been computed; called once per prompt, in the engine's thread."""
 
 
 class State(Enum):
-    """Where a request stands between its arrival and its end. Only the scheduler changes it."""
+    """The state of a request between its arrival and its end. Only the scheduler changes it."""
 
     LOADING = "loading"
-    """The KV of its chunks is not there, or not as far as is needed."""
+    """The KV of its chunks is not there, or has too few layers to begin."""
 
     READY = "ready"
     """It waits for slots."""
@@ -54,11 +54,11 @@ class State(Enum):
     """It gave its slots up to others, and starts again when there are slots."""
 
     FINISHED = "finished"
-    """It has ended, in whatever way."""
+    """It has ended: completed, cancelled or failed."""
 
 
 class Kind(Enum):
-    """What is wanted of a request, from what comes first to what comes last."""
+    """The kind of result that a request asks for, in order of priority."""
 
     ANSWER = 0
     CHUNK = 1
@@ -71,24 +71,25 @@ class Request(ABC):
     kind: ClassVar[Kind]
 
     choice = 0
-    """Which of the answers to one prompt this is; the first links the prompt for all."""
+    """The index of this request among the answers to one prompt; the first one links the prompt for all."""
 
     choices: Sequence[Request] = ()
     """All answers to the same prompt, where there are several."""
 
     identity: object = None
-    """Requests with the same identity are computed once, for all who ask; None is like no other."""
+    """Requests with equal identities are computed once, for all who ask; a request whose identity is None is never
+    shared."""
 
     def __init__(self) -> None:
         self.state = State.LOADING
         self.sequence: TokenSequence | None = None
-        """What there is to compute, once that is known."""
+        """The tokens to compute; None until the request is loaded."""
 
         self.number: int | None = None
         """The order of arrival; None before that."""
 
         self.urgent = False
-        """Whether an answer waits for it."""
+        """True if an answer waits for it."""
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -111,36 +112,38 @@ class Request(ABC):
 
     @abstractmethod
     def advance(self, logits: Tensor | None) -> Ending | None:
-        """Go on from the last token's ``logits`` [vocabulary], where it has any: all that was wanted is computed.
+        """Continue once all tokens so far are computed, with the last token's ``logits`` [vocabulary] if it has any.
 
-        Returns how to tell of the end, if this was it. What it raises ends the request, too.
+        Returns the function that reports the end, if the request ended. An exception ends the request, too.
         """
 
     @abstractmethod
     def cancel(self) -> None:
-        """Tell of an end that the caller wished."""
+        """Report that the request ended because it was cancelled."""
 
     @abstractmethod
     def fail(self, error: KVLinkerError) -> None:
-        """Tell of an end that is our fault."""
+        """Report that the request ended with ``error``."""
 
 
 class LinkedRequest(Request):
-    """A request for a linked prompt, whatever is wanted of that."""
+    """A request for a linked prompt: an answer, an explanation or log probabilities."""
 
     kind = Kind.ANSWER
 
     explains: ClassVar[bool] = False
-    """Whether the figures that a policy looks at are kept."""
+    """True if the figures that a policy decides by are recorded."""
 
     def __init__(self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None) -> None:
-        """``layers`` counts the model's; at most ``max_tokens`` are generated; ``linked`` hears of the prompt."""
+        """``layers`` is the number of the model's layers, ``max_tokens`` the most tokens to generate; ``linked`` is
+        called when the prompt is computed."""
         super().__init__()
         self.request = request
         self.clock = RequestClock()
         self.link: Link | None = None
         self.resident_only = False
-        """Whether chunks that are not in memory are computed, since loading them has failed before."""
+        """True if chunks that are not in memory are computed rather than loaded, since loading them has failed
+        before."""
 
         self._layers = layers
         self._max_tokens = max_tokens
@@ -148,7 +151,8 @@ class LinkedRequest(Request):
 
     @property
     def refinement(self) -> Refinement | None:
-        """What the policy dropped between the layers, once it was asked."""
+        """The driver of a policy that refines, which knows what it dropped in each layer; None before the first step
+        and for other policies."""
         return None if self.sequence is None else self.sequence.refinement
 
     def mark_started(self) -> None:
@@ -160,7 +164,7 @@ class LinkedRequest(Request):
         self.resident_only = True
 
     def make_sequence(self, link: Link, kvs: Sequence[KV]) -> TokenSequence:
-        """Make what the engine has to compute for this request, linked by ``link`` from the KV of its chunks."""
+        """Return the sequence to compute for this request, linked by ``link`` from the KV of its chunks."""
         self.clock.mark_loaded()
         assert link.plan is not None
         prompt = link.plan.prompt
@@ -191,14 +195,14 @@ class LinkedRequest(Request):
         return self._accept(logits)
 
     def _usage(self, output_tokens: int = 0) -> Usage:
-        """Tell what became of the prompt's tokens; zeros before the first step."""
+        """Count the prompt's tokens by how they were computed; zeros before the first step."""
         if self.clock.started is None or self.link is None:
             return Usage(0, 0, 0)
         return self.link.usage(self.refinement, output_tokens=output_tokens)
 
     def _collector(self, prompt: Prompt) -> LogprobCollector | None:
-        """Return what collects the log probabilities of ``prompt``, the request's as it was arranged, if they are
-        wanted."""
+        """Return a collector of the log probabilities of ``prompt`` (as the policy arranged it); None where the request
+        wants none."""
         return None
 
     def _refine(self, link: Link) -> Callable[[], Refining] | None:
@@ -207,8 +211,8 @@ class LinkedRequest(Request):
         return partial(_refining, link, self._layers, explains=self.explains)
 
     def _forget(self) -> None:
-        """Let go of the chunks' KV: whoever holds the request's handle shall not keep it alive, and what has not come
-        need not be read for this request."""
+        """Release the chunks' KV: a caller who keeps the request's handle must not keep it in memory, and layers that
+        have not arrived need not be read for this request."""
         if self.sequence is not None:
             for kv in self.sequence.arriving:
                 kv.give_up()
@@ -216,7 +220,7 @@ class LinkedRequest(Request):
 
     @abstractmethod
     def _accept(self, logits: Tensor) -> Ending | None:
-        """Go on from the last token's ``logits`` [vocabulary]."""
+        """Continue with the last token's ``logits`` [vocabulary]."""
 
 
 def _refining(link: Link, layers: int, *, explains: bool) -> Refining:
@@ -321,7 +325,7 @@ class Generation(LinkedRequest):
 
 
 class FutureRequest(LinkedRequest, Generic[T]):
-    """A request that comes to one value where a generation would sample its first token."""
+    """A request whose result is a single value, ready when a generation would sample its first token."""
 
     def __init__(self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None) -> None:
         super().__init__(request, layers=layers, max_tokens=max_tokens, linked=linked)
@@ -344,11 +348,11 @@ class FutureRequest(LinkedRequest, Generic[T]):
 
     @abstractmethod
     def _value(self) -> T:
-        """Return what the request comes to, now that its prompt is computed."""
+        """Return the request's result, now that its prompt is computed."""
 
 
 class Explaining(FutureRequest[Explanation]):
-    """Asks how a prompt is linked. It counts as no use of its chunks."""
+    """Asks how a prompt is linked. It does not count as a use of its chunks."""
 
     explains = True
 

@@ -39,14 +39,16 @@ class Runner:
 
     @cached_property
     def head(self) -> Head:
-        """The model's head, which scores texts. Raises InvalidRequestError for a model whose head is not apart."""
+        """The model's head, which computes logits for scoring. Raises InvalidRequestError for a model whose head cannot
+        be separated."""
         return Head(self._model)
 
     @torch.inference_mode()
     def step(self, batch: Batch, wait: WaitInStep = never_wait) -> StepResult:
-        """Compute all runs, but for those of owners whose chunks lack a layer when it is to be placed: these leave.
+        """Compute all runs, except those of owners whose chunks lack a layer when it is to be placed: these leave the
+        step.
 
-        Where all owners would leave, ``wait`` is called first.
+        If all owners would leave, ``wait`` is called first.
         """
         forward = ForwardPass(self._layers, self.pool, batch, kernel=self._kernel, profile=self.profile, wait=wait)
         narrows = any(run.refinement is not None for run in batch.runs) or any(

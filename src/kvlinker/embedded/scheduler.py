@@ -1,4 +1,4 @@
-"""Continuous batching: the one state machine of all requests, and which of their runs the next step computes."""
+"""Continuous batching: the state machine of all requests, and the choice of the runs that the next step computes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvlinker.engine.limits import check_room, engine_closed
 from kvlinker.errors import KVLinkerError
 
 PREFETCHED = 8
-"""Waiting requests whose chunks' KV is fetched ahead; those behind them fetch it later."""
+"""The number of waiting requests whose chunks' KV is fetched ahead; those behind them fetch it later."""
 
 MOST_VARIANTS = 4
-"""Variants that wait for an idle engine; older ones are forgotten."""
+"""The most variants that wait for an idle engine; older ones are dropped."""
 
 MOST_RESTARTS = 1
-"""How often a request that left a step begins again before all layers of its chunks are there."""
+"""The number of times that a request that left a step may begin again before all layers of its chunks have arrived."""
 
 NEXT_STATES = {
     State.LOADING: {State.READY, State.FINISHED},
@@ -40,7 +40,7 @@ R = TypeVar("R", bound=Request)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to compute now, and for which requests; ``moves`` of KV within the pool come first, in order."""
+    """The work of one step: runs to compute for ``requests``, after ``moves`` of KV within the pool, in order."""
 
     batch: Batch
     requests: tuple[Request, ...]
@@ -48,7 +48,7 @@ class Step:
 
 
 class Scheduler:
-    """Knows every request from its arrival to its end, and takes it from state to state.
+    """Owns every request from its arrival to its end, and moves it from state to state.
 
     **Loading.** A few requests at a time have their chunks' KV fetched, in order of arrival: so many that the queue for
     slots is never empty, and so few that what is fetched ahead stays bounded.
@@ -60,8 +60,8 @@ class Scheduler:
 
     **Choices.** The answers to one prompt copy its KV from one another, or take over the slots of one that has ended.
 
-    All methods take one lock, for a short time, and run nobody else's code under it but ``load``. The methods below
-    ``check_integrity`` are the engine's thread's own.
+    All methods hold one lock, for a short time, and call no code from outside under it but ``load``. The methods below
+    ``check_integrity`` are for the engine's thread only.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class Scheduler:
         max_running: int,
         max_waiting: int,
     ) -> None:
-        """``load`` has a request's KV fetched by another thread, which reports ``loaded`` or ``failed`` later."""
+        """``load`` starts fetching a request's KV in another thread, which calls ``loaded`` or ``failed`` later.
+        ``max_step_tokens`` is the token budget of a step, ``max_running`` the most requests that hold slots,
+        ``max_waiting`` the most requests for answers that wait."""
         self._slots = slots
         self._load = load
         self._max_step_tokens = max_step_tokens
@@ -94,36 +96,37 @@ class Scheduler:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is taken any more."""
+        """True once no more requests are accepted."""
         return self._closed
 
     @property
     def running(self) -> int:
-        """How many requests and chunks hold slots."""
+        """The number of requests, for answers or chunks, that hold slots."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """How many requests for answers hold no slots. Choices that wait for their turn do not count, nor do chunks."""
+        """The number of requests for answers that hold no slots. Choices that wait for their turn do not count, nor do
+        chunks."""
         with self._changed:
             return self._count_waiting()
 
     @property
     def slots_used(self) -> int:
-        """How many slots are handed out."""
+        """The number of slots that are handed out."""
         with self._changed:
             return self._slots.used
 
     @property
     def idle(self) -> bool:
-        """Whether there is no request at all."""
+        """True if there is no request at all."""
         with self._changed:
             return not (self._running or self._unfetched or self._fetching or self._late) and not any(
                 self._waiting.values()
             )
 
     def enter(self, request: R) -> R:
-        """Take the request, or return the unfinished one of the same identity that is here already.
+        """Accept the request, or return the unfinished one with the same identity.
 
         Raises OverloadedError for an answer when too many wait, and EngineClosedError.
         """
@@ -161,7 +164,7 @@ class Scheduler:
             self._fetch_next()
 
     def failed(self, request: Request, error: KVLinkerError) -> None:
-        """End the request, whose KV cannot be had, unless it has ended."""
+        """End the request with ``error``, since its KV cannot be had, unless it has ended."""
         with self._changed:
             self._fetching.discard(request)
             ends = request.state is State.LOADING
@@ -184,13 +187,13 @@ class Scheduler:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Have the engine's thread look again at what it waits for."""
+        """Have the engine's thread check again whether there is something to do."""
         with self._changed:
             self._changed.notify_all()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every request is where its state says, and exactly the running ones hold enough
-        slots."""
+        """Check that every request is where its state says, and that exactly the running ones hold enough slots. Raises
+        AssertionError otherwise."""
         with self._changed:
             self._slots.check_integrity([_sequence(request) for request in self._running])
             assert len(self._running) <= self._max_running
@@ -217,14 +220,14 @@ class Scheduler:
             return not self._closed
 
     def take_cancelled(self) -> list[Request]:
-        """End the requests that were cancelled, and return them to be told."""
+        """End the requests that were cancelled, and return them, so that their callers can be told."""
         with self._changed:
             ended = [request for request in self._cancelled if self._finish(request)]
             self._cancelled.clear()
             return ended
 
     def finish_all(self) -> list[Request]:
-        """End all requests, and return them to be told."""
+        """End all requests, and return them, so that their callers can be told."""
         with self._changed:
             self._closed = True
             requests = {*self._unfetched, *self._fetching, *self._late, *self._running, *chain(*self._waiting.values())}
@@ -252,7 +255,7 @@ class Scheduler:
             return Step(Batch(tuple(runs), tuple(placed)), tuple(requests), self._slots.take_moves())
 
     def fork(self, choice: Request, first: Request) -> None:
-        """Take another choice of a running request, whose prompt is computed."""
+        """Add another choice of a running request, whose prompt is computed."""
         with self._changed:
             choice.number = first.number
             self._move(choice, State.READY)
@@ -263,8 +266,9 @@ class Scheduler:
             return self._finish(request)
 
     def leave(self, request: Request, layer: int) -> None:
-        """A chunk's ``layer`` was not there when the step came to it: have the request begin again once it is, and half
-        of those behind it, or at the second time all of them. Where it is lost, the request is loaded again."""
+        """Take a request out of a step that lacked a chunk's ``layer``. It begins again once that layer and half of
+        those behind it have arrived, at the second time once all have; if the layer is lost, the request is loaded
+        again."""
         sequence = _sequence(request)
         arriving = sequence.arriving
         with self._changed:
@@ -279,9 +283,9 @@ class Scheduler:
         self._layers_came(request)
 
     def wait_in_step(self, came: Callable[[], bool]) -> None:
-        """Wait in the middle of a step, none of whose requests can go on, until ``came`` is true or another request
-        could run. Whoever makes ``came`` true calls ``wake``; the store sees to it that layers come, or are lost, in
-        time."""
+        """Wait in the middle of a step, none of whose requests can go on, until ``came`` returns true or another
+        request could run. Whatever makes ``came`` true has to call ``wake``; the store makes sure that layers arrive,
+        or are lost, in time."""
 
         def others_could_run() -> bool:
             waiting = self._waiting[Kind.ANSWER] or self._waiting[Kind.CHUNK]
@@ -291,7 +295,7 @@ class Scheduler:
             self._changed.wait_for(lambda: came() or others_could_run())
 
     def _move(self, request: Request, state: State) -> None:
-        """Take the request to another state. Nothing else changes states, or who holds slots."""
+        """Move the request to another state. Nothing else changes states, or which requests hold slots."""
         if state not in NEXT_STATES[request.state]:
             raise RuntimeError(f"a request that is {request.state.value} cannot become {state.value}")
         if request.state is State.RUNNING:
@@ -338,14 +342,14 @@ class Scheduler:
         self._fetch_next()
 
     def _fetch_next(self) -> None:
-        """Have KV fetched for the next requests, as long as not too much of it waits."""
+        """Start fetching KV for the next requests, up to the limit of prefetched ones."""
         while self._unfetched and not self._closed and self._ahead() < PREFETCHED:
             request = self._unfetched.pop(0)
             self._fetching.add(request)
             self._load(request)
 
     def _hurry(self, twin: Request, request: Request) -> None:
-        """Have ``twin`` come first in its queue if an answer waits for ``request``."""
+        """Move ``twin`` to the front of its queue if an answer waits for ``request``, which has the same identity."""
         if request.urgent and not twin.urgent:
             queue = self._waiting[twin.kind]
             waits = twin in queue
@@ -356,7 +360,7 @@ class Scheduler:
                 insort(queue, twin, key=_order_of)
 
     def _layers_came(self, request: Request) -> None:
-        """Look whether a request that left a step can go on: a chunk's layer has come for it, or will never come."""
+        """Make a request that left a step ready, if the layers that it waits for have arrived or are lost."""
         with self._changed:
             if request not in self._late:
                 return
@@ -369,7 +373,8 @@ class Scheduler:
                 self._move(request, State.READY)
 
     def _grow_running(self) -> None:
-        """Give every running request room for the tokens it has; the last admitted make room when there is none."""
+        """Give every running request slots for the tokens it has; the last admitted ones are preempted when there are
+        too few."""
         for request in list(self._running):
             while request.state is State.RUNNING and not self._slots.grow(_sequence(request)):
                 last = self._running[-1]
@@ -390,7 +395,8 @@ class Scheduler:
             self._admit_one(self._waiting[Kind.VARIANT][0])
 
     def _admit_from(self, kind: Kind, before: float = math.inf) -> None:
-        """Admit requests that came before number ``before``, in order, until there is no room for the next."""
+        """Admit requests of this kind that arrived before number ``before``, in order, until the next one does not
+        fit."""
         queue = self._waiting[kind]
         passed_over = 0
         while passed_over < len(queue) and _number(queue[passed_over]) < before:
@@ -402,7 +408,7 @@ class Scheduler:
                 return
 
     def _admit_one(self, request: Request) -> bool:
-        """Give the request slots; False if there is no room for it."""
+        """Give the request slots; False if too few are free."""
         if len(self._running) >= self._max_running:
             return False
         siblings = [choice for choice in request.choices if choice.state is State.RUNNING]
@@ -413,7 +419,8 @@ class Scheduler:
         return True
 
     def _heir(self, request: Request) -> Request | None:
-        """Find another answer to the prompt of a request that ends, which waits and can go on in its slots."""
+        """Return a waiting answer to the same prompt that can take over the slots of a request that ends; None if there
+        is none."""
         if self._closed or not _sequence(request).prompt_in_place:
             return None
         waiting = (choice for choice in request.choices if choice.state in (State.READY, State.PREEMPTED))

@@ -18,19 +18,19 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.segments import Prompt
 
 ROWS_AT_ONCE = 128
-"""Tokens whose logits are in memory at a time; with a large vocabulary, each takes a megabyte."""
+"""The number of tokens whose logits are in memory at a time; with a large vocabulary, each takes a megabyte."""
 
 
 class LogprobCollector:
-    """Collects how likely each token behind a prompt's last chunk is after all that stands before it, in nats.
+    """Collects the log probability, in nats, of each token behind a prompt's last chunk, given all tokens before it.
 
-    The first of them is left out: what stands before it is a chunk, whose last token a policy may not compute.
+    The first of these tokens is left out: its prediction needs the chunk's last token, which a policy may not compute.
     ``token_ids`` and ``logprobs`` are [scored], ``top_ids`` and ``top_logprobs`` [scored, top] with the most likely
-    token first; complete once the fresh tokens are computed. What is computed again is collected again.
+    token first; complete once the fresh tokens are computed. Tokens that are computed again are collected again.
     """
 
     def __init__(self, prompt: Prompt, head: Head, *, top: int) -> None:
-        """``head`` is the model's; ``top`` of the most likely tokens are kept, at most the vocabulary."""
+        """``head`` computes logits; ``top`` alternatives are kept per token, at most the vocabulary."""
         self._head = head
         self._first = max((span.end for span in prompt.spans), default=0)
         self.token_ids: NDArray[np.int64] = prompt.tokens[self._first + 1 :]
@@ -48,7 +48,8 @@ class LogprobCollector:
             self._record(position - self._first, self._head.logits(rows))
 
     def _record(self, begin: int, logits: Tensor) -> None:
-        """Take the ``logits`` [rows, vocabulary] of what follows, from the scored token ``begin`` on."""
+        """Store the log probabilities from ``logits`` [rows, vocabulary], which predict the scored tokens from
+        ``begin`` on."""
         taken = slice(begin, begin + len(logits))
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         following = torch.from_numpy(self.token_ids[taken]).to(logits.device)
@@ -59,21 +60,23 @@ class LogprobCollector:
 
 
 class _OnlyHidden(BaseModelOutput):  # type: ignore[misc]
-    """A decoder's output in which all but the last hidden states is None, whatever else models of its family have."""
+    """A decoder's output with the last hidden states alone; every other field is None, whatever the model's family
+    adds."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class _Given(nn.Module):
-    """Stands where a decoder stood; its last hidden states are what it is given."""
+    """Replaces a decoder and returns the hidden states that it is given as its last ones."""
 
     def forward(self, inputs_embeds: Tensor, **_: Any) -> BaseModelOutput:
         return _OnlyHidden(last_hidden_state=inputs_embeds)
 
 
 class Head:
-    """Does what a causal language model does behind its decoder: the head itself, and what scales or caps its logits.
+    """Computes what a causal language model computes behind its decoder: the head, and any scaling or capping of its
+    logits.
 
     It is the model's own code, in a copy of its outermost module that shares all weights.
     """

@@ -21,16 +21,17 @@ GROWTH = 64
 
 
 class Refining(NamedTuple):
-    """A refinement, with what watches the question's attention on chunks for it, where its policy looks at that."""
+    """A refinement, and the observer of the question's attention on chunks that its policy needs; None if it needs
+    none."""
 
     refinement: Refinement
     watch: ChunkWatch | None
 
 
 class TokenSequence:
-    """Tokens of which some runs are computed, step by step; generated tokens join at the end.
+    """The tokens of a request, some runs of which are computed step by step; generated tokens are appended.
 
-    Only the scheduler and the engine's thread touch it.
+    Only the scheduler and the engine's thread use it.
     """
 
     def __init__(
@@ -47,9 +48,9 @@ class TokenSequence:
     ) -> None:
         """``tokens`` [prompt] may grow to ``most_tokens``; ``runs`` of them are computed over the ``placements``.
 
-        ``capture`` makes what collects the KV of a sequence that holds chunks to be computed, which gives no logits.
-        With ``probe``, the runs are those of a first pass that ``relink`` follows. ``refine`` begins the way through
-        the layers under a policy that refines. ``logprobs`` takes the hidden states of the prompt's last tokens.
+        ``capture`` makes the collector of KV for a sequence that computes chunks; such a sequence gives no logits. With
+        ``probe``, the runs are those of a first pass, after which ``relink`` is called. ``refine`` makes the refinement
+        of a policy that refines. ``logprobs`` gets the hidden states of the prompt's last tokens.
         """
         self._tokens = np.empty(most_tokens, dtype=np.int64)
         self._tokens[: len(tokens)] = tokens
@@ -67,7 +68,7 @@ class TokenSequence:
         self.probe = probe
         self.refinement: Refinement | None = None
         self.times_left = 0
-        """How often the sequence has left a step because a chunk's layer was late."""
+        """The number of times that the sequence has left a step because a chunk's layer was late."""
 
     @property
     def most_tokens(self) -> int:
@@ -81,34 +82,34 @@ class TokenSequence:
 
     @property
     def computed(self) -> bool:
-        """Whether nothing is left to compute until a token is appended."""
+        """True if nothing is left to compute until a token is appended."""
         return not self._pending
 
     @property
     def decoding(self) -> bool:
-        """Whether only the token that was generated last is left to compute."""
+        """True if only the token that was generated last is left to compute."""
         return self._pending == [(self.length - 1, self.length)] and self.length > self.prompt_length
 
     @property
     def prompt_in_place(self) -> bool:
-        """Whether the slots hold the KV of the whole prompt as it was linked."""
+        """True if the slots hold the KV of the whole prompt as it was linked."""
         if self.held is None or not self._begun or self.probe is not None:
             return False
         return not self._pending or self._pending[0][0] >= self.prompt_length
 
     @property
     def arriving(self) -> tuple[ArrivingKV, ...]:
-        """The KV to be placed whose layers have not all come."""
+        """The placements' KV of which some layers have not arrived."""
         return tuple(kv for _, kv in self._placements if isinstance(kv, ArrivingKV) and not kv.complete)
 
     @property
     def lost(self) -> bool:
-        """Whether a chunk to be placed will never be there as a whole."""
+        """True if a chunk to be placed can no longer be loaded completely."""
         return any(kv.lost for kv in self.arriving)
 
     def relink(self, runs: Sequence[Range], refine: Callable[[], Refining] | None) -> None:
-        """Compute these runs, now that the first pass is done, over what is placed already. For a policy that refines
-        it is placed anew: the first pass has overwritten the last token's KV where a chunk ends the prompt."""
+        """Compute these runs after the first pass, over the KV that is already placed. For a policy that refines, the
+        chunks are placed anew: the first pass has overwritten the last token's KV where a chunk ends the prompt."""
         self.probe = None
         self._begun = refine is None
         self._prompt_runs = tuple(runs)
@@ -116,13 +117,13 @@ class TokenSequence:
         self._refine = refine
 
     def append(self, token: int) -> None:
-        """Add a generated token, which is to be computed next."""
+        """Append a generated token, which is computed next."""
         self._tokens[self.length] = token
         self._pending.append((self.length, self.length + 1))
         self.length += 1
 
     def fork(self) -> TokenSequence:
-        """Return a sequence behind the same prompt, with no generated tokens and no slots."""
+        """Return a sequence for the same prompt, with no generated tokens and no slots."""
         forked = TokenSequence(
             self.tokens[: self.prompt_length],
             self._prompt_runs,
@@ -134,12 +135,12 @@ class TokenSequence:
         return forked
 
     def adopt_prompt(self) -> None:
-        """Count the prompt as computed: another sequence's KV of it lies in the slots."""
+        """Mark the prompt as computed: the slots hold a copy of its KV from another sequence."""
         self._begun = True
         self._pending = [(self.prompt_length, self.length)] if self.length > self.prompt_length else []
 
     def restart(self) -> None:
-        """Forget all computed KV, whose slots are gone: link and compute everything again."""
+        """Discard all computed KV, whose slots are gone, and begin again with placing and computing."""
         self._begun = False
         self.capture = None
         self._pending = list(self._prompt_runs)
@@ -147,10 +148,11 @@ class TokenSequence:
             self._pending.append((self.prompt_length, self.length))
 
     def take(self, budget: int) -> tuple[list[Run], list[Placed]]:
-        """Return the next runs of at most ``budget`` tokens in all, and what to place before them; they count as done.
+        """Return the next runs, of at most ``budget`` tokens in all, and the placements before them, and mark them as
+        done.
 
-        A prompt whose policy refines is taken whole and alone, since what it keeps depends on all of its tokens and
-        on no others.
+        A prompt whose policy refines is taken whole and alone, since what it keeps depends on all of its tokens and on
+        no others.
         """
         assert self.held is not None
         slot = self.held.start
@@ -210,20 +212,20 @@ class TokenSequence:
 
 
 class SequenceSlots:
-    """Gives sequences slots to hold, one range each, and notes which KV has to be copied for that. Nobody else changes
-    what a sequence holds."""
+    """Assigns slots to sequences, one range each, and notes which KV has to be copied for that. Nothing else changes
+    ``TokenSequence.held``."""
 
     def __init__(self, slots: int) -> None:
         self._allocator = SlotAllocator(slots)
 
     @property
     def used(self) -> int:
-        """How many slots are held."""
+        """The number of slots that sequences hold."""
         return self._allocator.used
 
     def admit(self, sequence: TokenSequence, linked: TokenSequence | None = None) -> bool:
-        """Give the sequence slots for its tokens, and a few more; False where there are too few. The prompt's KV is
-        copied from the slots of ``linked``, a sequence behind the same prompt in which it is in place."""
+        """Give the sequence slots for its tokens, and a few more; False where there are too few. With ``linked``, a
+        sequence for the same prompt whose KV is in place, the prompt's KV is copied from there."""
         sequence.held = self._allocator.allocate(_wanted(sequence))
         if sequence.held is None:
             return False
@@ -234,7 +236,7 @@ class SequenceSlots:
         return True
 
     def grow(self, sequence: TokenSequence) -> bool:
-        """See that the sequence holds slots for all of its tokens; False where there are too few."""
+        """Make sure that the sequence holds slots for all of its tokens; False where there are too few."""
         assert sequence.held is not None
         if sequence.held.size >= sequence.length:
             return True
@@ -243,7 +245,7 @@ class SequenceSlots:
         return grown is not None
 
     def hand_over(self, sequence: TokenSequence, heir: TokenSequence) -> None:
-        """Give all slots of one sequence, in which the prompt's KV is in place, to another behind the same prompt."""
+        """Give all slots of one sequence, in which the prompt's KV is in place, to another one for the same prompt."""
         heir.held, sequence.held = sequence.held, None
         heir.adopt_prompt()
 
@@ -254,11 +256,11 @@ class SequenceSlots:
         sequence.held = None
 
     def take_moves(self) -> tuple[Move, ...]:
-        """Return which KV is to be copied, in order, before anything is computed; it counts as done."""
+        """Return the copies of KV to make, in order, before anything is computed, and mark them as done."""
         return self._allocator.take_moves()
 
     def check_integrity(self, holders: Sequence[TokenSequence]) -> None:
-        """Raises AssertionError unless exactly these sequences hold slots, a range of its own each."""
+        """Check that exactly these sequences hold slots, a range of its own each. Raises AssertionError otherwise."""
         self._allocator.check_integrity()
         held = [sequence.held for sequence in holders if sequence.held is not None]
         assert len({id(one) for one in held}) == len(held) == len(holders)
@@ -266,5 +268,5 @@ class SequenceSlots:
 
 
 def _wanted(sequence: TokenSequence) -> int:
-    """Choose how many slots to give the sequence now."""
+    """Return the number of slots to give the sequence now."""
     return min(sequence.length + GROWTH, sequence.most_tokens)

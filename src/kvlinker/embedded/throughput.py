@@ -1,4 +1,4 @@
-"""How long the engine takes to compute prompts, as measured while it does."""
+"""Measures how long the engine takes to compute prompts, while it does, and predicts it."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ def processor() -> str:
 
 
 _WEIGHT = 0.1
-"""Weight of a new measurement beside all earlier ones, if it has ``_USUAL_TOKENS`` or more; with fewer, less in
+"""The weight of a new measurement of ``_USUAL_TOKENS`` or more against all earlier ones; shorter ones weigh less in
 proportion."""
 
 _STIFFNESS = 0.01
-"""Weight of leaving a and b as they are."""
+"""The weight of keeping a and b, against fitting the measurements."""
 
 _LEAST_SHARE = 0.01
-"""The least part that a or b has of what arithmetic tells of it alone: from zero it could not grow."""
+"""The smallest a or b, as a share of what the cost model predicts for it alone: from zero it could not grow."""
 
 _USUAL_TOKENS = 512
 _LEAST_TOKENS = 8
-"""Steps whose runs are all shorter mostly wait for memory, and tell nothing of prompts."""
+"""Steps whose runs are all shorter than this do not count: they mostly wait for memory, and say nothing about
+prompts."""
 
 Vector = NDArray[np.float64]
 
@@ -48,16 +49,17 @@ Vector = NDArray[np.float64]
 class ComputeThroughput:
     """Predicts the seconds that tokens take: a · tokens + b · pairs, a pair being a token and one that it sees.
 
-    A prompt of L tokens has L(L + 1)/2 pairs, so that T_prefill(L) grows faster than L. a and b follow what steps take.
+    A prompt of L tokens has L(L + 1)/2 pairs, so that T_prefill(L) grows faster than L. a and b are fitted to the
+    durations of steps.
 
-    The engine's thread notes, any thread may ask.
+    The engine's thread calls ``note``; any thread may call the other methods.
     """
 
     def __init__(
         self, cost: CostModel, speeds: Speeds | None = None, name: str = "prefill", *, on_host: bool = False
     ) -> None:
-        """``cost`` tells how a and b compare until that is measured. ``speeds`` keeps a and b, under ``name``.
-        ``on_host`` tells that the engine computes on the processors that read chunks."""
+        """``cost`` gives the ratio of a to b until it is measured. ``speeds`` remembers a and b under ``name``.
+        ``on_host`` is true if the engine computes on the processors that read chunks."""
         self.on_host = on_host
         self._shape = np.array([cost.per_token, cost.per_pair])
         self._speeds = speeds or Speeds()
@@ -67,8 +69,8 @@ class ComputeThroughput:
         self._sums: Vector = np.zeros(2)
 
     def note(self, batch: Batch, seconds: float) -> None:
-        """Note that a step computed ``batch`` in ``seconds``. Steps that leave tokens out, or may have waited for KV,
-        do not count."""
+        """Note that a step computed ``batch`` in ``seconds``. Steps whose policies dropped tokens, or that may have
+        waited for KV, do not count."""
         narrowed = any(run.refinement is not None for run in batch.runs)
         streamed = any(isinstance(placed.kv, ArrivingKV) for placed in batch.placed)
         ranges = [(run.start, run.end) for run in batch.runs]
@@ -85,21 +87,21 @@ class ComputeThroughput:
         return self.seconds([(0, tokens)])
 
     def urgency(self, computed: Sequence[Range], *, cached: int, decided: bool = False) -> Urgency:
-        """Tell what loading ``cached`` tokens' KV competes with, for a prompt whose positions ``computed`` are
-        computed."""
+        """Return what loading ``cached`` tokens' KV competes with, for a prompt whose positions ``computed`` are
+        computed. ``decided`` is true if a policy has already chosen to load."""
         compute, prefill = self.seconds(computed), self.prefill_seconds(cached)
         if compute is None or prefill is None:
             return Urgency(shares_processors=self.on_host)
         return Urgency(compute, prefill, self.on_host, decided)
 
     def _known(self) -> Vector | None:
-        """Return a and b, where they were measured."""
+        """Return a and b; None if they were not measured."""
         values = self._speeds.of(self._name)
         return np.array(values) if values is not None and len(values) == 2 else None
 
     def _follow(self, amounts: Vector, seconds: float) -> None:
-        """Fit a and b by least squares of relative errors over the last steps, older ones fading; and of how far a and
-        b move, so that they stay where steps that are all alike tell nothing of one beside the other."""
+        """Update a and b by least squares of relative errors over the last steps, older ones fading, and of the change
+        of a and b, so that they stay where similar steps cannot tell one from the other."""
         if seconds <= 0:
             return
         weight = _WEIGHT * min(1.0, amounts[0] / _USUAL_TOKENS)
@@ -115,19 +117,9 @@ class ComputeThroughput:
             self._speeds.note(self._name, (known * change.clip(0.5, 2)).tolist())
 
 
-def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fit a and b, not negative, to measured (tokens, seconds of their prefill): least squares of relative errors."""
-    rows = np.array([_amounts([(0, tokens)]) / seconds for tokens, seconds in points])
-    both = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
-    if (both >= 0).all():
-        return float(both[0]), float(both[1])
-    alone = rows.sum(0) / np.square(rows).sum(0)  # either one, without the other
-    errors = np.square(rows * alone - 1).sum(0)
-    return (float(alone[0]), 0.0) if errors[0] <= errors[1] else (0.0, float(alone[1]))
-
-
 def throughput_name(loaded: LoadedModel) -> str:
-    """Return the name under which a model's throughput is remembered, which has all that it depends on."""
+    """Return the name under which a model's throughput is remembered; it contains everything that the throughput
+    depends on."""
     cuda = loaded.device.type == "cuda"
     place = torch.cuda.get_device_name(loaded.device) if cuda else f"{torch.get_num_threads()} threads of {processor()}"
     return f"prefill {loaded.fingerprint} {str(loaded.dtype).removeprefix('torch.')} {place}"

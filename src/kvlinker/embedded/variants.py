@@ -21,11 +21,11 @@ from kvlinker.types.chunks import Chunk, chunk_key
 logger = logging.getLogger(__name__)
 
 Background = Callable[[Callable[[], object]], object]
-"""Has another thread call something that takes time."""
+"""Runs a function that takes time in another thread."""
 
 
 class VariantLibrary:
-    """Keeps the variants of one model, at most ``limit`` over all tenants. Methods may be called from any thread."""
+    """Keeps one model's variants, at most ``limit`` over all tenants. Methods may be called from any thread."""
 
     def __init__(self, index: VariantIndex, store: ChunkStore, *, fingerprint: str, limit: int) -> None:
         self._index = index
@@ -34,11 +34,11 @@ class VariantLibrary:
         self._limit = limit
 
     def of(self, tenant: str) -> TenantVariants:
-        """Return the ``Library`` of one tenant, for one request."""
+        """Return one tenant's ``Library``, for one request."""
         return TenantVariants(self._index, self._store, self._fingerprint, tenant)
 
     def missing(self, prompt: Prompt, tenant: str) -> list[int]:
-        """Return the prompt's chunks, by index, of whose KV no exact copy is stored."""
+        """Return the indices of the prompt's chunks of which no exact KV is stored."""
         library = self.of(tenant)
         missing = []
         for index, (chunk, span) in enumerate(zip(prompt.chunks, prompt.spans, strict=True)):
@@ -49,12 +49,12 @@ class VariantLibrary:
         return missing if self._limit else []
 
     def note_use(self, key: str, recomputed: float) -> None:
-        """Note that a request took the variant, and computed this share of its tokens again."""
+        """Note that a request used the variant under ``key``, and computed this share of its tokens again."""
         self._index.note_use(key, recomputed)
 
     def put(self, computed: Sequence[tuple[Chunk, ChunkKV]], tenant: str) -> None:
-        """Keep variants with their scores, unless no context cache holds their chunks any more; the least reusable
-        ones make room."""
+        """Store variants with their scores, unless no context cache holds their chunks any more; the least reusable
+        variants are removed to make room."""
         records = []
         for chunk, kv in computed:
             assert kv.scores is not None, "a variant is computed with scores"
@@ -67,7 +67,7 @@ class VariantLibrary:
 
 
 class TenantVariants:
-    """The ``Library`` of what is stored for one tenant."""
+    """The ``Library`` of one tenant's stored variants."""
 
     def __init__(self, index: VariantIndex, store: ChunkStore, fingerprint: str, tenant: str) -> None:
         self._index = index
@@ -99,7 +99,7 @@ class VariantRequest(CaptureRequest):
         tenant: str,
         missing: Sequence[int],
     ) -> None:
-        """``missing`` are the chunks, by index, of whose variants the ``library`` has none."""
+        """``missing`` are the indices of the chunks of which the ``library`` lacks an exact variant."""
         spans = [(span.start, span.end) for span in prompt.spans[: missing[-1] + 1]]
         super().__init__(loaded, prompt.tokens[: spans[-1][1]], spans, prompt.contents, with_scores=True)
         self.identity = (prompt, tenant)
@@ -121,7 +121,7 @@ class VariantRequest(CaptureRequest):
 
 
 class VariantBuilder:
-    """Has the variants that requests missed computed when the engine is idle. Methods may be called from any thread."""
+    """Computes missing variants when the engine is idle. Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class VariantBuilder:
         *,
         longest: int,
     ) -> None:
-        """A prompt may have ``longest`` tokens."""
+        """``longest`` is the most tokens that a prompt may have whose variants are computed."""
         self.library = library
         self._loaded = loaded
         self._scheduler = scheduler
@@ -140,7 +140,7 @@ class VariantBuilder:
         self._longest = longest
 
     def offer(self, prompt: Prompt, tenant: str) -> None:
-        """Have the variants computed that this prompt lacks, if any, for the next one. Takes no time."""
+        """Have the missing variants of this prompt computed, if any, for later requests. Returns at once."""
         self._background(partial(self._offer, prompt, tenant))
 
     def _offer(self, prompt: Prompt, tenant: str) -> None:

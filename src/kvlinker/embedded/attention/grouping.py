@@ -1,4 +1,4 @@
-"""Which runs of a request share one attention call: scattered tokens are too many for a call each."""
+"""Groups a request's runs into attention calls: scattered tokens are too many for a call each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def group_queries(batch: Batch, device: torch.device) -> tuple[QueryGroup, ...]:
 
 
 def group_requests(batch: Batch) -> tuple[QueryGroup, ...]:
-    """All runs of a request together, on the CPU."""
+    """Return one group per request, with all of its runs; positions stay on the CPU."""
     positions = torch.from_numpy(batch.positions)
     groups = []
     for slot, runs in groupby(batch.rows(), key=lambda found: found[0].slot):

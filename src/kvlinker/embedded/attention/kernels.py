@@ -1,4 +1,4 @@
-"""What computes attention: PyTorch's kernels, or one of our own where the CPU multiplies bf16."""
+"""Computes attention: by PyTorch's kernels, or by a C++ kernel on CPUs that multiply bfloat16."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from kvlinker.engine.attention import AttentionOptions, Queries
 logger = logging.getLogger(__name__)
 
 LARGEST_ERROR = 2e-2
-"""‖ours − torch's‖ / ‖torch's‖ beyond which native code is not trusted; in bf16 it is around 3e-3."""
+"""The largest relative error ‖native − torch‖ / ‖torch‖ with which native code is used; in bf16 it is around 3e-3."""
 
 
 class AttentionKernel(Protocol):
     """Computes the attention of a batch, group by group."""
 
     def group(self, batch: Batch, device: torch.device) -> tuple[QueryGroup, ...]:
-        """The batch's queries as they are best computed together."""
+        """Return the batch's queries in the groups that this kernel computes fastest."""
         ...
 
     def attend(
         self, queries: Queries, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, *, output: Tensor
     ) -> None:
-        """``kvlinker.embedded.attention.torch_kernels.attend`` into ``output`` [heads, queries, value_dim]."""
+        """Write causal attention to ``output`` [heads, queries, value_dim]; the other arguments are those of
+        ``torch_kernels.attend``."""
         ...
 
 
 class TorchAttention:
-    """PyTorch's kernels: all devices and dtypes."""
+    """Attention by PyTorch's kernels, on all devices and in all dtypes."""
 
     def group(self, batch: Batch, device: torch.device) -> tuple[QueryGroup, ...]:
         return group_queries(batch, device)
@@ -53,14 +54,14 @@ class TorchAttention:
 
 
 class NativeAttention:
-    """``native/attention.cpp``: bf16 on CPUs with AVX512-BF16, keys of even width.
+    """Attention by ``native/attention.cpp``, in bf16 on CPUs with AVX512-BF16, for keys of even width.
 
-    Reads keys and values where they lie, and needs no mask however the queries are scattered. There is no fp32
-    variant: models run in fp32 where the CPU does not multiply bf16, and there this code does not run either.
+    It reads keys and values in the pool without a copy, and needs no mask however the queries are scattered. There is
+    no fp32 variant: models run in fp32 where the CPU does not multiply bf16, and there this code does not run either.
     """
 
     def __init__(self) -> None:
-        """Raises NativeUnavailableError."""
+        """Compile or load the native code. Raises NativeUnavailableError where the CPU or the compiler does not fit."""
         if not torch.cpu._is_avx512_bf16_supported():
             raise NativeUnavailableError("the CPU has no AVX512-BF16")
         if torch.cpu._is_amx_tile_supported():
@@ -95,7 +96,7 @@ class NativeAttention:
 def choose_kernel(
     layers: Sequence[LayerShape], *, dtype: torch.dtype, device: torch.device, use_native: bool = True
 ) -> AttentionKernel:
-    """The quickest kernel for a model with these layers. Native code is compiled when it is first wanted."""
+    """Return the fastest kernel for a model with these layers. Native code is compiled when it is first needed."""
     fits = device.type == "cpu" and dtype == torch.bfloat16 and all(layer.key_dim % 2 == 0 for layer in layers)
     if fits and use_native:
         return _native_or_torch()
@@ -132,7 +133,7 @@ def _check(kernel: NativeAttention) -> None:
 
 
 class _Heads(ctypes.Structure):
-    """``Heads`` of attention.cpp."""
+    """The struct ``Heads`` of attention.cpp."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -145,7 +146,7 @@ class _Heads(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """``Call`` of attention.cpp."""
+    """The struct ``Call`` of attention.cpp."""
 
     _fields_ = (
         ("query", _Heads),
@@ -162,7 +163,7 @@ class _Call(ctypes.Structure):
 
 
 def _heads(tensor: Tensor) -> _Heads:
-    """A bf16 tensor [heads, rows, dim] in the CPU's memory, for native code."""
+    """Describe a bf16 tensor [heads, rows, dim] in the CPU's memory to native code."""
     assert tensor.dtype == torch.bfloat16, tensor.dtype
     assert tensor.stride(2) == 1, tensor.stride()
     return _Heads(tensor.data_ptr(), *tensor.shape, *tensor.stride()[:2])

@@ -10,7 +10,7 @@ from kvlinker.engine.attention import QUERY_BLOCK, AttentionOptions, Queries, at
 
 
 def attend(queries: Queries, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Causal attention.
+    """Compute causal attention.
 
     ``query`` [heads, queries, key_dim]; ``key`` [kv_heads, last + 1, key_dim] and ``value`` [kv_heads, last + 1,
     value_dim] stand at positions from 0 on. Query heads share key heads in equal groups, neighbours first. Returns
@@ -29,7 +29,7 @@ def attend(queries: Queries, query: Tensor, key: Tensor, value: Tensor, options:
 
 
 def _masked(queries: Queries, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """One kernel call under an explicit mask, over the keys that any of the queries sees."""
+    """Attend in one kernel call under an explicit mask, over the keys that any of the queries sees."""
     first = queries.first_seen(options.window)
     key, value = key[:, first:], value[:, first:]
     groups = query.shape[0] // key.shape[0]
@@ -49,7 +49,8 @@ def _masked(queries: Queries, query: Tensor, key: Tensor, value: Tensor, options
 
 
 def _long_run(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention and log-sum-exp of contiguous queries: earlier keys without a mask, own keys causally, then merged."""
+    """Return attention and log-sum-exp of contiguous queries: over earlier keys without a mask and over their own
+    causally, then merged."""
     heads, run, _ = query.shape
     kv_heads, length, _ = key.shape
     before = length - run
@@ -68,7 +69,7 @@ def _long_run(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[
 
 
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys, from (output [heads, run, dim], lse [heads, run]) over each."""
+    """Merge attention over two disjoint sets of keys, given (output [heads, run, dim], lse [heads, run]) over each."""
     lse = torch.logaddexp(first[1], second[1])
     weight_first = torch.exp(first[1] - lse).to(first[0].dtype)[..., None]
     weight_second = torch.exp(second[1] - lse).to(first[0].dtype)[..., None]
@@ -76,7 +77,7 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[
 
 
 def _with_sinks(output: Tensor, lse: Tensor, options: AttentionOptions) -> Tensor:
-    """exp(sink) joins the softmax's denominator: the output shrinks by exp(lse) / (exp(lse) + exp(sink))."""
+    """Add exp(sink) to the softmax's denominator: the output shrinks by exp(lse) / (exp(lse) + exp(sink))."""
     if options.sinks is None:
         return output
     kept = torch.sigmoid(lse - options.sinks.float()[:, None])
@@ -93,7 +94,7 @@ def _flash(
 def _flash_call(
     query: Tensor, key: Tensor, value: Tensor, scale: float, *, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """PyTorch's flash attention for CPUs, which alone of its kernels there also returns the log-sum-exp."""
+    """Call PyTorch's flash attention for CPUs, the only one of its kernels there that also returns the log-sum-exp."""
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, is_causal=causal, attn_mask=mask, scale=scale
     )
@@ -103,7 +104,7 @@ def _flash_call(
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Attention written out, in fp32, for what no kernel offers."""
+    """Compute attention step by step in fp32, for options that no kernel offers."""
     scores = attention_scores(query.float(), key.float(), mask, options)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None])

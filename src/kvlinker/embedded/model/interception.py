@@ -26,10 +26,10 @@ RotaryFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Interceptor(Protocol):
-    """Takes the place of rotary embedding and attention during one forward pass."""
+    """Replaces rotary embedding and attention during one forward pass."""
 
     def rotary(self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Hear that the model is about to rotate; it will get ``query`` and ``key`` back as they are."""
+        """Called when the model is about to rotate; the model then gets ``query`` and ``key`` back unchanged."""
         ...
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:

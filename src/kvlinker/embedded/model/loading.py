@@ -31,12 +31,12 @@ class LoadedModel:
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the model knows: they go from 0 to this, exclusive."""
+        """The size of the vocabulary: token ids are 0 to this, exclusive."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's KV over all layers."""
+        """The bytes of one token's KV over all layers."""
         return kv_bytes_per_token(self.layers, self.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Checks that linking is exact with a model. They run when it is loaded, and under ``kvlinker check``."""
+"""Checks that linking is exact with a model. The checks run when it is loaded, and under ``kvlinker check``."""
 
 from __future__ import annotations
 

@@ -13,15 +13,15 @@ from blake3 import blake3
 
 COMPILE = "-std=c++17 -O2 -fPIC -fopenmp -fno-exceptions -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mfma"
 LONGEST_BUILD = 120
-"""Seconds; it takes two."""
+"""The seconds that the compiler may take; usually it needs two."""
 
 
 class NativeUnavailableError(Exception):
-    """Native code cannot be had on this machine; the message says why."""
+    """Raised when native code cannot be compiled or loaded on this machine; the message says why."""
 
 
 def load_library(source: Path) -> ctypes.CDLL:
-    """The C++ file as a library, from the cache or compiled now. Any number of processes may do so at once.
+    """Return the C++ file as a library, compiled now unless it is in the cache. Safe for many processes at once.
 
     Raises NativeUnavailableError.
     """
@@ -39,8 +39,8 @@ def load_library(source: Path) -> ctypes.CDLL:
 
 
 def _build(compiler: list[str], source: Path, library: Path) -> None:
-    """Linking without OpenMP leaves its functions to be found in the OpenMP that torch has loaded: with another one,
-    the waiting threads of both would fight for the cores."""
+    """Compile ``source`` to ``library``. It is linked without OpenMP, so that it finds the functions of the OpenMP that
+    torch has loaded: with two of them, the waiting threads of both would compete for the cores."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = Path(folder, "compiled.o"), Path(folder, "linked.so")
         _run([*compiler, *shlex.split(COMPILE), "-c", str(source), "-o", str(compiled)])
@@ -59,7 +59,7 @@ def _cache() -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """One line."""
+    """Return the error as one line."""
     if isinstance(error, subprocess.CalledProcessError):
         lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         return f"{error.cmd[0]} failed: {next((line for line in lines if 'error' in line), lines[-1])}"
