@@ -36,7 +36,7 @@ from pydantic_settings import (
 
 from kvlinker.errors import InvalidRequestError, PolicyError, did_you_mean
 from kvlinker.linking import parse_policy
-from kvlinker.types.chunks import GenerationContext
+from kvlinker.types.chunks import Eviction, GenerationContext
 from kvlinker.types.tenants import SHARED_TENANT, Quota, Quotas, tenant_of_key
 
 BUNDLED_MODEL = Path(__file__).parent / "models" / "reader"
@@ -129,7 +129,7 @@ class Settings(BaseSettings):
     disk_codec: str = Field(
         default="raw", description="How KV is written to disk: raw, int8, int4, or compressed as raw+zstd …"
     )
-    eviction: Literal["lru", "reuse"] = Field(
+    eviction: Eviction = Field(
         default="lru",
         description="What device, host and disk tier give up first: least recently used chunks, or least reused ones.",
     )

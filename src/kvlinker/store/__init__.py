@@ -12,7 +12,6 @@ from kvlinker.store.catalog.catalog import Catalog
 from kvlinker.store.catalog.limits import Limits, TenantUsage
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.chunk_store import ChunkStore
-from kvlinker.store.eviction import Eviction
 from kvlinker.store.format.encryption import Cipher, load_cipher
 from kvlinker.store.loading.speeds import Speeds
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage
@@ -20,6 +19,7 @@ from kvlinker.store.tiers.configured import TierSetup, configured_tiers
 from kvlinker.store.tiers.device import DeviceTier
 from kvlinker.store.tiers.disk import DiskTier
 from kvlinker.store.tiers.host import HostTier
+from kvlinker.types.chunks import Eviction
 from kvlinker.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged, new_context_cache_id
 
 if TYPE_CHECKING:

@@ -126,8 +126,8 @@ class ChunkStore:
         return self._load(keys, urgency)
 
     def load_time(self, keys: Sequence[str]) -> LoadTime | None:
-        """Return what reading these chunks is expected to take, each from the fastest tier that has it; None where such
-        a tier has not been measured. What is in memory, or nowhere, takes no time. Does not count as a use."""
+        """Return the expected time of reading these chunks, each from the fastest tier that has it; None where such a
+        tier has not been measured. Chunks in memory, or in no tier, take no time. Does not count as a use."""
         times = []
         for key in set(keys):
             if self._is_resident(key):
@@ -160,7 +160,7 @@ class ChunkStore:
 
     @property
     def bandwidths(self) -> Bandwidths:
-        """How fast the tiers are, as measured while loading."""
+        """The measured bandwidths of the tiers."""
         return self._loader.bandwidths
 
     def put(self, key: str, kv: ChunkKV) -> None:
@@ -174,8 +174,8 @@ class ChunkStore:
         return any(isinstance(tier, DiskTier) and tier.make_room(key, nbytes) for tier in self._tiers)
 
     def note_use(self, key: str, recomputed: float) -> None:
-        """Take note that a request has used the chunk, computing this share of its tokens again: the smaller, the more
-        the use counts in tiers that evict by reuse. Call it once per request and place in its prompt."""
+        """Note that a request has used the chunk, computing this share of its tokens again: the smaller the share, the
+        more the use counts in tiers that evict by reuse. Call it once per request and place in its prompt."""
         for tier in self._all_tiers:
             tier.note_use(key, use_weight(recomputed))
 

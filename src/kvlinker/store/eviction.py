@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Set
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from sortedcontainers import SortedDict
 
+from kvlinker.types.chunks import Eviction
+
 PINNED_SHARE = 0.8
-"""Share of a tier's budget that pinned chunks may keep: beyond it, they are evicted like others, so that a small tier
-stays of use."""
+"""The share of a tier's budget that pinned chunks may keep. Beyond it they are evicted like others, so that a small
+tier remains useful."""
 
 LEAST_SHARE = 1 / 16
-"""A use that computes less of a chunk again than this counts as if it computed this much."""
+"""The least share of a chunk that a use counts as computing again; smaller shares count as this one."""
 
 MOST_REUSE = 256.0
-"""The most that uses can add up to: a favourite of old, however often it was used, gives way after a while."""
-
-Eviction = Literal["lru", "reuse"]
-"""Says which chunks are evicted first: the least recently used, or the least reused ones."""
+"""The most that uses can add up to, so that a chunk that was once used very often can still be evicted later."""
 
 
 def use_weight(recomputed: float) -> float:
@@ -50,7 +49,7 @@ class LeastRecentlyUsed:
         return 0.0
 
     def evicted(self, priority: float) -> None:
-        """Does nothing: priorities are all alike."""
+        """Do nothing: all priorities are equal."""
 
 
 class LeastReused:
@@ -77,13 +76,13 @@ _ORDERS: Mapping[Eviction, Callable[[], EvictionOrder]] = {"lru": LeastRecentlyU
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of a key."""
+    """A key's size and uses."""
 
     nbytes: int
     reuse: float
-    """The sum that its uses add up to."""
+    """The sum of the weights of its uses."""
     rank: tuple[float, int]
-    """Priority and time of the last use; the lowest is evicted first."""
+    """The priority and the time of the last use; the lowest is evicted first."""
 
 
 class EvictionIndex:
@@ -188,7 +187,7 @@ class EvictionIndex:
         return removed
 
     def _used(self, nbytes: int, reuse: float) -> _Entry:
-        """Return what is known of a key that is used now."""
+        """Return the entry of a key that is used now."""
         self._uses += 1
         return _Entry(nbytes, reuse, (self._order.priority(reuse), self._uses))
 
@@ -202,7 +201,7 @@ class EvictionIndex:
             self._evictable[entry.rank] = key
 
     def _taken(self, key: str) -> _Entry:
-        """Remove a present key; returns what was known of it."""
+        """Remove a present key; returns its entry."""
         entry = self._entries.pop(key)
         self.used_bytes -= entry.nbytes
         if key in self._pinned_keys:

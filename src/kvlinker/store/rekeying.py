@@ -21,10 +21,10 @@ from kvlinker.store.tiers.chunk_folder import ChunkFolder
 
 @dataclass(frozen=True, slots=True)
 class Rekeyed:
-    """What became of chunk files."""
+    """The numbers of chunk files that a change of key has processed."""
 
     written: int
-    """Files that were written anew."""
+    """Files that were encrypted anew."""
     finished_before: int
     """Files that had the new key already, from a run that was broken off."""
     removed: int

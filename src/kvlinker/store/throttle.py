@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Rest = Callable[[], None]
-"""Called between small pieces of background work; returns when it may go on."""
+"""Called between small pieces of background work; returns when the work may go on."""
 
 SHARE = 0.05
 """The share of its time in which background work may go on while a computation is under way."""
 
 
 def no_rest() -> None:
-    """Return at once: the work goes on."""
+    """Return at once: the work may go on."""
 
 
 class Throttle:
-    """Knows whether a computation is under way, and makes background work rest as long as one is."""
+    """Tracks whether a computation is under way, and makes background work rest meanwhile."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -38,8 +38,8 @@ class Throttle:
                 self._changed.notify_all()
 
     def rests(self) -> Rest:
-        """Return the rest for one thread's work, which begins now. Each call is long enough that work takes ``SHARE``
-        of the time, and ends when no computation is under way any more."""
+        """Return the rest for one thread's work, which begins now. Each call of it sleeps long enough that work takes
+        ``SHARE`` of the time, and returns early when no computation is under way any more."""
         began = time.perf_counter()
 
         def rest() -> None:

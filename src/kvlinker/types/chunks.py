@@ -6,6 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from kvlinker.types.tenants import SHARED_TENANT
 
 CHUNK_KEY = re.compile(r"[0-9a-f]{64}")
 """Matches what ``chunk_key`` returns."""
+
+Eviction = Literal["lru", "reuse"]
+"""The eviction policy: ``lru`` evicts the least recently used chunks first, ``reuse`` the least reused ones."""
 
 
 class GenerationContext(StrEnum):

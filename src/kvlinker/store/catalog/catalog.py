@@ -238,7 +238,7 @@ class Catalog:
         return frozenset(key for (key,) in rows)
 
     def set_sizes(self, fingerprint: str, bytes_per_token: int) -> None:
-        """Tell the size of the model's chunks that an older kvlinker recorded without it."""
+        """Set the bytes per token of the model's chunks that an older kvlinker recorded without a size."""
         with self._database.transaction() as connection:
             connection.execute(
                 "UPDATE chunks SET nbytes = length * ? WHERE fingerprint = ? AND nbytes = 0",
@@ -266,12 +266,11 @@ class Catalog:
         )
 
     def check(self, *, repair: bool = False) -> tuple[str, ...]:
-        """Return where the catalog contradicts itself, a line for each fault; ``repair`` mends. See
-        ``check_catalog``."""
+        """Return the faults of the catalog, a line for each; with ``repair``, mend them. See ``check_catalog``."""
         return check_catalog(self._database, self._blobs, time.time(), repair=repair)
 
     def persist(self) -> None:
-        """Wait until a power cut could not undo what was changed so far."""
+        """Wait until the changes so far survive a power cut."""
         self._database.persist()
 
     def close(self) -> None:

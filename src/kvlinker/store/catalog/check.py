@@ -1,4 +1,4 @@
-"""Finds where the catalog contradicts itself, and mends it; the catalog calls it."""
+"""Finds and repairs inconsistencies of the catalog; the catalog calls it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _KEPT = "SELECT name, caches, chunks, tokens, nbytes FROM tenants WHERE caches O
 
 
 def check_catalog(database: Database, blobs: TokenBlobs, now: float, *, repair: bool) -> tuple[str, ...]:
-    """Return where the catalog contradicts itself, a line for each fault; this takes time for large catalogs.
+    """Return the faults of the catalog, a line for each; this takes time for large catalogs.
 
-    ``repair`` mends: context caches whose token ids are not what they were cannot be answered, and are removed;
-    accounts are counted again. Each step is one transaction. ``now``, in Unix seconds, is noted with what is released.
+    ``repair`` removes context caches whose token ids were changed, since they cannot be answered, and counts accounts
+    again. Each step is one transaction. ``now``, in Unix seconds, is noted with what is released.
     """
     faults = list(database.check())
     if faults and repair:
@@ -60,6 +60,6 @@ def _wrong_accounts(connection: sqlite3.Connection) -> list[str]:
 
 
 def _count_again(connection: sqlite3.Connection) -> None:
-    """Set all accounts right."""
+    """Count all accounts again."""
     connection.execute("DELETE FROM tenants")
     connection.execute(f"INSERT INTO tenants (name, caches, chunks, tokens, nbytes) {_COUNTED}")

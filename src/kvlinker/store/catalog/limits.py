@@ -19,22 +19,22 @@ PINNED_BYTES = """SELECT tenant, sum(nbytes) FROM chunks
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """What a tenant has; everything but ``caches`` counts each chunk once."""
+    """The contents of the catalog that belong to one tenant. All counts but ``caches`` count each chunk once."""
 
     caches: int = 0
     chunks: int = 0
     tokens: int = 0
     bytes: int = 0
-    """Bytes of KV as computed."""
+    """The bytes of KV as computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much tenants may have in the catalog."""
+    """The limits on what tenants may have in the catalog."""
 
     quotas: Quotas = NO_QUOTAS
     pinned_bytes: int | None = None
-    """Bytes of KV as computed that all tenants together may pin; None is no limit."""
+    """The bytes of KV as computed that all tenants together may pin; None for no limit."""
 
 
 NO_LIMITS = Limits()

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from kvlinker.store.chunk_store import ChunkStore
 
 LONGEST_REQUEST_SECONDS = 600.0
-"""The time after a chunk's deletion in which a request that was under way may compute its KV again and store it."""
+"""The seconds after a chunk's deletion during which a request that was under way may compute and store its KV again."""
 
 LONGEST_TRANSACTION_SECONDS = 15.0
-"""The time from what another process notes as a deletion's, at most, until the catalog shows it."""
+"""The most seconds between the time that another process notes for a deletion and the moment the catalog shows it."""
 
 MADE_UP_AT_ONCE = 1000
-"""The number of deletions that some tier could not do and that one call makes up for."""
+"""The most failed deletions that one call tries again."""
 
 
 def release(connection: sqlite3.Connection, chunk_keys: Iterable[str], now: float) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Gives the bytes of a stored chunk to the chunk file's readers, which see files and buffers alike."""
+"""Sources of a stored chunk's bytes, so that the chunk file's readers treat files and buffers alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Bytes = NDArray[np.uint8]
 
 
 class ByteSource(Protocol):
-    """Gives a fixed number of bytes, in any order, to any thread."""
+    """A fixed number of bytes that can be read in any order, by any thread."""
 
     @property
     def size(self) -> int:
@@ -29,7 +29,7 @@ class ByteSource(Protocol):
 
 
 class BufferSource:
-    """Gives bytes in memory; what is read is a view of them."""
+    """Bytes in memory; reads are views of them."""
 
     def __init__(self, data: Bytes) -> None:
         self._data = data
@@ -45,7 +45,7 @@ class BufferSource:
 
 
 class FileSource:
-    """Gives the bytes of an open file; what is read are views of one buffer of the file's size."""
+    """The bytes of an open file; reads are views of one buffer of the file's size."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._descriptor = file.fileno()
@@ -68,14 +68,14 @@ class FileSource:
 
 
 class AheadSource:
-    """Gives bytes that are far away, to one thread at a time.
+    """Bytes behind a slow connection, read by one thread at a time.
 
-    Each round trip brings more than was asked for, up to a multiple of ``ahead_bytes``, for the next read most often
-    follows; what follows is not brought twice.
+    Each round trip fetches more than was asked for, up to a multiple of ``ahead_bytes``, since the next read usually
+    follows; bytes that were fetched ahead are not fetched again.
     """
 
     def __init__(self, size: int, fetch: Callable[[int, int], Bytes], *, ahead_bytes: int) -> None:
-        """Begin with nothing read. ``fetch`` takes (offset, length); what it raises, reading raises."""
+        """Begin with nothing read. ``fetch`` takes (offset, length); its exceptions pass through."""
         self._size = size
         self._fetch = fetch
         self._ahead_bytes = ahead_bytes

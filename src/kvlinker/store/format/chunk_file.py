@@ -191,8 +191,8 @@ class EncodedChunk:
 
 
 class _Room:
-    """Gives memory as ``codecs.Room`` for a known number of tensors, out of one piece as long as they are as large as
-    the first."""
+    """Allocates tensors as ``codecs.Room`` does, for a known number of them: from one block of memory as long as they
+    are as large as the first."""
 
     def __init__(self, tensors: int) -> None:
         self._tensors = tensors
@@ -210,7 +210,7 @@ class _Room:
 
 @contextmanager
 def _what_is_wrong() -> Iterator[None]:
-    """Raise what tells of damage as ChunkFileError."""
+    """Raise errors that indicate damage as ChunkFileError."""
     try:
         yield
     except SealedDataError as error:

@@ -21,12 +21,12 @@ _LEAST_WINDOW = 1024
 """The smallest window, in bytes, that a frame of zstd can ask for."""
 
 MOST_EXPANSION = 64
-"""The most that decompression may multiply the bytes by: nothing that is read may claim more memory. What would shrink
-further is stored as it is."""
+"""The largest ratio of decompressed to compressed bytes, so that no file can claim more memory. Tensors that would
+shrink further are stored uncompressed."""
 
 
 class MissingLibraryError(Exception):
-    """A library that this takes is not installed here; the message says how to install it."""
+    """Raised when an optional library is not installed; the message says how to install it."""
 
 
 def require_zstd() -> None:
@@ -35,7 +35,8 @@ def require_zstd() -> None:
 
 
 def compressed(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Compress the bytes of a contiguous CPU tensor: [length], uint8; None where that does not pay, or too well.
+    """Compress the bytes of a contiguous CPU tensor: [length], uint8; None where that saves nothing, or more than
+    MOST_EXPANSION.
 
     Raises MissingLibraryError.
     """
@@ -49,7 +50,8 @@ def compressed(tensor: torch.Tensor) -> torch.Tensor | None:
 def decompressed(data: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the tensor that ``compressed`` was given. Takes no more memory than the tensor and ``data``.
 
-    Raises ValueError for bytes that are not exactly that, and MissingLibraryError.
+    Raises ValueError for bytes that are not exactly a compressed tensor of this dtype and shape, and
+    MissingLibraryError.
     """
     zstandard = _zstandard()
     count = math.prod(shape)

@@ -37,7 +37,7 @@ _HEADER_BYTES = len(_MAGIC) + _SALT_BYTES + _LENGTH_BYTES
 
 
 class SealedDataError(Exception):
-    """The bytes were not sealed with this key for this place, or were changed since; the message says which."""
+    """Raised when bytes were not sealed with this key for this place, or were changed since; the message says which."""
 
 
 class Cipher:
@@ -64,7 +64,7 @@ class Cipher:
         return _opened(self._records, sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], associated)
 
     def of_chunk(self, salt: bytes) -> AESGCM:
-        """Return the cipher of one chunk alone."""
+        """Return the AES-GCM cipher of one chunk, whose key is derived from ``salt``."""
         return self._derived(salt, b"chunk")
 
     def _derived(self, salt: bytes, purpose: bytes) -> AESGCM:
@@ -111,7 +111,7 @@ class Sealing:
         return self._cipher is not None
 
     def nbytes(self, plain: int) -> int:
-        """Return how many bytes ``pieces`` makes of so many."""
+        """Return the number of bytes that ``pieces`` yields for ``plain`` bytes."""
         if self._cipher is None:
             return plain
         return _HEADER_BYTES + plain + _TAG_BYTES * -(-plain // BLOCK_BYTES)

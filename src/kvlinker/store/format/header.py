@@ -1,7 +1,7 @@
-"""Composes and reads the header of a chunk file: it says all that reading believes, and nothing else is believed.
+"""Writes and reads the header of a chunk file. Reading trusts nothing but what the header says.
 
 The first eight bytes are the length of the JSON that follows, as in any safetensors file. The only caller,
-``store.format.chunk_file``, says what the tensors are.
+``store.format.chunk_file``, documents the tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvlinker.types.chunk_scores import Contextualization
 FORMAT = "kvlinker-chunk"
 FORMAT_VERSION = 3
 COMPRESSED_VERSION = 4
-"""The version of files some of whose tensors are compressed; all else is as in version 3."""
+"""The version of files with compressed tensors; everything else is as in version 3."""
 
 SCORE_NAMES = ("scores.inter", "scores.received")
 KV_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -41,7 +41,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class ChunkFileError(Exception):
-    """The file is not a whole, undamaged chunk file of the key that it was read for; the message says why."""
+    """Raised when a file is not a whole, undamaged chunk file of the key that it was read for; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a file, as it is once read. ``start`` and ``end`` count bytes from the end of the header;
+    """A tensor of a file as the header describes it. ``start`` and ``end`` count bytes from the end of the header;
     ``checksum`` is that of the bytes between them."""
 
     name: str
@@ -74,7 +74,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header says of the tensors, which begin at byte ``start``; the scores' come first, where there are."""
+    """A parsed and verified header. The tensors begin at byte ``start``; the scores', if there are any, come first."""
 
     entries: list[Entry]
     start: int

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class LayerLostError(Exception):
-    """A layer cannot be read from this copy of the chunk; the message says why."""
+    """Raised when a layer cannot be read from this copy of the chunk; the message says why."""
 
 
 class ChunkReader(Protocol):
@@ -45,7 +45,7 @@ class ChunkReader(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up the copy. Idempotent."""
+        """Close the copy. Idempotent."""
         ...
 
 
@@ -90,22 +90,23 @@ class ArrivingKV:
 
     @property
     def complete(self) -> bool:
-        """Whether all layers are there."""
+        """True once all layers have arrived."""
         return len(self._layers) == self.layer_count
 
     @property
     def lost(self) -> bool:
-        """Whether layers are missing and no further one will come."""
+        """True if layers are missing and no further one will arrive."""
         return self._given_up and not self.complete
 
     def layer(self, index: int) -> LayerKV | None:
-        """Return the layer, or None while it is not there. Never waits. Raises IndexError for one that cannot be."""
+        """Return the layer, or None while it has not arrived. Never waits. Raises IndexError for an index that the
+        chunk does not have."""
         if not 0 <= index < self.layer_count:
             raise IndexError(f"layer {index} of a chunk that has {self.layer_count}")
         return self._layers[index] if index < len(self._layers) else None
 
     def wait(self, index: int, seconds: float) -> LayerKV | None:
-        """Wait for the layer for at most so long; None where it is not there then, or will never be."""
+        """Wait for the layer for at most so many seconds; None where it has not arrived then, or never will."""
         with self._changed:
             self._changed.wait_for(lambda: self.layer(index) is not None or self._given_up, seconds)
             return self.layer(index)
@@ -132,7 +133,7 @@ class ArrivingKV:
 
     def subscribe(self, changed: Callable[[], None]) -> None:
         """Have ``changed`` called after each further layer, and when the rest is lost, in the thread that delivers or
-        gives up. What happened before is not told: look after subscribing."""
+        gives up. Earlier changes are not reported: check the state after subscribing."""
         with self._changed:
             self._subscribers.append(changed)
 
@@ -145,4 +146,4 @@ class ArrivingKV:
 
 
 KV = ChunkKV | ArrivingKV
-"""The KV of a chunk: all of it, or what is there so far."""
+"""The KV of a chunk: complete, or still arriving."""

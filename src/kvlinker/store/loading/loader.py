@@ -27,19 +27,19 @@ logger = logging.getLogger(__name__)
 THREADS = 2
 
 STALL_SECONDS = 5.0
-"""A single read that takes longer hangs."""
+"""The seconds after which a single read counts as hanging."""
 
 MOST_ABANDONED = 8
-"""The number of threads that may hang before no further one is replaced."""
+"""The most threads that may hang and are replaced; after that, no further one is."""
 
 CLOSE_SECONDS = 5.0
-"""How long closing waits for reads under way; those that hang do not hold up the process's end."""
+"""The seconds that closing waits for reads under way; reads that hang do not hold up the process's end."""
 
 Found = OpenedChunk | LoadedChunk | LayerKV | None
 
 
 class LayerLoader:
-    """The threads that read, the chunks that they read, and the watch. Any thread may call the methods."""
+    """Owns the reading threads, the chunks that they read, and the watch thread. Any thread may call the methods."""
 
     def __init__(self, bandwidths: Bandwidths | None = None) -> None:
         """Note in ``bandwidths`` how fast tiers deliver."""
@@ -142,7 +142,8 @@ class LayerLoader:
         return None
 
     def _hand_out(self, reading: _Reading, found: Found, read: Read) -> None:
-        """Give what was read to all who want it. Nobody does where the reading has been removed meanwhile."""
+        """Give the layers that were read to all prompts that want them; do nothing if the reading has been removed
+        meanwhile."""
         with self._lock:
             failed = reading.note(found, read)
             takers = tuple(reading.takers)
@@ -169,7 +170,7 @@ class LayerLoader:
         self._settle({prompt for _, prompt in reading.takers})
 
     def _settle(self, prompts: Iterable[PromptLoad]) -> None:
-        """Let the prompts begin that can, and note what was measured where one has ended."""
+        """Start the prompts that have enough layers, and note measurements for those that have ended."""
         for prompt in prompts:
             if prompt.begin(self.bandwidths):
                 with self._lock:
@@ -208,7 +209,7 @@ class LayerLoader:
             return None
 
     def _replace_thread(self, reading: _Reading) -> None:
-        """Leave the thread to itself, which ends when its read does; the lock is held."""
+        """Abandon the thread of a hanging read, which ends when its read does, and start another; the lock is held."""
         assert reading.thread is not None
         self._threads.discard(reading.thread)
         self._abandoned.add(reading.thread)
@@ -235,7 +236,7 @@ class _Reading:
 
     @property
     def ahead(self) -> bool:
-        """Whether nobody needs it now."""
+        """True if the chunk is read ahead for a later prompt, and no prompt waits for it."""
         return self.turn[0]
 
     @property
@@ -245,17 +246,17 @@ class _Reading:
 
     @property
     def place(self) -> str:
-        """What is being read, for the log."""
+        """The tier that is being read, for the log."""
         return "a tier" if self.opened is None else f"tier {self.opened.tier}"
 
     @property
     def wanted(self) -> bool:
-        """Whether any prompt still waits for it."""
+        """True if any prompt still waits for the chunk."""
         return any(chunk.waiting for chunk, _ in self.takers)
 
     @property
     def layer_nbytes(self) -> int:
-        """The bytes of one layer as they are read, about."""
+        """The approximate bytes of one layer, as they are read."""
         return 0 if self.opened is None else self.opened.reader.nbytes // self.opened.reader.layers
 
     @property
@@ -267,7 +268,7 @@ class _Reading:
         return LoadedChunk(self.opened.tier, kv, self._taken.seconds)
 
     def hangs(self, now: float) -> bool:
-        """Return whether a read takes suspiciously long."""
+        """Return whether the current read has taken longer than ``STALL_SECONDS``."""
         return self.thread is not None and now - self.since > STALL_SECONDS
 
     def join(self, chunk: ChunkLoad, prompt: PromptLoad, turn: tuple[bool, int]) -> None:

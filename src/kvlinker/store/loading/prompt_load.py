@@ -1,4 +1,4 @@
-"""What one prompt loads: its chunks, how many layers have to be there to begin, and by when."""
+"""Loads one prompt's chunks: how many layers must have arrived before it begins, and by when."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from kvlinker.store.loading.throughput import Bandwidths, LoadTime
 
 LEAST_DEADLINE_SECONDS = 0.25
 MOST_DEADLINE_SECONDS = 10.0
-"""A prompt whose chunks cannot begin to be placed after this time computes them, whatever that takes."""
+"""The seconds after which a prompt computes those of its chunks that still cannot begin to be placed."""
 
 PATIENCE_SECONDS = 2.0
-"""How long after the computation that hides them the last layers may come."""
+"""The seconds after the computation that hides the loading by which the last layers must have arrived."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Urgency:
-    """What loading a prompt's chunks competes with. By default nothing hides it, and nothing is known to be quicker.
+    """The computation that loading a prompt's chunks competes with. By default nothing hides the loading, and loading
+    is always worth it.
 
     - ``compute``: seconds of the computation that hides the loading.
-    - ``prefill``: seconds that computing the chunks takes instead of loading them.
-    - ``shares_processors``: whether the computation runs where reading does, so that it hides only what reading waits.
-    - ``decided``: whether all chunks are to be loaded, whatever a single one takes.
+    - ``prefill``: seconds of computing the chunks instead of loading them.
+    - ``shares_processors``: true if the computation runs on the processors that read, so that it hides only waiting.
+    - ``decided``: true if all chunks are to be loaded, however long a single one takes.
     """
 
     compute: float = 0.0
@@ -77,11 +78,11 @@ class ChunkLoad:
 
     @property
     def waiting(self) -> bool:
-        """Whether the prompt still wants what is missing."""
+        """True while the prompt still wants the missing layers."""
         return not self.ended.done() and not (self.kv is not None and self.kv.lost)
 
     def open(self, opened: OpenedChunk, layers: Sequence[LayerKV]) -> None:
-        """Take note that a copy is being read, of which these layers are there."""
+        """Note that a copy is being read, of which these layers have arrived."""
         reader = opened.reader
         self.tier = opened.tier
         if self.kv is None:
@@ -90,7 +91,7 @@ class ChunkLoad:
                 self.kv.deliver(layer)
 
     def end(self, loaded: LoadedChunk | None) -> None:
-        """Tell that all is there, or will not be. Only the first call counts."""
+        """Resolve both futures: the chunk has arrived, or (None) will not. Only the first call counts."""
         if not self.waiting:
             loaded = None
         if loaded is None and self.kv is not None:
@@ -110,12 +111,12 @@ class PromptLoad:
 
     @property
     def ended(self) -> bool:
-        """Whether no chunk is on its way any more."""
+        """True once no chunk is being loaded any more."""
         return all(chunk.ended.done() for chunk in self.chunks)
 
     def begin(self, bandwidths: Bandwidths) -> bool:
-        """Let those chunks begin of which enough layers are there. True after the last one: then the deadline is
-        another, for the rest has to be there soon after the computation that hides its loading."""
+        """Resolve ``begun`` of the chunks that have enough layers. Returns True when the last of them has begun; the
+        deadline is then a new one, since the rest must arrive soon after the computation that hides its loading."""
         if self._begun:
             return False
         waiting = [chunk for chunk in self.chunks if chunk.waiting]
@@ -131,15 +132,15 @@ class PromptLoad:
         return self._begun
 
     def expire(self) -> None:
-        """Give up, as the deadline has passed, what could not begin; or, where all has begun, what is not complete."""
+        """After the deadline, give up the chunks that could not begin or, if all have begun, those that are not
+        complete."""
         for chunk in self.chunks:
             if self._begun or not chunk.begun.done():
                 chunk.end(None)
 
     def _depth(self, chunks: Sequence[ChunkLoad], arriving: Sequence[ArrivingKV], bandwidths: Bandwidths) -> int:
-        """Return how many layers have to be there before a chunk is placed: all of them where a tier was never
-        measured, or where reading takes the computation's processors rather than waits, so that nothing would hide
-        it."""
+        """Return the number of layers that must have arrived before a chunk is placed: all of them where a tier was
+        never measured, or where reading keeps the computation's processors busy, so that nothing hides it."""
         layers = max((kv.layer_count for kv in arriving), default=0)
         if self._urgency.shares_processors and not sum((chunk.taken for chunk in chunks), LoadTime()).waits:
             return layers
@@ -151,8 +152,8 @@ class PromptLoad:
 
 
 def preload_depth(layers: int, *, compute_seconds: float, load_seconds: float) -> int:
-    """Return how many layers have to be there so that none is missing when its turn comes: Cache-Craft's eq. 16,
-    L_p = (L - 1)(1 - T_prefill / T_load) + 1, at least 1 and at most ``layers``.
+    """Return the number of layers that must have arrived so that none is missing when its turn comes: Cache-Craft's eq.
+    16, L_p = (L - 1)(1 - T_prefill / T_load) + 1, at least 1 and at most ``layers``.
 
     ``compute_seconds`` is T_prefill, the computation of all layers; ``load_seconds`` is T_load, reading all layers.
     """

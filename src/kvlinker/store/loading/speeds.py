@@ -1,4 +1,4 @@
-"""Keeps how fast this machine is, as measured, by name: in memory, and in a file that the next process begins with."""
+"""Measured speeds of this machine by name, kept in memory and in a file, so that the next process begins with them."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ FORMAT = "kvlinker-speeds"
 FORMAT_VERSION = 1
 
 STALE_SECONDS = 7 * 86400.0
-"""What was not measured for so long counts as not measured: the machine may have changed."""
+"""The seconds after which a measurement is ignored, since the machine may have changed."""
 
 DRIFT = 0.25
-"""A measurement drifts where it is off by more than this share of what is known."""
+"""The share of the known value by which a measurement must differ to count as drifted."""
 
 SAVE_SECONDS = 10.0
-"""The time from a change worth writing to the write, so that there are few."""
+"""The seconds from a change worth saving to the write, so that writes are few."""
 
 _MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """``values`` are not negative, and not all zero; ``at`` is when they were measured, in Unix seconds."""
+    """Measured ``values``, not negative and not all zero; ``at`` is the time of measurement in Unix seconds."""
 
     values: tuple[float, ...]
     at: float
 
     @property
     def stale(self) -> bool:
-        """Whether it is too old to be believed."""
+        """True if the measurement is older than ``STALE_SECONDS``."""
         return abs(time.time() - self.at) > STALE_SECONDS
 
     def drifted_from(self, other: Measurement | None) -> bool:
-        """Return whether it is new, or worth writing in place of the other."""
+        """Return whether there is no ``other``, or it differs so much that this one is worth writing."""
         return other is None or any(
             abs(value - before) > DRIFT * before for value, before in zip(self.values, other.values, strict=False)
         )
 
 
 class Speeds:
-    """Keeps measurements under names, whose users say what the values are: bytes per second of a tier, seconds per
-    token of a model. A file that is missing, damaged or not ours holds nothing; a newer version's is left alone.
+    """Keeps measurements under names; their users define the values, such as bytes per second of a tier or seconds per
+    token of a model. A file that is missing, damaged or foreign counts as empty; a newer version's is left alone.
 
     Any thread may call the methods, and none raises because of the file.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """Begin with what the file at ``path`` says; without a path, nothing is kept."""
+        """Read the measurements in the file at ``path``; without a path, nothing is saved."""
         self._path = path
         self._complained = False
         self._lock = threading.Lock()
@@ -72,13 +72,13 @@ class Speeds:
         self._saving: threading.Timer | None = None
 
     def of(self, name: str) -> tuple[float, ...] | None:
-        """Return the values of the name; None where nothing was measured for a long time."""
+        """Return the values under the name; None where they were not measured, or too long ago."""
         measured = self._measured.get(name)
         return None if measured is None or measured.stale else measured.values
 
     def note(self, name: str, values: Sequence[float]) -> None:
-        """Take note that this is the speed now. It is written soon if it is new, or has drifted from what was written.
-        Raises ValueError for values that are no speeds."""
+        """Record these values as the current ones. They are saved soon if they are new, or have drifted from what was
+        saved. Raises ValueError for values that are negative, not finite or all zero."""
         if not _valid(values):
             raise ValueError(f"{name}: {values} are no speeds")
         with self._lock:
@@ -157,7 +157,7 @@ class Speeds:
         return True
 
     def _complain(self, message: str) -> None:
-        """Warn, but only once."""
+        """Log a warning, but only once."""
         if not self._complained:
             self._complained = True
             logger.warning("%s", message)

@@ -1,4 +1,4 @@
-"""Measures how fast each tier delivers, while it does; what loading is expected to take is forecast from that."""
+"""Measures each tier's bandwidth while loading, and forecasts loading times from it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ longer, the computation loses about three times as much (its other threads wait 
 are two that read: then it is quicker to read first."""
 
 DRIFT_NOTES = 3
-"""So many measurements in turn that drift from the average are believed instead of it."""
+"""The number of measurements in a row that drift from the average before they replace it."""
 
 FRESH_SECONDS = 60.0
-"""A measurement older than this decides nothing any more: the tier may have changed."""
+"""The seconds after which a measurement no longer decides against a tier, which may have changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class LoadTime:
 
     @property
     def waits(self) -> bool:
-        """Whether a computation on the same processors can go on beside the reading."""
+        """True if a computation on the same processors can go on beside the reading."""
         return self.busy <= BUSY_SHARE * self.seconds
 
 
@@ -55,17 +55,16 @@ class Read:
 
     @property
     def time(self) -> LoadTime:
-        """The thread's time."""
+        """The thread's total and busy time."""
         return LoadTime(self.end - self.begin, self.busy)
 
 
 class Bandwidths:
-    """Bytes per second by tier, as a moving average that begins anew where it drifts from what is measured now; and the
-    share of the time for which reading keeps a processor busy. Any thread may call the methods."""
+    """Bytes per second by tier, as a moving average that restarts when it drifts from new measurements, and the share
+    of the time for which reading keeps a processor busy. Any thread may call the methods."""
 
     def __init__(self, speeds: Speeds | None = None, names: Mapping[str, str] | None = None) -> None:
-        """Keep what is measured in ``speeds``, under the tiers' ``names`` (by tier; the tier itself where there is no
-        name)."""
+        """Keep measurements in ``speeds``, under the tiers' ``names``; a tier without one uses its own name."""
         self._speeds = speeds or Speeds()
         self._names = dict(names or {})
         self._lock = threading.Lock()
@@ -73,7 +72,8 @@ class Bandwidths:
         self._drifting: dict[str, list[float]] = {}  # the last rates, while they are off
 
     def note(self, tier: str, nbytes: int, seconds: float, busy_seconds: float = 0.0) -> None:
-        """Learn that a tier delivered ``nbytes`` in ``seconds``, in some of which a processor was busy."""
+        """Record that a tier delivered ``nbytes`` in ``seconds``, during ``busy_seconds`` of which a processor was
+        busy."""
         if nbytes <= 0 or seconds <= 0:
             return
         with self._lock:
@@ -85,7 +85,8 @@ class Bandwidths:
             self._measured_at[tier] = time.monotonic()
 
     def note_reads(self, tier: str, reads: Sequence[Read]) -> None:
-        """Learn from the reads of several threads: their bytes came in the time in which any of them was reading."""
+        """Record the reads of several threads: their bytes arrived during the time in which at least one of them was
+        reading."""
         seconds, reached = 0.0, float("-inf")
         for read in sorted(reads, key=lambda read: read.begin):
             seconds += max(0.0, read.end - max(read.begin, reached))
@@ -95,25 +96,25 @@ class Bandwidths:
         self.note(tier, sum(read.nbytes for read in reads), seconds, busy_share * seconds)
 
     def of(self, tier: str) -> float | None:
-        """Return the tier's bytes per second; None where nothing has been measured, or not for a long time."""
+        """Return the tier's bytes per second; None where nothing was measured, or too long ago."""
         values = self._values(tier)
         return None if values is None else values[0]
 
     def time(self, tier: str, nbytes: int) -> LoadTime | None:
-        """Return what reading ``nbytes`` is expected to take; None where nothing has been measured."""
+        """Return the expected time of reading ``nbytes``; None where nothing has been measured."""
         values = self._values(tier)
         if values is None or not values[0]:
             return None
         return LoadTime(nbytes / values[0], nbytes / values[0] * values[1])
 
     def known(self) -> dict[str, float]:
-        """Return all bytes per second that are measured, by tier."""
+        """Return the measured bytes per second of all tiers, by tier."""
         rates = {tier: self.of(tier) for tier in self._names}
         return {tier: rate for tier, rate in rates.items() if rate is not None}
 
     def worth_loading(self, tier: str, nbytes: int, prefill_seconds: float) -> bool:
-        """Return whether reading is expected to take no longer than computing would; yes where that is not known, or
-        was not measured lately."""
+        """Return whether reading is expected to take no longer than computing; True where that is not known, or was not
+        measured lately."""
         rate = self.of(tier)
         return rate is None or not self.fresh(tier) or nbytes / rate <= max(prefill_seconds, 1e-3)
 
@@ -144,7 +145,7 @@ class Bandwidths:
 
 
 def speed_values(nbytes: int, taken: LoadTime) -> tuple[float, float]:
-    """Return what is remembered of ``nbytes`` that took this time: bytes per second, and the busy share."""
+    """Return the values to remember for ``nbytes`` that took this time: bytes per second, and the busy share."""
     return nbytes / taken.seconds, min(1.0, max(0.0, taken.busy / taken.seconds))
 
 

@@ -1,4 +1,4 @@
-"""Says what a tier is to the store: one place that keeps chunks within a budget of bytes."""
+"""The interface of a tier: one place that keeps chunks within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvlinker.types.chunks import CHUNK_KEY
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """How full a tier is."""
+    """The fill level of a tier, in bytes and chunks."""
 
     name: str
     used_bytes: int
@@ -27,7 +27,7 @@ class TierUsage:
 
 @dataclass(frozen=True, slots=True)
 class TierCheck:
-    """What ``Tier.check`` found."""
+    """The result of ``Tier.check``."""
 
     name: str
     checked: int
@@ -54,7 +54,8 @@ class Tier(Protocol):
 
     @property
     def speed_name(self) -> str:
-        """The name that its bandwidth is remembered under: all that it depends on (see ``throughput.speed_name``)."""
+        """The name under which its bandwidth is remembered; it contains everything that the bandwidth depends on (see
+        ``throughput.speed_name``)."""
         ...
 
     @property
@@ -93,21 +94,21 @@ class Tier(Protocol):
         ...
 
     def note_use(self, key: str, weight: float) -> None:
-        """A request has used the chunk, wherever its KV came from; ``weight`` as of ``eviction.use_weight``.
+        """Note that a request has used the chunk, wherever its KV came from; ``weight`` is that of
+        ``eviction.use_weight``.
 
-        Absent keys do not count, and shared tiers need not.
+        Absent keys do not count, and shared tiers may ignore the call.
         """
         ...
 
     def set_pinned(self, keys: Set[str]) -> None:
-        """From now on, evict none of these keys unless they take more than ``eviction.PINNED_SHARE`` of the budget, and
-        keys that were pinned before as any others. Absent keys count once they are put. ``delete`` heeds no pin, and
-        shared tiers need not.
-        """
+        """Pin these keys and unpin all others: pinned keys are evicted only while they take more than
+        ``eviction.PINNED_SHARE`` of the budget. Absent keys count once they are put. ``delete`` ignores pins, and
+        shared tiers may ignore the call."""
         ...
 
     def contains(self, key: str) -> bool:
-        """Return whether ``get`` would look at a copy. Does not count as a use."""
+        """Return whether ``get`` would find a copy to read. Does not count as a use."""
         ...
 
     def delete(self, key: str) -> bool:
@@ -142,12 +143,12 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up memory and handles; what a persistent tier keeps stays. Idempotent."""
+        """Release memory and handles; a persistent tier's chunks stay. Idempotent."""
         ...
 
 
 def checked_key(key: str) -> str:
-    """Return the chunk key itself. Raises ValueError for what is none: a caller's mistake."""
+    """Return ``key``. Raises ValueError unless it is a chunk key, since that is a caller's mistake."""
     if not CHUNK_KEY.fullmatch(key):
         raise ValueError(f"{key!r} is not a chunk key: 64 lowercase hexadecimal characters.")
     return key

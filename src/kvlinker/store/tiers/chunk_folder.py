@@ -88,7 +88,8 @@ class ChunkFolder:
         os.replace(temporary, path)
 
     def settle(self, key: str) -> None:
-        """Wait until the disk knows of the name; at worst, a power cut before makes a miss of it. Raises nothing."""
+        """Wait until the disk has the file's name; after a power cut before, the chunk is at worst a miss. Raises
+        nothing."""
         with suppress(OSError):
             synchronize(self.path(key).parent)
 
@@ -109,7 +110,7 @@ class ChunkFolder:
         return True
 
     def clear_folders(self) -> list[str]:
-        """Move aside what is no folder where one for files belongs; returns their names."""
+        """Move aside whatever takes the name of a folder for files but is none; returns those names."""
         found = [path for path in self.directory.glob("[0-9a-f][0-9a-f]") if not path.is_dir()]
         for path in found:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Registers tiers by name: each says what of the settings it takes, and opens itself; ``open_store`` asks all of
+"""The registry of tiers by name: each names the settings it takes, and opens itself; ``open_store`` opens all of
 them."""
 
 from __future__ import annotations
@@ -25,45 +25,44 @@ if TYPE_CHECKING:
     from kvlinker.config import Settings
 
 SCRATCH = "advise"
-"""The name of places for samples, beside those of the configured tiers: ``kvlinker advise`` writes them."""
+"""The name of the folders for samples, beside those of the configured tiers: ``kvlinker advise`` writes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSetup:
-    """What tiers are opened with."""
+    """The arguments that tiers are opened with."""
 
     settings: Settings
     events: Events
     host_bytes: int
-    """The budget of host memory in bytes: 0 where nobody in this process computes with what lies there."""
+    """The budget of host memory in bytes; 0 where no engine in this process uses it."""
     cipher: Cipher | None = None
-    """Encrypts what leaves memory; None leaves it as it is."""
+    """Encrypts the bytes that leave memory; None for no encryption."""
     device: torch.device | None = None
-    """The device of the model that takes chunks from the store; None where none does in this process."""
+    """The device of the model that takes chunks from the store; None where there is none in this process."""
     pinned: Set[str] = frozenset()
-    """Keys of chunks that are not to be evicted."""
+    """The keys of chunks that are not to be evicted."""
 
 
 class ConfiguredTier(ABC):
     """A tier as the settings describe it, before it is opened.
 
-    Subclasses are registered. Those of other packages find what the setting ``tiers`` says under their name in
-    ``options``.
+    Subclasses are registered. Those of other packages find their part of the setting ``tiers`` in ``options``.
     """
 
     name: ClassVar[str]
-    """What settings, events and figures call the tier."""
+    """The tier's name in settings, events and figures."""
     rank: ClassVar[int]
-    """The place among all tiers, from the fastest to the slowest: above 10, which is host memory's."""
+    """The tier's place among all tiers, from the fastest to the slowest: above 10, which is host memory's."""
     settings: ClassVar[tuple[str, ...]] = ()
-    """The fields of ``Settings`` that it takes; none where it takes ``options``."""
+    """The fields of ``Settings`` that the tier reads; none where it reads ``options``."""
 
     def __init__(self, setup: TierSetup) -> None:
         self.setup = setup
 
     @property
     def options(self) -> Mapping[str, Any] | None:
-        """What the setting ``tiers`` says under the tier's name; None where it does not name the tier."""
+        """The options under the tier's name in the setting ``tiers``; None where that does not name the tier."""
         return self.setup.settings.tiers.get(self.name)
 
     @property
@@ -73,7 +72,7 @@ class ConfiguredTier(ABC):
 
     @property
     def is_left_out(self) -> bool:
-        """True where the settings do without the tier."""
+        """True where the settings leave the tier out."""
         return not self.budget_bytes
 
     @abstractmethod
@@ -82,37 +81,38 @@ class ConfiguredTier(ABC):
 
     @property
     def codec(self) -> Codec:
-        """The codec that the tier writes with."""
+        """The codec with which the tier writes."""
         return RAW
 
     @property
     def place(self) -> str:
-        """Where the tier lies, without credentials."""
+        """The location of the tier (a path or URL), without credentials."""
         return self.name
 
     @property
     def sealing(self) -> Sealing:
-        """Encrypts what leaves memory, where there is a cipher."""
+        """The encryption of bytes that leave memory; without a cipher, they stay as they are."""
         return Sealing(self.setup.cipher)
 
     @property
     def speed_name(self) -> str:
-        """The name that the tier's bandwidth is remembered under: that of the opened tier."""
+        """The ``speed_name`` of the opened tier: the name under which its bandwidth is remembered."""
         return speed_name(self.name, place=self.place, codec=self.codec, sealing=self.sealing)
 
     def free_bytes(self) -> int | None:
-        """Return how many bytes the medium itself has free; None where that is not known."""
+        """Return the free bytes of the medium itself; None where that is not known."""
         return None
 
     @property
     def has_scratch(self) -> bool:
-        """True where ``kvlinker advise`` can measure the tier, in a place for samples."""
+        """True where ``kvlinker advise`` can measure the tier in a folder for samples."""
         return type(self).scratch is not ConfiguredTier.scratch
 
     def scratch(self, budget_bytes: int) -> AbstractContextManager[Tier]:
-        """Open a tier for samples that lies beside this one: same medium, codec and encryption, but apart.
+        """Open a tier for samples beside this one: on the same medium, with the same codec and encryption, but
+        separate.
 
-        Leaving the context removes all that is in it.
+        Leaving the context removes everything in it.
         """
         raise NotImplementedError(f"the tier {self.name} has no place for samples")
 
@@ -151,7 +151,7 @@ def configured_tiers(setup: TierSetup) -> list[ConfiguredTier]:
 
 
 def _is_left_out(tier: ConfiguredTier) -> bool:
-    """Return whether the settings do without the tier. Raises InvalidRequestError for options that are not valid."""
+    """Return whether the settings leave the tier out. Raises InvalidRequestError for options that are not valid."""
     try:
         return tier.is_left_out
     except ValidationError as error:

@@ -1,5 +1,4 @@
-"""Keeps copies of chunks in the memory of the device that computes, where it has its own: the tier before all
-others."""
+"""Keeps copies of chunks in the computing device's own memory: the tier before all others."""
 
 from __future__ import annotations
 
@@ -11,23 +10,23 @@ import torch
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
-from kvlinker.store.eviction import Eviction
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier
 from kvlinker.store.tiers.configured import ConfiguredTier, register
 from kvlinker.store.tiers.host import HostTier
+from kvlinker.types.chunks import Eviction
 
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.1
-"""Share of a CUDA device's free memory that the tier takes if nothing is said."""
+"""The share of a CUDA device's free memory that the tier takes by default."""
 
 
 class DeviceTier(HostTier):
-    """Keeps chunks as the host tier does, but what it keeps, and gives, lies on ``device``.
+    """A host tier whose chunks lie on ``device``.
 
-    It holds what is used, so that it is placed without a copy over the bus; the store puts nothing else here. Each of
-    its chunks was in host memory when it came, so that evicting it loses nothing that the host still has.
+    It keeps the chunks that are used, so that they are placed without a copy over the bus; the store puts nothing else
+    here. Each of its chunks was in host memory when it came, so that evicting it loses nothing that the host still has.
     """
 
     def __init__(self, budget_bytes: int, device: torch.device, events: Events, *, eviction: Eviction = "lru") -> None:
@@ -50,7 +49,7 @@ class DeviceTier(HostTier):
         return ChunkKV(layers, kv.scores)
 
     def set_pinned(self, keys: Set[str]) -> None:
-        """Does nothing: the tiers behind keep what is pinned."""
+        """Do nothing: the tiers behind keep pinned chunks."""
 
 
 @register

@@ -15,7 +15,6 @@ from pathlib import Path
 from kvlinker.errors import StoreError
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
 from kvlinker.store.chunk_kv import ChunkKV
-from kvlinker.store.eviction import Eviction
 from kvlinker.store.format.byte_source import FileSource
 from kvlinker.store.format.chunk_file import (
     TierReader,
@@ -36,24 +35,25 @@ from kvlinker.store.tiers.base import Tier, TierCheck
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
 from kvlinker.store.tiers.configured import SCRATCH, ConfiguredTier, register
 from kvlinker.store.tiers.indexed_folder import IndexedFolder
+from kvlinker.types.chunks import Eviction
 
 logger = logging.getLogger(__name__)
 
 _UNREADABLE = {errno.EIO, errno.EACCES, errno.EPERM}
-"""Errors that stay, such as those of files that another user wrote: the chunk may as well be written anew."""
+"""Persistent read errors, such as for files that another user wrote: the chunk is better written anew."""
 
 _STALE_SCRATCH_SECONDS = 3600.0
-"""A scratch folder that is older was left by a process that was killed."""
+"""The age in seconds from which a scratch folder counts as left by a process that was killed."""
 
 
 class DiskTier:
-    """Keeps the files of a ``ChunkFolder``; a chunk's size is its file's, and every read verifies it.
+    """A tier of files in a ``ChunkFolder``; a chunk's size is its file's, and every read verifies it.
 
-    A file's modification time is its last use, so that the order of last uses survives a restart; how much they add up
-    to does not, and what ``note_use`` tells alone does not, either.
+    A file's modification time is its last use, so that the order of last uses survives a restart. The weights of uses
+    do not survive it, nor do uses that only ``note_use`` reports.
 
-    Several processes may share the folder (see ``IndexedFolder``). What one evicts or deletes vanishes for the others.
-    What else lies at a file's place, such as a folder or a link, is a miss, and gives way to the next file.
+    Several processes may share the folder (see ``IndexedFolder``). A chunk that one evicts or deletes vanishes for the
+    others. Anything else at a file's place, such as a folder or a link, is a miss, and is replaced by the next file.
     """
 
     shared = False
@@ -73,8 +73,8 @@ class DiskTier:
     ) -> None:
         """Open the folder, create it where missing, and evict down to the budget.
 
-        With ``yields``, chunks are evicted where the disk itself has no room, too; else that is another process's
-        business. Raises StoreError where the folder cannot be created or listed.
+        With ``yields``, chunks are evicted when the disk itself is full, too; otherwise another process does that.
+        Raises StoreError where the folder cannot be created or listed.
         """
         self.name = name
         self.speed_name = speed_name(name, place=str(directory.absolute()), codec=codec, sealing=sealing)
@@ -191,7 +191,7 @@ class DiskTier:
         return TierCheck(self.name, checked=len(results) + len(displaced), damaged=displaced + damaged)
 
     def close(self) -> None:
-        """Does nothing: no file is open between calls."""
+        """Do nothing: no file is open between calls."""
 
     def _read(self, key: str) -> ChunkKV | ChunkDamaged | None:
         """Return the verified KV; or the damage, after removing and publishing it; or None where it is a miss for
@@ -202,7 +202,7 @@ class DiskTier:
             return self._failed(key, error)
 
     def _failed(self, key: str, error: Exception) -> ChunkDamaged | None:
-        """Decide what becomes of a chunk that was not read: a damaged one is removed, published and returned."""
+        """Handle a chunk that was not read: if it is damaged, it is removed, published and returned."""
         if isinstance(error, FileNotFoundError):
             reason = "its file vanished"
         elif isinstance(error, MissingLibraryError) or (isinstance(error, OSError) and error.errno not in _UNREADABLE):

@@ -7,15 +7,16 @@ from collections.abc import Iterable, Set
 
 from kvlinker.events import ChunkEvicted, Events
 from kvlinker.store.chunk_kv import ChunkKV
-from kvlinker.store.eviction import Eviction, EvictionIndex
+from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.loading.arriving import ChunkReader, ResidentReader
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier, TierCheck
 from kvlinker.store.tiers.configured import ConfiguredTier, register
+from kvlinker.types.chunks import Eviction
 
 
 class HostTier:
-    """Keeps the very tensors that were put, without a copy; a chunk's size here is its ``ChunkKV.nbytes``."""
+    """A tier that keeps the tensors that were put, without a copy; a chunk's size here is its ``ChunkKV.nbytes``."""
 
     shared = False
 

@@ -1,4 +1,5 @@
-"""Knows which chunk files lie in a folder, and evicts: what is in them is the disk tier's business, the only caller."""
+"""Indexes the chunk files of a folder and evicts them. The disk tier, its only caller, reads and writes their
+content."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvlinker.store.eviction import Eviction, EvictionIndex
+from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.tiers.chunk_folder import ChunkFolder, set_last_use
+from kvlinker.types.chunks import Eviction
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Says what a remote tier needs of a medium for its bytes, and takes the secrets out of a medium's URL."""
+"""The interface of a medium for a remote tier's blobs, and functions that remove secrets from a medium's URL."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from typing import Protocol
 from urllib.parse import unquote
 
 KEYS_AT_ONCE = 1000
-"""The number of keys that a medium is asked about in one question."""
+"""The most keys that one request to a medium asks for."""
 
 
 class MediumUnavailable(Exception):  # noqa: N818 - a state, told to the availability
-    """The medium does not answer, or not sensibly; the message says how."""
+    """Raised when the medium does not answer, or not sensibly; the message says how."""
 
 
 class MediumRefused(Exception):  # noqa: N818
-    """The medium answered that it will not do this: it is full, read-only, or not allowed. It may do other things."""
+    """Raised when the medium refuses an operation: it is full, read-only, or does not allow it. Others may still
+    succeed."""
 
 
 class BlobGone(Exception):  # noqa: N818
-    """The blob vanished while it was read: evicted or deleted by somebody."""
+    """Raised when a blob vanished while it was read: somebody evicted or deleted it."""
 
 
 class BlobDamaged(Exception):  # noqa: N818
-    """What lies under the key cannot be a blob that was written whole; the message says why."""
+    """Raised when the value under a key cannot be a blob that was written whole; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediumUsage:
-    """How full a medium is, with what all servers keep there."""
+    """The fill level of a medium, counting the blobs of all servers."""
 
     used_bytes: int
     blobs: int
@@ -38,11 +39,11 @@ class MediumUsage:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of a write."""
+    """The outcome of a write."""
 
     stored: bool
     evicted: tuple[int, ...] = ()
-    """The sizes in bytes of the blobs that made room."""
+    """The sizes in bytes of the blobs that were evicted for it."""
 
 
 class BlobMedium(Protocol):
@@ -54,7 +55,7 @@ class BlobMedium(Protocol):
 
     @property
     def place(self) -> str:
-        """Where the medium is, without credentials, for logs."""
+        """The location of the medium, without credentials, for logs."""
         ...
 
     @property
@@ -109,11 +110,11 @@ class BlobMedium(Protocol):
         ...
 
     def clear(self) -> None:
-        """Remove everything that lies in this place, whoever put it there, and the place itself."""
+        """Remove everything in this medium's place, whoever put it there, and the place itself."""
         ...
 
     def close(self) -> None:
-        """Give up connections. Idempotent."""
+        """Close connections. Idempotent."""
         ...
 
 
@@ -138,7 +139,7 @@ def redacted(text: str, url: str) -> str:
 
 
 def _secrets(url: str) -> Iterator[str]:
-    """Yield the URL's secrets, as written and as meant, without trusting it to be a valid one."""
+    """Yield the URL's secrets, as written and decoded, even if the URL is not valid."""
     found = [match[1] for match in _SECRET_PARAMETER.finditer(url)]
     for userinfo in _USERINFO.findall(url):
         _, _, password = userinfo[:-1].rpartition(":") if ":" in userinfo else ("", "", userinfo[:-1])

@@ -186,7 +186,7 @@ class ObjectMedium:
             self._index = EvictionIndex(self.budget_bytes)
 
     def close(self) -> None:
-        """Does nothing: nothing is open between calls."""
+        """Do nothing: nothing is open between calls."""
 
     def _missing_folders(self) -> list[str]:
         """Return the local folders above this one that the first write will make, the innermost first."""

@@ -1,4 +1,4 @@
-"""Calls a medium that may be slow or down: within a deadline, and not at all during an outage. Remote tiers use it."""
+"""Guards calls to a medium that may be slow or down: each has a deadline, and during an outage none is made."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANSWER_SECONDS = 2.0
-"""A medium that says nothing for so long does not answer."""
+"""The seconds without an answer after which a medium counts as not answering."""
 
 PAUSE_SECONDS = 3.0
-"""The time from the beginning of an outage to the first trial."""
+"""The seconds from the beginning of an outage to the first trial."""
 
 _SLOWEST_BYTES_PER_SECOND = 10e6  # what is read or written more slowly is abandoned
 _LONGEST_PAUSE = 60.0
@@ -60,10 +60,10 @@ class Deadline:
 
 
 class GuardedMedium:
-    """Asks a medium as long as it answers.
+    """Calls a medium as long as it answers.
 
-    After a failure the medium is down: nobody asks it, until a thread of its own finds that it answers again. It is
-    tried after ``pause_seconds``, and after twice as long each time as long as nothing but the trials succeeds, up to a
+    After a failure the medium counts as down: no call is made until a thread finds that it answers again. It is tried
+    after ``pause_seconds``, and after twice as long each time as long as nothing but the trials succeeds, up to a
     minute. The start and the end of an outage are logged; every failure is published as TierUnavailable.
     """
 
@@ -78,10 +78,10 @@ class GuardedMedium:
         pause_seconds: float,
         conceal: Callable[[str], str],
     ) -> None:
-        """Begin with a medium that is taken to be up.
+        """Begin with a medium that counts as up.
 
-        ``trial`` reaches it during an outage, through ``call``, and raises where it does not answer. ``conceal`` takes
-        credentials out of what its errors say.
+        ``trial`` calls it during an outage, through ``call``, and raises where it does not answer. ``conceal`` removes
+        credentials from its error messages.
         """
         self._tier = tier
         self._place = place
@@ -102,9 +102,9 @@ class GuardedMedium:
         return self._up
 
     def ask(self, call: Callable[[], T], otherwise: T, *, nbytes: int = 0) -> T:
-        """Return what the call does, or ``otherwise`` where the blob is gone, or the medium is down, fails or refuses.
+        """Return the call's result, or ``otherwise`` where the blob is gone, or the medium is down, fails or refuses.
 
-        ``nbytes`` is how much the call moves. Raises BlobDamaged.
+        ``nbytes`` is the size of the transfer. Raises BlobDamaged.
         """
         if not self._up:
             return otherwise
@@ -121,7 +121,7 @@ class GuardedMedium:
         return otherwise
 
     def call(self, call: Callable[[], T], *, nbytes: int = 0) -> T:
-        """Return what the call does, whether the medium is up or not. Raises TimeoutError, and what the call raises."""
+        """Return the call's result, whether the medium is up or not. Raises TimeoutError, and what the call raises."""
         return self._deadline.call(call, self._answer_seconds + nbytes / _SLOWEST_BYTES_PER_SECOND)
 
     def note_transfer(self, *, written: bool = False) -> None:
@@ -131,7 +131,7 @@ class GuardedMedium:
             self._refusing = False
 
     def close(self) -> None:
-        """Try no more. Idempotent."""
+        """Stop the trials. Idempotent."""
         self._closed.set()
 
     def _note_refusal(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Keeps chunks in a remote medium: encodes, verifies and counts them, whatever the medium is."""
+"""Keeps chunks in a remote medium of any kind: encodes, verifies and counts them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _NOTHING_WRITTEN = Written(stored=False)
 
 
 class BlobTier:
-    """Keeps each chunk as one blob, the bytes of a chunk file, in a medium that other servers may share.
+    """A tier that keeps each chunk as one blob, the bytes of a chunk file, in a medium that other servers may share.
 
     A chunk's size here is its blob's. Whatever the medium does, callers see hits and misses, and wait a bounded time;
-    while it does not answer, they do not wait at all. Chunks whose deletion it did not take are tombstoned, and deleted
-    when it is back.
+    while it does not answer, they do not wait at all. Chunks whose deletion the medium did not take are tombstoned, and
+    deleted when it answers again.
     """
 
     shared = True
@@ -57,7 +57,7 @@ class BlobTier:
         sealing: Sealing = NOT_SEALED,
         codec: Codec = RAW,
     ) -> None:
-        """Open the medium, which need not answer. ``conceal`` takes credentials out of what its errors say."""
+        """Open the medium, which need not answer. ``conceal`` removes credentials from its error messages."""
         self.name = name
         self.speed_name = speed_name(name, place=medium.place, codec=codec, sealing=sealing)
         self._medium = medium
@@ -138,10 +138,10 @@ class BlobTier:
         return written.stored
 
     def note_use(self, key: str, weight: float) -> None:
-        """Does nothing: what is evicted here is for all servers to say, by the uses that the medium sees itself."""
+        """Do nothing: the medium evicts for all servers, by the uses that it sees itself."""
 
     def set_pinned(self, keys: Set[str]) -> None:
-        """Does nothing: the other servers evict here, too, and do not know of this one's pins."""
+        """Do nothing: other servers evict here, too, and do not know this one's pins."""
 
     def contains(self, key: str) -> bool:
         return self.nbytes(key) is not None
@@ -183,7 +183,7 @@ class BlobTier:
         return TierCheck(self.name, checked=len(results), damaged=damaged)
 
     def clear(self) -> None:
-        """Remove everything in this place, and the place itself: for one that holds nothing of worth."""
+        """Remove everything in this place, and the place itself: only for samples."""
         self._guard.ask(self._medium.clear, None)
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class BlobTier:
         return self._last_usage
 
     def _size(self, question: Callable[[str], int | None], key: str) -> int | None:
-        """Return what ``stat`` or ``touch`` answers; a copy that they see to be damaged is dropped."""
+        """Return the result of ``stat`` or ``touch``; a copy that they find damaged is dropped."""
         try:
             return self._guard.ask(partial(question, key), None)
         except BlobDamaged as damage:
@@ -259,7 +259,7 @@ class BlobTier:
                 self._guard.call(partial(self._carry_out, key))
 
     def _carry_out(self, key: str) -> bool:
-        """Delete a tombstoned chunk from the medium; returns True, as a question to the medium may."""
+        """Delete a tombstoned chunk from the medium; returns True, since ``GuardedMedium.ask`` expects a result."""
         self._medium.delete(key)
         with self._lock:
             self._tombstoned.discard(key)

@@ -1,4 +1,4 @@
-"""Finds codecs by name, which say how a tier writes keys and values. Every module of this package registers some."""
+"""Codecs, which encode a tier's keys and values, found by name. Every module of this package registers some."""
 
 from kvlinker.store.format.codecs.base import (
     COMPRESSED_RAW,

@@ -1,7 +1,7 @@
-"""Says what a codec is, registers codecs by name, and holds the one that changes nothing.
+"""The codec interface, the registry of codecs by name, and the codec ``raw``, which changes nothing.
 
-A codec turns one layer's keys or values [heads, tokens, dim] into named parts and back. Each is registered twice: as it
-is, and as ``<name>+zstd``, with its parts compressed.
+A codec turns one layer's keys or values [heads, tokens, dim] into named parts and back. Each is registered twice:
+plain, and as ``<name>+zstd``, with its parts compressed.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from kvlinker.registry import Registry
 from kvlinker.store.format.compression import MissingLibraryError, require_zstd
 
 Parts = Mapping[str, Tensor]
-"""Maps names to tensors, in order; "" is the main one, whose first two dimensions are [heads, tokens]."""
+"""Named tensors, in order; "" names the main one, whose first two dimensions are [heads, tokens]."""
 
 Layout = Mapping[str, tuple[torch.dtype, int]]
-"""Gives the dtype and the number of dimensions of each part."""
+"""The dtype and the number of dimensions of each part."""
 
 Room = Callable[..., Tensor]
-"""Gives memory for a tensor as ``torch.empty`` does: called with its shape and ``dtype=``."""
+"""Allocates a tensor as ``torch.empty`` does: called with its shape and ``dtype=``."""
 
 
 class Codec(Protocol):
-    """Writes heads [heads, tokens, dim] of a floating dtype in one way, and reads them back. It holds no state."""
+    """Encodes keys or values [heads, tokens, dim] of a floating dtype, and decodes them. It holds no state."""
 
     @property
     def name(self) -> str:
@@ -108,7 +108,7 @@ def find_codec(name: str) -> Codec:
 
 @register
 class Raw:
-    """Writes the numbers as they are. What other codecs refuse is written so, too."""
+    """Stores the numbers unchanged. Also used for numbers that another codec refuses."""
 
     name = "raw"
     compresses = False

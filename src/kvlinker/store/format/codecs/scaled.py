@@ -1,7 +1,7 @@
-"""Registers the codecs that write keys and values in fewer bits: eight, or four behind a rotation.
+"""Codecs that store keys and values in fewer bits: eight, or four after a rotation.
 
-What is lost is bounded per token and head: each has a scale of its own. Numbers that are not finite make these codecs
-refuse, for no scale fits them.
+The error is bounded per token and head: each has a scale of its own. Numbers that are not finite are refused, since no
+scale fits them.
 """
 
 from __future__ import annotations
@@ -86,21 +86,21 @@ def _half(scale: Tensor) -> Tensor:
 
 
 def _range(heads: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how far the numbers of each token and head go above zero and below it: [heads, tokens, 1] each, not finite
-    where one of the numbers is not."""
+    """Return the largest number, and the negated smallest one, of each token and head: [heads, tokens, 1] each, not
+    finite where one of the numbers is not."""
     return heads.amax(-1, keepdim=True), heads.amin(-1, keepdim=True).neg_()
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """Return ``scale`` as it will be read, with 1 where it is zero, for then all numbers are."""
+    """Return ``scale`` as it will be read back, with 1 in place of 0, where all numbers are 0."""
     wide = scale.float()
     return wide.masked_fill(wide == 0, 1)
 
 
 def _pieces(stored: Tensor, scale: Tensor, decoded: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield ``stored`` and ``decoded`` [heads, tokens, …] with ``scale`` [heads, tokens], some rows at a time: so
-    few that PyTorch does not deal them out among threads, of which those that read have no use, and that they stay in
-    the processor's cache."""
+    """Yield ``stored`` and ``decoded`` [heads, tokens, …] with ``scale`` [heads, tokens], some rows at a time: so few
+    that PyTorch does not split them among threads, which would not help threads that read, and that they fit in the
+    processor's cache."""
     rows = max(1, _PIECE_NUMBERS // decoded.shape[-1])
     flat = stored.flatten(0, 1), scale.flatten()[:, None], decoded.view(-1, decoded.shape[-1])
     for begin in range(0, len(flat[1]), rows):
@@ -116,7 +116,7 @@ def _rotate(heads: Tensor, out: Tensor) -> None:
 
 @cache
 def _pairs(dtype: torch.dtype) -> Tensor:
-    """Return the two numbers, before they are scaled, that each byte stands for: [256, 2]."""
+    """Return the two numbers, before scaling, that each byte encodes: [256, 2]."""
     bytes_ = torch.arange(256)
     return torch.stack(((bytes_ & 15) - 8, (bytes_ >> 4) - 8), dim=-1).to(dtype)
 
