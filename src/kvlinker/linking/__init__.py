@@ -1,8 +1,8 @@
 """Linking decides which cached tokens to keep and which to recompute. It knows prompts, but no model and no engine."""
 
-from kvlinker.linking.evidence import Evidence, Forecast, LayerEvidence, Library, NoVariants, Variant
+from kvlinker.linking.evidence import Evidence, Forecast, LayerEvidence, Library, NoVariants, PromptEvidence, Variant
 from kvlinker.linking.explanation import Explanation
-from kvlinker.linking.link import Link, PromptEvidence
+from kvlinker.linking.link import Link
 from kvlinker.linking.needs import Needs
 from kvlinker.linking.parameters import choice, number, percentage
 from kvlinker.linking.plan import LinkPlan, Placement, make_plan, probe_plan

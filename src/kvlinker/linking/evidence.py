@@ -15,7 +15,7 @@ from kvlinker.types.chunks import Chunk
 
 
 class Evidence(Protocol):
-    """Tells what is known before the first layer."""
+    """The evidence that is available before the first layer."""
 
     def scores(self, chunk: int) -> ChunkScores | None:
         """Return the scores from the creation of ``prompt.chunks[chunk]``'s KV; None for KV that was stored without.
@@ -34,24 +34,27 @@ class Evidence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptEvidence:
-    """The ``Evidence`` of one prompt: its chunks' stored scores, and a probe's attention, each if asked for."""
+    """The ``Evidence`` of one prompt, as far as it has been gathered."""
 
     chunk_scores: tuple[ChunkScores | None, ...] | None = None
+    """The scores stored with each of the prompt's chunks, in order."""
+
     attention: NDArray[np.float32] | None = None
+    """The question's attention in a first pass: [layers, length], mean over heads."""
 
     def scores(self, chunk: int) -> ChunkScores | None:
         if self.chunk_scores is None:
-            raise RuntimeError("a policy that looks at chunks' scores must say that it uses them")
+            raise RuntimeError("a policy that looks at chunks' scores must say that it needs them")
         return self.chunk_scores[chunk]
 
     def question_attention(self) -> NDArray[np.float32]:
         if self.attention is None:
-            raise RuntimeError("a policy that looks at the question's attention must say that it probes")
+            raise RuntimeError("a policy that looks at the question's attention must say that it needs it")
         return self.attention
 
 
 class LayerEvidence(Protocol):
-    """Tells what a layer's keys and values show of the tokens that the policy has kept so far, before its attention."""
+    """The evidence of one layer, before its attention, on the tokens that the policy has kept so far."""
 
     @property
     def prompt(self) -> Prompt:
@@ -65,7 +68,7 @@ class LayerEvidence(Protocol):
 
     @property
     def layers(self) -> int:
-        """How many layers the model has."""
+        """The number of the model's layers."""
         ...
 
     @property
@@ -80,7 +83,7 @@ class LayerEvidence(Protocol):
 
     @property
     def selected(self) -> int:
-        """How many cached tokens the policy selected before the first layer."""
+        """The number of cached tokens that the policy selected before the first layer."""
         ...
 
     def key_deviation(self) -> NDArray[np.float32]:
@@ -102,20 +105,20 @@ class LayerEvidence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Tells how long a prompt's chunks are expected to take, in seconds; None is not measured yet."""
+    """The expected times of loading and of computing a prompt's chunks, in seconds; None where not measured yet."""
 
     load: float | None
-    """Seconds to read the chunks from the tiers in which they lie, T_load. What is in memory takes none."""
+    """Seconds to read the chunks from the tiers that hold them, T_load; chunks in memory take none."""
 
     prefill: float | None
     """Seconds to compute all of their tokens as one text, T_prefill(L)."""
 
     overlaps: bool = True
-    """Whether computation can go on beside the loading; else one comes after the other."""
+    """True if computation can go on beside the loading; otherwise one comes after the other."""
 
     @property
     def worth_loading(self) -> bool:
-        """Whether loading takes no longer than computing everything."""
+        """True if loading takes no longer than computing everything."""
         return self.load is not None and self.prefill is not None and self.load <= self.prefill
 
     def hidden_percent(self, least: float) -> float:
@@ -135,14 +138,14 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Describes a chunk whose KV was computed behind ``chunk.prefix``, and how it depends on the chunks in there."""
+    """A chunk whose KV was computed behind ``chunk.prefix``, and how that KV depends on the chunks in there."""
 
     chunk: Chunk
     contextualization: Contextualization
 
 
 class Library(Protocol):
-    """Finds variants of chunks that are stored."""
+    """Finds stored variants of chunks."""
 
     def variants(self, chunk: Chunk) -> Sequence[Variant]:
         """Return the variants with the same tokens as ``chunk``, besides itself."""

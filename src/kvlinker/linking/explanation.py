@@ -18,8 +18,7 @@ from kvlinker.prompt.segments import CachedSegment, Prompt
 
 @dataclass(frozen=True, slots=True)
 class LinkedSegment:
-    """Describes a part of the prompt: fresh text, or a chunk with what is known of its KV. The last four fields are a
-    chunk's, and None for fresh text."""
+    """A part of the prompt: fresh text, or a chunk. The last four fields are a chunk's, and None for fresh text."""
 
     kind: Literal["fresh", "chunk"]
     start: int
@@ -29,10 +28,10 @@ class LinkedSegment:
     """SHA-256 (hex) of its token ids."""
 
     exact: bool | None = None
-    """Whether its KV is what this very prompt makes of it."""
+    """True if its KV is exactly what a full prefill of this prompt would compute."""
 
     computed_behind: int | None = None
-    """How many tokens stood before it when its KV was computed."""
+    """The number of tokens that stood before it when its KV was computed."""
 
     context_cache: str | None = None
     """The id by which the caller named it, if one did."""
@@ -40,7 +39,7 @@ class LinkedSegment:
 
 @dataclass(frozen=True, slots=True)
 class LayerRange:
-    """Tells which ranges [begin, end) of cached tokens are ``recomputed``, the same in layers ``first`` to ``last``."""
+    """The ranges [begin, end) of cached tokens that are ``recomputed``, the same in layers ``first`` to ``last``."""
 
     first: int
     last: int
@@ -53,7 +52,7 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """Tells what linking costs. Token counts are averages over the layers; ``full_flops`` is a full prefill's."""
+    """The cost of linking. Token counts are averages over the layers; ``full_flops`` is the cost of a full prefill."""
 
     cached_tokens: int
     recomputed_tokens: int
@@ -64,13 +63,13 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Tells how one prompt is linked under one policy."""
+    """How one prompt is linked under one policy."""
 
     policy: str
     """The name of the request's policy."""
 
     settled: str
-    """The name of the policy that took its place, going by ``forecast``; the same where it does not look at one."""
+    """The name of the policy that replaced it by the ``forecast``; the same name where it does not look at one."""
 
     forecast: Forecast | None
     tokens: int
@@ -161,7 +160,7 @@ def explain_plan(
     layers: int,
     cost: PromptCost,
 ) -> Explanation:
-    """Explain what became of a plan in a model of so many ``layers``.
+    """Explain how a plan was carried out in a model of so many ``layers``.
 
     ``scores`` are the figures by which tokens were chosen. ``asked`` is the request's policy, which may have settled
     for the plan's. ``recomputed`` counts cached tokens that were computed again, averaged over the layers.

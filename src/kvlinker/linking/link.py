@@ -1,4 +1,4 @@
-"""The driver of policies, which both engines use: it holds what was decided so far about one prompt."""
+"""The driver of policies for both engines: what was decided so far about one prompt, as an immutable value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.errors import KVLinkerError
-from kvlinker.linking.evidence import Forecast, Library, NoVariants
+from kvlinker.linking.evidence import Forecast, Library, NoVariants, PromptEvidence
 from kvlinker.linking.explanation import Explanation, PromptCost, explain_plan
 from kvlinker.linking.plan import ChunkUse, LinkPlan, Placement, Range, chunk_uses, make_plan, probe_plan, ranges
 from kvlinker.linking.policy import Policy
@@ -27,27 +27,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class PromptEvidence:
-    """Holds ``Evidence`` as far as it has been gathered."""
-
-    chunk_scores: tuple[ChunkScores | None, ...] | None = None
-    """The scores stored with each of the prompt's chunks, in order."""
-
-    attention: NDArray[np.float32] | None = None
-    """The question's attention in a first pass: [layers, length], mean over heads."""
-
-    def scores(self, chunk: int) -> ChunkScores | None:
-        if self.chunk_scores is None:
-            raise RuntimeError("a policy that looks at chunks' scores must say that it needs them")
-        return self.chunk_scores[chunk]
-
-    def question_attention(self) -> NDArray[np.float32]:
-        if self.attention is None:
-            raise RuntimeError("a policy that looks at the question's attention must say that it needs it")
-        return self.attention
-
-
 def no_forecast(prompt: Prompt) -> Forecast:
     """Return the forecast of an engine that has measured nothing."""
     return Forecast(load=None, prefill=None)
@@ -55,11 +34,11 @@ def no_forecast(prompt: Prompt) -> Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Holds one prompt under one policy, with what has been decided so far.
+    """One prompt under one policy, with what has been decided so far.
 
-    An engine begins a link, fetches the KV of its ``chunks``, tells it their scores, and computes what its plan says:
-    first the plan of a first pass, where ``probing``, then the one that follows from the attention seen in it. Every
-    step returns a new link. What a policy raises becomes a KVLinkerError that names the policy.
+    An engine begins a link, fetches the KV of its ``chunks``, passes their scores to it, and computes its plan: first
+    the plan of a first pass, if ``probing``, then the one that follows from the attention in it. Every step returns a
+    new link. An exception of the policy becomes a KVLinkerError that names the policy.
     """
 
     asked: Policy
@@ -75,10 +54,10 @@ class Link:
     """The forecast by which the policy settled; None where it does not look at forecasts."""
 
     evidence: PromptEvidence = field(default=PromptEvidence(), repr=False)
-    """What the policy may look at, as far as it has been gathered."""
+    """The evidence that has been gathered for the policy so far."""
 
     plan: LinkPlan | None = None
-    """What to place and to compute; None until the chunks' scores are there, where the policy needs them."""
+    """The plan to place and compute; None until the chunks' scores are there, where the policy needs them."""
 
     @classmethod
     def begin(
@@ -105,7 +84,7 @@ class Link:
 
     @property
     def probing(self) -> bool:
-        """Whether the plan is that of a first pass, in which the question's attention is to be seen."""
+        """True if the plan is that of a first pass, which measures the question's attention."""
         return self.policy.needs.question_attention and self.evidence.attention is None
 
     @property
@@ -141,17 +120,18 @@ class Link:
     def refinement(
         self, layers: int, *, watch: ChunkAttention | None = None, explains: bool = False
     ) -> Refinement | None:
-        """Begin the way through the model's ``layers``; None for policies that drop nothing, and in a first pass.
+        """Return the refinement through the model's ``layers``; None for policies that drop nothing, and in a first
+        pass.
 
-        ``watch`` is required where the policy needs ``chunk_attention``. With ``explains``, it keeps what the policy is
-        shown.
+        ``watch`` is required where the policy needs ``chunk_attention``. With ``explains``, the figures that the policy
+        is shown are kept.
         """
         if self.probing or not self.policy.needs.refines:
             return None
         return Refinement(self._plan, layers, watch=watch, explains=explains)
 
     def usage(self, refinement: Refinement | None = None, *, output_tokens: int = 0, linked: bool = True) -> Usage:
-        """Count what becomes of the prompt's tokens; all are zero while there is no plan.
+        """Count the prompt's tokens by how they are computed; all are zero while there is no plan.
 
         ``linked`` is False where the engine computed the whole prompt in the end.
         """
@@ -163,7 +143,7 @@ class Link:
         return Usage(held - recomputed, recomputed, plan.fresh_tokens, output_tokens)
 
     def uses(self, layers: int, refinement: Refinement | None = None) -> tuple[ChunkUse, ...]:
-        """Tell what share of each placed chunk was computed again, averaged over the model's ``layers``."""
+        """Return the share of each placed chunk that was computed again, averaged over the model's ``layers``."""
         return chunk_uses(self._plan, layers, () if refinement is None else refinement.dropped)
 
     def explanation(self, refinement: Refinement | None = None, *, layers: int, cost: PromptCost) -> Explanation:
@@ -182,7 +162,7 @@ class Link:
         )
 
     def failed(self, error: Exception) -> KVLinkerError:
-        """Word the error of a request whose policy raised ``error``, which is logged."""
+        """Return the error for a request whose policy raised ``error``, which is logged."""
         return policy_failed(self.asked, error)
 
     @property
@@ -199,7 +179,8 @@ class Link:
 
 
 def policy_failed(policy: Policy, error: Exception) -> KVLinkerError:
-    """Word the error of a request whose policy raised ``error``, which is logged; a KVLinkerError stays what it is."""
+    """Return the error for a request whose policy raised ``error``, which is logged; a KVLinkerError is returned
+    unchanged."""
     if isinstance(error, KVLinkerError):
         return error
     logger.error("Policy %s failed.", policy.name, exc_info=error)

@@ -8,12 +8,12 @@ from typing import Literal
 EVERY_LAYER: Literal["every"] = "every"
 
 RefinedLayers = int | Literal["every"] | None
-"""In which layers a policy's ``refine`` is asked: none, the one with this number, or every layer."""
+"""The layers in which a policy's ``refine`` is asked: none, the one with this number, or every layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Tells what is to be collected for a policy. An engine collects nothing for policies that do not need it."""
+    """The evidence to collect for a policy. An engine collects nothing that no policy needs."""
 
     forecast: bool = False
     """``settle`` looks at how long loading and computing the chunks is expected to take."""
@@ -29,18 +29,19 @@ class Needs:
     """``select`` looks at the question's attention: the fresh tokens pass once over the placed KV before it."""
 
     layers: RefinedLayers = None
-    """In which layers ``refine`` is asked. With 1, a first pass over the first layer shows all that it looks at."""
+    """The layers in which ``refine`` is asked. With 1, a pass over the first layer suffices to show everything it looks
+    at."""
 
     chunk_attention: bool = False
     """``refine`` looks at the question's attention on the chunks in earlier layers."""
 
     @property
     def refines(self) -> bool:
-        """Whether ``refine`` is asked in any layer."""
+        """True if ``refine`` is asked in any layer."""
         return self.layers is not None
 
     def refines_in(self, layer: int) -> bool:
-        """Whether ``refine`` is asked in this layer."""
+        """Return whether ``refine`` is asked in this layer."""
         return self.layers in (EVERY_LAYER, layer)
 
     def __or__(self, other: Needs) -> Needs:
@@ -56,8 +57,7 @@ class Needs:
         )
 
     def beyond(self, offered: Needs) -> tuple[str, ...]:
-        """Name, in words for users, what is needed here and not among what an engine offers; empty if all is
-        offered."""
+        """Name, in words for users, the needs that ``offered`` lacks; empty if it has all."""
         where = "every layer" if self.layers == EVERY_LAYER else f"layer {self.layers}"
         wanted = {
             "a forecast of loading and computing": self.forecast and not offered.forecast,
@@ -76,4 +76,4 @@ NOTHING = Needs()
 EVERYTHING = Needs(
     forecast=True, scores=True, variants=True, question_attention=True, layers=EVERY_LAYER, chunk_attention=True
 )
-"""What an engine offers that supports all policies."""
+"""The needs that an engine offers which supports all policies."""

@@ -21,7 +21,7 @@ _TRIALS = 9
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Declares a number from ``minimum`` to ``maximum``, written behind ``prefix``; required without a default."""
+    """A number from ``minimum`` to ``maximum``, written behind ``prefix``; required without a default."""
 
     meaning: str
     minimum: float
@@ -60,7 +60,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Declares a choice among several words; the first is the default, and is not written."""
+    """A choice among several words; the first is the default, and is not written."""
 
     meaning: str
     words: tuple[str, ...]
@@ -141,7 +141,7 @@ def write(values: Any) -> list[str]:
 def read(cls: type, family: str, text: str | None) -> dict[str, Any]:
     """Parse the field values that ``text`` writes, such as "15-onestep"; None where nothing is written.
 
-    Raises PolicyError for what no parameter takes, for what is written twice, and for required ones that are missing.
+    Raises PolicyError for words that no parameter takes, for repeated ones, and for required ones that are missing.
     """
     values: dict[str, Any] = {}
     parameters = declared(cls)

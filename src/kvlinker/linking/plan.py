@@ -1,4 +1,4 @@
-"""The link plan says what to place where and what to compute for one request; it is an immutable value."""
+"""The link plan of one request: the placements of chunks and the positions to compute, as an immutable value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DroppedTokens = tuple[int, NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Says to copy a chunk's tokens [first, last) into the prompt, its token i at position ``start + i``."""
+    """A copy of a chunk's tokens [first, last) into the prompt, with its token i at position ``start + i``."""
 
     chunk: Chunk
     start: int
@@ -30,12 +30,12 @@ class Placement:
     last: int
 
     rotary_start: int
-    """Keys get the rotary embedding of position ``rotary_start + i``; it is ``start``, but for ablations."""
+    """The keys' rotary embedding is that of position ``rotary_start + i``. It equals ``start``, except in ablations."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkPlan:
-    """Says what to place and what to compute.
+    """The placements of chunks and the positions to compute.
 
     Every position is in a run, in a placement, or in both: then it is placed first and overwritten.
     """
@@ -56,7 +56,7 @@ class LinkPlan:
 
     @property
     def length(self) -> int:
-        """How many tokens the prompt has."""
+        """The number of the prompt's tokens."""
         return len(self.prompt)
 
 
@@ -111,15 +111,15 @@ def ranges(mask: NDArray[np.bool_]) -> tuple[Range, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkUse:
-    """Tells what one request took of a placed chunk. ``recomputed`` is the share of its tokens that were computed
-    again, averaged over the layers."""
+    """The use of a placed chunk by one request. ``recomputed`` is the share of its tokens that were computed again,
+    averaged over the layers."""
 
     chunk: Chunk
     recomputed: float
 
 
 def chunk_uses(plan: LinkPlan, layers: int, dropped: Sequence[DroppedTokens] = ()) -> tuple[ChunkUse, ...]:
-    """Tell what the plan takes of each placed chunk, in order, in a model of so many ``layers``."""
+    """Return the use of each placed chunk, in order, in a model of so many ``layers``."""
     computed = np.mean(layer_masks(plan, layers if dropped else 1, dropped), axis=0)
     return tuple(
         ChunkUse(placement.chunk, float(computed[placement.start : placement.start + len(placement.chunk)].mean()))

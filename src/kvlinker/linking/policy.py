@@ -20,7 +20,7 @@ from kvlinker.prompt.segments import Prompt
     frozen_default=True, field_specifiers=(parameters.number, parameters.percentage, parameters.choice)
 )
 class Policy(ABC):
-    """Is the base of all policies. Subclasses become frozen dataclasses, whose fields are the policy's parameters.
+    """The base of all policies. Subclasses become frozen dataclasses, whose fields are the policy's parameters.
 
     A policy holds no state. It is asked up to four times: ``arrange`` picks the KV, ``settle`` how much to compute,
     ``select`` the tokens before the first layer, ``refine`` those that are still computed in every layer. Cached tokens
@@ -53,21 +53,21 @@ class Policy(ABC):
 
     @property
     def positioned(self) -> bool:
-        """Whether placed keys get their new positions. False leaves those that they were computed at (an ablation)."""
+        """True if placed keys get their new positions; False leaves those that they were computed at (an ablation)."""
         return True
 
     @property
     def parts(self) -> tuple[Policy, ...]:
-        """The policies that this one is the union of; itself, if it is none."""
+        """The policies that a union consists of; any other policy is its only part."""
         return (self,)
 
     def arrange(self, prompt: Prompt, library: Library) -> Prompt:
-        """Make the same prompt of other KV: of variants of its chunks, or in another order. By default it stays as it
-        is."""
+        """Return the prompt with variants of its chunks, or with its chunks in another order. By default it is
+        unchanged."""
         return prompt
 
     def settle(self, forecast: Forecast) -> Policy:
-        """Choose the policy that takes this one's place for a prompt with this forecast; by default itself."""
+        """Return the policy to use for a prompt with this forecast; by default this one."""
         return self
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""One request's way through the layers under a policy that drops tokens between them; the engine drives it."""
+"""Drives a policy that drops tokens between the layers, for one request; the engine calls it in every layer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvlinker.prompt.segments import Prompt
 
 
 class Deviations(Protocol):
-    """How a layer's newly computed keys and values of a request's active tokens differ from the placed ones."""
+    """The deviation of a layer's newly computed keys and values from the placed ones, for a request's active tokens."""
 
     def deviation(self, part: int) -> NDArray[np.float32]:
-        """Squared L2 distance of new and placed key (``part`` 0) or value (1), over all heads: [active]."""
+        """Return the squared L2 distance of new and placed key (``part`` 0) or value (1), over all heads: [active]."""
         ...
 
 
@@ -28,25 +28,25 @@ class ChunkAttention(Protocol):
 
     @property
     def attention(self) -> NDArray[np.float32]:
-        """[layers so far, chunks]; sum over the question's tokens, mean over heads."""
+        """The attention: [layers so far, chunks], summed over the question's tokens, mean over heads."""
         ...
 
     def want(self, layer: int) -> None:
-        """Ask for this layer's attention, too. Collecting ends with the first layer that nobody asks for."""
+        """Ask for this layer's attention, too. Collecting ends with the first layer that no policy asks for."""
         ...
 
 
 class Refinement:
-    """Asks a policy in each layer which tokens stay. All of the prompt's tokens are computed in one step.
+    """Asks a policy in each layer which tokens to keep. All of the prompt's tokens are computed in one step.
 
-    A policy that raises keeps all its tokens, for the sake of the batch, and ``error`` tells what it raised.
+    If the policy raises, all its tokens are kept, so that the batch is not affected, and ``error`` is the exception.
     """
 
     def __init__(
         self, plan: LinkPlan, layers: int, *, watch: ChunkAttention | None = None, explains: bool = False
     ) -> None:
-        """``layers`` counts the model's. ``watch`` is required where the policy needs ``chunk_attention``. With
-        ``explains``, the figures that the policy asks for are kept in ``shown``."""
+        """``layers`` is the number of the model's layers. ``watch`` is required where the policy needs
+        ``chunk_attention``. With ``explains``, the figures that the policy asks for are kept in ``shown``."""
         self._prompt = plan.prompt
         self._layers = layers
         self._parts = [
@@ -72,14 +72,15 @@ class Refinement:
 
     @property
     def recomputed_tokens(self) -> int:
-        """How many cached tokens were computed again, averaged over the model's layers."""
+        """The number of cached tokens that were computed again, averaged over the model's layers."""
         spared = sum(len(positions) * (self._layers - layer) for layer, positions in self._dropped)
         return round(self._selected - spared / self._layers)
 
     def keep(self, layer: int, positions: NDArray[np.int64], kv: Deviations) -> NDArray[np.bool_]:
-        """Ask the policy in this layer, and return which tokens stay from its attention on: [active].
+        """Ask the policy in this layer, and return which tokens it keeps from its attention on: a mask, [active].
 
-        ``positions`` [active], ascending, are the tokens that are still computed; ``kv`` tells of the same tokens.
+        ``positions`` [active], ascending, are the tokens that are still computed; ``kv`` has the deviations of the same
+        tokens.
         """
         cached = self._prompt.cached[positions]
         kept: NDArray[np.bool_] = ~cached | (positions == len(self._prompt) - 1)  # the last token gives the answer
@@ -122,7 +123,7 @@ class Refinement:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of the policies that are joined. ``active`` [length] are the cached tokens that it still wants."""
+    """One of the policies that are joined. ``active`` [length] masks the cached tokens that it still computes."""
 
     policy: Policy
     active: NDArray[np.bool_]
@@ -131,7 +132,8 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _StepEvidence:
-    """``LayerEvidence`` for one part of a policy in one layer of a step. ``rows`` are its tokens' places in ``kv``."""
+    """The ``LayerEvidence`` of one part of a policy in one layer of a step. ``rows`` are its tokens' indices in
+    ``kv``."""
 
     prompt: Prompt
     layer: int

@@ -66,8 +66,9 @@ def _parse_one(text: str) -> Policy:
 def describe_policies(unsupported: Callable[[Policy], str | None]) -> tuple[dict[str, Any], ...]:
     """Describe all registered policies, sorted by name, as JSON.
 
-    ``unsupported`` tells why an engine cannot follow a policy, None where it can. ``supported`` is whether the engine
-    can follow the policy with any choice of its parameters, ``restriction`` why it cannot with others.
+    ``unsupported`` returns the reason why an engine cannot follow a policy, None where it can. ``supported`` is true if
+    the engine can follow the policy with at least some of its parameters; ``restriction`` is the reason why it cannot
+    with others.
     """
     described = []
     for policy in known_policies().values():

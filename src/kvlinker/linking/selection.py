@@ -1,4 +1,4 @@
-"""Helpers to choose tokens by score, and the figures by which they were chosen."""
+"""Functions that choose tokens by score, and the figures by which they were chosen."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 DIGITS = 6
-"""How many significant digits figures have in JSON."""
+"""The number of significant digits of figures in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Holds figures by which tokens were chosen: one per entry of ``positions`` [n], or per chunk without positions.
+    """Figures by which tokens were chosen: one per entry of ``positions`` [n], or per chunk without positions.
 
-    ``layer`` is where they were looked at; None for before the first layer.
+    ``layer`` is the layer in which they were measured; None for before the first layer.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The union joins policies: a token is computed where any of them wants it."""
+"""The union of policies: a token is computed if any of them selects it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own policy selects the tokens that the question looks at."""
+"""kvlinker's own policy, which selects the tokens that the question attends to."""
 
 from __future__ import annotations
 
