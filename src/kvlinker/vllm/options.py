@@ -1,4 +1,4 @@
-"""Options that only vLLM's connector is told, beside kvlinker's settings."""
+"""The options of vLLM's connector that are not among kvlinker's settings."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kvlinker.vllm.scheduler.link_throttle import SLOWDOWN
 
 
 class ConnectorOptions(BaseModel):
-    """Holds the connector's own options."""
+    """The connector's own options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     slice_tokens: int = Field(256, ge=1)
-    """The most tokens that a step links beside others."""
+    """The most tokens that a step links while other requests are being computed."""
 
     slowdown: float = Field(SLOWDOWN, gt=1)
-    """How many times as long others wait for a token while prompts are linked, on average."""
+    """The factor by which linking may lengthen the time between others' tokens, on average."""
 
     allow_untested: bool = False
-    """Whether to run in versions of vLLM that kvlinker was not tested with."""
+    """True to run in versions of vLLM that kvlinker was not tested with."""
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Self:
-        """Take what is meant for it out of ``options``. Raises InvalidRequestError."""
+        """Remove the connector's options from ``options`` and return them. Raises InvalidRequestError."""
         own = {name: options.pop(name) for name in cls.model_fields if name in options}
         try:
             return cls.model_validate(own)

@@ -16,8 +16,8 @@ from kvlinker.vllm.protocol.transfer_plan import TransferOutcome
 
 
 class VLLMRequest:
-    """Holds a request under way with all of its choices, and what they have in common. The client's loop calls all but
-    init."""
+    """A request under way, with all of its choices and what they share. Everything but ``__init__`` is called in the
+    client's loop."""
 
     def __init__(
         self, request: GenerationRequest, sink: Sink, *, tokenizer: Any, max_tokens: int, events: Events
@@ -31,33 +31,34 @@ class VLLMRequest:
 
     @property
     def open_choices(self) -> int:
-        """How many of the choices have not ended."""
+        """The number of choices that have not ended."""
         return sum(not choice.ended for choice in self.choices)
 
     @property
     def tokens(self) -> int:
-        """How many tokens it holds: the prompt's once, and the answers' so far."""
+        """The number of tokens that it holds: the prompt's once, and those of all answers so far."""
         return len(self.request.prompt) + sum(choice.tokens for choice in self.choices)
 
     def mark_planned(self, linked: LinkedPrompt) -> None:
-        """Note that the request is vLLM's from now on."""
+        """Note that the prompt is linked, and vLLM has the request from now on."""
         self._linked = linked
         self.clock.started = self.clock.loaded  # as long as vLLM has not told how long it queued
 
     def note_outcome(self, outcome: TransferOutcome) -> None:
-        """Note what vLLM tells of the transfer plan with each choice; the first one counts."""
+        """Note the outcome of the transfer plan, which vLLM reports with each choice; the first report counts."""
         if self._outcome is None and self.clock.loaded is not None:
             self._outcome = outcome
             self.clock.started = self.clock.loaded + outcome.queued
 
     def usage(self, output_tokens: int) -> Usage:
-        """Count what became of the prompt, and one choice's output; all are zero before there is a plan."""
+        """Count the prompt's tokens by how they were computed, and one choice's output; all are zero before there is a
+        plan."""
         if self._linked is None:
             return Usage(0, 0, 0, output_tokens)
         return self._linked.usage(output_tokens, linked=self._outcome is None or self._outcome.linked)
 
     def cancel(self) -> None:
-        """End all choices that have not ended, as the caller wished."""
+        """End all choices that have not ended as cancelled."""
         for choice in self.choices:
             choice.cancel()
 
@@ -68,7 +69,7 @@ class VLLMRequest:
 
 
 class Choice:
-    """Tells the request's sink what vLLM generates for one choice."""
+    """Passes the tokens that vLLM generates for one choice to the request's sink."""
 
     def __init__(self, request: VLLMRequest, index: int, sink: Sink, tokenizer: Any, events: Events) -> None:
         self.index = index
@@ -86,7 +87,7 @@ class Choice:
 
     @property
     def tokens(self) -> int:
-        """How many tokens were generated."""
+        """The number of generated tokens."""
         return self._output.tokens
 
     def accept(self, new: NewTokens) -> None:

@@ -1,4 +1,4 @@
-"""Provides chunks where vLLM's workers find them: files in the store's folder, computed by vLLM if missing."""
+"""Provides chunks as files in the store's folder, where vLLM's workers find them; missing ones are computed by vLLM."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ logger = logging.getLogger(__name__)
 
 DISK = "disk"
 BUILT_AT_ONCE = 2
-"""How many chunks that nobody's answer waits for are computed at once: more would only be in the way of answers."""
+"""The most chunks that are computed at once while no answer waits for them: more would slow answers down."""
 
 TOKEN_OVERHEAD_BYTES = 16
 FILE_OVERHEAD_BYTES = 1 << 14
-"""About what scores, header and encryption take in a chunk's file."""
+"""The approximate bytes of scores, header and encryption in a chunk's file."""
 
 
 class ChunkNotStoredError(StoreError):
-    """Says that a chunk is not in the store's folder after it was to be computed for it."""
+    """Raised when a chunk is not in the store's folder although it has just been computed for it."""
 
 
 class ChunkProvider:
-    """Has chunks' files there when vLLM's workers need them. All methods are called in the client's loop."""
+    """Makes sure that chunks' files exist when vLLM's workers need them. All methods are called in the client's
+    loop."""
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class ChunkProvider:
         token_bytes: int,
         longest: int,
     ) -> None:
-        """``executor`` runs what waits for the store. ``token_bytes`` is the size of a token's KV, ``longest`` how many
-        tokens a chunk may have, with what stands before it."""
+        """``executor`` runs calls that wait for the store. ``token_bytes`` is the size of a token's KV in bytes,
+        ``longest`` the most tokens that a chunk and its generation context may have together."""
         self._client = client
         self._store = store
         self._executor = executor
@@ -63,7 +64,8 @@ class ChunkProvider:
         return chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant)
 
     async def cache(self, chunk: Chunk, tenant: str) -> int:
-        """Have the chunk's file stored, and return its bytes. Raises KVLinkerError, ChunkNotStoredError among them."""
+        """Make sure that the chunk's file is stored, and return its bytes. Raises KVLinkerError, ChunkNotStoredError
+        among them."""
         key = self.key(chunk, tenant)
         async with self._room:
             stored = await self._in_executor(self._store.nbytes, key)
@@ -73,7 +75,7 @@ class ChunkProvider:
         return stored or 0
 
     async def provide(self, chunk: Chunk, tenant: str) -> ChunkScores | None:
-        """Have the chunk's file stored, and return the scores that are stored with its KV, if any.
+        """Make sure that the chunk's file is stored, and return the scores that are stored with its KV, if any.
 
         Where the store has no room for the file, there is none: vLLM's scheduler sees that, and has the request
         computed in full.
@@ -92,7 +94,7 @@ class ChunkProvider:
         return scores
 
     def cancel(self) -> None:
-        """Give up what is being built."""
+        """Cancel the chunks that are being computed."""
         for task in self._building.values():
             task.cancel()
 
@@ -134,7 +136,7 @@ class ChunkProvider:
             logger.warning("Prompts with chunks that are not stored are computed in full. %s", error)
 
     def _fetch(self, key: str) -> tuple[bool, ChunkScores | None]:
-        """Tell whether the chunk's file is there, and its scores. What a shared tier has is brought to the disk."""
+        """Return whether the chunk's file is there, and its scores. A chunk in a shared tier is copied to the disk."""
         opened = self._store.open(key)
         if opened is None:
             return False, None

@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 MOST_LOGPROBS = 1000
 CPU_MEMORY_SHARE = 0.4
-"""The share of all memory that vLLM may take without a GPU; its own default, 0.92, is more than most have free."""
+"""The share of all memory that vLLM may take without a GPU; its default, 0.92, is more than most machines have free."""
 
 SPARE_TOKENS = 2
-"""Tokens of vLLM's window that capturing leaves free: one behind those captured, and an answer of one."""
+"""The tokens of vLLM's window that capturing leaves free: one behind the captured ones, and an answer of one token."""
 
 _ONE_TOKEN = SamplingParams(temperature=0, ignore_eos=True)
 
@@ -36,7 +36,7 @@ RESERVED_OPTIONS = ("model", "tokenizer", "dtype", "kv_transfer_config")
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Brings tokens that vLLM generated since the last ones."""
+    """The tokens that vLLM generated since the last report."""
 
     token_ids: tuple[int, ...]
 
@@ -44,37 +44,37 @@ class NewTokens:
     """One entry per token, {token id: log probability}; None where none were asked for."""
 
     reason: str | None
-    """Tells that these were the last tokens: ``stop``, ``length``, ``abort`` or ``error``."""
+    """The reason why these are the last tokens: ``stop``, ``length``, ``abort`` or ``error``; None if more follow."""
 
     outcome: TransferOutcome | None
-    """What became of the request's transfer plan, with the last tokens; None where it had none."""
+    """The outcome of the request's transfer plan, with the last tokens; None where it had none."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCapacity:
-    """Tells how many tokens vLLM has room for: in its KV cache, and in one prompt and answer together."""
+    """The numbers of tokens that fit into vLLM: into its KV cache, and into one prompt and answer together."""
 
     slots: int
     max_model_len: int
 
 
 class VLLMClient:
-    """Holds one of vLLM's engine clients and the event loop that it lives in. Methods may be called from any thread."""
+    """One of vLLM's engine clients and its event loop. Methods may be called from any thread."""
 
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, signer: PlanSigner) -> None:
-        """Wrap ``client``. ``signer`` is that of the state directory which vLLM's connector was given."""
+        """Wrap ``client``. ``signer`` is the signer of the state directory that vLLM's connector was given."""
         self._client = client
         self.loop = loop
         self._signer = signer
 
     @property
     def healthy(self) -> bool:
-        """Whether vLLM's engine still serves."""
+        """True while vLLM's engine serves."""
         return not self._client.errored
 
     @property
     def capacity(self) -> KVCapacity:
-        """The room that vLLM has for tokens."""
+        """The numbers of tokens that fit into vLLM."""
         cache, model = self._client.vllm_config.cache_config, self._client.vllm_config.model_config
         return KVCapacity((cache.num_gpu_blocks or 0) * cache.block_size, model.max_model_len)
 
@@ -104,7 +104,8 @@ class VLLMClient:
             await outputs.aclose()  # which aborts what is under way
 
     async def run_transfer(self, transfer: TransferPlan, tokens: Sequence[int]) -> TransferOutcome:
-        """Carry out a transfer plan for its own sake, over ``tokens`` [linked]: nobody gets the answer or the KV."""
+        """Carry out a transfer plan over ``tokens`` [linked] and return its outcome; the answer and the KV are
+        discarded."""
         behind = (*tokens, 0)  # vLLM computes the last token of a prompt itself, so that it may be none of the plan's
         outcome = None
         async for output in self.stream(
@@ -119,11 +120,11 @@ class VLLMClient:
         return outcome or TransferOutcome(linked=False)
 
     def close(self) -> None:
-        """Do nothing: whoever made vLLM's client stops it."""
+        """Do nothing: the client is stopped by its creator."""
 
 
 class OwnClient(VLLMClient):
-    """Starts an engine, and an event loop in a thread of its own."""
+    """A vLLM engine of its own, with an event loop in a thread of its own."""
 
     def __init__(self, settings: Settings, *, dtype: str) -> None:
         """Start vLLM; takes half a minute or more. Raises InvalidRequestError and ModelLoadError."""
@@ -139,7 +140,7 @@ class OwnClient(VLLMClient):
         self.run(self._warm_up()).result()
 
     async def _warm_up(self) -> None:
-        """Have vLLM compile what it compiles for its first request, so that nobody else waits for it."""
+        """Send a first request, so that vLLM compiles what it needs before users wait for it."""
         sampling = SamplingParams(temperature=0, logprobs=1, ignore_eos=True)
         async for _ in self.stream("kvlinker-warm-up", (0, 0), sampling, max_tokens=2):
             pass
@@ -234,7 +235,7 @@ def _new_tokens(output: Any) -> NewTokens:
 
 
 def _vllm_sampling(sampling: SamplingParams, max_tokens: int, transfer: Mapping[str, Any] | None) -> Any:
-    """Make vLLM's sampling parameters, without stop strings: kvlinker looks for them itself."""
+    """Return vLLM's sampling parameters, without stop strings: kvlinker looks for them itself."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind
 

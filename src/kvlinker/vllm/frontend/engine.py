@@ -42,7 +42,7 @@ CLOSE_SECONDS = 30.0
 
 
 class VLLMEngine:
-    """Is an ``Engine`` over one of vLLM's engine clients; see ``kvlinker.engine.contract`` for the contract."""
+    """An ``Engine`` over one of vLLM's engine clients; see ``kvlinker.engine.contract`` for the contract."""
 
     def __init__(
         self,
@@ -118,7 +118,8 @@ class VLLMEngine:
         )
 
     def load(self) -> EngineLoad:
-        """Tell of the requests under way, and their tokens so far: vLLM's own figures are in its process."""
+        """Return the requests under way and their tokens so far, as counted here: vLLM's own figures are in its
+        process."""
         with self._admitting:
             requests = list(self._requests.values())
         choices = sum(request.open_choices for request in requests)
@@ -127,7 +128,7 @@ class VLLMEngine:
         return EngineLoad(running, choices - running, min(used, self._slots), self._slots)
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """Return None: vLLM does not tell how long it computes."""
+        """Return None: vLLM does not report how long it computes."""
         return None
 
     def close(self) -> None:
@@ -213,7 +214,7 @@ class VLLMEngine:
             began()
 
     async def _note_uses(self, linked: LinkedPrompt, request: VLLMRequest, *, after: asyncio.Event) -> None:
-        """Tell the store what the prompt took of its chunks, unless it failed."""
+        """Note in the store how the prompt used its chunks, unless it failed."""
         await after.wait()
         if request.choices[0].tokens:
             note = partial(self._tell_store, linked, request.request.tenant)
@@ -224,7 +225,7 @@ class VLLMEngine:
             self._store.note_use(self._chunks.key(use.chunk, tenant), use.recomputed)
 
     def _served(self, name: str, request: VLLMRequest, done: asyncio.Task[None]) -> None:
-        """Forget a request that is at an end, whatever it is."""
+        """Forget a request that has ended, however it ended."""
         del self._tasks[name]
         with self._admitting:
             del self._requests[name]
@@ -241,7 +242,7 @@ class VLLMEngine:
         return linked.explanation(self._facts.cost)
 
     async def _translated(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await ``work``, so that whatever it raises is a KVLinkerError."""
+        """Await ``work``, and raise every error as a KVLinkerError."""
         try:
             return await work
         except asyncio.CancelledError:
@@ -257,7 +258,7 @@ class VLLMEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _error_of(self, error: BaseException) -> KVLinkerError:
-        """Make the error that a request ends with."""
+        """Return the error that a request ends with."""
         if isinstance(error, KVLinkerError):
             return error
         if not self.healthy:
@@ -280,5 +281,6 @@ class _Handle:
 
 
 def salt_of(transfer: TransferPlan, tenant: str) -> str:
-    """Make the salt by which vLLM's prefix cache keeps a request's KV apart: whose it is, and how it came about."""
+    """Return the salt that keeps a request's KV apart in vLLM's prefix cache: a hash of the tenant and the transfer
+    plan."""
     return hashlib.sha256(f"{tenant}\0{transfer.model_dump_json()}".encode()).hexdigest()

@@ -32,13 +32,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LinkedPrompt:
-    """Holds a link with a plan whose chunks are stored, and what the policy dropped between layers, if it does."""
+    """A link with a plan, whose chunks are stored, and the refinement of a policy that drops tokens between layers."""
 
     link: Link
-    """The link, which has a plan for an answer."""
+    """The link, whose plan is for an answer rather than a first pass."""
 
     layers: int
-    """How many layers the model has."""
+    """The number of the model's layers."""
 
     keys: tuple[str, ...]
     """The keys of the chunks of the plan's placements, one each."""
@@ -53,18 +53,19 @@ class LinkedPrompt:
 
     @property
     def transfer(self) -> TransferPlan:
-        """The transfer plan that vLLM is asked to follow: the link's plan, without what was dropped before the compared
-        layer's attention."""
+        """The transfer plan for vLLM: the link's plan, without the tokens that were dropped before the compared layer's
+        attention."""
         dropped = () if self.refinement is None else self.refinement.dropped
         *_, computed = layer_masks(self.plan, COMPARED_LAYER + 1, dropped)
         return plan_transfer(replace(self.plan, runs=ranges(computed)), self.keys)
 
     def usage(self, output_tokens: int, *, linked: bool) -> Usage:
-        """Count what became of the prompt's tokens. ``linked`` is False where vLLM computed all of them itself."""
+        """Count the prompt's tokens by how they were computed. ``linked`` is False where vLLM computed all of them
+        itself."""
         return self.link.usage(self.refinement, output_tokens=output_tokens, linked=linked)
 
     def uses(self) -> tuple[ChunkUse, ...]:
-        """Tell what share of each placed chunk is computed again."""
+        """Return the share of each placed chunk that is computed again."""
         return self.link.uses(self.layers, self.refinement)
 
     def explanation(self, cost: PromptCost) -> Explanation:
@@ -73,13 +74,13 @@ class LinkedPrompt:
 
 
 class VLLMLinker:
-    """Drives links, asking vLLM where a policy needs to see KV. Its methods are called in the client's loop."""
+    """Drives links, and has vLLM compare KV for policies that refine. Its methods are called in the client's loop."""
 
     def __init__(
         self, client: VLLMClient, chunks: ChunkProvider, executor: Executor, *, layers: int, longest: int
     ) -> None:
-        """``executor`` runs what takes a while for long prompts. ``layers`` counts the model's, ``longest`` the tokens
-        that may be computed for their KV."""
+        """``executor`` runs calls that take long for long prompts. ``layers`` is the number of the model's layers,
+        ``longest`` the most tokens that may be computed for their KV."""
         self._client = client
         self._chunks = chunks
         self._executor = executor
@@ -115,7 +116,8 @@ class VLLMLinker:
         return replace(linked, refinement=refinement)
 
     async def _compare(self, linked: LinkedPrompt) -> KVDeviation | None:
-        """Have vLLM tell how far computed KV deviates from placed KV; None where a chunk vanished meanwhile."""
+        """Return the deviation of computed from placed KV, as vLLM measures it; None where a chunk vanished
+        meanwhile."""
         comparison = plan_comparison(linked.plan, linked.keys, most=self._longest)
         tokens = linked.plan.prompt.tokens[: comparison.linked].tolist()
         outcome = await self._client.run_transfer(comparison, tokens)

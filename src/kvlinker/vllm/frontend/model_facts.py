@@ -1,4 +1,4 @@
-"""Reads what kvlinker has to know of a model that vLLM runs: tokenizer, fingerprint, and what computing costs."""
+"""Facts about a model that vLLM runs: tokenizer, fingerprint, and the cost of computing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvlinker.engine.cost import AttentionShape, CostModel, kv_bytes_per_token
 from kvlinker.engine.model_files import choose_device, choose_dtype, known_fingerprint, read_config, read_tokenizer
 
 CHANGES_KV = ("hf_overrides", "kv_cache_dtype", "quantization", "revision")
-"""Options of vLLM's with which KV is not what the model alone makes of its tokens."""
+"""vLLM's options that change the KV which a model computes for its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Holds what kvlinker has to know of a model that vLLM runs."""
+    """The facts that kvlinker needs about a model that vLLM runs."""
 
     tokenizer: Any
     fingerprint: str
@@ -69,6 +69,6 @@ def _attention_shapes(config: Any) -> tuple[AttentionShape, ...]:
 
 
 def _with_options(model: str, options: Mapping[str, Any]) -> str:
-    """Return the embedded engine's fingerprint, unless vLLM makes other KV of the model."""
+    """Return the embedded engine's fingerprint, extended by the options with which vLLM computes other KV."""
     changes = {name: options[name] for name in CHANGES_KV if options.get(name)}
     return blake3(f"{model} {json.dumps(changes, sort_keys=True)}".encode()).hexdigest() if changes else model

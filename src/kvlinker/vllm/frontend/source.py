@@ -1,4 +1,4 @@
-"""Brings an ``LLM`` its vLLM: an engine of its own, or the one of vLLM's server that it stands in."""
+"""The source of an ``LLM``'s vLLM: an engine of its own, or the one of the vLLM server that it runs in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from kvlinker.vllm.frontend.model_facts import ModelFacts, read_facts
 
 
 class VLLMSource:
-    """Is an ``EngineSource``: a model whose facts are known, and vLLM, which ``start`` brings once there is a store."""
+    """An ``EngineSource`` for vLLM: the model's facts are known, and ``start`` starts or finds vLLM once there is a
+    store."""
 
     uses_host_memory = False
     device = None

@@ -1,4 +1,4 @@
-"""Transfer plans are signed: whoever may send requests to vLLM could otherwise name chunks that are not theirs."""
+"""Signs transfer plans: whoever may send requests to vLLM could otherwise name chunks that are not theirs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PlanSigner:
 
     @classmethod
     def of(cls, state_dir: Path) -> PlanSigner:
-        """Make the signer with the key in ``state_dir``, which is made if it is missing. Raises OSError."""
+        """Return the signer with the key in ``state_dir``, which is created if it is missing. Raises OSError."""
         place = state_dir / KEY_FILE
         if not place.exists():
             state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -39,13 +39,13 @@ class PlanSigner:
         return cls(place.read_bytes())
 
     def params(self, plan: TransferPlan, tokens: Sequence[int]) -> dict[str, Any]:
-        """Make the ``kv_transfer_params`` that carry the plan, for a prompt of these tokens."""
+        """Return the ``kv_transfer_params`` that carry the plan, for a prompt of these tokens."""
         return {PARAM: plan.model_dump(mode="json"), SIGNATURE: self._signature(plan, tokens)}
 
     def verified(self, params: Mapping[str, Any] | None, tokens: Sequence[int]) -> TransferPlan | None:
         """Return the transfer plan that a request for this prompt carries; None where it carries none.
 
-        Raises InvalidRequestError for one that is not sound, or that was not signed for this prompt.
+        Raises InvalidRequestError for one that is not valid, or that was not signed for this prompt.
         """
         plan = read_plan(params, prompt_tokens=len(tokens))
         if plan is None or params is None:

@@ -14,7 +14,7 @@ from kvlinker.vllm.protocol.transfer_plan import TransferPlan
 
 @dataclass(frozen=True, slots=True)
 class StartedTransfer:
-    """Starts to follow a request's transfer plan, in the KV cache's blocks ``block_ids``."""
+    """The start of a request's transfer plan, in the KV cache's blocks ``block_ids``."""
 
     request_id: str
     plan: TransferPlan
@@ -25,15 +25,15 @@ class StartedTransfer:
     block_ids: tuple[int, ...]
 
     begin: int
-    """KV before this position is there already."""
+    """The first position to link: the KV before it is there already."""
 
     waits: bool
-    """Whether the request waits until the workers report the end; otherwise it is part of this very step."""
+    """True if the request waits until the workers report the end; False if the transfer is part of this very step."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
-    """Names tokens [first, last) of the chunk of placement number ``placement``."""
+    """The tokens [first, last) of the chunk of placement number ``placement``."""
 
     placement: int
     first: int
@@ -42,43 +42,44 @@ class PlacedPart:
 
 @dataclass(frozen=True, slots=True)
 class TransferSlice:
-    """Says what one engine step does of one request's transfer plan: place ``parts``, then compute ``runs``."""
+    """The part of one request's transfer plan in one engine step: place ``parts``, then compute ``runs``."""
 
     request_id: str
     parts: tuple[PlacedPart, ...]
     runs: tuple[tuple[int, int], ...]
 
     is_last: bool
-    """Whether nothing of the plan is left behind it."""
+    """True if this slice completes the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTransfers:
-    """Says what the workers do in one step: all of them exactly this, in this order, for they compute together."""
+    """The workers' tasks in one step: each does exactly these, in this order, since they compute together."""
 
     started: tuple[StartedTransfer, ...] = ()
     slices: tuple[TransferSlice, ...] = ()
     aborted: tuple[str, ...] = ()
 
     idle: bool = False
-    """Whether nothing else happens in the step, so that workers may wait a little for what is being loaded."""
+    """True if nothing else is computed in the step, so that workers may wait a little for chunks that are being
+    loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Tells what came of one step in the workers."""
+    """The workers' report of one step."""
 
     loaded: Mapping[str, int] = field(default_factory=dict)
-    """How many workers have all of a request's chunks in memory since this step, by request."""
+    """The number of workers that have all of a request's chunks in memory since this step, by request."""
 
     failed: frozenset[str] = frozenset()
-    """Requests that are not linked after all."""
+    """The requests whose linking failed."""
 
     held: frozenset[tuple[str, int]] = frozenset()
-    """Chunks that are in a worker's memory since this step, each with the worker's rank."""
+    """The chunks that came into a worker's memory in this step, each with the worker's rank."""
 
     evicted: frozenset[tuple[str, int]] = frozenset()
-    """Chunks that left a worker's memory, each with the worker's rank."""
+    """The chunks that left a worker's memory, each with the worker's rank."""
 
     deviations: Mapping[str, bytes] = field(default_factory=dict)
     """The ``KVDeviation`` in bytes of requests that compare and have ended."""
@@ -94,13 +95,13 @@ class StepReport:
 
 @dataclass(slots=True)
 class StepBudget:
-    """Counts what may still be linked in one step, and what was taken of it so far."""
+    """The room for linking in one step, and how much of it was taken so far."""
 
     tokens: float
-    """Tokens to compute, or ``placed_per_computed`` times as many to place."""
+    """The tokens that may be computed, or ``placed_per_computed`` times as many placed."""
 
     runs: int
-    """Ranges to compute: they are sequences to vLLM's attention."""
+    """The number of ranges that may be computed: each is a sequence to vLLM's attention."""
 
     placed_per_computed: float
     placed: float = 0.0
@@ -108,12 +109,12 @@ class StepBudget:
 
     @classmethod
     def unlimited(cls) -> StepBudget:
-        """Make a budget that has room for everything."""
+        """Return a budget that has room for everything."""
         return cls(tokens=1 << 40, runs=1 << 40, placed_per_computed=1.0)
 
     @property
     def spent(self) -> bool:
-        """Whether there is no room for another token."""
+        """True if there is no room for another token."""
         return self.tokens < 1 or self.runs < 1
 
     def place(self, tokens: float) -> None:
@@ -129,10 +130,11 @@ class StepBudget:
 
 
 class TransferProgress:
-    """Keeps what of a transfer plan is left to do. It begins at position ``begin``: KV before it is there already."""
+    """The rest of a transfer plan that is left to do. It begins at position ``begin``: KV before it is there
+    already."""
 
     def __init__(self, request_id: str, plan: TransferPlan, *, begin: int = 0, share: float = 1.0) -> None:
-        """``share`` is what one token costs here, as a share of what it costs in all layers."""
+        """``share`` is the cost of one token here, as a share of its cost in all layers."""
         self._request_id = request_id
         self._share = share
         self._parts = [
@@ -148,14 +150,14 @@ class TransferProgress:
         return self._share * (sum(end - begin for begin, end in self._runs) + placed / budget.placed_per_computed)
 
     def fits(self, budget: StepBudget) -> bool:
-        """Tell whether the budget has room for all that is left."""
+        """Return whether the budget has room for all that is left."""
         return self.cost(budget) <= budget.tokens and len(self._runs) <= budget.runs
 
     def take(self, budget: StepBudget) -> TransferSlice:
-        """Take as much as the budget has room for, which shrinks by it.
+        """Return as much as the budget has room for, and take it out of the budget.
 
-        Placements come first, then runs in order, so that every token that is computed finds all that stands before it.
-        A run may be cut.
+        Placements come first, then runs in order, so that the tokens before a computed one are always there. A run may
+        be cut.
         """
         parts = []
         while self._parts and not budget.spent:

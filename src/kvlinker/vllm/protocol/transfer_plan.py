@@ -1,4 +1,5 @@
-"""Transfer plans say what a request asks of the connector; they travel to vLLM's scheduler and are checked there."""
+"""Transfer plans: the KV that a request asks the connector for. They travel to vLLM's scheduler and are checked
+there."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ COMPARED_LAYER = 1
 """The layer in which computed KV is compared with placed KV: the first one whose KV depends on other tokens."""
 
 OFFERED = Needs(scores=True, variants=True, layers=COMPARED_LAYER)
-"""The needs of policies that transfer plans can follow. Variants are never stored here: policies are shown none."""
+"""The needs of policies that transfer plans can follow. Variants are never stored here, so policies are shown none."""
 
 _DEVIATION_DTYPE = "<f4"
 
@@ -33,7 +34,7 @@ Position = Annotated[int, Field(ge=0, strict=True)]
 
 
 def unsupported(policy: Policy) -> str | None:
-    """Tell why transfer plans cannot follow the policy, and the way out; None where they can."""
+    """Return why transfer plans cannot follow the policy, and the way out; None where they can."""
     missing = policy.needs.beyond(OFFERED)
     if not missing:
         return None
@@ -48,8 +49,8 @@ class _Value(BaseModel):
 
 
 class PlacedChunk(_Value):
-    """Says to place tokens [first, last) of a stored chunk in the prompt: its token i at position ``start + i``, with
-    the rotary embedding of position ``rotary_start + i``."""
+    """A placement of tokens [first, last) of a stored chunk: its token i goes to position ``start + i`` of the prompt,
+    with the rotary embedding of position ``rotary_start + i``."""
 
     key: Key
     start: Position
@@ -69,7 +70,7 @@ class PlacedChunk(_Value):
 
 
 class CapturedChunk(_Value):
-    """Says to store the KV of positions [begin, end) under ``key``."""
+    """A chunk to store: the KV of positions [begin, end) under ``key``."""
 
     key: Key
     begin: Position
@@ -77,13 +78,13 @@ class CapturedChunk(_Value):
 
 
 class TransferPlan(_Value):
-    """Says how the KV of a prompt's first ``linked`` tokens comes about: ``placements``, then ``runs`` of positions
-    [begin, end) to compute over them. vLLM computes the tokens behind them itself.
+    """The KV of a prompt's first ``linked`` tokens: ``placements``, then ``runs`` of positions [begin, end) to compute
+    over them. vLLM computes the tokens behind them itself.
 
-    Every one of these positions is placed or computed, so that nobody ever attends to what others left in memory.
+    Every one of these positions is placed or computed, so that no token attends to what other requests left in memory.
 
-    A plan that ``compares`` is not for an answer: both happen in the first layer only, and the ``TransferOutcome``
-    tells how far the runs' KV deviates from that of the placements in the second.
+    A plan that ``compares`` is not for an answer: both happen in the first layer only, and the ``TransferOutcome`` has
+    the deviation of the runs' KV from that of the placements in the second.
     """
 
     linked: Position
@@ -120,22 +121,22 @@ class TransferPlan(_Value):
 
 
 class TransferOutcome(_Value):
-    """Tells, with the request's output, what became of a transfer plan."""
+    """The outcome of a transfer plan, reported with the request's output."""
 
     linked: bool
-    """Whether the plan was followed; if not, vLLM computed the whole prompt."""
+    """True if the plan was followed; False if vLLM computed the whole prompt."""
 
     queued: float = 0.0
-    """Seconds until vLLM began with the request."""
+    """The seconds until vLLM began with the request."""
 
     deviation: bytes | None = None
-    """``KVDeviation`` of the first ``linked`` tokens in bytes, if the plan compares."""
+    """The ``KVDeviation`` of the first ``linked`` tokens in bytes, if the plan compares."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVDeviation:
-    """Holds the squared L2 distances of computed and placed ``key`` and ``value``, over all heads: [tokens] each, 0
-    where nothing is placed. It is the ``Deviations`` that a ``Refinement`` takes."""
+    """The squared L2 distances of computed and placed ``key`` and ``value``, over all heads: [tokens] each, 0 where
+    nothing is placed. It is the ``Deviations`` that a ``Refinement`` takes."""
 
     key: NDArray[np.float32]
     value: NDArray[np.float32]
@@ -145,13 +146,13 @@ class KVDeviation:
         return (self.key, self.value)[part]
 
     def at(self, positions: NDArray[np.int64]) -> KVDeviation:
-        """Return the deviation of these tokens alone. Those that were not compared deviate infinitely."""
+        """Return the deviation of these tokens alone; infinite for those that were not compared."""
         missing = max(0, int(positions.max(initial=-1)) + 1 - len(self.key))
         key, value = (np.pad(part, (0, missing), constant_values=np.inf) for part in (self.key, self.value))
         return KVDeviation(key[positions], value[positions])
 
     def to_bytes(self) -> bytes:
-        """Write it for its way between processes."""
+        """Serialise it to be sent between processes."""
         return np.stack([self.key, self.value]).astype(_DEVIATION_DTYPE).tobytes()
 
     @classmethod
@@ -164,7 +165,7 @@ class KVDeviation:
 def read_plan(params: Mapping[str, Any] | None, *, prompt_tokens: int) -> TransferPlan | None:
     """Read the transfer plan that a request with a prompt of so many tokens carries; None where it carries none.
 
-    Raises InvalidRequestError for anything that is not a sound plan for this prompt.
+    Raises InvalidRequestError for anything that is not a valid plan for this prompt.
     """
     raw = (params or {}).get(PARAM)
     if raw is None:
@@ -206,7 +207,7 @@ def plan_capture(key: str, *, begin: int, end: int) -> TransferPlan:
 
 
 def _placed(placements: Sequence[Placement], keys: Sequence[str], linked: int) -> tuple[PlacedChunk, ...]:
-    """Return what of the placements lies within the first ``linked`` tokens."""
+    """Return the parts of the placements that lie within the first ``linked`` tokens."""
     return tuple(
         PlacedChunk(
             key=key,

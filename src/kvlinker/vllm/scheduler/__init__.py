@@ -1,1 +1,1 @@
-"""The connector in vLLM's engine core: it decides what is linked when."""
+"""The connector in vLLM's engine core: it decides which requests are linked, and when."""

@@ -1,4 +1,4 @@
-"""The throttle decides how much linking a step may hold while others decode; it learns from how long steps take."""
+"""Limits how much linking a step may do while others decode; it learns from how long steps take."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SLOWDOWN = 1.35
-"""How many times as long those who decode wait for a token while prompts are linked, on average."""
+"""The factor by which linking lengthens the time between the tokens of requests that decode, on average."""
 
 LEAST_TOKENS = 16
-"""The fewest tokens that a slice computes: a pass has its fixed price."""
+"""The fewest tokens that a slice computes: each pass has a fixed cost."""
 
 COMPUTED_PER_STEP = 16.0
-"""Computed tokens that take as long as a step without linking, while nothing was measured."""
+"""The computed tokens that take as long as a step without linking, until measured."""
 
 PLACED_PER_COMPUTED = 16.0
-"""Placed tokens that take as long as a computed one, while nothing was measured."""
+"""The placed tokens that take as long as a computed one, until measured."""
 
 MOST_PLACED_PER_COMPUTED = 4096.0
 SMOOTHING = 0.3
@@ -26,37 +26,38 @@ SMOOTHING = 0.3
 
 LEAST_SECONDS = 1e-6
 PLAIN_STEPS = 16
-"""How many steps without linking are remembered."""
+"""The number of steps without linking that are remembered."""
 
 MOST_SAVED = 8
 """The most time that is saved for a request's own first step, in steps without linking."""
 
 MOST_OWED = 32
-"""The most time that linking owes to those who waited for it, in steps without linking; the rest is forgiven."""
+"""The most time that linking owes to requests that waited for it, in steps without linking; more is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Counts what a step does, in tokens."""
+    """The work of one step, in tokens."""
 
     placed: float = 0.0
     computed: float = 0.0
-    """Tokens that linking computes."""
+    """The tokens that linking computes."""
 
     prefilled: int = 0
-    """Tokens of prompts that vLLM computes itself."""
+    """The prompt tokens that vLLM computes itself."""
 
     busy: bool = True
-    """Whether vLLM computes anything in it."""
+    """True if vLLM computes anything in the step."""
 
     @property
     def links(self) -> bool:
-        """Whether anything is linked in it."""
+        """True if anything is linked in the step."""
         return bool(self.placed or self.computed)
 
 
 class LinkThrottle:
-    """Holds linking back so that those who decode meanwhile wait ``slowdown`` times as long for a token, on average.
+    """Holds linking back so that requests that decode meanwhile wait ``slowdown`` times as long for a token, on
+    average.
 
     Every step earns some of the time that slices take, and the first steps of the requests that they are for. A slice
     takes as long as the rest of its step, if that is enough for ``LEAST_TOKENS``.
@@ -65,7 +66,7 @@ class LinkThrottle:
     def __init__(
         self, most_tokens: int, *, slowdown: float = SLOWDOWN, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """``most_tokens`` is the most that a step links, whatever was learnt. ``clock`` tells seconds."""
+        """``most_tokens`` is the most that a step links, whatever was measured. ``clock`` returns seconds."""
         self._most = most_tokens
         self._slowdown = slowdown
         self._clock = clock
@@ -78,7 +79,7 @@ class LinkThrottle:
 
     @property
     def tokens(self) -> float:
-        """How many tokens linking may compute in the step that is being planned."""
+        """The number of tokens that linking may compute in the step that is being planned."""
         if self._saved < 0:
             return 0
         least = min(LEAST_TOKENS, self._most)
@@ -88,16 +89,16 @@ class LinkThrottle:
 
     @property
     def placed_per_computed(self) -> float:
-        """How many placed tokens take as long as a computed one."""
+        """The number of placed tokens that take as long as a computed one."""
         if not self._plain:
             return PLACED_PER_COMPUTED
         return min(max(self._computed_price / self._placed_price, 1.0), MOST_PLACED_PER_COMPUTED)
 
     def may_end(self, tokens: float) -> bool:
-        """Tell whether a request may be linked to its end, where so many tokens are left.
+        """Return whether a request may be linked to its end, where so many tokens are left.
 
-        Those that the request's own first step computes then are among them, for they keep others waiting, too. Time is
-        saved for them, but not for ever.
+        These include the tokens that the request's own first step computes afterwards, since they keep others waiting,
+        too. Time is saved for them, but not indefinitely.
         """
         return not self._plain or self._saved >= self._reserve(tokens)
 
@@ -107,7 +108,7 @@ class LinkThrottle:
             self._saved -= self._reserve(tokens)
 
     def idle(self) -> None:
-        """Save no time, as nothing is to be linked."""
+        """Save no time, since nothing is to be linked."""
         self._saved = min(self._saved, 0.0)
 
     def planned(self, work: StepWork) -> None:

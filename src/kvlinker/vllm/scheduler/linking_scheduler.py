@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Limits how much a step links."""
+    """The limits of how much a step links."""
 
     slice_tokens: int
     """The most tokens that a step links while other requests are being computed."""
@@ -37,50 +37,50 @@ class StepLimits:
     """The most tokens that a step links if there are no others."""
 
     runs: int
-    """How many sequences attention takes at once."""
+    """The most sequences that attention takes at once."""
 
     layers: int
-    """The model's layers, of which transfers that compare compute the first ones only."""
+    """The number of the model's layers; transfers that compare compute the first ones only."""
 
     workers: int = 1
-    """How many workers report."""
+    """The number of workers that report."""
 
     slowdown: float = SLOWDOWN
-    """How many times as long others wait for a token meanwhile, on average (see ``LinkThrottle``)."""
+    """The factor by which others wait longer for a token meanwhile, on average (see ``LinkThrottle``)."""
 
 
 @dataclass(slots=True, eq=False)
 class _LinkedRequest:
-    """Holds the state of a request with a transfer plan, from its arrival to its end."""
+    """The state of a request with a transfer plan, from its arrival to its end."""
 
     plan: TransferPlan
 
     own: int
-    """Tokens that vLLM computes itself in the request's first step."""
+    """The tokens that vLLM computes itself in the request's first step."""
 
     admitted: float
-    """When it came, in seconds of ``time.perf_counter``."""
+    """The time of arrival, in seconds of ``time.perf_counter``."""
 
     queued: float | None = None
-    """Seconds until vLLM began with it."""
+    """The seconds from arrival until vLLM began with it; None before that."""
 
     given_up: bool = False
-    """Whether a chunk vanished, or linking failed, and vLLM computes it."""
+    """True if a chunk vanished or linking failed, so that vLLM computes the request."""
 
     waits: bool = True
-    """Whether it is linked before its own first step, and not within it, as was decided last."""
+    """True if it is linked before its own first step, False if within it, by the last decision."""
 
     deviation: bytes | None = None
     """The result of a plan that compares."""
 
     progress: TransferProgress | None = None
-    """What is left of the plan while vLLM holds the request back."""
+    """The rest of the plan while vLLM holds the request back."""
 
     loaded: int = 0
-    """How many workers have all of its chunks in memory while vLLM holds it back."""
+    """The number of workers that have all of its chunks in memory while vLLM holds it back."""
 
     ending: bool = False
-    """Whether its last slice is under way."""
+    """True while its last slice is under way."""
 
     @property
     def outcome(self) -> TransferOutcome:
@@ -88,10 +88,10 @@ class _LinkedRequest:
 
 
 class LinkingScheduler:
-    """Follows the transfer plans of vLLM's requests. One thread, vLLM's engine core, calls everything."""
+    """Carries out the transfer plans of vLLM's requests. All methods are called by one thread, vLLM's engine core."""
 
     def __init__(self, *, limits: StepLimits, signer: PlanSigner, is_stored: Callable[[str], bool]) -> None:
-        """``is_stored`` tells whether a chunk's KV is in the store's folder."""
+        """``is_stored`` returns whether a chunk's KV is in the store's folder."""
         self._signer = signer
         self._limits = limits
         self._is_stored = is_stored
@@ -107,9 +107,9 @@ class LinkingScheduler:
     def admit(
         self, request_id: str, params: Mapping[str, Any] | None, tokens: Sequence[int], *, salt: str | None
     ) -> None:
-        """Take up a request for a prompt of these tokens.
+        """Accept a request for a prompt of these tokens.
 
-        Its transfer plan is refused, and the request computed by vLLM alone, if the plan is not sound, or the request
+        Its transfer plan is refused, and the request computed by vLLM alone, if the plan is not valid, or the request
         has no salt: its KV would be taken for that of the plain tokens.
         """
         try:
@@ -125,10 +125,10 @@ class LinkingScheduler:
         self._requests[request_id] = _LinkedRequest(plan, len(tokens) - plan.linked, time.perf_counter())
 
     def matched(self, request_id: str, local: int, tokens: int) -> tuple[int, bool]:
-        """Tell how many of a request's ``tokens`` linking brings beyond the ``local`` ones that vLLM has, and whether
-        the request has to wait for it.
+        """Return how many of a request's ``tokens`` linking provides beyond the ``local`` ones that vLLM has, and
+        whether the request has to wait for it.
 
-        It has no side effects, but that a chunk that has vanished makes it 0 from now on.
+        The only side effect: once a chunk has vanished, it returns 0 from then on.
         """
         request = self._requests.get(request_id)
         if request is None or request.given_up or local >= request.plan.linked:
@@ -144,7 +144,7 @@ class LinkingScheduler:
         return plan.linked - local, request.waits
 
     def allocated(self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int], *, external: int) -> None:
-        """Begin to link the request in its blocks: vLLM counts on ``external`` tokens, as ``matched`` said."""
+        """Begin to link the request in its blocks: vLLM expects ``external`` tokens, as ``matched`` returned."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -171,7 +171,8 @@ class LinkingScheduler:
             self._linked_at_once += progress.cost(self._budget()) + request.own
 
     def plan_step(self, *, scheduled_tokens: int, prefilled_tokens: int) -> StepTransfers:
-        """Plan what the workers do in the step that computes so many tokens otherwise, some of them of prompts."""
+        """Plan the workers' tasks in a step that also computes ``scheduled_tokens`` tokens, ``prefilled_tokens`` of
+        them of prompts."""
         started = tuple(self._started)
         at_once = StepBudget.unlimited()
         slices = [self._progress(each.request_id, each.begin).take(at_once) for each in started if not each.waits]
@@ -189,7 +190,7 @@ class LinkingScheduler:
         return StepTransfers(started, tuple(slices), aborted, idle=not self._busy)
 
     def note_report(self, report: StepReport) -> None:
-        """Note what the workers tell of a step that is done; there is one report for every step."""
+        """Note the workers' report of a step that is done; there is one report for every step."""
         self._throttle.ended()
         for key, rank in report.evicted:
             self._held.get(key, set()).discard(rank)
@@ -209,7 +210,7 @@ class LinkingScheduler:
             self._forget_progress(request_id)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
-        """Forget a request that has ended, or was aborted. Returns what its output tells of linking."""
+        """Forget a request that has ended, or was aborted. Returns the outcome of linking for its output."""
         if request_id in self._waiting:
             self._aborted.append(request_id)
             self._forget_progress(request_id)
@@ -217,7 +218,7 @@ class LinkingScheduler:
         return None if request is None else {PARAM: request.outcome.model_dump(exclude_none=True)}
 
     def _has_to_wait(self, request: _LinkedRequest, progress: TransferProgress) -> bool:
-        """Tell whether linking within the request's own first step would make that much longer."""
+        """Return whether linking within the request's own first step would make that much longer."""
         plan = request.plan
         if plan.captures or plan.compares or not all(map(self._is_held, plan.keys)):
             return True
@@ -231,7 +232,7 @@ class LinkingScheduler:
         return len(self._held.get(key, ())) >= self._limits.workers
 
     def _budget(self) -> StepBudget:
-        """Make the budget of the next step, going by whether it holds anything else."""
+        """Return the budget of the next step, which depends on whether the step computes anything else."""
         if self._busy:
             return StepBudget(self._throttle.tokens, self._limits.runs, self._throttle.placed_per_computed)
         return StepBudget(self._limits.step_tokens, self._limits.runs, PLACED_PER_COMPUTED)
@@ -242,8 +243,8 @@ class LinkingScheduler:
         return TransferProgress(request_id, plan, begin=begin, share=share)
 
     def _next_slices(self, budget: StepBudget) -> list[TransferSlice]:
-        """Take slices of waiting requests, in the order in which these came. One that time is being saved for lets none
-        overtake it."""
+        """Take slices of waiting requests, in order of arrival. A request that time is being saved for is not
+        overtaken."""
         slices = []
         for request in self._waiting.values():
             if budget.spent:

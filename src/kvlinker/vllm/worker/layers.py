@@ -16,7 +16,7 @@ from kvlinker.vllm.adapter import AttentionLayer, BoundModel, rotate, watched
 
 @dataclass(frozen=True, slots=True)
 class LinkedLayer:
-    """Holds an attention layer, and the module that gives its keys their rotary embedding, if one does."""
+    """An attention layer, and the module that applies the rotary embedding to its keys, if there is one."""
 
     attention: AttentionLayer
     rotary: Any | None
@@ -28,10 +28,10 @@ class LinkedLayer:
 
 
 def trace_layers(bound: BoundModel) -> tuple[LinkedLayer, ...]:
-    """Find the layers in the order in which the model calls them; there is no code per model family.
+    """Return the attention layers in the order in which the model calls them; there is no code per model family.
 
-    Raises UnsupportedModelError where keys do not go from rotary embedding to attention as they are, or layers are
-    called otherwise than once each.
+    Raises UnsupportedModelError where keys are changed between rotary embedding and attention, or layers are not called
+    exactly once each.
     """
     by_name = {layer.name: layer for layer in bound.layers}
     layers: list[LinkedLayer] = []
@@ -55,7 +55,7 @@ def trace_layers(bound: BoundModel) -> tuple[LinkedLayer, ...]:
 
 
 def check_chunk(layers: Sequence[LinkedLayer], shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """Tell why chunk KV with keys of these shapes, [kv_heads, tokens, head_dim] each, does not fit the model; None if
+    """Return why chunk KV with keys of these shapes, [kv_heads, tokens, head_dim] each, does not fit the model; None if
     it does."""
     if len(shapes) != len(layers):
         return f"it has {len(shapes)} layers, the model has {len(layers)}"
@@ -68,7 +68,7 @@ def check_chunk(layers: Sequence[LinkedLayer], shapes: Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Says where in a request and in the KV cache tokens [first, last) of a chunk belong."""
+    """The tokens [first, last) of a chunk, with their places in the request and in the KV cache."""
 
     kv: ChunkKV
     first: int
@@ -81,7 +81,7 @@ class ChunkPart:
     """The positions that the keys are rotated to: [last - first]."""
 
     slots: Tensor
-    """Where in the KV cache the tokens go: [last - first]."""
+    """The slots of the tokens in the KV cache: [last - first]."""
 
 
 def place(layers: Sequence[LinkedLayer], parts: Sequence[ChunkPart]) -> None:

@@ -1,4 +1,4 @@
-"""The connector's worker side: it loads chunks, carries out what each step does of transfers, and reports it."""
+"""The connector's worker side: it loads chunks, carries out the transfers of each step, and reports on them."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from kvlinker.vllm.worker.worker_chunks import WorkerChunks
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 0.005
-"""How long a step in which nothing else happens waits for chunks that are being loaded."""
+"""The seconds that a step in which nothing else happens waits for chunks that are being loaded."""
 
 
 @dataclass(slots=True)
 class WorkerResults:
-    """Collects what a worker has to tell vLLM since the last time."""
+    """The results that a worker has to report to vLLM since the last report."""
 
     finished: set[str] = field(default_factory=set)
-    """Requests that wait no longer."""
+    """The requests whose waiting has ended."""
 
     failed: set[str] = field(default_factory=set)
-    """Requests that are not linked after all."""
+    """The requests whose linking failed."""
 
     invalid_blocks: set[int] = field(default_factory=set)
-    """Blocks whose KV vLLM counted on in vain within a step."""
+    """The blocks whose KV vLLM expected from a step that failed to provide it."""
 
 
 class LinkingWorker:
     """Carries out transfers in one of vLLM's workers, whose thread calls everything.
 
-    What goes wrong with a request is reported, and vLLM computes it; with several workers, all of them give it up in
-    the same step, for each waits for the others in every pass. Nothing raises but, with several workers, what happens
-    within a pass of the model: the others wait already.
+    A request that fails is reported, and vLLM computes it; with several workers, all of them give it up in the same
+    step, since each waits for the others in every pass. Nothing raises, except, with several workers, errors within a
+    pass of the model: the others wait already.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LinkingWorker:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-write")
 
     def step(self, transfers: StepTransfers) -> StepReport:
-        """Do what the scheduler side planned for this step."""
+        """Carry out the transfers that the scheduler side planned for this step, and report on them."""
         try:
             self._step(transfers)
         except Exception:
@@ -100,12 +100,12 @@ class LinkingWorker:
         self._collect_written()
 
     def take_results(self) -> WorkerResults:
-        """Return what there is to tell vLLM since the last time."""
+        """Return the results since the last call."""
         results, self._results = self._results, WorkerResults()
         return results
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Finish pending writes."""
         self._loader.shutdown(cancel_futures=True)
         self._writer.shutdown()
 
@@ -133,8 +133,8 @@ class LinkingWorker:
         return TransferTask(started, loaded, captures, comparison)
 
     def _load(self, keys: Sequence[str]) -> dict[str, ChunkKV] | None:
-        """Load the chunks, in the loader's thread. Every one is looked at, so that one request finds all that are
-        damaged."""
+        """Load the chunks, in the loader's thread. All of them are read even if one is damaged, so that one request
+        finds all that are."""
         kvs = {}
         for key in keys:
             try:
@@ -163,7 +163,7 @@ class LinkingWorker:
             wait(pending, timeout=PATIENCE_SECONDS, return_when=FIRST_COMPLETED)
 
     def _newly_loaded(self) -> list[TransferTask]:
-        """Return the tasks whose chunks have come since the last time, or turned out not to come."""
+        """Return the tasks whose chunks have been loaded, or could not be, since the last call."""
         tasks = self._tasks.values()
         newly = [task for task in tasks if task.started.waits and not task.told_loaded and task.loaded.done()]
         for task in newly:
@@ -186,7 +186,7 @@ class LinkingWorker:
 
     @contextmanager
     def _giving_up(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> Iterator[None]:
-        """Make the slices' tasks fail if anything raises meanwhile."""
+        """Mark the slices' tasks as failed if the block raises."""
         try:
             yield
         except Exception:
@@ -228,8 +228,8 @@ class LinkingWorker:
                 self._end(request_id)
 
     def _end(self, request_id: str, *, failed: bool = False) -> None:
-        """Do no more for the request. Where it waits, vLLM is told so, exactly once; where it does not, vLLM is told
-        which of its blocks are not what they should be."""
+        """End the work for a request. If it waits, vLLM is told so, exactly once; if it does not, vLLM is told which of
+        its blocks are invalid."""
         task = self._tasks.pop(request_id, None)
         if task is None:
             return

@@ -1,4 +1,4 @@
-"""Carries out what a step does of transfers: KV is placed, and runs go through the model in passes of limited size."""
+"""Carries out a step's transfers: KV is placed, and runs go through the model in passes of limited size."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class TransferTask:
-    """Holds the state of a request's transfer in a worker."""
+    """The state of a request's transfer in a worker."""
 
     started: StartedTransfer
 
     loaded: Future[dict[str, ChunkKV] | None]
-    """The plan's chunks by key, or None where one did not come."""
+    """The plan's chunks by key, or None where one could not be loaded."""
 
     captures: tuple[ChunkCapture, ...] = ()
     comparison: KVComparison | None = None
     told_loaded: bool = False
-    """Whether the scheduler side knows that the chunks are in memory."""
+    """True once the scheduler side knows that the chunks are in memory."""
 
     failed: bool = False
 
     def parts(self, bound: BoundModel, parts: Iterable[PlacedPart]) -> Iterator[ChunkPart]:
-        """Yield the parts' KV and where it belongs. Where a chunk is not what the plan says, the task has failed, and
-        there are no more parts."""
+        """Yield the parts' KV and its places. If a chunk does not fit the plan, the task has failed, and there are no
+        more parts."""
         for part in parts:
             kvs = self.loaded.result()
             placed = self.started.plan.placements[part.placement]
@@ -61,7 +61,7 @@ class TransferTask:
             yield ChunkPart(kv, part.first, part.last, placed.start + part.first, offsets + placed.rotary_start, slots)
 
     def parts_within(self, bound: BoundModel, begin: int, end: int) -> Iterator[ChunkPart]:
-        """Yield what of the placements lies at positions [begin, end)."""
+        """Yield the parts of the placements at positions [begin, end)."""
         within = [
             PlacedPart(index, max(placed.first, begin - placed.start), min(placed.last, end - placed.start))
             for index, placed in enumerate(self.started.plan.placements)
@@ -72,7 +72,7 @@ class TransferTask:
 
 @dataclass(frozen=True, slots=True)
 class _TaskRun:
-    """Says to compute positions [begin, end) of a task, in a pass whose rows before ``first`` are other runs'."""
+    """A run over positions [begin, end) of a task, in a pass whose rows before ``first`` are other runs'."""
 
     task: TransferTask
     begin: int
@@ -91,7 +91,7 @@ class Passes:
         self._runs = runs
 
     def place(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
-        """Place what the slices place, before anything is computed."""
+        """Place the chunks of all slices, before anything is computed."""
         self._place(self._layers, [each for each in slices if each[0].comparison is None])
         self._place(self._layers[FIRST_LAYERS], [each for each in slices if each[0].comparison is not None])
 
@@ -111,7 +111,7 @@ class Passes:
         place(layers, [part for task, each in slices for part in task.parts(self._bound, each.parts)])
 
     def _grouped(self, runs: Iterable[_TaskRun], wanted: Callable[[TransferTask], bool]) -> Iterator[list[_TaskRun]]:
-        """Group the runs of the tasks that are wanted, as much at once as a pass takes."""
+        """Group the runs of the tasks for which ``wanted`` is true, as many at once as a pass takes."""
         group: list[_TaskRun] = []
         tokens = 0
         for run in self._cut(run for run in runs if wanted(run.task)):

@@ -1,4 +1,4 @@
-"""Records from passes of vLLM's model: the KV of chunks, and how far computed KV deviates from placed KV."""
+"""Records from passes of vLLM's model: the KV of chunks, and the deviation of computed from placed KV."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvlinker.vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, 
 from kvlinker.vllm.worker.layers import ChunkPart, LinkedLayer, placed_kv
 
 FIRST_LAYERS = slice(0, COMPARED_LAYER)
-"""The layers that a pass that compares goes through."""
+"""The layers that a comparing pass goes through."""
 
 
 class ChunkCapture:
@@ -85,8 +85,8 @@ def _averaged(bound: BoundModel, scores: ChunkScores) -> ChunkScores:
 
 
 class KVComparison:
-    """Collects how far the KV of a request's first ``length`` tokens, as computed in the compared layer, deviates from
-    that of chunks: what CacheBlend chooses by (CacheBlend, section 4.3). These are this worker's heads."""
+    """Collects the deviation of the KV of a request's first ``length`` tokens, as computed in the compared layer, from
+    that of chunks: the measure that CacheBlend chooses by (CacheBlend, section 4.3). Has this worker's heads only."""
 
     def __init__(self, layers: Sequence[LinkedLayer], length: int) -> None:
         self._attention = layers[COMPARED_LAYER].attention
@@ -106,8 +106,7 @@ class KVComparison:
 
 @dataclass(frozen=True, slots=True)
 class CapturedRows:
-    """Says that rows [first, first + count) of a pass are the positions from ``begin`` on of a request that
-    captures."""
+    """Rows [first, first + count) of a pass, which are the positions from ``begin`` on of a request that captures."""
 
     first: int
     count: int
@@ -117,8 +116,8 @@ class CapturedRows:
 
 @dataclass(frozen=True, slots=True)
 class ComparedRows:
-    """Says that rows of a pass from ``first`` on are the positions from ``begin`` on of a request that compares, where
-    the ``parts`` of chunks belong."""
+    """Rows of a pass from ``first`` on, which are the positions from ``begin`` on of a request that compares, where the
+    ``parts`` of chunks belong."""
 
     first: int
     begin: int
@@ -153,12 +152,12 @@ def capturing(bound: BoundModel, layers: Sequence[LinkedLayer], rows: Sequence[C
 
 
 class _PassIsOver(Exception):  # noqa: N818  # no error
-    """Ends a pass by the modules."""
+    """Raised to end a pass by the modules early."""
 
 
 @contextmanager
 def comparing(bound: BoundModel, layers: Sequence[LinkedLayer], rows: Sequence[ComparedRows]) -> Iterator[None]:
-    """Have a pass by the modules tell the rows' comparisons of its KV, and end as soon as that is known."""
+    """Pass the KV of a pass by the modules to the rows' comparisons, and end the pass as soon as they have it."""
     attention = layers[COMPARED_LAYER].attention
 
     def attended(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Gives vLLM's processes the store's folder of chunk files, with the most recently used chunks in memory."""
+"""The store's folder of chunk files in vLLM's processes, with the most recently used chunks in memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ _NO_LIMIT = 1 << 62
 
 
 class WorkerChunks:
-    """Reads and writes chunk files, and evicts none: the store does so, in the process that has the catalog, and what
-    it deletes is gone here, too. All methods may be called from any thread.
-    """
+    """Reads and writes chunk files, but evicts none: the store does that, in the process that has the catalog, and
+    chunks that it deletes are gone here, too. All methods may be called from any thread."""
 
     def __init__(self, directory: Path, *, memory_bytes: int, sealing: Sealing) -> None:
         """Open the folder. Raises StoreError where it cannot be used."""
@@ -30,7 +29,7 @@ class WorkerChunks:
         self._lock = threading.Lock()
 
     def contains(self, key: str) -> bool:
-        """Tell whether the chunk's file is in the folder."""
+        """Return whether the chunk's file is in the folder."""
         return os.path.exists(self._folder.path(key))  # not Path's, which raises what the file system does
 
     def resident(self, key: str) -> ChunkKV | None:
@@ -60,7 +59,7 @@ class WorkerChunks:
         return stored
 
     def holds(self, key: str) -> bool:
-        """Tell whether the chunk is in memory."""
+        """Return whether the chunk is in memory."""
         with self._lock:
             return key in self._memory
 
