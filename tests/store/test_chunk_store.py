@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, ChunkLoaded, ChunkLookup
 from kvlinker.store import ChunkStore, DeviceTier, DiskTier, HostTier, TierUsage, open_store
-from kvlinker.store.eviction import Eviction
 from kvlinker.store.format.chunk_file import encode_chunk
+from kvlinker.types.chunks import Eviction
 from tests.store.gated_tier import TIMEOUT, GatedTier
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
 

@@ -1,4 +1,4 @@
-"""Finds places beside the configured tiers for samples of no worth: nothing in them is listed or evicted by others."""
+"""Finds places for samples beside the configured tiers, where no server lists or evicts them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from kvlinker.store.tiers import ConfiguredTier, Tier, TierSetup, configured_tie
 
 @dataclass(frozen=True, slots=True)
 class ScratchPlace:
-    """Where the samples of one configured tier go: same medium, codec and encryption, but apart."""
+    """The place for samples of one configured tier: on the same medium, with the same codec and encryption, but
+    separate."""
 
     tier: str
     codec: Codec
-    speed_name: str
-    """The name that the configured tier's bandwidth is remembered under."""
     room_bytes: int
     """The bytes that samples may take."""
     open: Callable[[int], AbstractContextManager[Tier]]
@@ -34,7 +33,7 @@ def scratch_places(settings: Settings, cipher: Cipher | None) -> list[ScratchPla
     """
     setup = TierSetup(settings, Events(), host_bytes=0, cipher=cipher)
     return [
-        ScratchPlace(tier.name, tier.codec, tier.speed_name, _room_bytes(tier), tier.scratch)
+        ScratchPlace(tier.name, tier.codec, _room_bytes(tier), tier.scratch)
         for tier in configured_tiers(setup)
         if tier.has_scratch
     ]

@@ -16,7 +16,6 @@ from kvlinker.events import Events
 from kvlinker.registry import Registry
 from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.store.format.encryption import Cipher, Sealing
-from kvlinker.store.loading.throughput import speed_name
 from kvlinker.store.tiers.base import Tier
 
 if TYPE_CHECKING:
@@ -85,19 +84,9 @@ class ConfiguredTier(ABC):
         return RAW
 
     @property
-    def place(self) -> str:
-        """The location of the tier (a path or URL), without credentials."""
-        return self.name
-
-    @property
     def sealing(self) -> Sealing:
         """The encryption of bytes that leave memory; without a cipher, they stay as they are."""
         return Sealing(self.setup.cipher)
-
-    @property
-    def speed_name(self) -> str:
-        """The ``speed_name`` of the opened tier: the name under which its bandwidth is remembered."""
-        return speed_name(self.name, place=self.place, codec=self.codec, sealing=self.sealing)
 
     def free_bytes(self) -> int | None:
         """Return the free bytes of the medium itself; None where that is not known."""

@@ -233,10 +233,6 @@ class ConfiguredDisk(ConfiguredTier):
     def codec(self) -> Codec:
         return find_codec(self.setup.settings.disk_codec)
 
-    @property
-    def place(self) -> str:
-        return str((self.setup.settings.state_dir / "chunks").absolute())
-
     def open(self) -> Tier:
         return DiskTier(
             self.setup.settings.state_dir / "chunks",

@@ -343,10 +343,6 @@ class ConfiguredObjects(ConfiguredTier):
     def codec(self) -> Codec:
         return find_codec(self.setup.settings.object_codec)
 
-    @property
-    def place(self) -> str:
-        return place_of(self._url)
-
     def open(self) -> Tier:
         return self._opened(self.budget_bytes, self.setup.events)
 

@@ -306,10 +306,6 @@ class ConfiguredRedis(ConfiguredTier):
     def codec(self) -> Codec:
         return find_codec(self.setup.settings.redis_codec)
 
-    @property
-    def place(self) -> str:
-        return place_of(self._url)
-
     def open(self) -> Tier:
         return self._opened(self.budget_bytes, self.setup.events, self.setup.settings.redis_prefix)
 
