@@ -1,4 +1,4 @@
-"""From what callers write to a prompt: parses the Python API's content, and looks up context caches for all callers."""
+"""Parses the content of the Python API's calls, and looks up context caches, to make prompts for all callers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ContentPart = str | ContextCache | ContextCacheReference | Mapping[str, Any]
 Message = Mapping[str, Any]
 """A message as Python callers write it: ``role``, ``content`` (a text or a list of ContentPart), perhaps ``name``."""
 
-CompletionContent = str | TokenIds | Sequence[int] | Sequence[ContentPart]
+CompletionContent = str | TokenIds | Sequence[int | ContentPart]
 """A completion's prompt as Python callers write it: a text, token ids, or a list of texts and context caches."""
 
 
