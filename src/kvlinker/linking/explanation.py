@@ -63,7 +63,7 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How one prompt is linked under one policy."""
+    """The explanation of how one prompt is linked under one policy."""
 
     policy: str
     """The name of the request's policy."""

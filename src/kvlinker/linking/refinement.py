@@ -58,7 +58,7 @@ class Refinement:
         self._dropped: list[DroppedTokens] = []
         self._shown: list[Score] | None = [] if explains else None
         self.error: Exception | None = None
-        """What the policy raised, if it did."""
+        """The exception that the policy raised; None if it raised none."""
 
     @property
     def dropped(self) -> Sequence[DroppedTokens]:
