@@ -1,4 +1,4 @@
-"""Who may call: API keys, the tenant that each key stands for, and whether it is an admin's; for the app and routes.
+"""Access control: API keys, the tenant that each key stands for, and whether it is an admin's; for the app and routes.
 
 Without configured keys every caller is the default tenant, and an admin (see ``kvlinker.server.address``). With keys,
 every route asks for ``Authorization: Bearer <key>``, but for ``/health`` (probes have no keys), ``/`` (a page without
@@ -27,18 +27,19 @@ OPEN_PATHS = frozenset({"/", "/health", "/openapi.json"})
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request: the ``tenant``, and whether it is an ``admin``, who may write shared context caches."""
+    """The sender of a request: its ``tenant``, and whether it is an ``admin``, who may write shared context caches."""
 
     tenant: str
     admin: bool
 
 
 OPERATOR = Caller(DEFAULT_TENANT, admin=True)
-"""Everybody, where there are no keys: whoever reaches a loopback address is on the server's own machine."""
+"""The caller of all requests where there are no keys: whoever reaches a loopback address is on the server's own
+machine."""
 
 
 async def _caller(request: Request) -> Caller:
-    """The caller that ``KeyCheck`` found."""
+    """Return the caller that ``KeyCheck`` found."""
     caller: Caller = request.scope["state"]["caller"]
     return caller
 
@@ -70,7 +71,8 @@ class KeyCheck:
         return await self._app(scope, receive, send)
 
     def _caller(self, headers: Headers) -> Caller | None:
-        """The caller by the key; None for a missing or unknown one. Compares with every key, in constant time."""
+        """Return the caller by the key; None for a missing or unknown one. Compares with every key, in constant
+        time."""
         if not self._callers:
             return OPERATOR
         scheme, _, key = headers.get("authorization", "").partition(" ")

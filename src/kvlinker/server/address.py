@@ -10,7 +10,7 @@ from kvlinker.errors import InvalidRequestError, KVLinkerError
 
 
 class AddressError(KVLinkerError):
-    """The address cannot be bound."""
+    """Raised when the address cannot be bound."""
 
     code = "address_unavailable"
 
@@ -40,7 +40,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address at which clients find the socket's server."""
+    """Return the URL at which clients reach the socket's server."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

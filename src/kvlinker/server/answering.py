@@ -1,6 +1,6 @@
 """Answers of both completion routes: from prompts to a response, whole or as server-sent events.
 
-What a route sends is the business of its ``AnswerFormat``; usage, timing, streaming and the end of it are here.
+An ``AnswerFormat`` makes a route's bodies; usage, timing, streaming and its end are here.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from kvlinker.types.answers import Delta, Finished, Timing, Usage
 from kvlinker.types.sampling import SamplingParams
 
 LEAST_LOGPROB = -9999.0
-"""OpenAI's value for a token that cannot be, for JSON knows no infinity."""
+"""OpenAI's value for the log probability of an impossible token: JSON has no infinity."""
 
 
 class PromptTokensDetails(ResponseBody):
-    """Prompt tokens whose KV came from the store, and of chunks, but computed again; all others were fresh."""
+    """The prompt tokens whose KV came from the store, and those of chunks that were computed again; all others were
+    fresh."""
 
     cached_tokens: int
     recomputed_tokens: int
 
 
 class UsageBody(ResponseBody):
-    """Tokens of a request: each prompt counts once, all choices count."""
+    """The tokens of a request: each prompt counts once, all choices count."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -176,20 +177,21 @@ def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
 
 
 def server_timing(timings: Sequence[Timing]) -> str:
-    """The header of that name, in milliseconds: for each phase, the longest time that a choice took."""
+    """Return the value of the ``Server-Timing`` header, in milliseconds: for each phase, the longest time of any
+    choice."""
     phases = ("queue", "load", "link", "decode")
     longest = {phase: max(getattr(timing, phase) for timing in timings) for phase in phases}
     return ", ".join(f"{phase};dur={seconds * 1000:.3f}" for phase, seconds in longest.items())
 
 
 def finite(logprob: float) -> float:
-    """The log probability as JSON can have it."""
+    """Return the log probability as a number that JSON can represent."""
     return max(logprob, LEAST_LOGPROB)
 
 
 @contextmanager
 def length_errors_name(param: str) -> Iterator[None]:
-    """Let errors about a prompt that is too long name the request's field that the prompt comes from."""
+    """Have errors about a prompt that is too long name the request's field that the prompt comes from."""
     try:
         yield
     except ContextLengthError as error:

@@ -67,7 +67,7 @@ class RequestBody(BaseModel):
     """OpenAI's fields that do not change the answer here."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """OpenAI's fields that would change the answer, with the values that ask for nothing."""
+    """OpenAI's fields that would change the answer, with the values at which they have no effect."""
 
     @model_validator(mode="before")
     @classmethod
@@ -128,7 +128,7 @@ class ContextCachePart(BaseModel):
 
 
 class UnknownPart(BaseModel):
-    """Stands for every other part, to say which types there are; none is valid."""
+    """The catch-all for parts of other types, which are all invalid: its error lists the types that exist."""
 
     model_config = ConfigDict(strict=True)
 
@@ -149,7 +149,7 @@ Part = Annotated[
 
 
 def content_of(parts: Sequence[Part]) -> Content[ContextCacheReference]:
-    """The parts of a message or a prompt as the library takes them."""
+    """Return the parts of a message or a prompt as the library takes them."""
     return tuple(
         part.text if isinstance(part, TextPart) else ContextCacheReference(part.id)
         for part in parts
@@ -166,7 +166,7 @@ _Stop = Annotated[
 
 
 class LinkOptions(RequestBody):
-    """How cached chunks are linked; ``policy`` such as ``legolink-16``."""
+    """Options of linking cached chunks; ``policy`` such as ``legolink-16``."""
 
     policy: Annotated[Text, StringConstraints(min_length=1)] | None = None
 
@@ -225,7 +225,7 @@ class SamplingBody(RequestBody):
 
     @property
     def choices(self) -> int:
-        """How many choices are asked for, of each prompt."""
+        """The number of choices that are asked for, of each prompt."""
         return self.n or 1
 
     @property
@@ -239,7 +239,7 @@ class SamplingBody(RequestBody):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The engine's parameters; what is not given has their defaults."""
+        """Return the engine's sampling parameters; fields that are not given have their defaults."""
         names = (
             "temperature",
             "top_p",

@@ -39,7 +39,8 @@ class MessageBody(RequestBody):
     name: Text | None = None
 
     def message(self) -> ChatMessage[ContextCacheReference]:
-        """The message as the library takes it. Few chat templates know developers, who are the system's new name."""
+        """Return the message as the library takes it. ``developer`` becomes ``system``, since few chat templates know
+        that newer role."""
         content = (self.content,) if isinstance(self.content, str) else content_of(self.content)
         return ChatMessage("system" if self.role == "developer" else self.role, content, self.name)
 
@@ -72,7 +73,7 @@ class ChatCompletionRequest(SamplingBody):
         return self
 
     def sampling_params(self) -> SamplingParams:
-        """The engine's parameters."""
+        """Return the engine's sampling parameters."""
         return self.sampling(
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,

@@ -99,7 +99,7 @@ class Choices:
             raise
 
     def _sink(self, first: int) -> ChoiceSink:
-        """Takes the events of one prompt's choices, of which the first has the number ``first``."""
+        """Return a sink for the events of one prompt's choices, the first of which has the number ``first``."""
 
         def sink(index: int, event: GenerationEvent) -> None:
             with suppress(RuntimeError):  # the loop was closed while the engine still cancelled

@@ -24,7 +24,7 @@ from kvlinker.types.sampling import SamplingParams
 router = APIRouter(tags=["completions"])
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default for ``max_tokens``."""
 
 _Tokens = Annotated[list[int], Field(min_length=1)]
 
@@ -57,7 +57,8 @@ PromptBody = Annotated[
 
 
 def prompts_of(body: PromptBody) -> list[CompletionPrompt[ContextCacheReference]]:
-    """The prompts as the library takes them: one, unless it is a list of texts or a list of lists of token ids."""
+    """Return the prompts as the library takes them: one, unless it is a list of texts or a list of lists of token
+    ids."""
     if isinstance(body, str):
         return [(body,)]
     several: list[CompletionPrompt[ContextCacheReference]] = []
@@ -71,7 +72,7 @@ def prompts_of(body: PromptBody) -> list[CompletionPrompt[ContextCacheReference]
 
 
 def single_prompt(body: PromptBody) -> CompletionPrompt[ContextCacheReference]:
-    """The prompt of a body that takes only one. Raises InvalidRequestError for several."""
+    """Return the prompt of a body that takes only one. Raises InvalidRequestError for several."""
     prompts = prompts_of(body)
     if len(prompts) > 1:
         raise InvalidRequestError("'prompt' must be one prompt here.", param="prompt")
@@ -101,7 +102,7 @@ class CompletionRequest(SamplingBody):
         return self
 
     def sampling_params(self) -> SamplingParams:
-        """The engine's parameters."""
+        """Return the engine's sampling parameters."""
         return self.sampling(max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS, logprobs=self.logprobs)
 
 
@@ -201,7 +202,8 @@ class CompletionFormat:
         )
 
     def _logprobs_body(self, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
-        """Offsets count the characters of the tokens that the choice had before, over all chunks."""
+        """Return the log probabilities' body. Offsets count the characters of all tokens of the choice before, over all
+        chunks."""
         if not self._logprobs:
             return None
         offsets = []

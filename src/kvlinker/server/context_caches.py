@@ -1,4 +1,4 @@
-"""/v1/context_caches: create, list, read, change and delete context caches, and tell what they take."""
+"""/v1/context_caches: create, list, read, change and delete context caches, and report their usage."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from kvlinker.types.tenants import Scope
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
 
 MAX_TTL = 100 * 365 * 24 * 3600.0
-"""Seconds: a hundred years."""
+"""The longest time to live in seconds: a hundred years."""
 
 END_OF_TIME = 253_402_300_799.0
-"""Unix seconds: the last one of the year 9999."""
+"""The latest time of expiry in Unix seconds: the last second of the year 9999."""
 
 ScopeQuery = Annotated[Scope, Query(description="The caller's own, or the shared ones.")]
 
@@ -94,12 +94,12 @@ class Lifetime(RequestBody):
 
 
 def _list_splitters(schema: dict[str, Any]) -> None:
-    """Name in the document the splitters that are registered when it is asked for."""
+    """List in the schema the splitters that are registered when it is requested."""
     schema["enum"] = list(splitters())
 
 
 class SplitOptions(RequestBody):
-    """How a text is cut into chunks (EPIC's KVSplit)."""
+    """Options of cutting a text into chunks (EPIC's KVSplit)."""
 
     method: Text = Field(default="passage", json_schema_extra=_list_splitters)
     max_tokens: int = Field(default=512, ge=1, le=2**31 - 1)
@@ -142,7 +142,7 @@ class UpdateContextCacheRequest(Lifetime):
     pinned: bool = False
 
     def changes(self) -> dict[str, Any]:
-        """Arguments for ``ContextCaches.update``."""
+        """Return the arguments for ``ContextCaches.update``."""
         given = self.model_fields_set
         changed: dict[str, Any] = {}
         if given & {"ttl", "expires_at"}:
@@ -197,7 +197,7 @@ class ContextCacheDeletion(ResponseBody):
 
 
 class ContextCachesDeletion(ResponseBody):
-    """How many context caches were deleted."""
+    """The number of context caches that were deleted."""
 
     object: Literal["context_cache.deletion"] = "context_cache.deletion"
     deleted: int

@@ -146,7 +146,7 @@ class CostBody(ResponseBody):
 
 
 class LinkExplanation(ResponseBody):
-    """How a prompt is linked; ``settled_policy`` took the place of ``policy`` going by the forecast."""
+    """The link of a prompt; ``settled_policy`` replaced ``policy`` by the forecast."""
 
     model: str
     object: Literal["link.explanation"]

@@ -48,7 +48,7 @@ class PromptTokenCounts(ResponseBody):
 
 
 class TierStatus(ResponseBody):
-    """How full a tier is, and how fast it delivers; null where nothing was measured yet."""
+    """A tier's fill level and measured bandwidth; null where nothing was measured yet."""
 
     name: str
     used_bytes: int
