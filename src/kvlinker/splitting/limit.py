@@ -1,7 +1,7 @@
 """The limit of a piece in tokens: counts them, packs pieces that fit together, and cuts those that are too long.
 
 Tokenizers are not additive: two pieces joined may have more or fewer tokens than both alone. So every piece is encoded
-as it will stand, and what the tokenizer says of the whole text only tells where to look.
+as it will stand alone; the token boundaries of the whole text only suggest where to cut.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TokenLimit:
         self._counts: dict[str, int] = {}
 
     def counts(self, pieces: Sequence[str]) -> list[int]:
-        """The number of ids of each piece."""
+        """Return the number of ids of each piece."""
         unknown = list({piece for piece in pieces if piece not in self._counts})
         self._counts.update(zip(unknown, self._encoder.count_data(unknown), strict=True))
         return [self._counts[piece] for piece in pieces]
@@ -36,14 +36,16 @@ class TokenLimit:
         return self.counts([piece])[0] <= self.max_tokens
 
     def limited(self, pieces: Sequence[str], cut: Callable[[str], list[str]] | None = None) -> list[str]:
-        """The pieces, with those over the limit replaced by what ``cut`` makes of them: by default ``cut_at_words``."""
+        """Return the pieces, with those over the limit replaced by the result of ``cut``: by default
+        ``cut_at_words``."""
         result: list[str] = []
         for piece, count in zip(pieces, self.counts(pieces), strict=True):
             result += [piece] if count <= self.max_tokens else (cut or self.cut_at_words)(piece)
         return result
 
     def packed(self, pieces: Sequence[str], cut: Callable[[str], list[str]] | None = None) -> list[str]:
-        """As many neighbouring pieces put together as fit; those over the limit are cut as in ``limited``."""
+        """Join as many neighbouring pieces as fit, and return the result; those over the limit are cut as in
+        ``limited``."""
         text = "".join(pieces)
         starts = self._encoder.token_starts(text)
         ends = [0, *accumulate(len(piece) for piece in pieces)]
@@ -61,18 +63,20 @@ class TokenLimit:
         return self.limited(result, cut)
 
     def cut(self, text: str) -> list[str]:
-        """Pieces as long as the limit allows. Raises InvalidRequestError if a single character is over it."""
+        """Cut the text into pieces as long as the limit allows. Raises InvalidRequestError if a single character is
+        over it."""
         return self._cut(text, at_words=False)
 
     def cut_at_words(self, text: str) -> list[str]:
-        """Pieces as long as the limit allows, but down to half as long where that lets them end between words.
+        """Cut the text into pieces as long as the limit allows, or down to half as long where that lets them end
+        between words.
 
         Raises InvalidRequestError if a single character is over the limit.
         """
         return self._cut(text, at_words=True)
 
     def without_blanks(self, pieces: Iterable[str]) -> list[str]:
-        """The pieces, those of whitespace alone joined to a neighbour wherever the limit allows."""
+        """Return the pieces, with those of whitespace alone joined to a neighbour wherever the limit allows."""
         result: list[str] = []
         for piece in pieces:
             self._join(result, piece)
@@ -83,7 +87,7 @@ class TokenLimit:
         return result
 
     def is_blank(self, piece: str) -> bool:
-        """Whether a piece has nothing but whitespace, or nothing that the tokenizer sees."""
+        """Return whether a piece is whitespace only, or encodes to no tokens."""
         return piece.isspace() or self.counts([piece]) == [0]
 
     def _join(self, pieces: list[str], piece: str) -> None:
@@ -105,7 +109,8 @@ class TokenLimit:
         return pieces
 
     def _longest(self, text: str, begin: int, starts: list[int], *, at_words: bool) -> int:
-        """End of the longest piece from ``begin`` on that is within the limit; ``starts`` are the token starts."""
+        """Return the end of the longest piece from ``begin`` on that is within the limit; ``starts`` are the token
+        starts."""
         token = bisect_left(starts, begin)
         budget = self.max_tokens
         while True:
@@ -123,7 +128,8 @@ class TokenLimit:
             budget = max(0, budget - excess)
 
     def _shared(self, left: str, blank: str) -> list[str]:
-        """``left`` and ``blank``, with the end of ``left`` given to ``blank`` if both then are within the limit."""
+        """Return ``left`` and ``blank``, with the end of ``left`` moved to ``blank`` if both then are within the
+        limit."""
         last = len(left.rstrip()) - 1
         for cut in (_last_word_boundary(left, 0, last), _grapheme_start(left, 0, last)):
             head, tail = left[:cut], left[cut:] + blank
@@ -133,7 +139,7 @@ class TokenLimit:
 
 
 def _cut_position(text: str, begin: int, target: int, *, at_words: bool) -> int:
-    """Best place for a cut after ``begin`` and not after ``target``, at least one character on."""
+    """Return the best place for a cut after ``begin`` and not after ``target``, at least one character on."""
     if target >= len(text):
         return len(text)
     if target <= begin + 1:
@@ -148,12 +154,12 @@ def _cut_position(text: str, begin: int, target: int, *, at_words: bool) -> int:
 
 
 def _last_word_boundary(text: str, begin: int, end: int) -> int:
-    """Last position in (begin, end] where a cut goes between words; ``begin`` if there is none."""
+    """Return the last position in (begin, end] where a cut goes between words; ``begin`` if there is none."""
     return next((position for position in range(end, begin, -1) if _is_word_boundary(text, position)), begin)
 
 
 def _is_word_boundary(text: str, position: int) -> bool:
-    """Whether a word ends or a line begins here; the space before a word belongs to the word."""
+    """Return whether a word ends or a line begins here; the space before a word belongs to the word."""
     before, after = text[position - 1], text[position]
     if before in "\r\n":
         return after not in "\r\n"
@@ -161,7 +167,7 @@ def _is_word_boundary(text: str, position: int) -> bool:
 
 
 def _grapheme_start(text: str, begin: int, position: int) -> int:
-    """Where the user-perceived character at ``position`` begins, if they are counted from ``begin`` on."""
+    """Return the start of the user-perceived character at ``position``, with characters counted from ``begin`` on."""
     around = text[position - 1 : position + 1]
     if position > begin and around.isascii() and around != "\r\n":
         return position

@@ -1,4 +1,4 @@
-"""Splitters by name: what one is, the decorator that registers it, and where all of them are found."""
+"""The interface of splitters, the decorator that registers one, and the look-up by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Splitter(ABC):
 
     @abstractmethod
     def split(self, text: str, limit: TokenLimit) -> Sequence[str]:
-        """The pieces of ``text`` in their order; joined, they must be ``text`` again.
+        """Return the pieces of ``text`` in their order; joined, they must be ``text`` again.
 
         ``text`` is not blank. ``limit`` counts tokens, and packs or cuts pieces. Pieces may be over the limit, or
         blank: the caller cuts the former between words, and joins the latter to a neighbour.
@@ -29,7 +29,7 @@ class Splitter(ABC):
 
     @classmethod
     def description(cls) -> str:
-        """What a piece is, in a sentence."""
+        """Return the class's docstring, which says what a piece is, on one line."""
         return " ".join((getdoc(cls) or "").split())
 
 
@@ -48,12 +48,12 @@ def register(splitter: S) -> S:
 
 
 def splitters() -> Mapping[str, type[Splitter]]:
-    """All registered splitters by name, installed plugins included, sorted."""
+    """Return all registered splitters by name, installed plugins included, sorted."""
     return MappingProxyType(dict(sorted(_registry.known().items())))
 
 
 def find_splitter(name: str) -> Splitter:
-    """The splitter of this name. Raises InvalidRequestError for an unknown one."""
+    """Return the splitter of this name. Raises InvalidRequestError for an unknown one."""
     known = splitters()
     if name not in known:
         raise InvalidRequestError(
@@ -64,7 +64,7 @@ def find_splitter(name: str) -> Splitter:
 
 
 def cut_at(text: str, ends: Iterable[int]) -> list[str]:
-    """The pieces of ``text`` between these positions, which ascend; joined, they are ``text``.
+    """Return the pieces of ``text`` between these positions, which ascend; joined, they are ``text``.
 
     Blank text at the beginning goes with the piece after it, other blank text with the piece before.
     """

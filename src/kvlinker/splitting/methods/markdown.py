@@ -25,7 +25,7 @@ class MarkdownSplitter(Splitter):
 
 
 def sections(text: str) -> list[str]:
-    """The text before the first heading, then one section per heading; joined, they are the text."""
+    """Return the text before the first heading, then one section per heading; joined, they are the text."""
     parser = MarkdownIt("commonmark")
     parser.core.ruler.enableOnly(["normalize", "block"])
     line_starts = [0, *accumulate(len(line) for line in _LINE.findall(text))]

@@ -17,7 +17,8 @@ from kvlinker.splitting.splitter import Splitter, cut_at, register
 
 _LANGUAGE = "en"
 _WINDOW = 4096
-"""Characters that sentencex reads at once: its time for quotation marks that are never closed grows quadratically."""
+"""The characters that sentencex reads at once: its time for quotation marks that are never closed grows
+quadratically."""
 
 _BLANK_LINES = re.compile(r"(?>\r\n|\n|\r)(?:[ \t\f\v]*+(?>\r\n|\n|\r))++")
 _SPACE = regex.compile(r"\s*+")
@@ -56,17 +57,17 @@ class PassageSplitter(Splitter):
 
 
 def paragraphs(text: str) -> list[str]:
-    """The text's paragraphs, each with the blank lines after it; joined, they are the text."""
+    """Return the text's paragraphs, each with the blank lines after it; joined, they are the text."""
     return cut_at(text, (match.end() for match in _BLANK_LINES.finditer(text)))
 
 
 def passages(text: str, limit: TokenLimit) -> list[str]:
-    """As many whole paragraphs put together as fit; joined, they are the text."""
+    """Return pieces of as many whole paragraphs as fit; joined, they are the text."""
     return limit.packed(paragraphs(text), cut=lambda paragraph: limit.packed(sentences(paragraph)))
 
 
 def sentences(text: str) -> list[str]:
-    """The text's sentences; joined, they are the text. A blank line ends a sentence, too.
+    """Return the text's sentences; joined, they are the text. A blank line ends a sentence, too.
 
     Line breaks after a sentence belong to it; spaces belong to the next one, because that is how tokenizers see them.
     """
@@ -86,7 +87,8 @@ def _sentence_ends(text: str) -> Iterator[int]:
 
 
 def _stops(paragraph: str) -> Iterator[int]:
-    """Where sentencex ends all sentences but the last; one that a window cuts short is read again in the next."""
+    """Yield the ends of all sentences but the last, as sentencex finds them; a sentence that a window cuts short is
+    read again in the next window."""
     start = 0
     while start < len(paragraph):
         boundaries = sentencex.get_sentence_boundaries(_LANGUAGE, paragraph[start : start + _WINDOW])
@@ -96,7 +98,8 @@ def _stops(paragraph: str) -> Iterator[int]:
 
 
 def _cut_position(text: str, position: int) -> int:
-    """Where to cut for a sentence that ends at ``position``, which may be before or behind the whitespace there."""
+    """Return the place to cut for a sentence that ends at ``position``, which may be before or behind the whitespace
+    there."""
     while position > 0 and text[position - 1].isspace():
         position -= 1
     end = _EMPHASIS_END.match(text, position).end()
