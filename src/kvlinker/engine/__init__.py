@@ -1,1 +1,1 @@
-"""The contract that the rest of kvlinker knows engines by, and all that both engines share."""
+"""The contract by which the rest of kvlinker uses engines, and the code that both engines share."""

@@ -17,19 +17,19 @@ QUERY_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """Describes one layer's variant of attention."""
+    """One layer's variant of attention."""
 
     scale: float
-    """What products of queries and keys are multiplied with."""
+    """The factor on the products of queries and keys."""
 
     window: int | None = None
     """A query sees the keys of the last ``window`` positions only, its own included."""
 
     softcap: float | None = None
-    """Scores become softcap · tanh(score / softcap)."""
+    """Scores become softcap · tanh(score / softcap); None for no cap."""
 
     sinks: Tensor | None = None
-    """Extra logits [heads] that take attention and give nothing."""
+    """Extra logits [heads] that take part in the softmax and contribute no value; None for none."""
 
     @classmethod
     def of_call(cls, query: Tensor, options: Mapping[str, Any]) -> Self:
@@ -46,7 +46,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class Queries:
-    """Holds the positions [queries] of one request's queries that are computed together, ascending."""
+    """The positions [queries] of one request's queries that are computed together, ascending."""
 
     positions: Tensor
 
@@ -80,8 +80,9 @@ class Queries:
         return 0 if window is None else max(self.first - window + 1, 0)
 
     def mask(self, window: int | None, copies: int, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask [copies · queries, keys] of what each of ``copies`` copies of the queries sees of the
-        positions [first_seen, last], 0 or -inf; None when all see all. It is made once for all layers of a kind."""
+        """Return the mask [copies · queries, keys] of the positions [first_seen, last] that each of ``copies`` copies
+        of the queries may attend to, 0 or -inf; None when all attend to all. It is made once for all layers of a
+        kind."""
         if window is not None and self.last < window:
             window = None
         if len(self) == 1:
@@ -99,8 +100,7 @@ class Queries:
 
 
 def attention_weights(queries: Queries, query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
-    """Write out the weights that ``attend`` would use: [heads, queries, last + 1], fp32. It is meant for few
-    queries."""
+    """Compute the attention weights that ``attend`` would use: [heads, queries, last + 1], fp32; for few queries."""
     first = queries.first_seen(options.window)
     groups = query.shape[0] // key.shape[0]
     folded = query.reshape(key.shape[0], groups * len(queries), query.shape[2])

@@ -1,4 +1,4 @@
-"""The contract of engines, which is all that the rest of kvlinker knows of them: requests in, events out."""
+"""The contract of engines, the only part of them that the rest of kvlinker uses: requests in, events out."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvlinker.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt to link, and how many answers to generate from it.
+    """A prompt to link, and the number of answers to generate from it.
 
-    ``tenant`` decides whose chunk caches may be linked. The prompt is linked once for all ``n`` choices, which then go
-    on apart from one another.
+    ``tenant`` decides whose chunk caches may be linked. The prompt is linked once for all ``n`` choices, which are then
+    independent of one another.
     """
 
     prompt: Prompt
@@ -35,7 +35,7 @@ class GenerationRequest:
             raise InvalidRequestError(f"n is {self.n}, but must be at least 1.", param="n")
 
     def sampling_of(self, choice: int) -> SamplingParams:
-        """How the tokens of this choice (0 to n - 1) are chosen: with a seed, choice i uses seed + i."""
+        """Return the sampling parameters of this choice (0 to n - 1): with a seed, choice i uses seed + i."""
         seed = self.sampling.seed
         return self.sampling if seed is None else replace(self.sampling, seed=seed + choice)
 
@@ -64,7 +64,7 @@ class RequestHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is: counts of requests (each choice is one), and KV slots (one slot holds one token)."""
+    """The load of an engine: counts of requests (each choice is one), and KV slots (one slot holds one token)."""
 
     running: int
     waiting: int
@@ -76,16 +76,16 @@ class Engine(Protocol):
     """Creates chunk caches and generates from prompts. All methods may be called from any thread."""
 
     fingerprint: str
-    """Names the model's weights, config, dtype and rotary parameters; it is a part of every chunk key."""
+    """The hash of the model's weights, config, dtype and rotary parameters; it is a part of every chunk key."""
 
     max_model_len: int
     """The most tokens that a prompt and its answer may have together."""
 
     kv_bytes_per_token: int
-    """Bytes of one token's KV over all layers, as it is computed."""
+    """The bytes of one token's KV over all layers, as it is computed."""
 
     def unsupported(self, policy: Policy) -> str | None:
-        """Tell why this engine cannot follow the policy, and the way out; None where it can.
+        """Return why this engine cannot follow the policy, and the way out; None where it can.
 
         Requests under such a policy are refused with PolicyError.
         """
@@ -107,7 +107,7 @@ class Engine(Protocol):
         ...
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
-        """Link the request's prompt like ``generate``, and tell how, without generating.
+        """Link the request's prompt like ``generate``, and explain how, without generating.
 
         Raises PolicyError, ContextLengthError, OverloadedError or EngineClosedError at once; later errors are the
         future's.
@@ -115,25 +115,26 @@ class Engine(Protocol):
         ...
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
-        """Link the request's prompt like ``generate``, and tell how likely its last tokens are, without generating.
+        """Link the request's prompt like ``generate``, and return the log probabilities of its last tokens, without
+        generating.
 
-        ``request.sampling.logprobs`` counts the alternatives that are told with each token. Raises InvalidRequestError
-        when fewer than two tokens stand behind the last chunk, and PolicyError, ContextLengthError, OverloadedError or
+        ``request.sampling.logprobs`` is the number of alternatives per token. Raises InvalidRequestError when fewer
+        than two tokens stand behind the last chunk, and PolicyError, ContextLengthError, OverloadedError or
         EngineClosedError at once; later errors are the future's.
         """
         ...
 
     def load(self) -> EngineLoad:
-        """Tell how busy the engine is."""
+        """Return the engine's current load."""
         ...
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """Seconds that computing a prompt of so many tokens takes, by what was measured; None where nothing was."""
+        """Return the expected seconds of computing a prompt of so many tokens; None where nothing was measured."""
         ...
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine still serves; False once it was closed or has failed for good."""
+        """True while the engine serves; False once it was closed or has failed for good."""
         ...
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Describes one layer's attention: counts of heads, and values per head."""
+    """One layer's attention: counts of heads, and values per head."""
 
     query_heads: int
     kv_heads: int
@@ -24,7 +24,7 @@ class AttentionShape:
 
     @property
     def values_per_token(self) -> int:
-        """How many values the KV of one token has in this layer."""
+        """The number of values in one token's KV in this layer."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 

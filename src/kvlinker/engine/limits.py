@@ -19,16 +19,16 @@ from kvlinker.errors import (
 from kvlinker.prompt.segments import Prompt
 
 RETRY_AFTER_SECONDS = 1
-"""How soon a refused request may come again."""
+"""The seconds after which a refused request may be sent again."""
 
 
 def engine_closed() -> EngineClosedError:
-    """Make the error of requests that meet an engine which is shutting down, or was shut down."""
+    """Return the error of requests that reach an engine which is shutting down, or was shut down."""
     return EngineClosedError("The engine is shutting down. Send the request again to a running server.")
 
 
 def check_room(queued: int, choices: int, *, most: int) -> None:
-    """Refuse a request whose ``choices`` do not all find room beside those ``queued``, of ``most`` that there may be.
+    """Check that ``choices`` more fit beside the ``queued`` ones, with room for ``most``.
 
     Raises OverloadedError, or InvalidRequestError for more choices than an idle engine has room for.
     """
@@ -44,23 +44,24 @@ def check_room(queued: int, choices: int, *, most: int) -> None:
 
 
 def check_supported(reason: str | None) -> None:
-    """Raises PolicyError for the ``reason`` why an engine does not support a request's policy, if there is one."""
+    """Raise PolicyError with the ``reason`` why an engine does not support a request's policy, if there is one."""
     if reason is not None:
         raise PolicyError(reason, param="link.policy")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Checks requests against what one model can be asked for."""
+    """Checks requests against the limits of one model."""
 
     vocabulary: int
-    """Token ids go from 0 to this, exclusive."""
+    """The size of the vocabulary: token ids are 0 to this, exclusive."""
 
     max_model_len: int
     """The most tokens that a prompt and its answer may have together."""
 
     def check_vocabulary(self, tokens: NDArray[np.int64], *, param: str) -> None:
-        """Raises InvalidRequestError for an unknown id in ``tokens`` [length]: it would fail all requests of its step.
+        """Check the ids in ``tokens`` [length]. Raises InvalidRequestError for an unknown one: it would fail all
+        requests of its step.
 
         ``param`` names the request's field that the tokens come from.
         """
@@ -94,7 +95,8 @@ class RequestLimits:
         return room if wanted is None else wanted
 
     def check_scorable(self, prompt: Prompt) -> None:
-        """Raises InvalidRequestError where no token can be scored, and ContextLengthError for a prompt too long."""
+        """Check a prompt to score. Raises InvalidRequestError where no token can be scored, and ContextLengthError for
+        a prompt that is too long."""
         self.check_vocabulary(prompt.tokens, param="prompt")
         fresh = len(prompt) - max((span.end for span in prompt.spans), default=0)
         if fresh < 2:

@@ -1,4 +1,4 @@
-"""Models and tokenizers in files: reading them, and the fingerprint that names what they hold."""
+"""Reads models and tokenizers from files, and computes the fingerprint of their content."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def known_fingerprint(settings: Settings, dtype: torch.dtype) -> str:
 
 
 def _files_name(settings: Settings, dtype: torch.dtype) -> str:
-    """Make a name of all that the fingerprint depends on, going by the size and time of the weights' files alone."""
+    """Return a name of everything that the fingerprint depends on; of the weights' files only size and time are
+    read."""
     folder = Path(settings.model)
     if not folder.is_dir():
         folder = Path(cached_file(settings.model, "config.json")).parent

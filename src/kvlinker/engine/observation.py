@@ -1,4 +1,5 @@
-"""Observers of attention as it is computed: they see the weights of a few queries at a time, never the whole matrix."""
+"""Observers of attention while it is computed: they see the weights of a few queries at a time, never the whole
+matrix."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ QUERIES_AT_ONCE = 64
 
 
 class Observer(Protocol):
-    """Sees every run of its request in every layer, after the run's keys are in the pool."""
+    """Called with every run of its request in every layer, after the run's keys are in the pool."""
 
     def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
-        """See one run in one layer.
+        """Observe one run in one layer.
 
         ``query`` [heads, run, key_dim] stands at positions from ``start`` on, ``key`` [kv_heads, start + run, key_dim]
         at those from 0 on; both have their rotary embedding.
@@ -31,7 +32,7 @@ class Observer(Protocol):
 
 
 class QuestionProbe:
-    """Keeps the last prompt token's attention on every token."""
+    """Records the last prompt token's attention on every token."""
 
     def __init__(self, layers: int, length: int) -> None:
         self.attention: NDArray[np.float32] = np.zeros((layers, length), dtype=np.float32)
@@ -45,8 +46,8 @@ class QuestionProbe:
 
 
 class ChunkWatch:
-    """Keeps the attention of the question, the tokens behind the last chunk, on every chunk, layer by layer. It is the
-    ``ChunkAttention`` that a ``Refinement`` takes."""
+    """Records the attention of the question (the tokens behind the last chunk) on every chunk, layer by layer. It is
+    the ``ChunkAttention`` that a ``Refinement`` takes."""
 
     def __init__(self, spans: Sequence[ChunkSpan], length: int) -> None:
         self._spans = tuple(spans)
@@ -60,7 +61,7 @@ class ChunkWatch:
         return np.array(self._attention, dtype=np.float32).reshape(len(self._attention), len(self._spans))
 
     def want(self, layer: int) -> None:
-        """Watch this layer, too. Watching ends with the first layer that nobody asks for."""
+        """Watch this layer, too. Watching ends with the first layer that no policy asks for."""
         self._wanted_in = layer
 
     def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:

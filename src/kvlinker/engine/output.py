@@ -1,4 +1,4 @@
-"""Turns the tokens of a choice into what its sink is told: text, stop strings, events, timing, and how it ended."""
+"""Turns the tokens of a choice into events for its sink: text, stop strings, timing, and the reason of its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ End = tuple[str, Delta]
 
 
 class RequestClock:
-    """Notes when a request reaches each stage of its life, in seconds of ``time.perf_counter``.
+    """Records when a request reaches each stage, in seconds of ``time.perf_counter``.
 
     All choices of a request share ``submitted``, ``loaded`` and ``started``; each has a first token of its own.
     """
@@ -35,15 +35,16 @@ class RequestClock:
         """When the engine began to compute its prompt."""
 
     def mark_loaded(self) -> None:
-        """The KV of all its chunks is there now."""
+        """Note that the KV of all its chunks is there now."""
         self.loaded = time.perf_counter()
 
     def mark_started(self) -> None:
-        """The engine begins to compute its prompt now."""
+        """Note that the engine begins to compute its prompt now."""
         self.started = time.perf_counter()
 
     def timing(self, first_token: float | None) -> Timing:
-        """Tell where the time went until now; ``first_token`` is when that came, None if it did not."""
+        """Return the time spent in each stage until now; ``first_token`` is the time of that token, None if there was
+        none."""
         now = time.perf_counter()
         loaded = self.submitted if self.loaded is None else self.loaded
         first = now if first_token is None else first_token
@@ -122,12 +123,12 @@ class Output:
         events: Events,
         broken: Callable[[], None],
     ) -> None:
-        """``broken`` is called when the sink raises: nobody listens any more."""
+        """``broken`` is called when the sink raises, since the caller has then gone."""
         self.tokens = 0
-        """How many tokens were generated."""
+        """The number of generated tokens."""
 
         self.first_token: float | None = None
-        """When the first token came, in seconds of ``time.perf_counter``."""
+        """The time of the first token, in seconds of ``time.perf_counter``; None before."""
 
         self._policy = request.policy.name
         self._sink = sink
@@ -165,14 +166,14 @@ class Output:
         return Delta(text, ()) if text else None
 
     def finish(self, reason: str, usage: Usage, last: Delta | None = None) -> None:
-        """Tell of the end, behind the ``last`` piece."""
+        """Send the last event, after the ``last`` piece of text."""
         if last is not None:
             self._send(last)
         self._publish(reason, usage)
         self._send(Finished(reason, usage, self._clock.timing(self.first_token)))
 
     def fail(self, error: KVLinkerError) -> None:
-        """Tell of the end of a choice that could not be served."""
+        """Send the last event of a choice that could not be served."""
         self._publish("failed", Usage(0, 0, 0))
         self._send(Failed(error))
 
@@ -182,7 +183,7 @@ class Output:
         return text
 
     def _publish(self, reason: str, usage: Usage) -> None:
-        """Tell listeners; the prompt, which all choices share, is counted with the first of them."""
+        """Publish the end to listeners; the prompt, which all choices share, is counted with the first of them."""
         if self._choice:
             usage = Usage(0, 0, 0, usage.output_tokens)
         self._events.publish(
