@@ -56,12 +56,12 @@ class ProbeFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TierAdvice:
-    """Holds all that was measured."""
+    """The measurements that the advice is based on."""
 
     prefill_seconds: float
     """The time to compute the whole context."""
     percent: float
-    """What the policy recomputes of the context."""
+    """The percent of the context's tokens that the policy recomputes."""
     tiers: Sequence[TierFigures]
     failed: Mapping[str, str]
     """Tiers that could not be measured, with what happened."""

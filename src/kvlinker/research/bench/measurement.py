@@ -70,9 +70,9 @@ class FirstToken:
     """Says how long an answer of one token took."""
 
     seconds: float
-    """From asking to the first token."""
+    """The seconds from the request to the first token."""
     timing: Timing
-    """What the engine says of it."""
+    """The timing that the engine reports."""
 
 
 def first_token(engine: Engine, prompt: Prompt, policy: str) -> FirstToken:

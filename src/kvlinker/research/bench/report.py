@@ -44,7 +44,7 @@ class Report:
     notes: Sequence[str] = ()
     """Lines to be shown behind the table."""
     warnings: Sequence[str] = ()
-    """What was left out, and why."""
+    """Warnings of what was left out, and why."""
 
     def print(self, console: Console, rows: Sequence[Row] | None = None) -> None:
         """Print ``rows``, or all, as a table, with machine, versions and settings above it.

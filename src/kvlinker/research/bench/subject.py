@@ -28,7 +28,7 @@ TIERS = ("host", "disk", "redis", "object")
 
 @dataclass(frozen=True)
 class Subject:
-    """Holds a model that is measured."""
+    """The model that is measured."""
 
     name: str
     """The shape's or model's name."""
@@ -36,7 +36,7 @@ class Subject:
     """The command line that reproduces the run."""
     loaded: LoadedModel
     options: dict[str, Any]
-    """What else the report tells among its settings."""
+    """Further settings that the report lists."""
 
     @contextmanager
     def llm(self, *, kv_slots: int | None = None, tier: str = "host", **options: Any) -> Iterator[LLM]:

@@ -1,4 +1,4 @@
-"""What many stored chunks cost: catalog operations, start-up and memory, whatever their KV weighs."""
+"""The cost of storing many chunks: catalog operations, start-up and memory, whatever the size of their KV."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUDGET = 1 << 50
 
 
 def crowd_rows(entries: int, *, progress: Callable[[str], None]) -> list[Row]:
-    """With ``entries`` context caches of one chunk each."""
+    """Measure a catalog and a disk tier with ``entries`` context caches of one chunk each."""
     with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as name:
         folder = Path(name)
         progress(f"a catalog of {entries} context caches")

@@ -30,7 +30,7 @@ def drop_from_page_cache(files: Sequence[Path]) -> None:
 
 
 def read_seconds(files: Sequence[Path]) -> float:
-    """Of reading the files one after the other, into memory that was touched before."""
+    """Return the seconds of reading the files one after the other, into memory that was touched before."""
     buffer = np.zeros(READ_BYTES, dtype=np.uint8)
     begin = time.perf_counter()
     for file in files:
@@ -41,7 +41,8 @@ def read_seconds(files: Sequence[Path]) -> float:
 
 
 def copy_seconds(files: Sequence[Path], folder: Path) -> float:
-    """Of copying the files into a folder, each synchronised, as stored chunks are; the copies are removed."""
+    """Return the seconds of copying the files into a folder, each synchronised, as stored chunks are. The copies are
+    removed."""
     begin = time.perf_counter()
     copies = [folder / file.name for file in files]
     for file, copy in zip(files, copies, strict=True):

@@ -1,4 +1,4 @@
-"""What layer-wise loading is worth: how much of loading is hidden by computing, from a medium held to a bandwidth."""
+"""The gain of layer-wise loading: how much of it computing hides, with a medium whose bandwidth is limited."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvlinker.research.bench.subject import Subject
 from kvlinker.store.loading.throughput import DRIFT_NOTES
 
 LOAD_TO_COMPUTE = (0.5, 1.0, 2.0)
-"""How long loading takes on the media that are measured, beside the computation."""
+"""The loading times to measure, as multiples of the computation's time."""
 
 CODEC = "raw"
 

@@ -15,7 +15,7 @@ from kvlinker.errors import InvalidRequestError
 
 PIECE_BYTES = 1 << 17
 BURST_SECONDS = 0.002
-"""How long the medium may have been idle and still make up for it."""
+"""The most seconds of idle time that the medium may make up for afterwards."""
 
 
 class ThrottlingProxy:

@@ -72,12 +72,12 @@ class TieredPrompt:
 
     @property
     def nbytes(self) -> int:
-        """Of all chunks in their tier."""
+        """The bytes of all chunks in their tier."""
         return sum(self.store.nbytes(key) or 0 for key in self.keys)
 
     @property
     def states(self) -> tuple[str, ...]:
-        """In which the tier can be found."""
+        """The states of the tier that are measured; one without a name where there is nothing to distinguish."""
         return ("warm", "cold") if self.tier == "disk" else ("",)
 
     def take(self, policy: str, state: str) -> Taken:

@@ -1,4 +1,4 @@
-"""What writes in the background cost a request that runs beside them."""
+"""The cost of background writes to a request that runs beside them."""
 
 from __future__ import annotations
 

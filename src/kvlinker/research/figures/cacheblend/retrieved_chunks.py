@@ -24,7 +24,7 @@ COUNTS = (1, 2, 4, 8, 12, 16)
 POLICIES = ("full", "cacheblend-15", "query-5", "naive")
 EXAMPLES = 84
 DODGE = 0.08
-"""How far the policies' points stand apart, in passages."""
+"""The horizontal distance between the policies' points in the figure, in passages."""
 K1, B = 1.5, 0.75
 """BM25's constants: how fast repeated words saturate, and how much long passages are held against."""
 

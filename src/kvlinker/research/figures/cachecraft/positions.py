@@ -30,7 +30,7 @@ CASES = {
     f"inter-{PERCENT}": "both",
     "full": "full",
 }
-"""What each policy fixes."""
+"""The part of a chunk's KV that each policy corrects."""
 
 METRICS = (*VERSUS_FULL, TASK)
 
