@@ -43,7 +43,8 @@ BUNDLED_MODEL = Path(__file__).parent / "models" / "reader"
 VARIABLE_PREFIX = "KVLINKER_"
 CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
 OTHER_VARIABLES = {"config", "api_key", "new_encryption_key"}
-"""What follows the prefix in variables that are no settings: here, and in ``kvlinker ingest`` and ``caches rekey``."""
+"""The rest of the names of prefixed variables that are not settings: here, and in ``kvlinker ingest`` and ``caches
+rekey``."""
 
 SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
@@ -60,7 +61,7 @@ def _parse_json(value: object) -> object:
 
 
 class TenantQuota(BaseModel):
-    """What one tenant may keep; None stands for as much as others."""
+    """The limits on what one tenant may keep; None for the limit that all tenants have by default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -294,7 +295,8 @@ def _check_variables(variables: Mapping[str, str]) -> None:
 
 
 def _complaint(error: ErrorDetails, origin: str) -> str:
-    """What is wrong with a setting, and what it may be. Values and keys that may be secret are not told."""
+    """Return a message about an invalid setting, and the values it may have. Values and keys that may be secret are
+    left out."""
     name, *inner = map(str, error["loc"])
     path = ".".join((name, *("*" for _ in inner[:1]), *inner[1:]))
     if error["type"] == "extra_forbidden":
@@ -310,7 +312,8 @@ def _complaint(error: ErrorDetails, origin: str) -> str:
 
 
 def _rule(error: ErrorDetails, field: FieldInfo) -> str:
-    """What the setting must be, as far as it can be said in general; otherwise why its value was refused."""
+    """Return the rule for the setting's value, where it can be stated in general; otherwise why the value was
+    refused."""
     if "ByteSize" in str(field.annotation):
         return "it must be a size such as 4GiB"
     if field.annotation in (int, int | None):

@@ -42,7 +42,7 @@ MAX_CHUNKS = 10_000
 """The most chunks that one call creates context caches of."""
 
 DELETED_AT_ONCE = 1000
-"""How many context caches a deletion by metadata removes in one transaction."""
+"""The number of context caches that a deletion by metadata removes in one transaction."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What happened, told to whoever listens (metrics, logs): the path that does the work calls no metric itself."""
+"""Events for listeners (metrics, logs) about what has happened: the path that does the work calls no metric itself."""
 
 from __future__ import annotations
 

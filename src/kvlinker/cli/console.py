@@ -1,7 +1,4 @@
-"""What commands say on stderr: warnings, progress, and the one line with which they fail.
-
-The exit code is 2 for bad usage and 1 for everything else that fails.
-"""
+"""Output of commands on stderr: warnings, progress, and the one line of an error."""
 
 from __future__ import annotations
 

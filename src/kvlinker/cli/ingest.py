@@ -37,7 +37,8 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """How texts are split, for how many seconds their context caches live (None: for ever), and whose they are."""
+    """The settings of an ingestion: how texts are split, their context caches' time to live in seconds (None: for
+    ever), and their owner."""
 
     method: str
     max_tokens: int

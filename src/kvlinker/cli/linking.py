@@ -70,7 +70,8 @@ def policies(
 
 
 def _unsupported_by(engine: str) -> Callable[[Policy], str | None]:
-    """What tells why the engine of this name cannot follow a policy; the embedded one follows all."""
+    """Return the function that says why the engine of this name cannot follow a policy; the embedded one follows
+    all."""
     if engine == "vllm":
         from kvlinker.vllm.protocol.transfer_plan import unsupported
 

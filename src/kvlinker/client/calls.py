@@ -69,7 +69,7 @@ class Call(Generic[T]):
         }
 
     def result(self, response: httpx.Response) -> T:
-        """What the call returns. Raises the error that the answer tells of."""
+        """Return the call's result. Raises the error that the response describes."""
         if response.is_error:
             raise error_of(response, self.named or self.body or {})
         return self.read(response)

@@ -1,4 +1,4 @@
-"""What travels between client and server, as values: context caches, answers, and the errors that a server tells of."""
+"""The values that client and server exchange: context caches, answers, and a server's errors."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _error_of(told: Mapping[str, Any], *, status: int) -> KVLinkerError:
 
 
 def _at(body: Any, path: str) -> str:
-    """What stands at a parameter's path, such as ``messages.0.content.1.id``."""
+    """Return the value at a parameter's path, such as ``messages.0.content.1.id``."""
     for step in path.split("."):
         body = body[int(step) if isinstance(body, list) else step]
     return str(body)

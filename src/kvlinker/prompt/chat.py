@@ -39,7 +39,7 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
-        """Whether the model has a chat template."""
+        """True if the model has a chat template."""
         return self._template is not None
 
     def render(self, messages: Sequence[ChatMessage[Chunk]]) -> list[str | Chunk]:

@@ -43,7 +43,8 @@ class ChunkSpan:
     length: int
 
     exact: bool
-    """Whether the prompt before it is what its KV was computed behind, so that the KV needs no repair."""
+    """True if the tokens before it in the prompt are those that its KV was computed behind, so that the KV needs no
+    repair."""
 
     @property
     def end(self) -> int:
@@ -73,7 +74,7 @@ class Prompt:
 
     @cached_property
     def spans(self) -> tuple[ChunkSpan, ...]:
-        """Where the ``chunks`` stand, one span each, in the same order."""
+        """The positions of the ``chunks``, one span each, in the same order."""
         starts = accumulate((len(s.tokens) for s in self.segments), initial=0)
         return tuple(
             ChunkSpan(start, len(segment.chunk), self._is_exact(segment.chunk, start))

@@ -53,7 +53,7 @@ class Chunk:
     """The ids that stood before them when their KV was computed, and do not appear with them."""
 
     shared: bool = False
-    """Whether its KV is that of all tenants."""
+    """True if all tenants share its KV."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -45,7 +45,7 @@ class ContextCache:
     metadata: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     pinned: bool = False
-    """Whether its KV is kept from eviction."""
+    """True if its KV is protected from eviction."""
 
     kv_bytes: int = 0
     """Bytes of its KV as computed; in a tier it may take fewer."""
@@ -55,12 +55,12 @@ class ContextCache:
 
     @property
     def scope(self) -> Scope:
-        """Who may use it."""
+        """The scope of its users: one tenant, or all."""
         return Scope.SHARED if self.chunk.shared else Scope.PRIVATE
 
     @property
     def tokens(self) -> int:
-        """How many prompt tokens it stands for."""
+        """The number of prompt tokens that it stands for."""
         return len(self.chunk)
 
 

@@ -104,8 +104,8 @@ class VLLMClient:
             await outputs.aclose()  # which aborts what is under way
 
     async def run_transfer(self, transfer: TransferPlan, tokens: Sequence[int]) -> TransferOutcome:
-        """Carry out a transfer plan over ``tokens`` [linked] and return its outcome; the answer and the KV are
-        discarded."""
+        """Carry out a transfer plan over ``tokens`` [linked] and return its outcome. The answer is discarded, and no
+        other request reuses its KV."""
         behind = (*tokens, 0)  # vLLM computes the last token of a prompt itself, so that it may be none of the plan's
         outcome = None
         async for output in self.stream(
