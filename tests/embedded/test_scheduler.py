@@ -113,6 +113,19 @@ def test_so_many_are_fetched_ahead():
     assert len(simulation.loads) == PREFETCHED
 
 
+def test_a_request_is_alone_while_there_is_no_other_in_any_state():
+    simulation = Simulation(200)
+    first = simulation.enter(5)
+    assert simulation.scheduler.is_alone(first)
+    second = simulation.enter(5)
+    assert not simulation.scheduler.is_alone(first)
+    simulation.load(second)
+    assert not simulation.scheduler.is_alone(first)
+    simulation.scheduler.cancel([second])
+    simulation.step()
+    assert simulation.scheduler.is_alone(first)
+
+
 def test_fetches_whose_requests_have_ended_count_until_they_report():
     simulation = Simulation(200)
     works = [simulation.enter(5) for _ in range(PREFETCHED + 2)]

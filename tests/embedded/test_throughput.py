@@ -69,10 +69,11 @@ def test_steps_of_several_lengths_teach_both_coefficients():
         throughput.note(batch(ranges), truth(ranges))
     for length in (512, 2048, 8192):
         assert throughput.prefill_seconds(length) == pytest.approx(truth((0, length)), rel=0.03)
-    urgency = throughput.urgency([(0, 10), (50, 90)], cached=4096, decided=True)
+    urgency = throughput.urgency([(0, 10), (50, 90)], cached=4096, decided=True, alone=True)
     assert urgency.compute == pytest.approx(truth((0, 10), (50, 90)), rel=0.03)
     assert urgency.prefill == pytest.approx(truth((0, 4096)), rel=0.03)
     assert urgency.decided
+    assert urgency.alone
 
 
 def test_expectations_follow_the_machine():

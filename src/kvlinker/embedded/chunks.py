@@ -239,7 +239,9 @@ class LinkLoader:
         else:
             decided = forecast is not None and forecast.worth_loading
             cached = sum(len(chunk) for chunk in link.chunks)
-            found = self._store.load(keys, self._throughput.urgency(link.computed, cached=cached, decided=decided))
+            alone = self._scheduler.is_alone(request)
+            urgency = self._throughput.urgency(link.computed, cached=cached, decided=decided, alone=alone)
+            found = self._store.load(keys, urgency)
         return [
             or_else(kv, partial(self._build, key, chunk))
             for kv, key, chunk in zip(found, keys, link.chunks, strict=True)

@@ -191,6 +191,12 @@ class Scheduler:
         with self._changed:
             self._changed.notify_all()
 
+    def is_alone(self, request: Request) -> bool:
+        """Return whether there is nothing to compute, now or later, but this request."""
+        with self._changed:
+            others = (*self._running, *self._unfetched, *self._fetching, *self._late, *chain(*self._waiting.values()))
+            return all(other is request for other in others)
+
     def check_integrity(self) -> None:
         """Check that every request is where its state says, and that exactly the running ones hold enough slots. Raises
         AssertionError otherwise."""

@@ -86,13 +86,13 @@ class ComputeThroughput:
         """Predict T_prefill(``tokens``), in seconds; None where nothing was measured."""
         return self.seconds([(0, tokens)])
 
-    def urgency(self, computed: Sequence[Range], *, cached: int, decided: bool = False) -> Urgency:
+    def urgency(self, computed: Sequence[Range], *, cached: int, decided: bool = False, alone: bool = False) -> Urgency:
         """Return what loading ``cached`` tokens' KV competes with, for a prompt whose positions ``computed`` are
-        computed. ``decided`` is true if a policy has already chosen to load."""
+        computed. ``decided`` is true if a policy has already chosen to load, ``alone`` if nobody else is computed."""
         compute, prefill = self.seconds(computed), self.prefill_seconds(cached)
         if compute is None or prefill is None:
-            return Urgency(shares_processors=self.on_host)
-        return Urgency(compute, prefill, self.on_host, decided)
+            return Urgency(shares_processors=self.on_host, alone=alone)
+        return Urgency(compute, prefill, self.on_host, decided, alone)
 
     def _known(self) -> Vector | None:
         """Return a and b; None if they were not measured."""

@@ -19,7 +19,7 @@ from kvlinker.store.loading import prompt_load, throughput
 from kvlinker.store.loading.arriving import KV, ArrivingKV, ChunkReader, LayerLostError, ResidentReader
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency, preload_depth
-from kvlinker.store.loading.throughput import LoadTime
+from kvlinker.store.loading.throughput import DRIFT_NOTES, LoadTime
 from kvlinker.store.tiers import object_tier
 from kvlinker.store.tiers.base import Tier
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
@@ -225,6 +225,24 @@ def test_what_comes_too_late_for_the_computation_is_lost_with_all_of_the_prompt(
     for permit in permits:
         permit.release(4)
     wait_until(lambda: [reader.closed for reader in readers] == [1, 1])
+
+
+def test_who_holds_nobody_up_begins_with_the_first_layer_and_may_wait_for_the_rest(
+    loader: LayerLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_load, "PATIENCE_SECONDS", 0.1)
+    reader = ScriptedReader(1, [])
+    reader.permits = threading.Semaphore(1)
+    wanted = chunk_of(reader, [])
+    for _ in range(DRIFT_NOTES):
+        loader.bandwidths.note("far", reader.nbytes, 1.0)
+    loader.load([wanted], Urgency(compute=0.01, prefill=1e6, alone=True))
+    kv = arriving(wanted)
+    assert kv.delivered == 1
+    time.sleep(0.3)  # longer than the computation takes, but not longer than the reading
+    assert not kv.lost
+    reader.permits.release(4)
+    assert kv.wait(3, TIMEOUT) is not None
 
 
 def test_what_cannot_begin_in_time_is_given_up(loader: LayerLoader) -> None:

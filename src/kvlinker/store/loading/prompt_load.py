@@ -33,12 +33,14 @@ class Urgency:
     - ``prefill``: seconds of computing the chunks instead of loading them.
     - ``shares_processors``: true if the computation runs on the processors that read, so that it hides only waiting.
     - ``decided``: true if all chunks are to be loaded, however long a single one takes.
+    - ``alone``: true if nobody else is computed, so that waiting for a layer in mid-computation delays nobody.
     """
 
     compute: float = 0.0
     prefill: float = math.inf
     shares_processors: bool = False
     decided: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class PromptLoad:
         self.chunks = tuple(chunks)
         self.deadline = time.monotonic() + min(max(urgency.prefill, LEAST_DEADLINE_SECONDS), MOST_DEADLINE_SECONDS)
         self._urgency = urgency
+        self._rest_seconds = urgency.compute
         self._begun = False
 
     @property
@@ -122,13 +125,16 @@ class PromptLoad:
         waiting = [chunk for chunk in self.chunks if chunk.waiting]
         arriving = [chunk.kv for chunk in waiting if chunk.kv is not None]
         if len(arriving) == len(waiting):
-            depth = self._depth(waiting, arriving, bandwidths)
+            layers = max((kv.layer_count for kv in arriving), default=0)
+            load_seconds = self._load_seconds(waiting, arriving, bandwidths)
+            depth = layers if load_seconds is None else self._depth(layers, load_seconds)
             for chunk, kv in zip(waiting, arriving, strict=True):
                 if kv.delivered >= min(depth, kv.layer_count):
                     _resolve(chunk.begun, kv)
+            self._rest_seconds = max(self._urgency.compute, load_seconds or 0.0)
         self._begun = all(chunk.begun.done() for chunk in self.chunks)
         if self._begun:
-            self.deadline = time.monotonic() + self._urgency.compute + PATIENCE_SECONDS
+            self.deadline = time.monotonic() + self._rest_seconds + PATIENCE_SECONDS
         return self._begun
 
     def expire(self) -> None:
@@ -138,17 +144,22 @@ class PromptLoad:
             if self._begun or not chunk.begun.done():
                 chunk.end(None)
 
-    def _depth(self, chunks: Sequence[ChunkLoad], arriving: Sequence[ArrivingKV], bandwidths: Bandwidths) -> int:
-        """Return the number of layers that must have arrived before a chunk is placed: all of them where a tier was
-        never measured, or where reading keeps the computation's processors busy, so that nothing hides it."""
-        layers = max((kv.layer_count for kv in arriving), default=0)
+    def _load_seconds(
+        self, chunks: Sequence[ChunkLoad], arriving: Sequence[ArrivingKV], bandwidths: Bandwidths
+    ) -> float | None:
+        """Predict the seconds of reading all layers; None where nothing hides them: a tier was never measured, or
+        reading keeps the computation's processors busy."""
         if self._urgency.shares_processors and not sum((chunk.taken for chunk in chunks), LoadTime()).waits:
-            return layers
+            return None
         times = [bandwidths.time(chunk.tier, kv.nbytes) for chunk, kv in zip(chunks, arriving, strict=True)]
-        if None in times:
-            return layers
-        expected = sum(time.seconds for time in times if time is not None)
-        return preload_depth(layers, compute_seconds=self._urgency.compute, load_seconds=expected)
+        return None if None in times else sum(time.seconds for time in times if time is not None)
+
+    def _depth(self, layers: int, load_seconds: float) -> int:
+        """Return the number of layers that must have arrived before the chunks are placed: one where waiting for the
+        next ones delays nobody else, else as many as keep the computation from waiting."""
+        if self._urgency.alone:
+            return 1
+        return preload_depth(layers, compute_seconds=self._urgency.compute, load_seconds=load_seconds)
 
 
 def preload_depth(layers: int, *, compute_seconds: float, load_seconds: float) -> int:
