@@ -34,6 +34,7 @@ from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore, Speeds
+from kvlinker.threads import compute_serially
 from kvlinker.types.answers import PromptLogprobs
 from kvlinker.types.chunks import Chunk, chunk_key
 
@@ -98,8 +99,8 @@ class EmbeddedEngine:
         self._runner = Runner(loaded.model, loaded.layers, pool, native_attention=settings.native_attention)
         on_host = loaded.device.type == "cpu"
         throughput = self._throughput = ComputeThroughput(self._cost, speeds, throughput_name(loaded), on_host=on_host)
-        self._loaders = ThreadPoolExecutor(LOADERS, thread_name_prefix="kvlinker-load")
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-background")
+        self._loaders = ThreadPoolExecutor(LOADERS, "kvlinker-load", compute_serially)
+        self._background = ThreadPoolExecutor(1, "kvlinker-background", compute_serially)
         self._scheduler = Scheduler(
             SequenceSlots(slots),
             lambda request: self._loaders.submit(self._links.load, cast(LinkedRequest, request)),

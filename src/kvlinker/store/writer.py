@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.base import Tier
+from kvlinker.threads import compute_serially
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class BackgroundWriter:
                 self._queued.clear()
 
     def _run(self) -> None:
+        compute_serially()
         while self._write_next():
             pass
 

@@ -14,6 +14,7 @@ from kvlinker.embedded.model.interception import ATTENTION_NAME
 from kvlinker.embedded.model.selftest import require_exact
 from kvlinker.engine.cost import kv_bytes_per_token
 from kvlinker.engine.model_files import fingerprint, read_model
+from kvlinker.threads import in_own_thread
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class LoadedModel:
         return kv_bytes_per_token(self.layers, self.dtype)
 
 
+@in_own_thread
 def load_model(settings: Settings) -> LoadedModel:
     """Load ``settings.model`` with its tokenizer, ready for the runner.
 
@@ -48,6 +50,7 @@ def load_model(settings: Settings) -> LoadedModel:
     return prepare_model(*read_model(settings))
 
 
+@in_own_thread
 def prepare_model(model: Any, tokenizer: Any) -> LoadedModel:
     """Check that a transformers model can be linked exactly, and give it kvlinker's attention.
 

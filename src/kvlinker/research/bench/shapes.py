@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from kvlinker.embedded.model.loading import LoadedModel, prepare_model
 from kvlinker.errors import InvalidRequestError
+from kvlinker.threads import in_own_thread
 
 VOCABULARY = 32_000
 CONTEXT_WINDOW = 65_536
@@ -25,6 +26,7 @@ CHAT_TEMPLATE = (
 )
 
 
+@in_own_thread
 def random_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """Make a Llama of the named shape with random weights and a tokenizer of one token per byte.
 

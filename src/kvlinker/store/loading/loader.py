@@ -21,6 +21,7 @@ from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.loading.arriving import LayerLostError
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, PromptLoad, Urgency
 from kvlinker.store.loading.throughput import Bandwidths, LoadTime, Read
+from kvlinker.threads import compute_serially
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class LayerLoader:
 
     def _read_layers(self) -> None:
         """Run in a thread that reads."""
+        compute_serially()
         reading = None
         while (reading := self._next(reading)) is not None:
             begin, busy = time.perf_counter(), time.thread_time()

@@ -1,0 +1,43 @@
+"""Sees to it that one thread of the process computes in parallel: the engine's.
+
+GNU's OpenMP, which comes with PyTorch, gives a pool of workers to every thread that computes in parallel, and keeps it
+until that thread ends. As soon as the pools have more threads together than there are processors, their workers stop
+spinning between the regions of parallel code and sleep. Waking them in each of the several hundred regions of a decode
+step takes a large part of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def compute_serially() -> None:
+    """Have PyTorch use one processor in the calling thread, and in no other: it makes no pool there.
+
+    Where PyTorch's OpenMP is not found by name, as on systems whose linker keeps libraries apart, this does nothing.
+    """
+    import torch
+
+    torch.get_num_threads()  # a thread's first question sets its number of threads; ours is to stay
+    set_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    if set_threads is not None:
+        set_threads(1)
+
+
+def in_own_thread(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap ``function`` so that it runs in a thread of its own, which has ended, its pool with it, when the call
+    returns."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ThreadPoolExecutor(1, thread_name_prefix="kvlinker-alone") as thread:
+            return thread.submit(function, *args, **kwargs).result()
+
+    return call

@@ -1,0 +1,100 @@
+"""One thread of the process computes in parallel, and has the only pool of OpenMP's workers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvlinker.threads import compute_serially, in_own_thread
+
+TASKS = Path("/proc/self/task")
+
+pytestmark = pytest.mark.skipif(not TASKS.is_dir(), reason="the system does not list a process's threads")
+
+SERVE_A_REQUEST = """
+import os, sys, threading
+from kvlinker import LLM
+with LLM(dtype="float32", state_dir=sys.argv[1], disk_space="1GiB") as llm:
+    caches = llm.generate_context_cache(["The kettle stands in the kitchen. " * 20, "The dog sleeps on the mat. " * 20])
+    llm.completion([*caches, "Where is the kettle?"], policy="legolink-16", max_tokens=4)
+    llm.store.flush()
+    llm.completion([*caches, "Where is the dog?"], policy="cacheblend-15", max_tokens=4)
+    print(len(os.listdir("/proc/self/task")) - threading.active_count())
+"""
+
+
+def native_threads(threads: int, folder: Path) -> int:
+    """Count the threads that are not Python's, of a process that serves requests with so many threads computing."""
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE_A_REQUEST, str(folder)],
+        env=os.environ
+        | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+        | {"MKL_DYNAMIC": "FALSE", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout)
+
+
+def test_serving_makes_one_pool(tmp_path: Path) -> None:
+    few, many = native_threads(2, tmp_path / "few"), native_threads(6, tmp_path / "many")
+    assert many - few == 4, "each further pool would add four more"
+
+
+def tasks() -> int:
+    return len(os.listdir(TASKS))
+
+
+def compute() -> None:
+    left = torch.ones(1500, 1500)
+    (left @ left).bfloat16().float().mul_(2).sum()
+
+
+def test_a_thread_that_computes_serially_makes_no_pool() -> None:
+    def in_thread() -> tuple[int, int, int]:
+        compute_serially()
+        before = tasks()
+        compute()
+        return torch.get_num_threads(), before, tasks()
+
+    with ThreadPoolExecutor(1) as thread:
+        threads, before, after = thread.submit(in_thread).result()
+    assert threads == 1
+    assert after == before
+
+
+def test_a_pool_ends_with_its_own_thread() -> None:
+    before = tasks()
+    seen: list[threading.Thread] = []
+
+    @in_own_thread
+    def compute_alone() -> str:
+        seen.append(threading.current_thread())
+        compute()
+        return "done"
+
+    assert compute_alone() == "done"
+    assert seen[0] is not threading.current_thread()
+    assert not seen[0].is_alive()
+    deadline = time.monotonic() + 10
+    while tasks() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert tasks() <= before
+
+
+def test_what_is_raised_in_its_own_thread_comes_to_the_caller() -> None:
+    @in_own_thread
+    def fail() -> None:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        fail()
