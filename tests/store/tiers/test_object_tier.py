@@ -26,6 +26,9 @@ from tests.store.tiers.test_tiers import KV, TierMachine
 
 PLENTY = 1 << 30
 
+PATIENCE = 60.0
+"""The seconds after which a machine's medium counts as down: more than a busy computer ever takes."""
+
 
 def blob_size(number: int) -> int:
     return encode_chunk(key_of(number), KV[number]).nbytes
@@ -36,7 +39,8 @@ class ObjectMachine(TierMachine):
     def open(self, budget: int, protocol: str) -> None:
         self.folder = tempfile.mkdtemp()
         self.url = f"{protocol}://{self.folder}"
-        self.tier = object_tier(self.url, budget, self.recorder.events)
+        medium = ObjectMedium(self.url, budget, timeout=PATIENCE)
+        self.tier = BlobTier("object", medium, self.recorder.events, answer_seconds=PATIENCE)
 
     def size(self, number: int) -> int:
         return blob_size(number)
