@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvlinker.config import load_settings
+from kvlinker.config import Settings, load_settings
+from kvlinker.llm import LLM
+from kvlinker.research.bench.load.servers import Server
+from kvlinker.research.bench.subject import served
+from kvlinker.research.figures import serving
 from kvlinker.research.figures.figure import find_figure, known_figures
 from kvlinker.research.figures.lab import Lab
 from kvlinker.research.figures.page import write_figure
 
 EXAMPLES = 2  # of different kinds, so that findings tell kinds apart
+
+
+@pytest.fixture(autouse=True)
+def servers_in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process for each figure would take longer to start than all that is asked of it."""
+
+    @contextmanager
+    def start(settings: Settings, **options: Any) -> Iterator[Server]:
+        own = settings.model_copy(update={"state_dir": tmp_path / "state", **options})
+        with LLM.from_settings(own) as llm, served(llm) as url:
+            yield Server(url)
+
+    monkeypatch.setattr(serving, "kvlinker_server", start)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (
 MODEL_OPTIONS = ("model", "engine", "vllm_options", "dtype", "device", "threads")
 QUALITY_OPTIONS = ("generation_context", "system_prompt", "chat_template", "max_model_len")
 
-WIDTH_OF_FILES = 180
+WIDTH_OF_FILES = 240
 
 
 def show(report: Report, json: Path | None, rows: Sequence[Row] | None = None) -> None:

@@ -50,14 +50,18 @@ def random_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> Loa
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return prepare_model(model.eval(), byte_tokenizer())
+    return prepare_model(model.eval(), byte_tokenizer(VOCABULARY))
 
 
-def byte_tokenizer() -> Any:
-    """Make a byte-level tokenizer without merges: one token per byte, so that texts of any length are easy to make."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+def byte_tokenizer(vocabulary: int = 258) -> Any:
+    """Make a byte-level tokenizer without merges: one token per byte, so that texts of any length are easy to make.
+
+    Ids 0 to 255 are bytes, 256 begins and 257 ends a sequence. Ids from there to ``vocabulary`` are in no encoded text,
+    but have a text: servers send no event for a token without one, and a random model answers with any id.
+    """
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>"]
+    symbols += [f"w{index}" for index in range(len(symbols), vocabulary)]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])

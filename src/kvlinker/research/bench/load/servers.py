@@ -1,0 +1,166 @@
+"""Starts ``kvlinker serve`` in a process of its own, and watches the memory of servers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+import psutil
+
+from kvlinker.config import Settings
+from kvlinker.research.bench.load.endpoint import ServerFailedError
+
+START_SECONDS = 900.0
+STOP_SECONDS = 30.0
+_COMMAND = (sys.executable, "-c", "from kvlinker.cli import app; app()", "serve")
+_POLL_SECONDS = 0.1
+_SAMPLE_SECONDS = 0.5
+_LAST_WORDS = 10
+"""Lines of a server's output that are told where it does not start."""
+
+# What was asked before must not change what is measured now, and neither must other servers.
+_FIXED: Mapping[str, Any] = MappingProxyType(
+    {
+        "host": "127.0.0.1",
+        "port": 0,
+        "api_keys": "",
+        "admin_keys": "",
+        "max_variants": 0,
+        "redis_space": 0,
+        "object_space": 0,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Names a server that runs."""
+
+    url: str
+    process: psutil.Process | None = None
+    """Its process; None where that is not known."""
+
+
+@contextmanager
+def kvlinker_server(settings: Settings, **options: Any) -> Iterator[Server]:
+    """Serve the model of ``settings`` in a process of its own, with a new state directory, until the context ends.
+
+    ``options`` are further settings. Anything else comes from the environment and the configuration file, as always.
+    Raises ServerFailedError where it does not start.
+    """
+    named = {name: getattr(settings, name) for name in ("model", "engine", "dtype", "device", "threads")}
+    vllm_options = settings.vllm_options | options.pop("vllm_options", {})
+    with tempfile.TemporaryDirectory(prefix="kvlinker-load-", ignore_cleanup_errors=True) as folder:
+        log = Path(folder) / "output.txt"
+        given = {**named, **_FIXED, "state_dir": Path(folder) / "state", **options}
+        if vllm_options:
+            given["vllm_options"] = json.dumps(vllm_options)
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+        with log.open("wb") as output, subprocess.Popen([*_COMMAND, *flags], stdout=output, stderr=output) as started:
+            process = psutil.Process(started.pid)
+            try:
+                yield Server(_address(started, log), process)
+            finally:
+                _stop(process)
+
+
+@contextmanager
+def model_to_serve(settings: Settings, shape: str | None) -> Iterator[Settings]:
+    """Write random weights of a shape into a folder, and name it in the settings; without a shape, change nothing.
+
+    Raises InvalidRequestError for an unknown shape.
+    """
+    if shape is None:
+        yield settings
+        return
+    from kvlinker.engine.model_files import choose_device, choose_dtype
+    from kvlinker.research.bench.shapes import random_model
+
+    device = choose_device(settings.device)
+    with tempfile.TemporaryDirectory(prefix="kvlinker-load-") as folder:
+        model = Path(folder) / shape
+        loaded = random_model(shape, dtype=choose_dtype(settings.dtype, device), device=device)
+        loaded.model.save_pretrained(model)
+        loaded.tokenizer.save_pretrained(model)
+        del loaded  # the servers need the memory
+        yield settings.model_copy(update={"model": str(model)})
+
+
+def _address(started: subprocess.Popen[bytes], log: Path) -> str:
+    """Wait until a server answers, and return its address."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        said = log.read_text(encoding="utf-8", errors="replace")
+        if started.poll() is not None:
+            break
+        if found := re.search(r"address\s+(http://[\d.:]+)", said):
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{found[1]}/health", timeout=5.0).is_success:
+                    return found[1]
+        time.sleep(_POLL_SECONDS)
+    last = "\n".join(said.strip().splitlines()[-_LAST_WORDS:])
+    raise ServerFailedError(f"kvlinker serve did not start; it said last:\n{last}")
+
+
+def _stop(process: psutil.Process) -> None:
+    """End a server and all processes that it started."""
+    with suppress(psutil.NoSuchProcess):
+        family = [*process.children(recursive=True), process]
+        process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=STOP_SECONDS)
+        for one in alive:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+class PeakMemory:
+    """Watches the resident memory of a server and its children, from a thread, while the context lasts."""
+
+    def __init__(self, process: psutil.Process | None) -> None:
+        self._process = process
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._most = 0
+
+    @property
+    def megabytes(self) -> float | None:
+        """The most that was seen so far; None where the process is not known."""
+        return None if self._process is None else self._most / 1e6
+
+    def __enter__(self) -> PeakMemory:
+        if self._process is not None:
+            self._most = _resident_bytes(self._process)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._process is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        assert self._process is not None
+        while not self._ended.wait(_SAMPLE_SECONDS):
+            self._most = max(self._most, _resident_bytes(self._process))
+
+
+def _resident_bytes(process: psutil.Process) -> int:
+    """Return what a process and its children have resident; pages that several of them share count for each."""
+    total = 0
+    with suppress(psutil.NoSuchProcess):
+        for one in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total += one.memory_info().rss
+    return total

@@ -1,0 +1,91 @@
+"""Measures policies under load for figures: one server of random weights, and rates beside what ``full`` sustains.
+
+The papers' rates are those of their GPUs. Here a rate of 1 is what one user who waits for each answer gets from
+``full``, so that figures of any machine have the same horizontal axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+from kvlinker.research.bench.load.driver import ClosedLoop, OpenLoop
+from kvlinker.research.bench.load.report import ServiceObjective
+from kvlinker.research.bench.load.run import EMBEDDED, Competitor, LoadPlan, run_load
+from kvlinker.research.bench.load.servers import Server, kvlinker_server, model_to_serve
+from kvlinker.research.bench.load.traffic import TrafficShape
+from kvlinker.research.bench.report import Row
+from kvlinker.research.figures.lab import Lab
+from kvlinker.research.progress import Progress
+
+SHAPE = "285m"
+FULL_RATE_REQUESTS = 3
+"""Requests that ``full``'s rate is measured with."""
+_OBJECTIVE = ServiceObjective(ttft_seconds=10.0, tpot_seconds=0.25)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Puts load on a server that runs."""
+
+    server: Server
+    traffic: TrafficShape
+    progress: Progress
+
+    def measure(self, policies: Sequence[str], plan: LoadPlan) -> list[Row]:
+        """Return a row per policy and load. Those that the server cannot be measured with have none."""
+        competitors = [Competitor(policy, EMBEDDED) for policy in policies]
+        return list(run_load(competitors, lambda _: nullcontext(self.server), plan, progress=self.progress).rows)
+
+    def at_rates(self, policies: Sequence[str], rates: Sequence[float], *, requests: int) -> list[Row]:
+        """Measure policies at rates that are multiples of ``full``'s; rows have the multiple as ``relative_rate``."""
+        alone = self.plan([ClosedLoop(1)], requests=min(requests, FULL_RATE_REQUESTS))
+        (full,) = self.measure(["full"], alone)
+        multiples = {full["requests_per_s"] * rate: rate for rate in rates}
+        rows = self.measure(policies, self.plan([OpenLoop(rate) for rate in multiples], requests=requests))
+        return [{**row, "relative_rate": multiples[row["rate"]]} for row in rows]
+
+    def at_once(self, policies: Sequence[str], batches: Sequence[int], *, seed: int) -> list[Row]:
+        """Measure policies with batches of requests that come all at once."""
+        rows = []
+        for batch in batches:
+            plan = self.plan([ClosedLoop(batch)], requests=batch)
+            rows += self.measure(policies, replace(plan, warm_up=1, seed=seed))
+        return rows
+
+    def plan(self, loads: Sequence[OpenLoop | ClosedLoop], *, requests: int) -> LoadPlan:
+        """Make the plan of this traffic."""
+        return LoadPlan(self.traffic, loads, requests=requests, objective=_OBJECTIVE)
+
+
+@contextmanager
+def serving(lab: Lab, traffic: TrafficShape) -> Iterator[Serving]:
+    """Serve random weights of the lab's shape, or of ``SHAPE``, by the embedded engine."""
+    embedded = lab.settings.model_copy(update={"engine": EMBEDDED})
+    with (
+        model_to_serve(embedded, lab.shape or SHAPE) as settings,
+        kvlinker_server(settings, disk_space=0) as server,
+    ):
+        yield Serving(Server(server.url), traffic, lab.progress)
+
+
+def value_at(rows: Sequence[Row], policy: str, load: str, at: float, column: str) -> float | None:
+    """Return a column of the policy's row where the column ``load`` is ``at``; None where it has none."""
+    found = [row[column] for row in rows if row["policy"] == policy and row[load] == at]
+    return found[0] if found else None
+
+
+def ratios(rows: Sequence[Row], over: str, under: str, load: str, column: str) -> dict[float, float]:
+    """Return one policy's column over another's, by load; where both have one."""
+    found = {}
+    for at in sorted({row[load] for row in rows}):
+        above, below = (value_at(rows, policy, load, at, column) for policy in (over, under))
+        if above is not None and below:
+            found[at] = above / below
+    return found
+
+
+def told_ratios(found: dict[float, float]) -> str:
+    """Tell ratios by load in a few words: ``1.2 (at 0.5), 3.4 (at 1)``; ``nowhere`` if there are none."""
+    return ", ".join(f"{ratio:.1f} (at {at:g})" for at, ratio in found.items()) or "nowhere"
