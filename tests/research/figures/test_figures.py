@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from kvlinker.config import Settings, load_settings
 from kvlinker.llm import LLM
+from kvlinker.research.bench.load.run import Competitor, LoadPlan, LoadReport, Start, run_load
 from kvlinker.research.bench.load.servers import Server
 from kvlinker.research.bench.subject import served
 from kvlinker.research.figures import serving
@@ -23,8 +25,8 @@ EXAMPLES = 2  # of different kinds, so that findings tell kinds apart
 
 
 @pytest.fixture(autouse=True)
-def servers_in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process for each figure would take longer to start than all that is asked of it."""
+def light_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Serve in this process, for another takes seconds to start, and load it with short documents and answers."""
 
     @contextmanager
     def start(settings: Settings, **options: Any) -> Iterator[Server]:
@@ -32,7 +34,12 @@ def servers_in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         with LLM.from_settings(own) as llm, served(llm) as url:
             yield Server(url)
 
+    def run_shortened(competitors: Sequence[Competitor], start: Start, plan: LoadPlan, **options: Any) -> LoadReport:
+        short = replace(plan.shape, chunk_tokens=32, output_tokens=(2, 3))
+        return run_load(competitors, start, replace(plan, shape=short), **options)
+
     monkeypatch.setattr(serving, "kvlinker_server", start)
+    monkeypatch.setattr(serving, "run_load", run_shortened)
 
 
 @pytest.mark.slow

@@ -87,5 +87,5 @@ def ratios(rows: Sequence[Row], over: str, under: str, load: str, column: str) -
 
 
 def told_ratios(found: dict[float, float]) -> str:
-    """Tell ratios by load in a few words: ``1.2 (at 0.5), 3.4 (at 1)``; ``nowhere`` if there are none."""
-    return ", ".join(f"{ratio:.1f} (at {at:g})" for at, ratio in found.items()) or "nowhere"
+    """Tell ratios by load in a few words: ``1.2× at 0.5, 3.4× at 1``; ``nowhere comparable`` if there are none."""
+    return ", ".join(f"{ratio:.1f}× at {at:g}" for at, ratio in found.items()) or "nowhere comparable"

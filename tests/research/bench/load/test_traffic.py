@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,6 +114,6 @@ def test_arrivals_have_the_rate() -> None:
         ({"output_tokens": (5, 2)}, "5 to 2"),
     ],
 )
-def test_impossible_traffic(changes: dict[str, object], message: str) -> None:
+def test_impossible_traffic(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         replace(SHAPE, **changes)

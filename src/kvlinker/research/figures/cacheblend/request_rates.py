@@ -43,7 +43,8 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    lowest = min(row["relative_rate"] for row in rows)
+    rates = sorted({row["relative_rate"] for row in rows})
+    lowest = rates[0]
     idle = value_at(rows, FULL, "relative_rate", lowest, "ttft_p50_ms")
     assert idle is not None, "full has no answers at the lowest rate"
     limit = TIMES_IDLE * idle
@@ -61,7 +62,7 @@ def _finding(rows: Sequence[Row]) -> str:
     )
     return (
         f"at the lowest rate, {lowest:g}, the median time to first token is {at_lowest}. The highest rate at which it "
-        f"stays below {TIMES_IDLE} times full's there: {told}; rates were {', '.join(f'{rate:g}' for rate in RATES)}."
+        f"stays below {TIMES_IDLE} times full's there: {told}; rates were {', '.join(f'{rate:g}' for rate in rates)}."
         f"{without}"
     )
 

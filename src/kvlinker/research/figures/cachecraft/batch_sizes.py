@@ -64,11 +64,13 @@ def _finding(rows: Sequence[Row]) -> str:
         return told_ratios(ratios(rows, than, CACHECRAFT, "batch", "ttft_ms"))
 
     without = (
-        "" if any(row["policy"] == PLAIN for row in rows) else " Prefix caching is not: the engine has no prefix cache."
+        ""
+        if any(row["policy"] == PLAIN for row in rows)
+        else " Prefix caching is not measured: the engine has no prefix cache."
     )
     return (
-        f"{CACHECRAFT}'s first token comes, by batch size, {sooner(FULL)} times sooner than full's, and {sooner(H2O)} "
-        f"times sooner than that of {H2O}, which the paper measures at the same quality.{without} Prompts have "
+        f"by batch size, {CACHECRAFT}'s first token comes sooner than full's by {sooner(FULL)}, and by {sooner(H2O)} "
+        f"sooner than that of {H2O}, which the paper measures at the same quality.{without} Prompts have "
         f"{TRAFFIC.chunks * TRAFFIC.chunk_tokens} tokens of chunks; medians of {REPEAT} batches."
     )
 

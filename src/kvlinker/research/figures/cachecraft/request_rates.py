@@ -46,7 +46,7 @@ def _finding(rows: Sequence[Row]) -> str:
     def beside(policy: str) -> str:
         more = ratios(rows, policy, baseline, "relative_rate", "requests_per_s")
         sooner = ratios(rows, baseline, policy, "relative_rate", "latency_p50_ms")
-        return f"{policy} answers {told_ratios(more)} times as many requests, {told_ratios(sooner)} times as soon"
+        return f"{policy}'s throughput is {told_ratios(more)}, its response latency lower by {told_ratios(sooner)}"
 
     named = "prefix caching (plain)" if baseline == PLAIN else "full, for the engine has no prefix cache"
     return f"beside {named}, by load: {beside(CACHECRAFT)}; {beside(NAIVE)}."

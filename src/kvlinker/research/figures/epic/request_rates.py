@@ -40,13 +40,11 @@ def _finding(rows: Sequence[Row]) -> str:
     def beside(policy: str) -> str:
         sooner = ratios(rows, CACHEBLEND, policy, "relative_rate", "ttft_p50_ms")
         more = ratios(rows, policy, CACHEBLEND, "relative_rate", "tokens_per_s")
-        return (
-            f"{policy}'s first token comes {told_ratios(sooner)} times sooner, at {told_ratios(more)} times the tokens"
-        )
+        return f"{policy}'s first token comes sooner by {told_ratios(sooner)}; its throughput is {told_ratios(more)}"
 
     failed = sum(row["failed"] for row in rows)
     return (
-        f"beside {CACHEBLEND}, by request rate: {beside(ATTNLINK)}; {beside(LEGOLINK)}. "
+        f"beside {CACHEBLEND}, by request rate: {beside(ATTNLINK)}. {beside(LEGOLINK)}. "
         f"Of {sum(row['requests'] for row in rows)} requests {failed} failed. Times count from a request's arrival, so "
         "waiting is in them, where the paper leaves it out; throughput below saturation is the rate itself. Context "
         "caches do not lie in the memory of running requests here, so the share that they take of it is not varied."
