@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -168,6 +172,21 @@ def test_the_command_starts_servers_of_its_own(tmp_path: Path) -> None:
     assert row["memory_mb"] > 100
     assert content["settings"]["model"] == "tiny"
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
+
+
+@pytest.mark.slow
+def test_a_command_that_is_ended_takes_its_server_along() -> None:
+    command = [sys.executable, "-c", "from kvlinker.cli import app; app()", "bench", "load", "--shape", "tiny"]
+    with subprocess.Popen(
+        [*command, "--policies", "naive"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as bench:
+        running = psutil.Process(bench.pid)
+        while not (servers := running.children()):
+            assert bench.poll() is None
+            time.sleep(0.05)
+        bench.terminate()
+        assert bench.wait(60) == 128 + signal.SIGTERM
+    assert not psutil.wait_procs(servers, timeout=10)[1]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -68,7 +69,11 @@ def kvlinker_server(settings: Settings, **options: Any) -> Iterator[Server]:
         if vllm_options:
             given["vllm_options"] = json.dumps(vllm_options)
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
-        with log.open("wb") as output, subprocess.Popen([*_COMMAND, *flags], stdout=output, stderr=output) as started:
+        with (
+            _ended_by_signals(),
+            log.open("wb") as output,
+            subprocess.Popen([*_COMMAND, *flags], stdout=output, stderr=output) as started,
+        ):
             process = psutil.Process(started.pid)
             try:
                 yield Server(_address(started, log), process)
@@ -96,6 +101,24 @@ def model_to_serve(settings: Settings, shape: str | None) -> Iterator[Settings]:
         loaded.tokenizer.save_pretrained(model)
         del loaded  # the servers need the memory
         yield settings.model_copy(update={"model": str(model)})
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end this process as an exit does, so that its servers end before it."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        with suppress(ValueError):  # not in the main thread
+            before[number] = signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _address(started: subprocess.Popen[bytes], log: Path) -> str:
