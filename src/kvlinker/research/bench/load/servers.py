@@ -133,8 +133,9 @@ def _address(started: subprocess.Popen[bytes], log: Path) -> str:
                 if httpx.get(f"{found[1]}/health", timeout=5.0).is_success:
                     return found[1]
         time.sleep(_POLL_SECONDS)
+    why = f"did not answer within {START_SECONDS:g} s" if started.poll() is None else "did not start"
     last = "\n".join(said.strip().splitlines()[-_LAST_WORDS:])
-    raise ServerFailedError(f"kvlinker serve did not start; it said last:\n{last}")
+    raise ServerFailedError(f"kvlinker serve {why}; it said last: {last or 'nothing'}")
 
 
 def _stop(process: psutil.Process) -> None:
