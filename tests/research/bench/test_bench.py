@@ -10,7 +10,7 @@ from kvlinker.cli import app
 from kvlinker.errors import InvalidRequestError
 from kvlinker.research.bench.decode import run_decode
 from kvlinker.research.bench.isolation import run_isolation
-from kvlinker.research.bench.measurement import Workload, in_turn
+from kvlinker.research.bench.measurement import Workload, in_turn, median_step
 from kvlinker.research.bench.memory import run_memory
 from kvlinker.research.bench.overhead import run_overhead
 from kvlinker.research.bench.report import Report
@@ -89,7 +89,7 @@ def test_exponents_are_fitted_from_three_lengths_on():
 
 
 def test_decode_compares_with_transformers(subject):
-    rows = run_decode(subject, [1, 3], context_tokens=20, steps=8, repeat=1).rows
+    rows = run_decode(subject, [1, 3], Workload(0, 1, 20), steps=8, repeat=1).rows
     assert [(row["case"], row["system"]) for row in rows] == [
         ("1 × 20", "kvlinker"),
         ("1 × 20", "transformers"),
@@ -98,6 +98,24 @@ def test_decode_compares_with_transformers(subject):
     ]
     assert all(row["ms_per_step"] > 0 for row in rows)
     assert rows[0]["ratio_to_kvlinker"] == 1
+
+
+def test_decode_behind_shared_chunks_is_kvlinkers_alone(subject):
+    (row,) = run_decode(subject, [3], Workload(2, 20, 4), policy="naive", steps=8, repeat=1).rows
+    assert (row["case"], row["system"]) == ("3 × 2 × 20 shared + 4", "kvlinker")
+    assert row["ms_per_step"] > 0
+
+
+def test_prompts_of_a_workload_share_their_chunks_alone():
+    one, other = Workload(2, 20, 4).prompts(300, 2)
+    assert one.chunks == other.chunks
+    assert one != other
+
+
+def test_a_step_brings_a_token_for_every_request():
+    assert median_step([0.0, 0.1, 1.0, 1.1, 3.0, 3.1, 4.0], requests=2) == 1.0
+    with pytest.raises(InvalidRequestError, match="smaller batches"):
+        median_step([0.0, 0.1], requests=2)
 
 
 def test_memory_is_set_against_the_kv(subject):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import queue
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,62 +11,82 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import typer
 
-from kvlinker.engine.contract import Engine, GenerationEvent
-from kvlinker.prompt.segments import FreshSegment, Prompt
-from kvlinker.research.bench.benchmark import Repeat, Setup, benchmark, counts
-from kvlinker.research.bench.measurement import greedy_request, in_turn
+from kvlinker.linking import parse_policy
+from kvlinker.research.bench.benchmark import ChunkTokens, Repeat, Setup, benchmark, counts
+from kvlinker.research.bench.measurement import (
+    START_TOKENS,
+    Tokens,
+    Workload,
+    cache_chunks,
+    decode_step,
+    in_turn,
+    transformers_decode_step,
+)
 from kvlinker.research.bench.report import Report, Row
 from kvlinker.research.bench.subject import Subject
 from kvlinker.research.progress import Progress, silent
-from kvlinker.types.answers import Delta, Finished
 
 if TYPE_CHECKING:
     from kvlinker.embedded.model.loading import LoadedModel
 
 COLUMNS = ("case", "system", "ms_per_step", "ratio_to_kvlinker")
-
-Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-"""Token ids, [requests, tokens]."""
+FRESH_TOKENS = 32
 
 
 @benchmark("decode")
 def decode(
     setup: Setup,
     *,
-    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1,4",
-    context_tokens: Annotated[int, typer.Option(min=1, help="Prompt length of each request.")] = 512,
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1,4,16",
+    context_tokens: Annotated[int, typer.Option(min=1, help="Prompt length of each request, without --chunks.")] = 512,
+    chunks: Annotated[
+        int,
+        typer.Option(min=0, help="Cached chunks that all requests share, before 32 fresh tokens; 0: none."),
+    ] = 0,
+    chunk_tokens: ChunkTokens = 512,
+    policy: Annotated[str | None, typer.Option(help="How chunks are linked; by default as requests are.")] = None,
     steps: Annotated[int, typer.Option(min=4, help="Tokens to decode.")] = 24,
     repeat: Repeat = 5,
 ) -> Report:
-    """Measure the time per decoded token, beside transformers' own cached decoding."""
+    """Measure the time per decoded token, beside transformers' own cached decoding.
+
+    With --chunks, requests decode behind linked chunks that they share, and transformers takes no part.
+    """
     sizes = counts(batches)
-    subject = setup.subject(repeat=repeat, steps=steps)
-    return run_decode(
-        subject, sizes, context_tokens=context_tokens, steps=steps, repeat=repeat, progress=setup.progress
-    )
+    workload = Workload(chunks, chunk_tokens, FRESH_TOKENS) if chunks else Workload(0, 1, context_tokens)
+    linked_by = parse_policy(policy or setup.settings.policy).name if chunks else "full"
+    subject = setup.subject(repeat=repeat, steps=steps, policy=linked_by)
+    return run_decode(subject, sizes, workload, policy=linked_by, steps=steps, repeat=repeat, progress=setup.progress)
 
 
 def run_decode(
     subject: Subject,
     batches: Sequence[int],
+    workload: Workload,
     *,
-    context_tokens: int,
+    policy: str = "full",
     steps: int,
     repeat: int,
     progress: Progress = silent,
 ) -> Report:
-    """Decode ``steps`` tokens for each batch size, both systems in turn, ``repeat`` times after one warm-up."""
+    """Decode ``steps`` tokens for each batch size, all systems in turn, ``repeat`` times after one warm-up.
+
+    Requests have the workload's chunks in common, linked by ``policy``. transformers takes part where there are none.
+    """
     rows: list[Row] = []
     vocabulary = subject.loaded.model.config.vocab_size
-    slots = max(batches) * (context_tokens + steps + 64)
+    slots = max(batches) * (workload.tokens + steps + START_TOKENS)
     with subject.llm(kv_slots=slots) as llm:
         for batch in batches:
-            case = f"{batch} × {context_tokens}"
-            tokens = np.random.default_rng(0).integers(0, vocabulary, (batch, context_tokens))
+            case = decode_case(batch, workload)
+            prompts = workload.prompts(vocabulary, batch)
+            cache_chunks(llm.engine, prompts[0])
             systems: dict[str, Callable[[], float]] = {
-                "kvlinker": partial(_ours, llm.engine, tokens, steps),
-                "transformers": partial(_theirs, subject.loaded, tokens, steps),
+                "kvlinker": partial(decode_step, llm.engine, prompts, policy, steps=steps)
             }
+            if not workload.chunks:
+                tokens = np.stack([prompt.tokens for prompt in prompts])
+                systems["transformers"] = partial(_transformers, subject.loaded, tokens, steps)
             taken = in_turn(
                 systems,
                 repeat=repeat,
@@ -88,39 +106,15 @@ def run_decode(
     return replace(subject.report(rows), columns=COLUMNS)
 
 
-def _ours(engine: Engine, tokens: Tokens, steps: int) -> float:
-    """Return the median seconds between steps in which every request of the batch got a token."""
-    events: queue.SimpleQueue[tuple[float, GenerationEvent]] = queue.SimpleQueue()
-    for row in tokens:
-        request = greedy_request(Prompt((FreshSegment(tuple(row.tolist())),)), "full", max_tokens=steps)
-        engine.generate(request, lambda _, event: events.put((time.perf_counter(), event)))
-    finished = 0
-    arrivals = []
-    while finished < len(tokens):
-        arrival, event = events.get()
-        finished += isinstance(event, Finished)
-        if isinstance(event, Delta):
-            arrivals.append(arrival)
-    # requests start one after another; in the last steps but one before the first ends, all of them decode
-    together = arrivals[-len(tokens) * (steps // 2) :: len(tokens)]
-    return float(np.median(np.diff(together)))
+def decode_case(batch: int, workload: Workload) -> str:
+    """Name what is decoded: requests, and what stands before them."""
+    if workload.chunks:
+        return f"{batch} × {workload.chunks} × {workload.chunk_tokens} shared + {workload.fresh_tokens}"
+    return f"{batch} × {workload.fresh_tokens}"
 
 
-def _theirs(loaded: LoadedModel, tokens: Tokens, steps: int) -> float:
-    """Return the median seconds of a step of transformers' greedy decoding, with its dynamic cache and SDPA."""
-    import torch
-
+def _transformers(loaded: LoadedModel, tokens: Tokens, steps: int) -> float:
     from kvlinker.embedded.model.interception import attention_of
 
-    with torch.inference_mode(), attention_of(loaded.model, "sdpa"):
-        ids = torch.from_numpy(tokens).to(loaded.device)
-        output = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1)
-        times = [time.perf_counter()]
-        for _ in range(steps - 1):
-            chosen = output.logits[:, -1].argmax(-1, keepdim=True)
-            output = loaded.model(
-                input_ids=chosen, past_key_values=output.past_key_values, use_cache=True, logits_to_keep=1
-            )
-            chosen.tolist()
-            times.append(time.perf_counter())
-    return float(np.median(np.diff(times)))
+    with attention_of(loaded.model, "sdpa"):
+        return transformers_decode_step(loaded.model, tokens, steps=steps)

@@ -1,21 +1,24 @@
-"""Measures times to the first token of prompts of cached chunks, competitors in turn, and a machine's limits."""
+"""Measures first tokens and steps of decoding, competitors in turn, memory, and a machine's limits."""
 
 from __future__ import annotations
 
 import queue
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from kvlinker.engine.contract import Engine, Failed, GenerationEvent, GenerationRequest
+from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import parse_policy
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.research.progress import Progress, silent
-from kvlinker.types.answers import Finished, Timing
+from kvlinker.types.answers import Delta, Finished, Timing
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.sampling import SamplingParams
 
@@ -24,6 +27,12 @@ if TYPE_CHECKING:
 
 TENANT = "bench"
 """The tenant whose chunks benchmarks cache."""
+
+START_TOKENS = 512
+"""Tokens that a request has room to decode while others of its batch have yet to begin."""
+
+Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+"""Token ids, [requests, tokens]."""
 
 Key = TypeVar("Key", bound=Hashable)
 Taken = TypeVar("Taken")
@@ -44,13 +53,18 @@ class Workload:
 
     def prompt(self, vocabulary: int, seed: int = 0) -> Prompt:
         """Make the prompt of ids below ``vocabulary``; equal seeds make equal prompts."""
+        (prompt,) = self.prompts(vocabulary, 1, seed)
+        return prompt
+
+    def prompts(self, vocabulary: int, count: int, seed: int = 0) -> list[Prompt]:
+        """Make ``count`` prompts that share their chunks and differ in their fresh tokens."""
         generator = np.random.default_rng(seed)
 
         def tokens(count: int) -> tuple[int, ...]:
             return tuple(generator.integers(0, vocabulary, count).tolist())
 
         cached = [CachedSegment(Chunk(tokens(self.chunk_tokens))) for _ in range(self.chunks)]
-        return Prompt((*cached, FreshSegment(tokens(self.fresh_tokens))))
+        return [Prompt((*cached, FreshSegment(tokens(self.fresh_tokens)))) for _ in range(count)]
 
 
 def greedy_request(prompt: Prompt, policy: str, *, max_tokens: int = 1) -> GenerationRequest:
@@ -87,6 +101,79 @@ def first_token(engine: Engine, prompt: Prompt, policy: str) -> FirstToken:
             raise event.error
         event = events.get()
     return FirstToken(seconds, event.timing)
+
+
+def decode_step(engine: Engine, prompts: Sequence[Prompt], policy: str, *, steps: int) -> float:
+    """Return the median seconds of ``steps`` steps in which every prompt gets a token, greedily.
+
+    Requests begin one after another: what is decoded before the last of them has its first token does not count. Raises
+    what a request failed with, and InvalidRequestError where the first ends before the last begins.
+    """
+    events: queue.SimpleQueue[tuple[float, int, GenerationEvent]] = queue.SimpleQueue()
+
+    def listen(request: int) -> Callable[[int, GenerationEvent], None]:
+        return lambda _, event: events.put((time.perf_counter(), request, event))
+
+    handles = [
+        engine.generate(greedy_request(prompt, policy, max_tokens=steps + START_TOKENS), listen(request))
+        for request, prompt in enumerate(prompts)
+    ]
+    begun: set[int] = set()
+    arrivals: list[float] = []
+    ended = 0
+    while ended < len(prompts):
+        arrival, request, event = events.get()
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Finished):
+            ended += 1
+        elif len(begun) == len(prompts) and not ended:
+            arrivals += [arrival] * len(event.token_ids)
+        elif isinstance(event, Delta) and event.token_ids:
+            begun.add(request)
+            if len(begun) == len(prompts):
+                arrivals.append(arrival)
+        if len(arrivals) > steps * len(prompts):
+            for handle in handles:
+                handle.cancel()
+    return median_step(arrivals[: steps * len(prompts) + 1], requests=len(prompts))
+
+
+def transformers_decode_step(model: Any, tokens: Tokens, *, steps: int) -> float:
+    """Return the median seconds of ``steps`` steps of greedy decoding behind ``tokens`` with a transformers model.
+
+    The model keeps its dynamic cache, and has whatever attention it is configured with.
+    """
+    import torch
+
+    with torch.inference_mode():
+        output = model(input_ids=torch.from_numpy(tokens).to(model.device), use_cache=True, logits_to_keep=1)
+        times = []
+        for _ in range(steps + 1):
+            chosen = output.logits[:, -1].argmax(-1, keepdim=True)
+            chosen.tolist()
+            times.append(time.perf_counter())
+            output = model(input_ids=chosen, past_key_values=output.past_key_values, use_cache=True, logits_to_keep=1)
+    return median_step(times)
+
+
+def median_step(arrivals: Sequence[float], *, requests: int = 1) -> float:
+    """Return the median seconds of a step, in each of which one token arrived for every one of ``requests``.
+
+    Raises InvalidRequestError where no step is complete.
+    """
+    steps = [after - before for before, after in pairwise(arrivals[::requests])]
+    if not steps:
+        raise InvalidRequestError("No step was decoded by all requests together: ask for smaller batches.")
+    return statistics.median(steps)
+
+
+def peak_memory(process: int | Literal["self"] = "self") -> int:
+    """Return the most bytes of a process that were resident at once. Raises InvalidRequestError but on Linux."""
+    status = Path(f"/proc/{process}/status")
+    if not status.exists():
+        raise InvalidRequestError(f"Peak memory is known on Linux alone: there is no {status} here.")
+    return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
 
 
 def in_turn(

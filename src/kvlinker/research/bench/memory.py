@@ -19,7 +19,7 @@ from kvlinker.research.bench.benchmark import (
     benchmark,
     policy_names,
 )
-from kvlinker.research.bench.measurement import Workload, cache_chunks, first_token
+from kvlinker.research.bench.measurement import Workload, cache_chunks, first_token, peak_memory
 from kvlinker.research.bench.report import Report, Row
 from kvlinker.research.bench.subject import Subject
 from kvlinker.research.progress import Progress, silent
@@ -75,7 +75,7 @@ def run_memory(
             _CLEAR_REFS.write_text(_RESET_PEAK)
             first_token(llm.engine, prompt, policy)
             touched_before = len(small) * subject.loaded.kv_bytes_per_token  # the same slots of the pool
-            peak = _peak_bytes() - before + touched_before
+            peak = peak_memory() - before + touched_before
         rows.append(
             {
                 "policy": policy,
@@ -92,9 +92,3 @@ def _return_free_memory() -> int:
     """Give freed memory back to the system, so that it cannot hide what comes next; return the bytes left resident."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(psutil.Process().memory_info().rss)
-
-
-def _peak_bytes() -> int:
-    """Return the most resident bytes since the peak was reset."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
