@@ -1,0 +1,1 @@
+"""Runs the same model in kvlinker and in other engines, each in processes of its own, and measures them alike."""
