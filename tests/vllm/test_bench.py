@@ -1,12 +1,16 @@
 """The benchmark on a tiny model reports what it promises; its figures are not looked at."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("vllm")
 
 from kvlinker.research.bench.measurement import Workload
+from kvlinker.research.bench.peers.worker import measure
 from kvlinker.research.bench.subject import Subject
 from kvlinker.research.bench.vllm_ttft import COLUMNS, run_vllm_ttft
+from tests.research.bench.test_peers import CASES, LINKED_CASES, task_for
 from tests.server.serving import tiny_model
 from tests.vllm.conftest import HEAD_DIM
 
@@ -32,3 +36,16 @@ def test_rows_say_what_was_measured(vllm_settings):
     assert all(row[name] > 0 for row in (naive, lego) for name in ("idle_itl_ms", "itl_ms", "busy_ttft_ms"))
     assert all(name in row for row in rows for name in COLUMNS)
     assert any("blend" in text for text in told)
+
+
+@pytest.mark.slow
+def test_vllm_is_a_peer_with_and_without_kvlinker(vllm_settings, tmp_path):
+    options = vllm_settings.vllm_options
+    task = task_for(tiny_model(head_dim=HEAD_DIM), tmp_path, vllm_options=options, chunk_tokens=40, policy="naive")
+    alone = measure(replace(task, peer="vllm"))
+    linking = measure(replace(task, peer="kvlinker-vllm"))
+    assert list(alone.seconds) == CASES
+    assert list(linking.seconds) == CASES + [case.replace("24", "40") for case in LINKED_CASES]
+    assert alone.logprobs == pytest.approx(measure(task).logprobs, abs=1e-3)
+    assert linking.logprobs is None
+    assert min(*alone.seconds.values(), *linking.seconds.values()) > 0

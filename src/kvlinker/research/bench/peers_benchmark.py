@@ -19,7 +19,7 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import parse_policy
 from kvlinker.research.bench.benchmark import ChunkTokens, Repeat, Setup, benchmark, counts, names
 from kvlinker.research.bench.measurement import in_turn
-from kvlinker.research.bench.peers.peer import PeerKind, Task, find_peer
+from kvlinker.research.bench.peers.peer import PeerKind, Task, find_peer, known_peers
 from kvlinker.research.bench.peers.processes import is_installed, parse_pythons, run_peer
 from kvlinker.research.bench.peers.worker import Measured
 from kvlinker.research.bench.report import Report, Row
@@ -42,7 +42,8 @@ def peers(
         str, typer.Option(help="What to compare, with commas between; also llama.cpp-q8_0 and llama.cpp-q4_0.")
     ] = SYSTEMS,
     python: Annotated[
-        list[str] | None, typer.Option(help="NAME=PATH: the Python of the environment that a system is installed in.")
+        list[str] | None,
+        typer.Option(help="PROGRAM=PATH: Python of the environment that vllm or llama.cpp is installed in."),
     ] = None,
     prefill_tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt that is prefilled.")] = 2048,
     batches: Annotated[str, typer.Option(help="Requests that decode at once, with commas between.")] = "1,4,16",
@@ -60,7 +61,8 @@ def peers(
     All run the same weights, each in a process of its own that every round starts anew.
     """
     kinds = [find_peer(name) for name in dict.fromkeys(names(systems))]
-    pythons = parse_pythons(python or (), [kind.name for kind in kinds])
+    given = parse_pythons(python or (), {kind.program for kind in known_peers().values() if kind.program})
+    pythons = {kind.name: given.get(kind.program, sys.executable) for kind in kinds}
     measured = {
         "prefill_tokens": prefill_tokens,
         "batches": counts(batches),
@@ -74,7 +76,7 @@ def peers(
         task, report = _prepare(setup, Path(folder), repeat=repeat, **measured)
         running, warnings = _choose(kinds, pythons, task)
         taken = in_turn(
-            {kind.name: partial(run_peer, replace(task, peer=kind.name), pythons) for kind in running},
+            {kind.name: partial(run_peer, replace(task, peer=kind.name), pythons[kind.name]) for kind in running},
             repeat=repeat,
             progress=setup.progress,
         )
@@ -121,7 +123,7 @@ def _choose(kinds: Sequence[PeerKind], pythons: Mapping[str, str], task: Task) -
     model_type = json.loads((Path(task.model) / "config.json").read_text())["model_type"]
     running, reasons = [], []
     for kind in kinds:
-        if not is_installed(kind, pythons.get(kind.name, sys.executable)):
+        if not is_installed(kind, pythons[kind.name]):
             reasons.append(f"{kind.name} is left out, for it is not installed: {kind.installation}.")
         elif kind.model_types is not None and model_type not in kind.model_types:
             reasons.append(f"{kind.name} is left out: it takes {', '.join(kind.model_types)}, not {model_type}.")

@@ -142,6 +142,7 @@ for _name, _quantization in QUANTIZATIONS.items():
         PeerKind(
             _name,
             partial(start_llama_cpp, quantization=_quantization),
+            program="llama.cpp",
             modules=("llama_cpp", "gguf"),
             distributions=("llama-cpp-python",),
             installation="pip install 'kvlinker[peers]', which compiles it",

@@ -109,6 +109,8 @@ class PeerKind:
     name: str
     start: Callable[[Task], AbstractContextManager[Peer]]
     """Loads the task's model; leaving the context stops the peer."""
+    program: str = ""
+    """What it runs on, beside kvlinker: the name by which an environment is given for it. Peers may share one."""
     modules: tuple[str, ...] = ()
     """What must be installed where it runs, by the names that they are imported by."""
     distributions: tuple[str, ...] = ()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,14 +16,15 @@ from kvlinker.research.bench.peers.worker import Measured
 _IS_INSTALLED = "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))"
 
 
-def parse_pythons(options: Sequence[str], known: Sequence[str]) -> dict[str, str]:
-    """Read ``NAME=PATH`` each, by name. Raises InvalidRequestError for a name that is not known, and a missing file."""
+def parse_pythons(options: Sequence[str], programs: Collection[str]) -> dict[str, str]:
+    """Read ``PROGRAM=PATH`` each, by program. Raises InvalidRequestError for an unknown program, and a missing file."""
     pythons = {}
     for option in options:
         name, _, path = option.partition("=")
-        if name not in known:
+        if name not in programs:
             raise InvalidRequestError(
-                f"--python {option}: write NAME=PATH, where NAME is one of {', '.join(known)}.", param="python"
+                f"--python {option}: write PROGRAM=PATH, where PROGRAM is one of {', '.join(sorted(programs))}.",
+                param="python",
             )
         if not Path(path).is_file():
             raise InvalidRequestError(f"--python {option}: there is no file {path!r}.", param="python")
@@ -37,13 +37,16 @@ def is_installed(kind: PeerKind, python: str) -> bool:
     return subprocess.run([python, "-c", _IS_INSTALLED, "kvlinker", *kind.modules], check=False).returncode == 0
 
 
-def run_peer(task: Task, pythons: Mapping[str, str]) -> Measured:
-    """Run a task in a process of its own. Raises InvalidRequestError with the end of what a failed one wrote."""
+def run_peer(task: Task, python: str) -> Measured:
+    """Run a task in a process of its own, with the Python of an environment that has the peer.
+
+    Raises InvalidRequestError with the end of what a failed process wrote.
+    """
     with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
         asked, answered = Path(folder) / "task.json", Path(folder) / "result.json"
         asked.write_text(json.dumps(asdict(task)))
         run = subprocess.run(
-            [pythons.get(task.peer, sys.executable), "-m", f"{__package__}.worker", str(asked), str(answered)],
+            [python, "-m", f"{__package__}.worker", str(asked), str(answered)],
             capture_output=True,
             text=True,
             check=False,

