@@ -1,6 +1,9 @@
 """The benchmarks run on a tiny model and report what they promise; their figures are not looked at."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from kvlinker.cli import app
 from kvlinker.errors import InvalidRequestError
 from kvlinker.research.bench.decode import run_decode
 from kvlinker.research.bench.isolation import run_isolation
-from kvlinker.research.bench.measurement import Workload, in_turn, median_step
+from kvlinker.research.bench.measurement import Workload, in_turn, median_step, peak_memory
 from kvlinker.research.bench.memory import run_memory
 from kvlinker.research.bench.overhead import run_overhead
 from kvlinker.research.bench.report import Report
@@ -122,6 +125,15 @@ def test_memory_is_set_against_the_kv(subject):
     (row,) = run_memory(subject, Workload(4, 100, 5), ["naive"]).rows
     assert row["kv_mb"] == pytest.approx(405 * subject.loaded.kv_bytes_per_token / 1e6)
     assert row["ratio_to_kv"] == pytest.approx(row["peak_mb"] / row["kv_mb"])
+
+
+def test_processes_that_have_ended_have_no_memory():
+    assert peak_memory() > 2**20
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert peak_memory(process.pid) == 0  # nobody has asked for its status yet
+    process.wait()
+    assert peak_memory(process.pid) == 0
 
 
 def test_overhead_asks_the_same_both_ways(subject):

@@ -6,6 +6,7 @@ import queue
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -169,11 +170,17 @@ def median_step(arrivals: Sequence[float], *, requests: int = 1) -> float:
 
 
 def peak_memory(process: int | Literal["self"] = "self") -> int:
-    """Return the most bytes of a process that were resident at once. Raises InvalidRequestError but on Linux."""
-    status = Path(f"/proc/{process}/status")
-    if not status.exists():
-        raise InvalidRequestError(f"Peak memory is known on Linux alone: there is no {status} here.")
-    return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    """Return the most bytes of a process that were resident at once; 0 for one that has ended.
+
+    Raises InvalidRequestError but on Linux.
+    """
+    if not Path("/proc/self/status").exists():
+        raise InvalidRequestError("Peak memory is known on Linux alone: there is no /proc/self/status here.")
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def in_turn(
