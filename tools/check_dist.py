@@ -40,7 +40,7 @@ def version_in(wheel: Path, data: list[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         python = Path(folder) / "bin" / "python"
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel.resolve()], check=True)
+        subprocess.run([python, "-I", "-m", "pip", "install", "--quiet", "--no-deps", wheel.resolve()], check=True)
         return subprocess.run(
             [python, "-I", "-c", PROGRAM, str(ROOT), *data], cwd=folder, stdout=subprocess.PIPE, text=True, check=True
         ).stdout.strip()
