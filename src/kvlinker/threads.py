@@ -19,16 +19,18 @@ R = TypeVar("R")
 
 
 def compute_serially() -> None:
-    """Have PyTorch use one processor in the calling thread, and in no other: it makes no pool there.
+    """Have PyTorch, and MKL in it, use one processor in the calling thread, and in no other: it makes no pool there.
 
-    Where PyTorch's OpenMP is not found by name, as on systems whose linker keeps libraries apart, this does nothing.
+    What PyTorch was built without, or hides, is left as it is.
     """
     import torch
 
     torch.get_num_threads()  # a thread's first question sets its number of threads; ours is to stay
-    set_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
-    if set_threads is not None:
-        set_threads(1)
+    libraries = ctypes.CDLL(torch._C.__file__)  # what it was linked with, too
+    for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
+        set_threads = getattr(libraries, name, None)
+        if set_threads is not None:
+            set_threads(1)
 
 
 def in_own_thread(function: Callable[P, R]) -> Callable[P, R]:

@@ -56,7 +56,7 @@ def stored(llm: LLM) -> tuple[ContextCache, tuple[bytes, ...], Any]:
     assert kv is not None
     ids = np.asarray(cache.chunk.tokens, dtype="<u4").tobytes()
     answer = llm.completion((cache, "So?"), policy="naive", **GREEDY).token_ids
-    return cache, (ids, kv.layers[0].key.view(torch.uint8).numpy().tobytes()), answer
+    return cache, (ids, kv.layers[0].value.view(torch.uint8).numpy().tobytes()), answer
 
 
 @pytest.mark.parametrize(

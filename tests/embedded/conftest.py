@@ -95,14 +95,14 @@ class Outcome:
 class Bench:
     """One engine over a tiny model with a store of its own."""
 
-    def __init__(self, family="llama", changes=None, slower=None, device=None, **options):
+    def __init__(self, family="llama", changes=None, slower=None, device=None, memory=1 << 28, **options):
         """``changes``: to the model's configuration. ``slower``: makes tiers behind the host's, given the events;
-        ``device``: one before it. ``options``: settings."""
+        ``device``: one before it. ``memory``: the host's budget. ``options``: settings."""
         self.loaded = loaded_model(family, **(changes or {}))
         self.events = Events()
-        slower = slower(self.events) if slower else []
+        self.slower = slower(self.events) if slower else []
         device = device(self.events) if device else None
-        self.store = ChunkStore([HostTier(1 << 28, self.events), *slower], self.events, device=device)
+        self.store = ChunkStore([HostTier(memory, self.events), *self.slower], self.events, device=device)
         settings = load_settings(**({"kv_slots": 4096, "max_step_tokens": 64} | options))
         self.engine = EmbeddedEngine(self.loaded, store=self.store, events=self.events, settings=settings)
 

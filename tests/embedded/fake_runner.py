@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlinker.embedded.batch import Batch, Placed, Run, StepResult
+from kvlinker.embedded.batch import Batch, Run, SharedChunk, StepResult
 from kvlinker.embedded.forward_pass import WaitInStep, never_wait
 from kvlinker.embedded.loop import EngineLoop
 from kvlinker.embedded.pool import KVPool
@@ -17,12 +17,13 @@ from kvlinker.embedded.runner import Runner
 from kvlinker.embedded.scheduler import Scheduler
 from kvlinker.embedded.sequence import SequenceSlots, TokenSequence
 from kvlinker.embedded.throughput import ComputeThroughput
-from kvlinker.linking.plan import Placement
-from kvlinker.store import LayerKV
+from kvlinker.events import Events
+from kvlinker.store import HostTier, LayerKV
+from kvlinker.store.holds import Hold, Holds
 from kvlinker.store.loading.arriving import ArrivingKV
-from kvlinker.types.chunks import Chunk
 
 LAYERS = 3
+CHUNK_BYTES = 4
 LAYER = LayerKV(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
 _names = count(1)
 
@@ -32,8 +33,10 @@ class Work(Request):
 
     kind = Kind.ANSWER
 
-    def __init__(self, length=10, output=1, *, n=1, runs=None, identity=None, urgent=False):
+    def __init__(self, length=10, output=1, *, n=1, runs=None, identity=None, urgent=False, chunks=""):
+        """``chunks`` are the keys, a character each, of what it keeps in memory."""
         super().__init__()
+        self.chunks = chunks
         self.identity, self.urgent = identity, urgent
         self.name = next(_names)
         self.length, self.output, self.runs = length, output, runs or [(0, length)]
@@ -49,15 +52,14 @@ class Work(Request):
         return [self, *self.unforked]
 
     def make_sequence(self, *kvs):
-        """The sequence, with as many tokens placed as ``kvs`` have."""
+        """The sequence, whose first tokens are those of ``kvs``."""
         tokens = self.name * 1000 + np.arange(self.length)
-        placements, start = [], 0
+        shared, start = [], 0
         for kv in kvs:
-            chunk = Chunk(tuple(tokens[start : start + kv.tokens].tolist()))
-            placements.append((Placement(chunk, start, 0, kv.tokens, start), kv))
+            shared.append(SharedChunk(kv, start, start, 0, kv.tokens))
             start += kv.tokens
         runs = [(start, self.length)] if kvs else self.runs
-        return TokenSequence(tokens, runs, placements=placements, most_tokens=self.length + self.output)
+        return TokenSequence(tokens, runs, shared=shared, most_tokens=self.length + self.output)
 
     def fork(self):
         assert self.sequence is not None
@@ -133,30 +135,24 @@ class FakeRunner(Runner):
         self.steps.append(batch)
         slots = self.pool.tokens
         left: dict[object, int] = {}
-        for placed in batch.placed:
-            if isinstance(placed.kv, ArrivingKV) and not placed.kv.complete:
-                left[placed.owner] = min(placed.kv.delivered, left.get(placed.owner, LAYERS))
-            else:
-                owner = owner_of(placed)
-                assert owner.held is not None
-                position = placed.slot - owner.held.start
-                tokens = owner.tokens[position : position + placed.tokens]
-                slots[placed.slot : placed.slot + placed.tokens] = tokens
+        for owner, chunk in batch.shared():
+            if isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete:
+                left[owner] = min(chunk.kv.delivered, left.get(owner, LAYERS))
         for run in batch.runs:
             if run.owner not in left:
-                slots[run.slot + run.start : run.slot + run.end] = run.tokens
+                slots[run.slot : run.slot + len(run.tokens)] = run.tokens
         logits: dict[object, Tensor] = {}
         for run in batch.runs:
             if run.wants_logits and run.owner not in left:
-                owner = owner_of(run)
-                held = slots[run.slot : run.slot + owner.length]
-                if (held != owner.tokens).any():
+                owner, sight = owner_of(run), batch.sights[run.owner]
+                held = np.concatenate([slots[slot : slot + count] for slot, count in sight.spans])
+                if (held != owner.tokens[sight.positions]).any() or sight.positions[-1] != owner.length - 1:
                     self.misplaced.append(owner)
                 logits[owner] = torch.zeros(1)
         return StepResult(logits, left)
 
 
-def owner_of(entry: Run | Placed) -> TokenSequence:
+def owner_of(entry: Run) -> TokenSequence:
     """Return the sequence that a part of a batch belongs to."""
     assert isinstance(entry.owner, TokenSequence)
     return entry.owner
@@ -175,12 +171,14 @@ class NoThroughput(ComputeThroughput):
 class Simulation:
     """Takes steps when the test says so, and has KV come when the test says so."""
 
-    def __init__(self, slots, *, max_step_tokens=16, max_running=8, max_waiting=1000):
+    def __init__(self, slots, *, max_step_tokens=16, max_running=8, max_waiting=1000, memory=0):
         self.loads: list[Work] = []
         self.slots = SequenceSlots(slots)
+        self.holds = Holds([HostTier(memory, Events())])
         self.scheduler = Scheduler(
             self.slots,
             self.note_load,
+            hold=self.hold,
             max_step_tokens=max_step_tokens,
             max_running=max_running,
             max_waiting=max_waiting,
@@ -188,6 +186,11 @@ class Simulation:
         self.max_step_tokens = max_step_tokens
         self.runner = FakeRunner(slots)
         self.loop = EngineLoop(self.scheduler, self.runner, NoThroughput(), computing=contextlib.nullcontext)
+
+    def hold(self, request: Request) -> Hold | None:
+        """Keep the work's chunks in memory, ``CHUNK_BYTES`` each."""
+        assert isinstance(request, Work)
+        return self.holds.take(dict.fromkeys(request.chunks, CHUNK_BYTES))
 
     def note_load(self, request: Request) -> None:
         """Note that the scheduler wants the KV of this work."""

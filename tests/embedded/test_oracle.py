@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.embedded.batch import Batch, Capture, Run
+from kvlinker.embedded.batch import Batch, Capture, OwnTokens, Run, Sight, SlotSpan
 from kvlinker.embedded.pool import KVPool
 from kvlinker.embedded.runner import Runner
 from kvlinker.engine.observation import ScoreCollector
 from kvlinker.linking import Needs, Policy, PromptEvidence, make_plan, parse_policy
 from kvlinker.linking.union import Union
-from kvlinker.store import ChunkKV, LayerKV
+from kvlinker.store import ChunkKV, HostTier, LayerKV
 from kvlinker.types.chunks import chunk_key
 from tests.embedded.conftest import full_forward, linked_prompt
-from tests.toy_models import FAMILIES, loaded_model
+from tests.toy_models import FAMILIES
 
 POLICIES = ["full", "naive", "prefix", "legolink-1", "legolink-16", "attnlink-9", "random-40", "random-100"]
 EVIDENCE_DRIVEN = [
@@ -40,8 +40,16 @@ def true_chunk_kv(loaded, prompt, names=None, step=10**6):
     pool = KVPool(loaded.layers, len(prompt), dtype=loaded.dtype, device=loaded.device)
     runner = Runner(loaded.model, loaded.layers, pool)
     for begin in range(0, len(prompt), step):
-        runner.step(Batch((Run(0, begin, prompt.tokens[begin : begin + step], capture=capture, observer=scores),)))
+        tokens = prompt.tokens[begin : begin + step]
+        run = Run(begin, begin, tokens, capture=capture, observer=scores)
+        runner.step(Batch((run,), {None: own_sight(begin + len(tokens))}))
     return capture.finish()
+
+
+def own_sight(length):
+    """What a sequence sees that has computed so many tokens itself, into the pool's first slots."""
+    positions = np.arange(length)
+    return Sight((), (SlotSpan(0, len(positions)),), positions, OwnTokens(positions, ()))
 
 
 def computed_layers(explanation, layers):
@@ -133,22 +141,27 @@ def test_cacheblend_finds_what_is_spoiled(bench, family, policy, joined):
 
 class Spoiling(Policy):
     """Another policy; when it has selected, garbage takes the place of all KV that is computed again, and of ``more``
-    tokens. For a request that is alone in the engine, whose position p lies in slot p therefore."""
+    tokens: of the first pass's own tokens, and of chunks. For a request that is alone in the engine."""
 
     family = "spoiling"
 
     inner: Policy
     pool: KVPool
+    chunks: tuple
     more: tuple = ()
 
     needs = Needs(question_attention=True, scores=True)
 
     def select(self, prompt, evidence):
         selected = self.inner.select(prompt, evidence)
-        spoiled = np.flatnonzero(selected | ~prompt.cached).tolist()
         for tensor in (*self.pool.keys, *self.pool.values):
-            assert tensor[:, : len(prompt)].any(dim=2).all(), "the first pass has not been here"
-            tensor[:, [*spoiled, *self.more]] = 77.0
+            assert tensor.any(), "the first pass has not been here"
+            tensor.fill_(77.0)
+        spoiled = [*np.flatnonzero(selected), *self.more]
+        for span, kv in zip(prompt.spans, self.chunks, strict=True):
+            inside = [position - span.start for position in spoiled if span.start <= position < span.end]
+            for layer in kv.layers:
+                layer.key[:, inside] = layer.value[:, inside] = 77.0
         return selected
 
 
@@ -157,7 +170,9 @@ def answer_over_a_spoiled_pool(made, prompt, names, more=()):
     for tensor in (*pool.keys, *pool.values):
         tensor.zero_()
     plant(made, prompt, "naive", tenant="default")
-    parts = tuple(Spoiling(parse_policy(name), pool, more) for name in names)
+    keys = [chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default") for chunk in prompt.chunks]
+    chunks = tuple(made.store.get(key) for key in keys)
+    parts = tuple(Spoiling(parse_policy(name), pool, chunks, more) for name in names)
     outcome = made.answer(prompt, parts[0] if len(parts) == 1 else Union(parts), max_tokens=2)
     assert outcome.failed is None, outcome.failed
     return outcome
@@ -260,12 +275,14 @@ def test_unpositioned_keys_differ_from_positioned_ones(bench):
 
 
 def test_stored_keys_carry_no_position(bench):
-    """The same chunk linked twice: its first-layer keys differ between the places, its stored ones do not."""
-    made = bench()
+    """The same chunk behind something else: its first-layer keys differ between the places, its stored ones do not, and
+    those in memory are at the positions 0, 1, …."""
+    made = bench(slower=lambda events: [HostTier(1 << 28, events, name="slower")])
     prompt = linked_prompt(20, 20)
     made.cache(prompt)
+    made.store.flush()
     key = chunk_key(prompt.chunks[0], fingerprint=made.loaded.fingerprint, tenant="default")
-    stored = made.store.get(key).layers[0].key
-    moved = true_chunk_kv(made.loaded, linked_prompt(20, header=13))[0].layers[0].key
-    torch.testing.assert_close(stored, moved)
-    assert loaded_model("llama").layers[0].rotary is not None
+    moved = true_chunk_kv(made.loaded, linked_prompt(20, header=13))[0].layers[0]
+    torch.testing.assert_close(made.slower[0].get(key).layers[0].key, moved.key)
+    torch.testing.assert_close(made.store.get(key).layers[0].key, made.loaded.resident_form.resident(0, moved).key)
+    assert (made.loaded.resident_form.resident(0, moved).key[:, 1:] != moved.key[:, 1:]).any()

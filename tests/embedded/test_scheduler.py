@@ -12,7 +12,7 @@ from kvlinker.embedded import sequence
 from kvlinker.embedded.requests import State
 from kvlinker.embedded.scheduler import MOST_VARIANTS, PREFETCHED
 from kvlinker.errors import EngineClosedError, KVLinkerError, OverloadedError
-from tests.embedded.fake_runner import LAYER, LAYERS, ChunkWork, Simulation, VariantWork, Work, arriving
+from tests.embedded.fake_runner import CHUNK_BYTES, LAYER, LAYERS, ChunkWork, Simulation, VariantWork, Work, arriving
 
 
 def owners(batch):
@@ -235,6 +235,59 @@ def test_choices_fork_from_one_prompt():
         computed += sum(len(run.tokens) for run in batch.runs if run.start < 25)
     assert computed == 25
     assert all(choice.told == ["finished"] for choice in choices)
+    assert not simulation.runner.pool.moved, "they share the prompt's slots"
+
+
+def test_choices_take_slots_for_the_prompt_once():
+    simulation = Simulation(1000, max_step_tokens=100)
+    choices = simulation.add(60, 10, n=8).all_choices()
+    for _ in range(4):
+        simulation.step()
+    assert all(choice.state is State.RUNNING for choice in choices)
+    assert simulation.slots.used == 60 + 8 * 10
+
+
+def test_a_request_waits_for_room_in_memory_while_others_use_it():
+    simulation = Simulation(1000, memory=2 * CHUNK_BYTES)
+    first, second = simulation.enter(chunks="ab"), simulation.enter(chunks="bc")
+    assert simulation.loads == [first], "three chunks do not fit"
+    same = simulation.enter(chunks="a")
+    assert simulation.loads == [first], "nobody overtakes the second"
+    simulation.load(first)
+    simulation.run()
+    assert first.told == ["finished"]
+    assert simulation.loads == [second]
+    simulation.load_all()
+    simulation.run()
+    assert simulation.loads == [same]
+    simulation.load_all()
+    simulation.run()
+    assert simulation.holds.nbytes == 0
+
+
+def test_a_prompt_larger_than_memory_is_computed_alone():
+    simulation = Simulation(1000, memory=CHUNK_BYTES)
+    other, large = simulation.enter(chunks="a"), simulation.enter(chunks="abc")
+    assert simulation.loads == [other]
+    simulation.load_all()
+    simulation.run()
+    assert simulation.loads == [large]
+    assert simulation.holds.nbytes == 3 * CHUNK_BYTES
+    simulation.scheduler.cancel([large])
+    simulation.step()
+    assert simulation.holds.nbytes == 0
+
+
+def test_choices_keep_their_chunks_until_the_last_has_ended():
+    simulation = Simulation(1000, memory=CHUNK_BYTES)
+    first, second = simulation.add(25, 6, n=2, chunks="a").all_choices()
+    first.output = 2
+    while not first.told:
+        simulation.step()
+    assert simulation.holds.nbytes == CHUNK_BYTES
+    simulation.run()
+    assert second.told == ["finished"]
+    assert simulation.holds.nbytes == 0
 
 
 def test_choices_that_find_no_slots_take_over_those_of_their_siblings():
@@ -245,7 +298,7 @@ def test_choices_that_find_no_slots_take_over_those_of_their_siblings():
     while (batch := simulation.step()) is not None:
         computed += sum(len(run.tokens) for run in batch.runs if run.start < 25 and run.owner is not later.sequence)
     assert computed == 25
-    assert simulation.runner.pool.moved <= 2, "the second choice is copied, and perhaps moved"
+    assert simulation.runner.pool.moved <= 1, "no choice is copied, though one may be moved"
     assert all(choice.told == ["finished"] for choice in (*choices, later))
 
 
@@ -434,7 +487,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.growth, sequence.GROWTH = sequence.GROWTH, 3  # so that requests outgrow their slots
-        self.simulation = Simulation(100, max_step_tokens=9, max_running=5, max_waiting=12)
+        self.simulation = Simulation(100, max_step_tokens=9, max_running=5, max_waiting=12, memory=2 * CHUNK_BYTES)
         self.works = []
         self.kvs = []
 
@@ -447,9 +500,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             if entered is work:
                 self.works += work.all_choices()
 
-    @rule(length=st.integers(1, 40), output=st.integers(1, 40), n=st.sampled_from([1, 1, 1, 2, 4]))
-    def answer(self, length, output, n):
-        self.enter(Work(length, output, n=n))
+    @rule(
+        length=st.integers(1, 40),
+        output=st.integers(1, 40),
+        n=st.sampled_from([1, 1, 1, 2, 4]),
+        chunks=st.sampled_from(["", "a", "ab", "bc", "d", "abc"]),
+    )
+    def answer(self, length, output, n, chunks):
+        self.enter(Work(length, output, n=n, chunks=chunks))
 
     @rule(length=st.integers(1, 60), name=st.sampled_from("ab"), urgent=st.booleans())
     def chunk(self, length, name, urgent):
@@ -501,6 +559,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.simulation.scheduler.check_integrity()
         assert all(len(work.told) <= 1 for work in self.works)
 
+    @invariant()
+    def what_is_used_fits_in_memory(self):
+        holding = {hold for work in self.works if (hold := work.hold) is not None and hold.keys}
+        used = CHUNK_BYTES * len({key for hold in holding for key in hold.keys})
+        assert self.simulation.holds.nbytes == used
+        assert used <= CHUNK_BYTES * max([2, *(len(hold.keys) for hold in holding)])
+
     def teardown(self):
         """Nobody has starved, whatever came: all end once KV comes and steps are taken."""
         try:
@@ -522,6 +587,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(work.state is State.FINISHED or work.choice for work in self.works)
         assert self.simulation.scheduler.idle
         assert self.simulation.slots.used == 0
+        assert self.simulation.holds.nbytes == 0
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvlinker.embedded.batch import Batch, Placed, Run
+from kvlinker.embedded.batch import Batch, OwnTokens, Run, SharedChunk, Sight, SlotSpan
 from kvlinker.embedded.throughput import ComputeThroughput, throughput_name
 from kvlinker.engine.cost import CostModel
 from kvlinker.store import Speeds
@@ -29,8 +29,10 @@ def truth(*ranges):
     return sum(PER_TOKEN * (end - begin) + PER_PAIR * (end - begin) * (begin + end + 1) / 2 for begin, end in ranges)
 
 
-def batch(*ranges, **options):
-    return Batch(tuple(Run(0, begin, np.zeros(end - begin, dtype=np.int64), **options) for begin, end in ranges))
+def batch(*ranges, shared=(), **options):
+    own = np.concatenate([np.arange(*each) for each in ranges])
+    runs = tuple(Run(0, begin, np.zeros(end - begin, dtype=np.int64), **options) for begin, end in ranges)
+    return Batch(runs, {None: Sight(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))})
 
 
 def prefill_seconds(throughput: ComputeThroughput, tokens: int) -> float:
@@ -121,7 +123,7 @@ def test_steps_that_tell_nothing_of_prompts_do_not_count():
     throughput.note(batch(*[(200, 201)] * 64), 50.0)  # decoding
     throughput.note(batch((0, 512), refinement=object()), 50.0)
     kv = ArrivingKV(layer_count=2, tokens=5, nbytes=1)
-    throughput.note(Batch(batch((0, 512)).runs, (Placed(kv, 0, 5, 0, 0),)), 50.0)
+    throughput.note(batch((5, 512), shared=(SharedChunk(kv, 0, 0, 0, 5),)), 50.0)
     assert throughput.prefill_seconds(512) == pytest.approx(1.0)
 
 

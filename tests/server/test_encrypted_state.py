@@ -35,11 +35,11 @@ def test_encrypted_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with started(state, key=None) as llm:
         (cache,) = llm.generate_context_cache([TEXT])
         llm.store.flush()
-        kv = llm.store.get(cache.chunk_key)
+        kv = llm.store.get(cache.chunk_key)  # values are in memory as they are in files
         assert kv is not None
         secrets = (
             np.asarray(cache.chunk.tokens, dtype="<u4").tobytes(),
-            kv.layers[0].key.view(torch.uint8).numpy().tobytes(),
+            kv.layers[0].value.view(torch.uint8).numpy().tobytes(),
         )
         answer = llm.completion((cache, "So?"), policy="naive", **GREEDY)
         assert all(secret in content(state) for secret in secrets)

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvlinker.events import ChunkDamaged, ChunkEvicted, ChunkLoaded, ChunkLookup
-from kvlinker.store import ChunkStore, DeviceTier, DiskTier, HostTier, TierUsage, open_store
+from kvlinker.store import ChunkStore, DeviceTier, DiskTier, HostTier, LayerKV, TierUsage, open_store
+from kvlinker.store.chunk_kv import changed
 from kvlinker.store.format.chunk_file import encode_chunk
+from kvlinker.store.loading.prompt_load import Urgency
 from kvlinker.types.chunks import Eviction
 from tests.store.gated_tier import TIMEOUT, GatedTier
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
@@ -54,6 +57,76 @@ def holds(store: ChunkStore, number: int) -> bool:
     assert set(known) == {kv is not None}
     assert kv is None or same_kv(kv, chunk_kv(number))
     return kv is not None
+
+
+class Negated:
+    """A resident form in which keys have the opposite sign."""
+
+    def resident(self, index: int, layer: LayerKV) -> LayerKV:
+        return LayerKV(-layer.key, layer.value)
+
+    def computed(self, index: int, layer: LayerKV) -> LayerKV:
+        return LayerKV(-layer.key, layer.value)
+
+
+def test_memory_has_the_resident_form_and_slower_tiers_what_was_computed(recorder: Recorder) -> None:
+    host, slower, slowest = (HostTier(PLENTY, recorder.events, name=name) for name in ("host", "slower", "slowest"))
+    store = ChunkStore([host, slower, slowest], recorder.events)
+    form = Negated()
+    store.keep_resident_as(form)
+    key, computed = key_of(1), chunk_kv(1)
+    expected = changed(computed, form.resident)
+
+    def check() -> None:
+        store.flush()
+        assert all(same_kv(found, computed) for tier in (slower, slowest) if (found := tier.get(key)) is not None)
+        for kv in (store.get(key), store.get_resident(key), host.get(key)):
+            assert kv is not None
+            assert same_kv(kv, expected)
+        back = store.get_computed(key)
+        assert back is not None
+        assert same_kv(back, computed)
+
+    assert same_kv(store.put(key, computed), expected)
+    check()
+    for lost in (slowest, host):
+        lost.delete(key)
+        store.get(key)
+        check()
+    host.delete(key)
+    slowest.delete(key)
+    (future,) = store.load([key], Urgency())
+    loaded = future.result(timeout=TIMEOUT)
+    assert loaded is not None
+    for index, layer in enumerate(expected.layers):
+        found = loaded.layer(index)
+        assert found is not None
+        assert torch.equal(found.key, layer.key)
+    deadline = time.monotonic() + TIMEOUT
+    while not host.contains(key) and time.monotonic() < deadline:  # it begins before it is kept
+        time.sleep(0.001)
+    check()
+    store.close()
+
+
+def test_held_chunks_stay_in_memory(recorder: Recorder, slow: GatedTier) -> None:
+    store = two_tiers(recorder, slow, host_bytes=2 * SIZE)
+    hold = store.hold({key_of(1): SIZE, key_of(2): SIZE})
+    assert hold is not None
+    assert store.held_bytes == 2 * SIZE
+    assert store.hold({key_of(3): SIZE}) is None
+    slow.put_gate.open()
+    for number in range(1, 6):
+        store.put(key_of(number), chunk_kv(number))
+    assert store.tier_of(key_of(1)) == store.tier_of(key_of(2)) == "host"
+    store.flush()
+    assert store.tier_of(key_of(5)) != "host"
+    hold.release()
+    assert store.hold({key_of(3): SIZE}) is not None
+    for number in range(3, 6):
+        assert store.get(key_of(number)) is not None
+    assert {store.tier_of(key_of(number)) for number in (1, 2)} != {"host"}
+    store.close()
 
 
 class StoreMachine(RuleBasedStateMachine):

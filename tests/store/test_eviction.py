@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,14 +42,19 @@ class Model:
         for known in (self.sizes, self.reuse, self.priority):
             del known[key]
 
-    def in_order(self, pinned: frozenset[str]) -> list[str]:
-        """Pinned ones last."""
-        return sorted(self.used, key=lambda key: (key in pinned, self.priority[key], self.used.index(key)))
+    def in_order(self, pinned: frozenset[str], held: Set[str]) -> list[str]:
+        """Pinned ones behind others, held ones last."""
 
-    def evict(self, pinned: frozenset[str], excess: bool) -> str:
-        """The next one to go; a pinned one where they exceed their share."""
-        key = next(key for key in self.in_order(pinned) if (key in pinned) == excess)
-        if not excess:
+        def order(key: str) -> tuple[bool, bool, float, int]:
+            return key in held, key in pinned and key not in held, self.priority[key], self.used.index(key)
+
+        return sorted(self.used, key=order)
+
+    def evict(self, pinned: frozenset[str], held: Set[str], excess: bool) -> str:
+        """The next one to go; a pinned one where they exceed their share, and never a held one."""
+        free = [key for key in self.in_order(pinned, held) if key not in held]
+        key = next((key for key in free if (key in pinned) == excess), free[0])
+        if key not in pinned:
             self.age = max(self.age, self.priority[key])
         self.remove(key)
         return key
@@ -61,18 +68,36 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = EvictionIndex(budget, eviction=eviction)
         self.model = Model(eviction)
         self.pinned: frozenset[str] = frozenset()
+        self.held: set[str] = set()
 
     @rule(key=KEYS, nbytes=st.integers(1, 60))
     def put(self, key: str, nbytes: int) -> None:
-        if key in self.model.sizes or not self.index.fits(nbytes):
+        if key in self.model.sizes or not (key in self.held or self.index.fits(nbytes)):
             return
-        most_pinned = int(self.index.budget_bytes * PINNED_SHARE)
-        for gone, size in self.index.make_room(nbytes):
-            excess = sum(self.model.sizes[held] for held in self.pinned & self.model.sizes.keys()) > most_pinned
-            assert self.model.sizes[gone] == size
-            assert gone == self.model.evict(self.pinned, excess)
+        self.make_room(nbytes)
         self.index.add(key, nbytes)
         self.model.add(key, nbytes)
+
+    def make_room(self, nbytes: int) -> None:
+        most_pinned = int(self.index.budget_bytes * PINNED_SHARE)
+        for gone, size in self.index.make_room(nbytes):
+            pinned = (self.pinned - self.held) & self.model.sizes.keys()
+            excess = sum(self.model.sizes[key] for key in pinned) > most_pinned
+            assert self.model.sizes[gone] == size
+            assert gone == self.model.evict(self.pinned, self.held, excess)
+
+    @rule(key=KEYS)
+    def hold(self, key: str) -> None:
+        self.index.hold(key)
+        self.held.add(key)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.held)))
+        self.index.release(key)
+        self.held.remove(key)
+        self.make_room(0)
 
     @rule(key=KEYS, weight=WEIGHTS)
     def use(self, key: str, weight: float) -> None:
@@ -96,12 +121,15 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "index"))
     @invariant()
     def agrees(self) -> None:
-        assert list(self.index.keys()) == self.model.in_order(self.pinned)
+        assert list(self.index.keys()) == self.model.in_order(self.pinned, self.held)
+        held_bytes = sum(self.model.sizes.get(key, 0) for key in self.held)
         assert {key: self.index.nbytes(key) for key in self.index.keys()} == self.model.sizes  # noqa: SIM118
-        assert self.index.used_bytes == sum(self.model.sizes.values()) <= self.index.budget_bytes
+        assert self.index.used_bytes == sum(self.model.sizes.values())
+        assert self.index.used_bytes <= max(self.index.budget_bytes, held_bytes)
+        assert all(self.index.is_held(key) == (key in self.held) for key in "abcdefgh")
         assert len(self.index) == len(self.model.sizes)
         assert all((key in self.index) == (key in self.model.sizes) for key in "abcdefgh")
-        assert self.index.fits(self.index.budget_bytes - int(self.index.budget_bytes * PINNED_SHARE))
+        assert self.index.fits(self.index.budget_bytes - int(self.index.budget_bytes * PINNED_SHARE) - held_bytes)
 
 
 TestIndex = IndexMachine.TestCase

@@ -1,11 +1,13 @@
-"""The work of one engine step: runs of many requests, and the chunks that are placed before them."""
+"""What one step computes: runs of many requests, and what their queries see."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,27 +17,98 @@ from torch import Tensor
 from kvlinker.embedded.model.anatomy import LayerShape
 from kvlinker.embedded.scoring import LogprobCollector
 from kvlinker.engine.observation import Observer, ScoreCollector
+from kvlinker.linking.plan import DroppedTokens
 from kvlinker.linking.refinement import Refinement
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.loading.arriving import KV
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A placement of one step: tokens [first, last) of a chunk's KV are written to the slots from ``slot`` on, with the
-    rotary embedding of the positions from ``rotary_start`` on. Slot and position are those of token ``first``;
-    ``owner`` is the sequence that they belong to."""
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedChunk:
+    """A chunk's resident KV as one sequence sees it: any number of sequences may see it at the same time, each at
+    another position."""
 
     kv: KV
+
+    start: int
+    """The position of the chunk's token 0 in the sequence."""
+
+    offset: int
+    """The position from which the keys' rotary embedding counts; it is ``start``, but for ablations."""
+
     first: int
     last: int
-    slot: int
-    rotary_start: int
-    owner: object = None
+    """Tokens [first, last) of the chunk are seen."""
 
-    @property
-    def tokens(self) -> int:
-        return self.last - self.first
+
+class OwnTokens:
+    """Tells in which layers a prompt's computed tokens are the sequence's own: from the first layer on, until a policy
+    drops them. A token that is its own in a layer hides its copy in a shared chunk there.
+
+    Layers are told apart by their *epoch*, the number of times that tokens were dropped up to them.
+    """
+
+    def __init__(
+        self, positions: NDArray[np.int64], shared: Sequence[SharedChunk], dropped: Sequence[DroppedTokens] = ()
+    ) -> None:
+        """``positions`` [computed], ascending, are those of the prompt's computed tokens. ``dropped`` may grow."""
+        self.positions = positions
+        self._shared = tuple(shared)
+        self._dropped = dropped
+        self._hidden: dict[int, tuple[NDArray[np.bool_] | None, ...]] = {}
+
+    def epoch(self, layer: int) -> int:
+        """Return the layer's epoch."""
+        return bisect_right([first for first, _ in self._dropped], layer) if self._dropped else 0
+
+    def gone(self, epoch: int, count: int) -> NDArray[np.bool_] | None:
+        """Mask the first ``count`` of the sequence's own tokens that are dropped: [count]; None if none is."""
+        if not epoch:
+            return None
+        mask = np.zeros(count, dtype=np.bool_)
+        for _, positions in self._dropped[:epoch]:
+            mask[np.searchsorted(self.positions, positions)] = True
+        return mask
+
+    def hidden(self, epoch: int) -> tuple[NDArray[np.bool_] | None, ...]:
+        """Mask, for every shared chunk, the tokens that are the sequence's own: [tokens]; None where none is."""
+        if epoch not in self._hidden:
+            gone = self.gone(epoch, len(self.positions))
+            own = self.positions if gone is None else self.positions[~gone]
+            self._hidden[epoch] = tuple(_inside(own, chunk.start, chunk.kv.tokens) for chunk in self._shared)
+        return self._hidden[epoch]
+
+
+def _inside(positions: NDArray[np.int64], start: int, length: int) -> NDArray[np.bool_] | None:
+    """Mask the ``positions`` in [start, start + length): [length]; None where there are none."""
+    first, last = np.searchsorted(positions, [start, start + length])
+    if first == last:
+        return None
+    mask = np.zeros(length, dtype=np.bool_)
+    mask[positions[first:last] - start] = True
+    return mask
+
+
+class SlotSpan(NamedTuple):
+    """The ``size`` slots of the pool from ``slot`` on."""
+
+    slot: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sight:
+    """What a sequence's queries see in one step: shared chunks, and its own tokens in the pool."""
+
+    shared: tuple[SharedChunk, ...]
+
+    spans: tuple[SlotSpan, ...]
+    """Where its own tokens lie in the pool, in order; several sequences may see the same span."""
+
+    positions: NDArray[np.int64]
+    """The positions of its own tokens, ascending, up to the last that this step computes."""
+
+    own: OwnTokens
 
 
 class Capture:
@@ -49,8 +122,7 @@ class Capture:
         dtype: torch.dtype,
         scores: ScoreCollector | None = None,
     ) -> None:
-        """``spans`` are the positions [start, end) of the chunks. ``scores`` collects the chunks' scores, in the same
-        order."""
+        """``spans`` are the positions [start, end) of the chunks. ``scores`` collects theirs, in the same order."""
         self._shapes = layers
         self._spans = tuple(spans)
         self._dtype = dtype
@@ -71,7 +143,7 @@ class Capture:
         )
 
     def record(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
-        """Take one run's un-rotated ``key`` and ``value`` [kv_heads, run, head_dim] from position ``start`` on."""
+        """Keep one run's un-rotated ``key`` and ``value`` [kv_heads, run, head_dim] from position ``start`` on."""
         for (first, last), chunk in zip(self._spans, self._chunks, strict=True):
             begin, end = max(start, first), min(start + key.shape[1], last)
             if begin < end:
@@ -90,28 +162,29 @@ class Run:
     """Positions [start, start + len(tokens)) of one request, to be computed now."""
 
     slot: int
-    """The slot of the pool that holds the request's position 0."""
+    """The slot of the pool where the run's first token lies."""
 
     start: int
     tokens: NDArray[np.int64]
 
     wants_logits: bool = False
-    """True if the logits of the run's last token are needed."""
+    """True if the last token's logits are needed."""
 
     capture: Capture | None = None
     """Collects the KV of chunks."""
 
     refinement: Refinement | None = None
-    """May drop tokens between layers. It is the same for all runs of a request, and never comes with ``capture``."""
+    """Decides which tokens are dropped between layers. It is the same for all runs of a request, and never comes with
+    ``capture``."""
 
     observer: Observer | None = None
-    """Sees the attention of this run's queries."""
+    """Observes the attention of this run's queries."""
 
     logprobs: LogprobCollector | None = None
-    """Takes the last hidden states of fresh tokens."""
+    """Collects from the last hidden states of fresh tokens."""
 
     owner: object = None
-    """The sequence that the run belongs to; the step's results are keyed by it."""
+    """The sequence that the run belongs to; a step's results are keyed by it."""
 
     @property
     def end(self) -> int:
@@ -120,10 +193,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work. Within a request, runs are disjoint and ascending; placements come before all runs."""
+    """One step's work. The runs of a sequence are neighbours, disjoint and ascending; ``sights`` has what each owner of
+    a run sees."""
 
     runs: tuple[Run, ...]
-    placed: tuple[Placed, ...] = field(default=())
+    sights: Mapping[object, Sight]
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -132,13 +206,13 @@ class Batch:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """Every token's position in its own request: [tokens]."""
+        """The position of every token in its own request: [tokens]."""
         return np.concatenate([np.arange(run.start, run.end) for run in self.runs])
 
     @property
     def slots(self) -> NDArray[np.int64]:
-        """The slot of every token in the pool: [tokens]."""
-        return np.concatenate([np.arange(run.slot + run.start, run.slot + run.end) for run in self.runs])
+        """The slot of the pool that holds each token's KV: [tokens]."""
+        return np.concatenate([np.arange(run.slot, run.slot + len(run.tokens)) for run in self.runs])
 
     @property
     def logit_rows(self) -> list[int]:
@@ -155,29 +229,38 @@ class Batch:
         """The sequences that have runs here."""
         return {run.owner for run in self.runs}
 
+    def shared(self) -> Iterator[tuple[object, SharedChunk]]:
+        """Yield all shared chunks with the owners that see them, in the order of the runs."""
+        for owner in dict.fromkeys(run.owner for run in self.runs):
+            for chunk in self.sights[owner].shared:
+                yield owner, chunk
+
     def rows(self) -> Iterator[tuple[Run, slice]]:
-        """Yield every run with its slice of the batch's tokens."""
+        """Yield every run with the tokens of the batch that it takes."""
         begin = 0
         for run in self.runs:
             yield run, slice(begin, begin + len(run.tokens))
             begin += len(run.tokens)
 
-    def refinements(self) -> Iterator[tuple[Refinement, NDArray[np.int64]]]:
-        """Yield every refinement with the indices of its request's tokens in the batch."""
-        found: dict[int, tuple[Refinement, list[NDArray[np.int64]]]] = {}
-        for run, rows in self.rows():
-            if run.refinement is not None:
-                _, parts = found.setdefault(id(run.refinement), (run.refinement, []))
-                parts.append(np.arange(rows.start, rows.stop))
-        for refinement, parts in found.values():
-            yield refinement, np.concatenate(parts)
+    def owner_rows(self) -> Iterator[tuple[object, slice]]:
+        """Yield every owner with the tokens of the batch that its runs take."""
+        for owner, runs in groupby(self.rows(), key=lambda found: found[0].owner):
+            parts = [rows for _, rows in runs]
+            yield owner, slice(parts[0].start, parts[-1].stop)
+
+    def refinements(self) -> Iterator[tuple[Refinement, slice, Sight]]:
+        """Yield every refinement with its request's tokens in the batch, and what they see."""
+        for owner, rows in self.owner_rows():
+            refinement = next(run.refinement for run in self.runs if run.owner is owner)
+            if refinement is not None:
+                yield refinement, rows, self.sights[owner]
 
     def without(self, owners: set[object]) -> NDArray[np.bool_]:
         """Mask of the tokens that belong to none of these owners: [tokens]."""
         return np.repeat([run.owner not in owners for run in self.runs], [len(run.tokens) for run in self.runs])
 
     def narrowed(self, keep: NDArray[np.bool_]) -> Batch:
-        """Return the batch without the tokens where ``keep`` [tokens] is false; nothing is left to place."""
+        """Return the batch without the tokens where ``keep`` [tokens] is false."""
         found = list(self.rows())
         run_of = np.repeat(np.arange(1, len(found) + 1), [len(run.tokens) for run in self.runs])
         labels = np.where(keep, run_of, 0)  # a kept token's run, 0 for dropped ones
@@ -190,12 +273,13 @@ class Batch:
                 runs.append(
                     replace(
                         run,
+                        slot=run.slot + part.start,
                         start=run.start + part.start,
                         tokens=run.tokens[part],
                         wants_logits=run.wants_logits and end == rows.stop,
                     )
                 )
-        return Batch(tuple(runs))
+        return Batch(tuple(runs), self.sights)
 
 
 @dataclass(frozen=True, slots=True)

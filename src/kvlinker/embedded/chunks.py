@@ -29,6 +29,7 @@ from kvlinker.linking.refinement import Refinement
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.holds import Hold
 from kvlinker.store.loading.arriving import KV
 from kvlinker.store.loading.throughput import LoadTime
 from kvlinker.types.chunks import Chunk, chunk_key
@@ -63,9 +64,7 @@ class CaptureRequest(Request):
     def advance(self, logits: Tensor | None) -> Ending:
         assert self.sequence is not None
         assert self.sequence.capture is not None
-        kvs = self.sequence.capture.finish()
-        self._keep(kvs)
-        return partial(self.future.set_result, kvs)
+        return partial(self.future.set_result, self._keep(self.sequence.capture.finish()))
 
     def cancel(self) -> None:
         self.fail(EngineClosedError("The chunk is not computed any more."))
@@ -74,8 +73,8 @@ class CaptureRequest(Request):
         self.future.set_exception(error)
 
     @abstractmethod
-    def _keep(self, kvs: Sequence[ChunkKV]) -> None:
-        """Store the computed KV. Called in the engine's thread, before the future has its result."""
+    def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
+        """Store the computed KV, and return what the future gets. Called in the engine's thread."""
 
 
 class ChunkRequest(CaptureRequest):
@@ -102,9 +101,8 @@ class ChunkRequest(CaptureRequest):
         self._keys = keys
         self._store = store
 
-    def _keep(self, kvs: Sequence[ChunkKV]) -> None:
-        for key, kv in zip(self._keys, kvs, strict=True):
-            self._store.put(key, kv)
+    def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
+        return tuple(self._store.put(key, kv) for key, kv in zip(self._keys, kvs, strict=True))
 
 
 class ChunkBuilder:
@@ -122,8 +120,8 @@ class ChunkBuilder:
         self._with_scores = with_scores
 
     def build(self, key: str, chunk: Chunk, *, urgent: bool = False) -> Future[ChunkKV]:
-        """Return the chunk's KV, once it is computed and stored under ``key``. ``urgent`` says that an answer waits for
-        it.
+        """Return the chunk's resident KV, once it is computed and stored under ``key``. ``urgent`` says that an answer
+        waits for it.
 
         Raises ContextLengthError and EngineClosedError.
         """
@@ -172,7 +170,7 @@ class Variants(Protocol):
 
 
 class LinkLoader:
-    """Begins the links of requests and fetches what they place. Methods may be called from any thread."""
+    """Begins the links of requests and fetches the KV of their chunks. Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -188,6 +186,7 @@ class LinkLoader:
         """``builder`` computes chunks that the store lacks; ``throughput`` predicts how long computing takes. ``offer``
         is given prompts, with their tenants, some of whose ``variants`` may be missing."""
         self._fingerprint = loaded.fingerprint
+        self._token_bytes = loaded.kv_bytes_per_token
         self._layers = len(loaded.layers)
         self._store = store
         self._scheduler = scheduler
@@ -196,11 +195,18 @@ class LinkLoader:
         self._variants = variants
         self._offer = offer
 
+    def hold(self, request: LinkedRequest) -> Hold | None:
+        """Keep the prompt's chunks in memory for the request; None where those that others use leave no room."""
+        return self._store.hold(self._sizes(request.request.prompt.chunks, request.request.tenant))
+
     def load(self, request: LinkedRequest) -> None:
         """Begin the request's link and fetch the KV of its chunks. The thread that gets the last chunk, maybe while
         layers still arrive, makes the plan and reports to the scheduler."""
         try:
             link = self._begin(request)
+            hold = request.hold
+            if hold is not None:  # else the request has ended
+                hold.extend(self._sizes(link.chunks, request.request.tenant))
             done = gather(self._fetch(request, link), partial(self._complete, request, link))
         except Exception as error:
             self._fail(request, error)
@@ -271,6 +277,11 @@ class LinkLoader:
         if load is None:
             return Forecast(None, prefill)
         return Forecast(load.seconds, prefill, overlaps=load.waits or not self._throughput.on_host)
+
+    def _sizes(self, chunks: Sequence[Chunk], tenant: str) -> dict[str, int]:
+        """Return the bytes of the chunks' KV in memory, by key."""
+        sizes = [len(chunk) * self._token_bytes for chunk in chunks]
+        return dict(zip(self._keys(chunks, tenant), sizes, strict=True))
 
     def _keys(self, chunks: Sequence[Chunk], tenant: str) -> list[str]:
         return [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]

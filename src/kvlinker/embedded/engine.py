@@ -91,6 +91,7 @@ class EmbeddedEngine:
         self._store = store
         self._events = events
         self._cost = CostModel(loaded.model, loaded.layers)
+        store.keep_resident_as(loaded.resident_form)
         window = min(loaded.context_window, settings.max_model_len or loaded.context_window)
         slots = settings.kv_slots or default_slots(loaded, window)
         longest = self.max_model_len = min(window, slots)
@@ -104,6 +105,7 @@ class EmbeddedEngine:
         self._scheduler = Scheduler(
             SequenceSlots(slots),
             lambda request: self._loaders.submit(self._links.load, cast(LinkedRequest, request)),
+            hold=lambda request: self._links.hold(cast(LinkedRequest, request)),
             max_step_tokens=settings.max_step_tokens,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,

@@ -79,9 +79,9 @@ class EngineLoop:
     def _run(self, step: Step) -> None:
         for request in step.requests:
             request.mark_started()
-        for placed in step.batch.placed:
-            if isinstance(placed.kv, ArrivingKV):
-                placed.kv.subscribe(self._scheduler.wake)
+        for _, chunk in step.batch.shared():
+            if isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete:
+                chunk.kv.subscribe(self._scheduler.wake)
         begin = time.perf_counter()
         try:
             for move in step.moves:

@@ -1,7 +1,9 @@
-"""The KV pool: all running requests' KV, one contiguous range of slots for each."""
+"""The KV pool: the KV of all tokens that running requests computed, in contiguous ranges of slots."""
 
 from __future__ import annotations
 
+import math
+import mmap
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +22,13 @@ Move = tuple[int, int, int]
 
 @dataclass(slots=True)
 class SlotRange:
-    """Slots [start, start + size) of one request, whose position p lies in slot start + p. Only the allocator moves
-    it."""
+    """Slots [start, start + size), which hold tokens of one request, or of all answers to one prompt. Only the
+    allocator changes it."""
 
     start: int
     size: int
+    users: int = 1
+    """The number of sequences that see it."""
 
     @property
     def end(self) -> int:
@@ -80,9 +84,26 @@ class SlotAllocator:
             self.release(held)
         return moved
 
+    def split(self, held: SlotRange, size: int) -> SlotRange:
+        """Return the first ``size`` slots of ``held``, fewer than all, as a range of their own; ``held`` keeps the
+        rest."""
+        assert 0 < size < held.size
+        head = SlotRange(held.start, size)
+        held.start += size
+        held.size -= size
+        insort(self._ranges, head, key=lambda other: other.start)
+        return head
+
+    def share(self, held: SlotRange) -> SlotRange:
+        """Return ``held``, which has one user more now: nobody may write to it any more, and it cannot grow."""
+        held.users += 1
+        return held
+
     def release(self, held: SlotRange) -> None:
-        """Take the range back."""
-        self._ranges.remove(held)
+        """Take the range back, once its last user releases it."""
+        held.users -= 1
+        if not held.users:
+            self._ranges = [other for other in self._ranges if other is not held]
 
     def compact(self) -> None:
         """Close all gaps."""
@@ -107,13 +128,14 @@ class SlotAllocator:
         end = 0
         for held in self._ranges:
             assert held.size > 0, held
+            assert held.users > 0, held
             assert held.start >= end, (held, end)
             end = held.end
         assert end <= self.slots, (end, self.slots)
 
     def _extend(self, held: SlotRange, size: int) -> bool:
         """Grow ``held`` in place, if the slots behind it are free."""
-        following = self._ranges.index(held) + 1
+        following = next(index for index, other in enumerate(self._ranges, 1) if other is held)
         limit = self._ranges[following].start if following < len(self._ranges) else self.slots
         if held.start + size > limit:
             return False
@@ -136,7 +158,7 @@ class SlotAllocator:
 class KVPool:
     """Keys (with rotary embedding) and values of all layers: per layer [kv_heads, slots, head_dim] each.
 
-    A request's range of slots is a strided view that attention reads without a copy.
+    A range of slots is a strided view that attention reads without a copy.
     """
 
     def __init__(self, layers: Sequence[LayerShape], slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -144,8 +166,8 @@ class KVPool:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for layer in layers:
-            self.keys.append(torch.empty(layer.kv_heads, slots, layer.key_dim, dtype=dtype, device=device))
-            self.values.append(torch.empty(layer.kv_heads, slots, layer.value_dim, dtype=dtype, device=device))
+            self.keys.append(_zeros((layer.kv_heads, slots, layer.key_dim), dtype, device))
+            self.values.append(_zeros((layer.kv_heads, slots, layer.value_dim), dtype, device))
 
     def move(self, source: int, target: int, size: int) -> None:
         """Copy ``size`` slots from ``source`` to ``target``; the two may overlap when moving down."""
@@ -154,3 +176,11 @@ class KVPool:
                 length = min(MOVED_TOGETHER, size - offset)
                 moved = tensor[:, source + offset : source + offset + length].clone()
                 tensor[:, target + offset : target + offset + length] = moved
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros: attention needs finite numbers even in slots that nobody sees. On the CPU, memory is taken as it is
+    written to."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

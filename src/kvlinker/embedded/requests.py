@@ -12,6 +12,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from kvlinker.embedded.batch import SharedChunk
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.embedded.sampling import Sampler
 from kvlinker.embedded.scoring import Head, LogprobCollector
@@ -24,8 +25,10 @@ from kvlinker.errors import EngineClosedError, KVLinkerError
 from kvlinker.events import Events
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.link import Link
+from kvlinker.linking.plan import Placement
 from kvlinker.linking.refinement import Refinement
 from kvlinker.prompt.segments import Prompt
+from kvlinker.store.holds import Hold
 from kvlinker.store.loading.arriving import KV
 from kvlinker.types.answers import Delta, PromptLogprobs, Usage
 
@@ -66,7 +69,8 @@ class Kind(Enum):
 
 
 class Request(ABC):
-    """One thing to compute, from its arrival to its end. The scheduler alone writes its state, number and urgency."""
+    """One thing to compute, from its arrival to its end. The scheduler alone writes its state, number, urgency
+    and hold."""
 
     kind: ClassVar[Kind]
 
@@ -90,6 +94,9 @@ class Request(ABC):
 
         self.urgent = False
         """True if an answer waits for it."""
+
+        self.hold: Hold | None = None
+        """Keeps the chunks that it uses in memory, from before they are fetched until the request ends."""
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -171,7 +178,7 @@ class LinkedRequest(Request):
         return TokenSequence(
             prompt.tokens,
             link.plan.runs,
-            placements=link.placed(kvs),
+            shared=[_shared(*entry) for entry in link.placed(kvs)],
             most_tokens=len(prompt) + self._max_tokens,
             probe=QuestionProbe(self._layers, len(prompt)) if link.probing else None,
             refine=self._refine(link),
@@ -221,6 +228,10 @@ class LinkedRequest(Request):
     @abstractmethod
     def _accept(self, logits: Tensor) -> Ending | None:
         """Continue with the last token's ``logits`` [vocabulary]."""
+
+
+def _shared(placement: Placement, kv: KV) -> SharedChunk:
+    return SharedChunk(kv, placement.start, placement.rotary_start, placement.first, placement.last)
 
 
 def _refining(link: Link, layers: int, *, explains: bool) -> Refining:

@@ -33,7 +33,7 @@ class Runner:
         self.pool = pool
         self.device = pool.keys[0].device
         self.profile: Profile | None = None
-        self._kernel = choose_kernel(
+        self.kernel = choose_kernel(
             self._layers, dtype=pool.keys[0].dtype, device=self.device, use_native=native_attention
         )
 
@@ -45,14 +45,14 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, batch: Batch, wait: WaitInStep = never_wait) -> StepResult:
-        """Compute all runs, except those of owners whose chunks lack a layer when it is to be placed: these leave the
-        step.
+        """Compute all runs, except those of owners whose chunks lack a layer when it is to be attended to: these leave
+        the step.
 
         If all owners would leave, ``wait`` is called first.
         """
-        forward = ForwardPass(self._layers, self.pool, batch, kernel=self._kernel, profile=self.profile, wait=wait)
+        forward = ForwardPass(self._layers, self.pool, batch, kernel=self.kernel, profile=self.profile, wait=wait)
         narrows = any(run.refinement is not None for run in batch.runs) or any(
-            isinstance(placed.kv, ArrivingKV) and not placed.kv.complete for placed in batch.placed
+            isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete for _, chunk in batch.shared()
         )
         scored = any(run.logprobs is not None for run in batch.runs)
         watching: AbstractContextManager[list[Tensor]] = self.head.watching(forward) if scored else nullcontext([])

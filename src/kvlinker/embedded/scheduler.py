@@ -11,12 +11,13 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar, cast
 
-from kvlinker.embedded.batch import Batch
+from kvlinker.embedded.batch import Batch, Run, Sight
 from kvlinker.embedded.pool import Move
 from kvlinker.embedded.requests import Kind, Request, State
 from kvlinker.embedded.sequence import SequenceSlots, TokenSequence
 from kvlinker.engine.limits import check_room, engine_closed
 from kvlinker.errors import KVLinkerError
+from kvlinker.store.holds import Hold
 
 PREFETCHED = 8
 """The number of waiting requests whose chunks' KV is fetched ahead; those behind them fetch it later."""
@@ -51,16 +52,18 @@ class Scheduler:
     """Owns every request from its arrival to its end, and moves it from state to state.
 
     **Loading.** A few requests at a time have their chunks' KV fetched, in order of arrival: so many that the queue for
-    slots is never empty, and so few that what is fetched ahead stays bounded.
+    slots is never empty, and so few that what is fetched ahead stays bounded. From then until its end, a request holds
+    its chunks in memory; the next one waits while there is no room for its own.
 
     **Running.** First come, first served, under a token budget per step. Decoding comes first in every step; what is
     left of the budget goes to prompts in order of admission, cut where it ends, and then to chunks. One chunk at a time
     is computed whatever else waits, more of them only while nobody waits for an answer; variants only when there is
     nothing else at all. When the pool is full, the request admitted last gives its slots up and starts again later.
 
-    **Choices.** The answers to one prompt copy its KV from one another, or take over the slots of one that has ended.
+    **Choices.** The answers to one prompt share its slots, or take over the slots of one that has ended.
 
-    All methods hold one lock, for a short time, and call no code from outside under it but ``load``. The methods below
+    All methods hold one lock, for a short time, and call no code from outside under it but ``load`` and ``hold``. The
+    methods below
     ``check_integrity`` are for the engine's thread only.
     """
 
@@ -69,15 +72,18 @@ class Scheduler:
         slots: SequenceSlots,
         load: Callable[[Request], object],
         *,
+        hold: Callable[[Request], Hold | None],
         max_step_tokens: int,
         max_running: int,
         max_waiting: int,
     ) -> None:
-        """``load`` starts fetching a request's KV in another thread, which calls ``loaded`` or ``failed`` later.
+        """``load`` starts fetching a request's KV in another thread, which calls ``loaded`` or ``failed`` later;
+        ``hold`` makes room in memory for it before, or returns None if there is none now.
         ``max_step_tokens`` is the token budget of a step, ``max_running`` the most requests that hold slots,
         ``max_waiting`` the most requests for answers that wait."""
         self._slots = slots
         self._load = load
+        self._hold = hold
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
         self._max_waiting = max_waiting
@@ -214,7 +220,9 @@ class Scheduler:
             everywhere = [*self._running, *self._unfetched, *self._late, *chain(*self._waiting.values())]
             assert len(set(everywhere)) == len(everywhere)
             assert all(request.state is not State.FINISHED for request in self._by_identity.values())
-            assert self._closed or not self._unfetched or self._ahead() >= PREFETCHED
+            assert self._closed or not self._unfetched or self._ahead() >= PREFETCHED or self._holding()
+            loading = (request for request in (*self._fetching, *self._late) if request.state is State.LOADING)
+            assert all(request.hold is not None for request in loading)
 
     def wait(self) -> bool:
         """Wait until there is something to compute or to cancel; False once the scheduler is closed."""
@@ -245,25 +253,29 @@ class Scheduler:
             self._grow_running()
             self._admit()
             budget = self._max_step_tokens
-            runs, placed, requests = [], [], []
+            runs: list[Run] = []
+            sights: dict[object, Sight] = {}
+            requests: list[Request] = []
             for request in sorted(self._running, key=_rank):
                 if budget <= 0:
                     break
-                taken, to_place = _sequence(request).take(budget)
+                sequence = _sequence(request)
+                taken, sight = sequence.take(budget)
                 if taken:
                     budget -= sum(len(run.tokens) for run in taken)
                     runs += taken
-                    placed += to_place
+                    sights[sequence] = sight
                     requests.append(request)
             self._in_step = frozenset(requests)
             if not runs:
                 return None
-            return Step(Batch(tuple(runs), tuple(placed)), tuple(requests), self._slots.take_moves())
+            return Step(Batch(tuple(runs), sights), tuple(requests), self._slots.take_moves())
 
     def fork(self, choice: Request, first: Request) -> None:
         """Add another choice of a running request, whose prompt is computed."""
         with self._changed:
             choice.number = first.number
+            choice.hold = None if first.hold is None else first.hold.share()
             self._move(choice, State.READY)
 
     def finish(self, request: Request) -> bool:
@@ -325,6 +337,9 @@ class Scheduler:
             insort(self._waiting[request.kind], request, key=_order_of)
         elif state is State.FINISHED:
             self._by_identity.pop(request.identity, None)
+            if request.hold is not None:
+                request.hold.release()
+                request.hold = None
         self._fetch_next()
         self._changed.notify_all()
 
@@ -343,14 +358,23 @@ class Scheduler:
         """Count the requests without slots that have KV in memory, or on its way there."""
         return len(self._fetching) + len(self._late) + sum(r.choice == 0 for r in self._waiting[Kind.ANSWER])
 
+    def _holding(self) -> bool:
+        """Return whether a request holds chunks in memory, for which others may have to wait."""
+        everywhere = (*self._running, *self._fetching, *self._late, *chain(*self._waiting.values()))
+        return any(request.hold is not None for request in everywhere)
+
     def _queue_to_fetch(self, request: Request) -> None:
         insort(self._unfetched, request, key=_order_of)
         self._fetch_next()
 
     def _fetch_next(self) -> None:
-        """Start fetching KV for the next requests, up to the limit of prefetched ones."""
+        """Start fetching KV for the next requests, up to the limit of prefetched ones, while memory has room for it."""
         while self._unfetched and not self._closed and self._ahead() < PREFETCHED:
-            request = self._unfetched.pop(0)
+            request = self._unfetched[0]
+            request.hold = request.hold or self._hold(request)
+            if request.hold is None:
+                return
+            del self._unfetched[0]
             self._fetching.add(request)
             self._load(request)
 
@@ -409,7 +433,7 @@ class Scheduler:
             request = queue[passed_over]
             running = [choice for choice in request.choices if choice.state is State.RUNNING]
             if not all(_sequence(choice).prompt_in_place for choice in running):
-                passed_over += 1  # the prompt is being computed: its KV can be copied soon
+                passed_over += 1  # the prompt is being computed: its KV can be shared soon
             elif not self._admit_one(request):
                 return
 

@@ -72,7 +72,7 @@ class ComputeThroughput:
         """Note that a step computed ``batch`` in ``seconds``. Steps whose policies dropped tokens, or that may have
         waited for KV, do not count."""
         narrowed = any(run.refinement is not None for run in batch.runs)
-        streamed = any(isinstance(placed.kv, ArrivingKV) for placed in batch.placed)
+        streamed = any(isinstance(chunk.kv, ArrivingKV) for _, chunk in batch.shared())
         ranges = [(run.start, run.end) for run in batch.runs]
         if not narrowed and not streamed and max(end - begin for begin, end in ranges) >= _LEAST_TOKENS:
             self._follow(_amounts(ranges), seconds)

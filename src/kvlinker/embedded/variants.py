@@ -109,9 +109,10 @@ class VariantRequest(CaptureRequest):
         self._tenant = tenant
         self._missing = tuple(missing)
 
-    def _keep(self, kvs: Sequence[ChunkKV]) -> None:
+    def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
         computed = [(self._prompt.variant(index), kvs[index]) for index in self._missing]
         self._background(partial(self._put, computed))
+        return tuple(kvs)
 
     def _put(self, computed: Sequence[tuple[Chunk, ChunkKV]]) -> None:
         try:

@@ -3,7 +3,7 @@ matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.engine.attention import AttentionOptions, Queries, attention_weights
 from kvlinker.prompt.segments import ChunkSpan
 from kvlinker.types.chunk_scores import ChunkScores, ContextChunk, Contextualization
 
@@ -19,15 +18,17 @@ QUERIES_AT_ONCE = 64
 """The most queries whose weights are in memory at once."""
 
 
+Weights = Callable[[int, int], Tensor]
+"""Computes the attention weights of a run's queries [first, last): [heads, queries, positions up to the last one's],
+fp32."""
+
+
 class Observer(Protocol):
-    """Called with every run of its request in every layer, after the run's keys are in the pool."""
+    """Called with every run of its request in every layer, when the run's keys are computed."""
 
-    def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
-        """Observe one run in one layer.
-
-        ``query`` [heads, run, key_dim] stands at positions from ``start`` on, ``key`` [kv_heads, start + run, key_dim]
-        at those from 0 on; both have their rotary embedding.
-        """
+    def observe(self, layer: int, start: int, tokens: int, weights: Weights) -> None:
+        """Observe one run of ``tokens`` at the positions from ``start`` on in one layer, whose ``weights`` are computed
+        for those who ask."""
         ...
 
 
@@ -38,11 +39,9 @@ class QuestionProbe:
         self.attention: NDArray[np.float32] = np.zeros((layers, length), dtype=np.float32)
         """The attention so far: [layers, length], mean over heads."""
 
-    def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
-        if key.shape[1] == self.attention.shape[1]:
-            last = key.shape[1] - 1
-            for _, weights in _mean_weights(last, query[:, last - start :], key, options):
-                self.attention[layer] = weights[0].cpu().numpy()
+    def observe(self, layer: int, start: int, tokens: int, weights: Weights) -> None:
+        if start + tokens == self.attention.shape[1]:
+            self.attention[layer] = weights(tokens - 1, tokens).mean(0)[0].cpu().numpy()
 
 
 class ChunkWatch:
@@ -64,14 +63,14 @@ class ChunkWatch:
         """Watch this layer, too. Watching ends with the first layer that no policy asks for."""
         self._wanted_in = layer
 
-    def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
-        if key.shape[1] <= self._question or layer != self._wanted_in or layer > len(self._attention):
+    def observe(self, layer: int, start: int, tokens: int, weights: Weights) -> None:
+        if start + tokens <= self._question or layer != self._wanted_in or layer > len(self._attention):
             return
         if layer == len(self._attention):
             self._attention.append(np.zeros(len(self._spans), dtype=np.float32))
         begin = max(self._question, start)
-        for _, weights in _mean_weights(begin, query[:, begin - start :], key, options):
-            received = weights.sum(0)
+        for _, mean in _mean_weights(start, begin, start + tokens, weights):
+            received = mean.sum(0)
             self._attention[layer] += [float(received[span.start : span.end].sum()) for span in self._spans]
 
 
@@ -88,14 +87,13 @@ class ScoreCollector:
         self._received = [torch.zeros(size) for size in sizes]
         self._intra = [0.0 for _ in sizes]
 
-    def observe(self, layer: int, start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
-        end = start + query.shape[1]
+    def observe(self, layer: int, start: int, tokens: int, weights: Weights) -> None:
+        end = start + tokens
         for index, (first, last) in enumerate(self._spans):
             begin, stop = max(start, first), min(end, last)
             if begin < stop:
-                mine = query[:, begin - start : stop - start]
-                for position, weights in _mean_weights(begin, mine, key[:, :stop], options):
-                    self._note(index, position, weights.cpu())
+                for position, mean in _mean_weights(start, begin, stop, weights):
+                    self._note(index, position, mean.cpu())
 
     def finish(self) -> list[ChunkScores]:
         """Return the scores of every chunk, once all layers have seen all tokens."""
@@ -126,11 +124,9 @@ class ScoreCollector:
         self._received[index][: own.shape[1]] += own.sum(0)
 
 
-def _mean_weights(start: int, query: Tensor, key: Tensor, options: AttentionOptions) -> Iterator[tuple[int, Tensor]]:
-    """Yield blocks of queries: the first one's position, and their weights, mean over heads, [queries, keys up to the
-    last]."""
-    for begin in range(0, query.shape[1], QUERIES_AT_ONCE):
-        block = query[:, begin : begin + QUERIES_AT_ONCE]
-        first = start + begin
-        queries = Queries(torch.arange(first, first + block.shape[1], device=query.device))
-        yield first, attention_weights(queries, block, key[:, : queries.last + 1], options).mean(0)
+def _mean_weights(start: int, begin: int, end: int, weights: Weights) -> Iterator[tuple[int, Tensor]]:
+    """Yield blocks of the queries at positions [begin, end) of a run that begins at ``start``: the first one's
+    position, and their weights, mean over heads, [queries, positions up to the last one's]."""
+    for first in range(begin, end, QUERIES_AT_ONCE):
+        last = min(first + QUERIES_AT_ONCE, end)
+        yield first, weights(first - start, last - start).mean(0)

@@ -25,7 +25,7 @@ class Evidence(Protocol):
         ...
 
     def question_attention(self) -> NDArray[np.float32]:
-        """Return the last token's attention on every token over the placed KV, mean over heads: [layers, length].
+        """Return the last token's attention on every token over the cached KV, mean over heads: [layers, length].
 
         It is there for policies that need ``question_attention``.
         """
@@ -87,11 +87,11 @@ class LayerEvidence(Protocol):
         ...
 
     def key_deviation(self) -> NDArray[np.float32]:
-        """Return the squared L2 distance of new and placed key, over all heads: [active], 0 for fresh tokens."""
+        """Return the squared L2 distance of new and cached key, over all heads: [active], 0 for fresh tokens."""
         ...
 
     def value_deviation(self) -> NDArray[np.float32]:
-        """Return the squared L2 distance of new and placed value, over all heads: [active], 0 for fresh tokens."""
+        """Return the squared L2 distance of new and cached value, over all heads: [active], 0 for fresh tokens."""
         ...
 
     def chunk_attention(self) -> NDArray[np.float32]:

@@ -26,7 +26,7 @@ class Needs:
     computes those that a request missed when it has time."""
 
     question_attention: bool = False
-    """``select`` looks at the question's attention: the fresh tokens pass once over the placed KV before it."""
+    """``select`` looks at the question's attention: the fresh tokens pass once over the cached KV before it."""
 
     layers: RefinedLayers = None
     """The layers in which ``refine`` is asked. With 1, a pass over the first layer suffices to show everything it looks

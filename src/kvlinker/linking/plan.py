@@ -22,7 +22,8 @@ DroppedTokens = tuple[int, NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A copy of a chunk's tokens [first, last) into the prompt, with its token i at position ``start + i``."""
+    """A chunk in the prompt: its token i stands at position ``start + i``, and the KV of its tokens [first, last) is
+    used."""
 
     chunk: Chunk
     start: int
@@ -37,7 +38,7 @@ class Placement:
 class LinkPlan:
     """The placements of chunks and the positions to compute.
 
-    Every position is in a run, in a placement, or in both: then it is placed first and overwritten.
+    Every position is in a run, in a placement, or in both: then what is computed counts.
     """
 
     policy: Policy
@@ -66,15 +67,15 @@ def make_plan(prompt: Prompt, policy: Policy, evidence: Evidence) -> LinkPlan:
 
 
 def probe_plan(prompt: Prompt, policy: Policy) -> LinkPlan:
-    """Plan the first pass of a policy that needs the question's attention: all is placed, fresh tokens are computed."""
+    """Plan the first pass of a policy that needs the question's attention: only fresh tokens are computed."""
     return _plan(prompt, policy, (np.zeros(len(prompt), dtype=np.bool_),) * len(policy.parts))
 
 
 def _plan(prompt: Prompt, policy: Policy, selections: tuple[NDArray[np.bool_], ...]) -> LinkPlan:
     """Plan to compute what is selected, and always fresh tokens and the prompt's last token, whose logits are needed.
 
-    A chunk's leading and trailing computed tokens are not placed, unless the policy needs to see or keep the placed KV
-    of all tokens.
+    The KV of a chunk's leading and trailing computed tokens is left out, unless the policy needs to see or keep that of
+    all tokens.
     """
     computed = np.logical_or.reduce([~prompt.cached, *selections])
     computed[-1:] = True

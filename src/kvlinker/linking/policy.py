@@ -24,7 +24,7 @@ class Policy(ABC):
 
     A policy holds no state. It is asked up to four times: ``arrange`` picks the KV, ``settle`` how much to compute,
     ``select`` the tokens before the first layer, ``refine`` those that are still computed in every layer. Cached tokens
-    that it does not select, or drops in a layer, keep their placed KV in this layer and all that follow.
+    that it does not select, or drops in a layer, keep their cached KV in this layer and all that follow.
     """
 
     family: ClassVar[str]

@@ -16,10 +16,10 @@ from kvlinker.prompt.segments import Prompt
 
 
 class Deviations(Protocol):
-    """The deviation of a layer's newly computed keys and values from the placed ones, for a request's active tokens."""
+    """The deviation of a layer's newly computed keys and values from the cached ones, for a request's active tokens."""
 
     def deviation(self, part: int) -> NDArray[np.float32]:
-        """Return the squared L2 distance of new and placed key (``part`` 0) or value (1), over all heads: [active]."""
+        """Return the squared L2 distance of new and cached key (``part`` 0) or value (1), over all heads: [active]."""
         ...
 
 

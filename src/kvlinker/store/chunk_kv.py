@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -11,7 +13,11 @@ from kvlinker.types.chunk_scores import ChunkScores
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer's KV: ``key`` without rotary embedding, ``value`` as computed; [kv_heads, tokens, head_dim] each."""
+    """One layer's KV: ``key`` and ``value`` [kv_heads, tokens, head_dim].
+
+    Where it is computed, written and sent, the key has no rotary embedding. In its resident form, which an engine
+    attends to, the key has that of the chunk's own positions 0, 1, ….
+    """
 
     key: torch.Tensor
     value: torch.Tensor
@@ -42,3 +48,30 @@ class ChunkKV:
     def layer(self, index: int) -> LayerKV:
         """Return one layer, as ``ArrivingKV.layer`` does. Raises IndexError."""
         return self.layers[index]
+
+
+class ResidentForm(Protocol):
+    """The form of chunks in memory: what an engine attends to."""
+
+    def resident(self, index: int, layer: LayerKV) -> LayerKV:
+        """Return a layer, given as it was computed, in the form in which the engine attends to it."""
+        ...
+
+    def computed(self, index: int, layer: LayerKV) -> LayerKV:
+        """Return a layer, given in its resident form, as it was computed, but for rounding."""
+        ...
+
+
+class AsComputed:
+    """The resident form for an engine that attends to no chunk in place: the KV as it was computed."""
+
+    def resident(self, index: int, layer: LayerKV) -> LayerKV:
+        return layer
+
+    def computed(self, index: int, layer: LayerKV) -> LayerKV:
+        return layer
+
+
+def changed(kv: ChunkKV, change: Callable[[int, LayerKV], LayerKV]) -> ChunkKV:
+    """Return the chunk's KV with each layer replaced by ``change(index, layer)``."""
+    return ChunkKV(tuple(change(index, layer) for index, layer in enumerate(kv.layers)), kv.scores)

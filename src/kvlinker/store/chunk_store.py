@@ -7,14 +7,15 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
 from kvlinker.events import ChunkLoaded, ChunkLookup, Events
-from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.chunk_kv import AsComputed, ChunkKV, ResidentForm, changed
 from kvlinker.store.eviction import use_weight
+from kvlinker.store.holds import Hold, Holds
 from kvlinker.store.loading.arriving import KV
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
@@ -24,6 +25,7 @@ from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage
 from kvlinker.store.tiers.device import DeviceTier
 from kvlinker.store.tiers.disk import DiskTier
+from kvlinker.store.tiers.host import HostTier
 from kvlinker.store.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)
@@ -58,9 +60,10 @@ class ChunkStore:
         write_queue_bytes: int = DEFAULT_WRITE_QUEUE_BYTES,
         speeds: Speeds | None = None,
     ) -> None:
-        """Keep in ``speeds`` what is measured of the tiers. Raises ValueError without a tier."""
-        if not tiers:
-            raise ValueError("A chunk store needs at least one tier.")
+        """The first of the ``tiers`` keeps chunks in memory. ``speeds`` keeps what is measured of the tiers. Raises
+        ValueError without a tier in memory."""
+        if not tiers or not isinstance(tiers[0], HostTier):
+            raise ValueError("A chunk store needs at least one tier, the first of which keeps chunks in memory.")
         self._device = device
         self._tiers = tuple(tiers)
         self._all_tiers: tuple[Tier, ...] = (*([] if device is None else [device]), *tiers)
@@ -72,9 +75,17 @@ class ChunkStore:
         self._lock = threading.RLock()  # makes queueing and the first tier's put one step; guards the two counts
         self._deletes_running = 0
         self._deletes_done = 0
-        self._loader = LayerLoader(Bandwidths(speeds, {tier.name: tier.speed_name for tier in self._tiers}))
+        self._form: ResidentForm = AsComputed()
+        self._holds = Holds([tiers[0], *([] if device is None else [device])])
+        bandwidths = Bandwidths(speeds, {tier.name: tier.speed_name for tier in self._tiers})
+        self._loader = LayerLoader(bandwidths, lambda index, layer: self._form.resident(index, layer))
         self._ahead: list[Future[KV | None]] = []
         atexit.register(self.close)
+
+    def keep_resident_as(self, form: ResidentForm) -> None:
+        """Keep chunks in the device's and the first tier in this form, which ``get``, ``get_resident`` and ``load``
+        give; ``put`` takes, and the other tiers keep, the KV as it was computed. To be called before there are any."""
+        self._form = form
 
     def get(self, key: str) -> ChunkKV | None:
         """Return the chunk's KV from the fastest tier that has it, on the host or on the device, or None where no tier
@@ -90,10 +101,16 @@ class ChunkStore:
         for tier in self._tiers[1:]:
             kv = tier.get(key)
             if kv is not None:
-                self._loaded(key, epoch, LoadedChunk(tier.name, kv, time.perf_counter() - started))
-                return kv
+                loaded = LoadedChunk(tier.name, self._resident(kv), time.perf_counter() - started, stored=kv)
+                self._loaded(key, epoch, loaded)
+                return loaded.kv
         self._loaded(key, epoch, None)
         return None
+
+    def get_computed(self, key: str) -> ChunkKV | None:
+        """Return the chunk's KV as it was computed, but for rounding, or None where no tier has it."""
+        kv = self.get(key)
+        return None if kv is None else changed(kv, self._form.computed)
 
     def get_resident(self, key: str) -> ChunkKV | None:
         """Return the chunk's KV as ``get`` does, but only from the device, the first tier, or what waits to be written,
@@ -108,10 +125,11 @@ class ChunkStore:
             return kv
         kv = self._tiers[0].get(key)
         if kv is None:
-            kv = self._waiting(key)
-            if kv is None:
+            stored = self._waiting(key)
+            if stored is None:
                 return None
-            self._promote(key, kv, self._tiers[:1], epoch)
+            kv = self._resident(stored)
+            self._promote(key, kv, None, self._tiers[:1], epoch)
         if self._device is not None:
             kv = self._copied_up(self._device, key, kv, epoch)
         self._publish_loaded(self._tiers[0].name, kv, time.perf_counter() - started)
@@ -163,10 +181,26 @@ class ChunkStore:
         """The measured bandwidths of the tiers."""
         return self._loader.bandwidths
 
-    def put(self, key: str, kv: ChunkKV) -> None:
-        """Keep the KV; ``get`` sees it from now on. The caller must not modify it any more."""
+    def put(self, key: str, kv: ChunkKV) -> ChunkKV:
+        """Keep the KV, which ``get`` finds from now on, and return its resident form. The caller must not modify either
+        any more."""
+        kept = self._resident(kv)
         with self._lock:
-            self._place(key, kv, self._tiers)
+            self._place(key, kept, kv, self._tiers)
+        return kept
+
+    def hold(self, sizes: Mapping[str, int]) -> Hold | None:
+        """Keep these chunks, of so many bytes each, in memory from when they are there until the result is released;
+        None where the chunks that are held would take more than memory's budget.
+
+        If no others are held, those that exceed the budget alone are held too, so that any prompt can be computed.
+        """
+        return self._holds.take(sizes)
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all chunks that are held."""
+        return self._holds.nbytes
 
     def make_room(self, key: str, nbytes: int) -> bool:
         """Have the disk's tier evict for a file of so many bytes that another process will write there; return whether
@@ -275,11 +309,18 @@ class ChunkStore:
         for tier in self._all_tiers:
             tier.close()
 
-    def _place(self, key: str, kv: ChunkKV, tiers: Sequence[Tier]) -> None:
-        """Store into the first of the tiers, the store's first, now, and into the rest later; the lock is held."""
-        for tier in tiers[1:]:
-            if not self._writers[tier.name].add(key, kv):
-                logger.warning("Chunk %s stays out of the slower tier %s: too many writes wait already", key, tier.name)
+    def _resident(self, kv: ChunkKV) -> ChunkKV:
+        return changed(kv, self._form.resident)
+
+    def _place(self, key: str, kv: ChunkKV, stored: ChunkKV | None, tiers: Sequence[Tier]) -> None:
+        """Store the resident form into the first of the tiers, the store's first, now, and what is ``stored`` into the
+        rest later; the lock is held."""
+        if stored is not None:
+            for tier in tiers[1:]:
+                if not self._writers[tier.name].add(key, stored):
+                    logger.warning(
+                        "Chunk %s stays out of the slower tier %s: too many writes wait already", key, tier.name
+                    )
         tiers[0].put(key, kv)
 
     def _copied_up(self, device: DeviceTier, key: str, kv: ChunkKV, epoch: int | None) -> ChunkKV:
@@ -345,7 +386,8 @@ class ChunkStore:
             self._events.publish(ChunkLookup(hit=False, tier="none"))
             return
         if loaded.tier != self._tiers[0].name:
-            self._promote(key, loaded.kv, [tier for tier in self._tiers if tier.name != loaded.tier], epoch)
+            others = [tier for tier in self._tiers if tier.name != loaded.tier]
+            self._promote(key, loaded.kv, loaded.stored, others, epoch)
         self._publish_loaded(loaded.tier, loaded.kv, loaded.seconds)
 
     def _publish_loaded(self, tier: str, kv: ChunkKV, seconds: float) -> None:
@@ -364,8 +406,8 @@ class ChunkStore:
         with self._lock:
             return None if self._deletes_running else self._deletes_done
 
-    def _promote(self, key: str, kv: ChunkKV, tiers: Sequence[Tier], epoch: int | None) -> None:
+    def _promote(self, key: str, kv: ChunkKV, stored: ChunkKV | None, tiers: Sequence[Tier], epoch: int | None) -> None:
         """Store what was just loaded into other tiers, unless a delete came in between: it must not undo that."""
         with self._lock:
             if tiers and epoch is not None and epoch == self._delete_epoch():
-                self._place(key, kv, tiers)
+                self._place(key, kv, stored, tiers)

@@ -1,4 +1,5 @@
-"""Accounts for what a tier keeps: sizes by key under a budget, in the order of their eviction; pinned keys stay."""
+"""Accounts for what a tier keeps: sizes by key under a budget, in the order of their eviction; pinned keys stay, and so
+do held ones, which somebody is using."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ class _Entry:
 class EvictionIndex:
     """Keeps keys and their sizes in bytes in the order of their eviction. Not thread safe: the tier's lock guards it.
 
-    A key enters as if it had been used once by a request that computed all of it. Each step takes O(log n).
+    A key enters as if it had been used once by a request that computed all of it. Each step takes O(log n). Held keys
+    are never evicted, and may take more than the budget.
     """
 
     def __init__(self, budget_bytes: int, pinned: Set[str] = frozenset(), eviction: Eviction = "lru") -> None:
@@ -101,6 +103,8 @@ class EvictionIndex:
         self._most_pinned_bytes = int(budget_bytes * PINNED_SHARE)
         self._pinned_bytes = 0
         self._pinned_keys = frozenset(pinned)
+        self._held_keys: set[str] = set()
+        self._held_bytes = 0
         self._entries: dict[str, _Entry] = {}
         self._evictable: MutableMapping[tuple[float, int], str] = SortedDict()
         self._pinned: MutableMapping[tuple[float, int], str] = SortedDict()
@@ -112,8 +116,9 @@ class EvictionIndex:
         return len(self._entries)
 
     def keys(self) -> tuple[str, ...]:
-        """Return all keys, the next to be evicted first, but pinned ones last."""
-        return (*self._evictable.values(), *self._pinned.values())
+        """Return all keys, the next to be evicted first, but pinned ones last, and held ones behind these."""
+        held = sorted(self._held_keys & self._entries.keys(), key=lambda key: self._entries[key].rank)
+        return (*self._evictable.values(), *self._pinned.values(), *held)
 
     def nbytes(self, key: str) -> int | None:
         entry = self._entries.get(key)
@@ -130,6 +135,18 @@ class EvictionIndex:
         self._pinned_keys = keys
         for key, entry in changed:
             self._enter(key, entry)
+
+    def is_held(self, key: str) -> bool:
+        """Return whether the key is held, present or not."""
+        return key in self._held_keys
+
+    def hold(self, key: str) -> None:
+        """Keep the key, present or not, from eviction until it is released."""
+        self._set_held(key, held=True)
+
+    def release(self, key: str) -> None:
+        """Allow the key's eviction again. Call ``make_room(0)`` then: held keys may have taken more than the budget."""
+        self._set_held(key, held=False)
 
     def touch(self, key: str, weight: float = 0.0) -> bool:
         """Note a use, now the last one, that adds ``weight`` to what the key's uses add up to; returns False where it
@@ -151,6 +168,7 @@ class EvictionIndex:
         priority = self._order.priority(once)
         self._entries = {key: _Entry(nbytes, once, (priority, use)) for use, (key, nbytes) in enumerate(sizes, 1)}
         self._uses = len(self._entries)
+        assert not self._held_keys
         pinned = {self._entries[key].rank: key for key in self._pinned_keys & self._entries.keys()}
         self._pinned.update(pinned)
         self._evictable.update((entry.rank, key) for key, entry in self._entries.items() if entry.rank not in pinned)
@@ -166,25 +184,35 @@ class EvictionIndex:
 
     def fits(self, nbytes: int) -> bool:
         """Return whether ``make_room`` can make room for so many bytes."""
-        return nbytes <= self.budget_bytes - min(self._pinned_bytes, self._most_pinned_bytes)
+        kept = self._held_bytes + min(self._pinned_bytes, self._most_pinned_bytes)
+        return nbytes <= self.budget_bytes - kept
 
     def make_room(self, nbytes: int) -> list[tuple[str, int]]:
         """Remove keys until ``nbytes`` more fit; returns them with their sizes.
 
-        In the order of eviction; of the pinned ones only what exceeds their share of the budget, and that before
-        others.
+        In the order of eviction. Pinned ones go before others as far as they exceed their share of the budget, and
+        after them if held ones need the room. Held ones stay, even if too little fits then.
         """
         removed: list[tuple[str, int]] = []
         while self.used_bytes + nbytes > self.budget_bytes:
-            if self._pinned_bytes > self._most_pinned_bytes:
-                key = next(iter(self._pinned.values()))
-            elif self._evictable:
+            if self._evictable and self._pinned_bytes <= self._most_pinned_bytes:
                 (priority, _), key = next(iter(self._evictable.items()))
                 self._order.evicted(priority)
+            elif self._pinned:
+                key = next(iter(self._pinned.values()))
             else:
                 break
             removed.append((key, self._taken(key).nbytes))
         return removed
+
+    def _set_held(self, key: str, *, held: bool) -> None:
+        entry = self._taken(key) if key in self._entries else None
+        if held:
+            self._held_keys.add(key)
+        else:
+            self._held_keys.discard(key)
+        if entry is not None:
+            self._enter(key, entry)
 
     def _used(self, nbytes: int, reuse: float) -> _Entry:
         """Return the entry of a key that is used now."""
@@ -194,7 +222,9 @@ class EvictionIndex:
     def _enter(self, key: str, entry: _Entry) -> None:
         self._entries[key] = entry
         self.used_bytes += entry.nbytes
-        if key in self._pinned_keys:
+        if key in self._held_keys:
+            self._held_bytes += entry.nbytes
+        elif key in self._pinned_keys:
             self._pinned[entry.rank] = key
             self._pinned_bytes += entry.nbytes
         else:
@@ -204,7 +234,9 @@ class EvictionIndex:
         """Remove a present key; returns its entry."""
         entry = self._entries.pop(key)
         self.used_bytes -= entry.nbytes
-        if key in self._pinned_keys:
+        if key in self._held_keys:
+            self._held_bytes -= entry.nbytes
+        elif key in self._pinned_keys:
             del self._pinned[entry.rank]
             self._pinned_bytes -= entry.nbytes
         else:

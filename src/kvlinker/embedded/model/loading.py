@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 from kvlinker.config import Settings
 from kvlinker.embedded.model.anatomy import LayerShape, context_window, trace_layers
 from kvlinker.embedded.model.interception import ATTENTION_NAME
+from kvlinker.embedded.model.rotary import RotatedKeys
 from kvlinker.embedded.model.selftest import require_exact
 from kvlinker.engine.cost import kv_bytes_per_token
 from kvlinker.engine.model_files import fingerprint, read_model
@@ -34,6 +35,11 @@ class LoadedModel:
     def vocabulary(self) -> int:
         """The size of the vocabulary: token ids are 0 to this, exclusive."""
         return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def resident_form(self) -> RotatedKeys:
+        """The form in which chunks are attended to."""
+        return RotatedKeys(tuple(shape.rotary for shape in self.layers))
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -13,12 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvlinker.embedded.batch import Batch, Capture, Placed, Run
+from kvlinker.embedded.batch import Batch, Capture, OwnTokens, Run, SharedChunk, Sight, SlotSpan
 from kvlinker.embedded.model.anatomy import LayerShape, trace_layers
 from kvlinker.embedded.model.interception import ATTENTION_NAME, attention_of
+from kvlinker.embedded.model.rotary import RotatedKeys
 from kvlinker.embedded.pool import KVPool
 from kvlinker.embedded.runner import Runner
 from kvlinker.errors import UnsupportedModelError
+from kvlinker.linking.plan import Range
+from kvlinker.store.chunk_kv import ChunkKV, changed
 
 PROMPT_TOKENS = 96
 SCATTERED = ((5, 6), (17, 40), (61, 62), (70, 96))
@@ -57,22 +60,21 @@ def self_test(model: Any) -> tuple[Check, ...]:
     runner = subject.new_runner()
     capture = Capture(subject.layers, [CHUNK], dtype=subject.dtype)
 
-    whole = runner.step(Batch((Run(0, 0, tokens, True, capture),))).logits[None]
+    whole = subject.computed(runner, [(0, len(tokens))], capture=capture)
     prefill = Check("prefill", "a prompt computed at once", _error(whole, expected), tolerance)
 
     for begin, end in SCATTERED:
         _spoil(runner.pool, begin, end)
-    runs = tuple(Run(0, begin, tokens[begin:end], end == len(tokens)) for begin, end in SCATTERED)
-    again = runner.step(Batch(runs)).logits[None]
+    again = subject.computed(runner, SCATTERED)
     recompute = Check("recompute", "scattered tokens computed again over garbage", _error(again, expected), tolerance)
 
-    _spoil(runner.pool, *CHUNK)
-    placed = Placed(capture.finish()[0], 0, CHUNK[1] - CHUNK[0], slot=CHUNK[0], rotary_start=CHUNK[0])
-    last = Run(0, CHUNK[1], tokens[CHUNK[1] :], True)
-    linked = runner.step(Batch((last,), (placed,))).logits[None]
-    link = Check("link", "a chunk's stored KV placed back", _error(linked, expected), tolerance)
+    begin, end = CHUNK
+    linked = subject.computed(runner, [(0, begin), (end, len(tokens))], chunk=subject.shared(capture.finish()[0]))
+    link = Check("link", "a chunk's stored KV attended to at its position", _error(linked, expected), tolerance)
 
-    moved = Check("relocate", "first-layer keys moved to another position", _relocation_error(subject), tolerance)
+    rotaries = {layer.rotary for layer in subject.layers if layer.rotary is not None}
+    relative = max(rotary.relative_error(PROMPT_TOKENS) for rotary in rotaries)
+    moved = Check("relocate", "rotary embedding depends on distances alone", relative, tolerance)
     return prefill, recompute, link, moved
 
 
@@ -135,6 +137,34 @@ class _Subject:
         pool = KVPool(self.layers, PROMPT_TOKENS, dtype=self.dtype, device=self._device)
         return Runner(self._model, self.layers, pool)
 
+    def shared(self, kv: ChunkKV) -> SharedChunk:
+        """Return CHUNK's KV as it is attended to in place."""
+        form = RotatedKeys(tuple(shape.rotary for shape in self.layers))
+        return SharedChunk(changed(kv, form.resident), CHUNK[0], CHUNK[0], 0, kv.tokens)
+
+    def computed(
+        self,
+        runner: Runner,
+        runs: Sequence[Range],
+        *,
+        chunk: SharedChunk | None = None,
+        capture: Capture | None = None,
+    ) -> Tensor:
+        """Return the last logits when the ``runs`` are computed. Position p lies in slot p, but for tokens behind a
+        shared chunk."""
+        shared = () if chunk is None else (chunk,)
+        own = np.concatenate([np.arange(*run) for run in runs]) if shared else np.arange(len(self.tokens))
+        sight = Sight(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))
+        slots = np.searchsorted(own, [begin for begin, _ in runs]).tolist()
+        batch = Batch(
+            tuple(
+                Run(slot, begin, self.tokens[begin:end], wants_logits=end == len(self.tokens), capture=capture)
+                for slot, (begin, end) in zip(slots, runs, strict=True)
+            ),
+            {None: sight},
+        )
+        return runner.step(batch).logits[None]
+
     @torch.inference_mode()
     def own_logits(self) -> Tensor:
         """Return the last logits of the model's own forward pass, with transformers' plainest attention."""
@@ -142,24 +172,6 @@ class _Subject:
             output = self._model(input_ids=torch.from_numpy(self.tokens)[None].to(self._device), use_cache=False)
         logits: Tensor = output.logits[0, -1].float()
         return logits
-
-
-def _relocation_error(subject: _Subject) -> float:
-    """Return how far a first-layer key that is moved differs from one computed in place. It depends on its token and
-    position alone, so that the two must be the same."""
-    if subject.layers[0].rotary is None:
-        return 0.0  # it carries no position
-    begin, end = CHUNK
-    tokens = subject.tokens
-    runner = subject.new_runner()
-    capture = Capture(subject.layers, [(0, end - begin)], dtype=subject.dtype)
-    runner.step(Batch((Run(0, 0, tokens[begin:end], False, capture),)))
-    runner.step(Batch((Run(0, 0, tokens),)))
-    expected = runner.pool.keys[0][:, begin:end].clone()
-    _spoil(runner.pool, begin, end)
-    placed = Placed(capture.finish()[0], 0, end - begin, slot=begin, rotary_start=begin)
-    runner.step(Batch((Run(0, end, tokens[end:]),), (placed,)))
-    return _error(runner.pool.keys[0][:, begin:end], expected)
 
 
 def _spoil(pool: KVPool, begin: int, end: int) -> None:

@@ -1,4 +1,4 @@
-"""CacheBlend recomputes the tokens whose KV deviates most from what was placed, chosen layer by layer: a given share of
+"""CacheBlend recomputes the tokens whose KV deviates most from what was cached, chosen layer by layer: a given share of
 them, or as many as loading hides."""
 
 from __future__ import annotations

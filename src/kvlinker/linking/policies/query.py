@@ -17,7 +17,7 @@ from kvlinker.prompt.segments import Prompt
 @register
 class Query(Policy):
     """Recompute the r percent of the cached tokens that the prompt's last token attends to most, mean over layers and
-    heads, in a first pass of the fresh tokens over the placed KV (ours, after ProphetKV and A³)."""
+    heads, in a first pass of the fresh tokens over the cached KV (ours, after ProphetKV and A³)."""
 
     family = "query"
     needs = Needs(question_attention=True)

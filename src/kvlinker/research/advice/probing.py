@@ -269,7 +269,7 @@ def _sample(llm: LLM, loaded: LoadedModel, tokens: int) -> ChunkKV:
     generator = np.random.default_rng(1)
     chunk = Chunk(tuple(generator.integers(0, loaded.vocabulary, tokens).tolist()))
     llm.engine.cache_chunk(chunk, tenant=TENANT).result()
-    kv = llm.store.get(chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant=TENANT))
+    kv = llm.store.get_computed(chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant=TENANT))
     assert kv is not None, "the store's memory is large enough for a chunk"
     return kv
 

@@ -108,7 +108,7 @@ def prose_kvs(subject: Subject, *, chunks: int, chunk_tokens: int) -> list[Chunk
     text = "".join(passage for record in records for passage in record.fields["passages"])
     with subject.llm(kv_slots=4 * chunk_tokens, disk_space=0) as llm:
         pieces = llm.split(text, method="fixed", max_tokens=chunk_tokens)[:chunks]
-        made = [llm.store.get(cache.chunk_key) for cache in llm.generate_context_cache(pieces)]
+        made = [llm.store.get_computed(cache.chunk_key) for cache in llm.generate_context_cache(pieces)]
     return [kv for kv in made if kv is not None]
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 SPARE_SLOTS = 1024
 STEP_TOKENS = 2048
-PARTS = ("load", "place", "select", "attention", "matmul", "rest")
+PARTS = ("load", "select", "attention", "matmul", "rest")
 COLUMNS = (
     "policy",
     "engine",

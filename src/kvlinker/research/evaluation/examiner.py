@@ -184,7 +184,7 @@ def _recode(llm: LLM, caches: Iterable[ContextCache], codec: Codec) -> None:
     Doing it again changes next to nothing.
     """
     for key in {cache.chunk_key for cache in caches}:
-        kv = llm.store.get(key)
+        kv = llm.store.get_computed(key)
         if kv is not None:
             data = bytearray().join(encode_chunk(key, kv, codec).pieces())
             llm.store.delete(key)

@@ -6,22 +6,22 @@ Deviations follow CacheBlend (section 4.1).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch import Tensor
 
+from kvlinker.embedded.attention.kernels import AttentionKernel
+from kvlinker.embedded.attention.position_scores import position_weights
+from kvlinker.embedded.attention.views import AttentionPlan, Segments, View
 from kvlinker.embedded.engine import EmbeddedEngine
-from kvlinker.embedded.model.anatomy import LayerShape
-from kvlinker.embedded.model.interception import ATTENTION_NAME, attention_of
 from kvlinker.embedded.model.loading import LoadedModel
-from kvlinker.engine.attention import AttentionOptions, Queries, attention_weights
+from kvlinker.embedded.model.rotary import Rotary
+from kvlinker.engine.attention import AttentionOptions
 from kvlinker.engine.contract import GenerationRequest
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import Policy, as_policy
@@ -34,8 +34,6 @@ LAST_QUERIES = 16
 
 IDLE_WITHIN = 5.0
 """Seconds in which the engine has to become idle."""
-
-RECORDED_ATTENTION = "kvlinker-recorded"
 
 _T = TypeVar("_T")
 
@@ -65,15 +63,15 @@ class Inspector(Protocol):
 
 
 class EngineInspector:
-    """Inspects the embedded engine: reads its KV pool, and records the queries that its model attends with."""
+    """Inspects the embedded engine: looks over the shoulder of its attention kernel."""
 
     def __init__(self, llm: LLM, loaded: LoadedModel) -> None:
         """Inspect ``llm``, which runs the model ``loaded``. Raises InvalidRequestError for another kind of engine."""
         if not isinstance(llm.engine, EmbeddedEngine):
             raise InvalidRequestError("Deviations can only be measured with the embedded engine.")
         self._llm = llm
-        self._loaded = loaded
-        self._pool = llm.engine.runner.pool
+        self._layers = len(loaded.layers)
+        self._runner = llm.engine.runner
 
     def inspect(self, messages: Sequence[Message], policy: str | Policy) -> tuple[LayerView, ...]:
         """Show the layers of a conversation; see ``inspect_prompt``."""
@@ -82,7 +80,7 @@ class EngineInspector:
     def inspect_prompt(self, prompt: Prompt, policy: str | Policy) -> tuple[LayerView, ...]:
         """Show the layers of a prompt.
 
-        Raises InvalidRequestError while the engine does something else: the prompt must lie at the pool's start.
+        Raises InvalidRequestError while the engine does something else.
         """
         request = GenerationRequest(prompt, as_policy(policy))
         return self._recording(prompt, lambda: self._llm.engine.explain(request).result())[1]
@@ -98,12 +96,13 @@ class EngineInspector:
     def _recording(self, prompt: Prompt, run: Callable[[], _T]) -> tuple[_T, tuple[LayerView, ...]]:
         self._wait_until_idle()
         fresh = len(prompt) - max([span.end for span in prompt.spans], default=0)
-        with _recorded(self._loaded.model) as recorded:
+        recording = _RecordingKernel(self._runner.kernel, self._layers, len(prompt), min(fresh, LAST_QUERIES))
+        self._runner.kernel = recording
+        try:
             returned = run()
-        return returned, tuple(
-            self._view(index, len(prompt), query[:, -min(fresh, LAST_QUERIES) :], options)
-            for index, (query, options) in sorted(recorded.items())
-        )
+        finally:
+            self._runner.kernel = recording.inner
+        return returned, tuple(view for _, view in sorted(recording.views.items()))
 
     def _wait_until_idle(self) -> None:
         """Wait until no request holds slots, which are freed shortly after a request's last event."""
@@ -113,41 +112,52 @@ class EngineInspector:
                 raise InvalidRequestError("Deviations can only be measured while no other request runs.")
             time.sleep(0.001)
 
-    @torch.inference_mode()
-    def _view(self, index: int, length: int, query: Tensor, options: AttentionOptions) -> LayerView:
-        key = self._pool.keys[index][:, :length].clone()
-        last = Queries(torch.arange(length - query.shape[1], length, device=query.device))
-        attention = attention_weights(last, _rotated(self._loaded.layers[index], query, last), key, options)
-        return LayerView(key, self._pool.values[index][:, :length].clone(), attention)
+
+class _RecordingKernel:
+    """An ``AttentionKernel`` that records every layer of the step which computes a prompt's last token."""
+
+    def __init__(self, inner: AttentionKernel, layers: int, length: int, queries: int) -> None:
+        """Record the prompt of ``length`` tokens, and the attention of its last ``queries``."""
+        self.inner = inner
+        self.views: dict[int, LayerView] = {}
+        self._layers, self._length, self._queries = layers, length, queries
+        self._calls = 0
+
+    def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> AttentionPlan:
+        return self.inner.plan(views, positions)
+
+    def attend(
+        self,
+        plan: AttentionPlan,
+        query: Tensor,
+        segments: Segments,
+        rotary: Rotary | None,
+        options: AttentionOptions,
+        *,
+        output: Tensor,
+    ) -> None:
+        self.inner.attend(plan, query, segments, rotary, options, output=output)
+        layer, self._calls = self._calls % self._layers, self._calls + 1
+        if int(plan.positions[-1]) == self._length - 1:
+            last = slice(max(0, len(plan.positions) - self._queries), None)
+            positions, mine = plan.positions[last], query[:, last]
+            attention = position_weights(plan.views, positions, mine, segments, rotary, options, self._length)
+            self.views[layer] = LayerView(*_in_order(plan.views, segments, rotary, self._length), attention)
 
 
-@contextmanager
-def _recorded(model: Any) -> Iterator[dict[int, tuple[Tensor, AttentionOptions]]]:
-    """Record, by layer, the last un-rotated queries [heads, queries, head_dim] of the latest forward pass, and the
-    options of its attention."""
-    latest: dict[int, tuple[Tensor, AttentionOptions]] = {}
-
-    def record(module: nn.Module, query: Tensor, *others: Any, **options: Any) -> tuple[Tensor, None]:
-        latest[int(module.layer_idx)] = (  # type: ignore[arg-type]
-            query[0, :, -LAST_QUERIES:].clone(),
-            AttentionOptions.of_call(query, options),
-        )
-        attended: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME](module, query, *others, **options)
-        return attended
-
-    ALL_ATTENTION_FUNCTIONS.register(RECORDED_ATTENTION, record)
-    with attention_of(model, RECORDED_ATTENTION):
-        yield latest
-
-
-def _rotated(layer: LayerShape, query: Tensor, queries: Queries) -> Tensor:
-    """Return ``query`` [heads, queries, key_dim] with the rotary embedding of its positions."""
-    if layer.rotary is None:
-        return query
-    cos, sin = layer.rotary.tables(queries.last + 1)
-    rotated = torch.empty_like(query, memory_format=torch.contiguous_format)
-    layer.rotary.rotate(query, cos[queries.positions], sin[queries.positions], out=rotated)
-    return rotated
+def _in_order(views: Sequence[View], segments: Segments, rotary: Rotary | None, length: int) -> tuple[Tensor, Tensor]:
+    """Return the keys, with the rotary embedding of their positions, and values that are seen: [kv_heads, length,
+    head_dim] each."""
+    key, value = (part.new_zeros(len(part), length, part.shape[2]) for part in segments[views[0].segment])
+    for view in views:
+        seen = np.arange(view.first, view.last)
+        if view.hidden is not None:
+            seen = seen[~view.hidden[view.first : view.last]]
+        at = torch.from_numpy(seen + view.start if view.positions is None else view.positions[seen])
+        found, values = (part[:, torch.from_numpy(seen)] for part in segments[view.segment])
+        key[:, at] = found if rotary is None else rotary.shifted(found, view.offset)
+        value[:, at] = values
+    return key, value
 
 
 def deviation(full: Sequence[LayerView], other: Sequence[LayerView], cached: NDArray[np.bool_]) -> Deviation:

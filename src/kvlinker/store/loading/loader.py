@@ -15,7 +15,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.loading.arriving import LayerLostError
@@ -36,15 +37,27 @@ MOST_ABANDONED = 8
 CLOSE_SECONDS = 5.0
 """The seconds that closing waits for reads under way; reads that hang do not hold up the process's end."""
 
-Found = OpenedChunk | LoadedChunk | LayerKV | None
+
+@dataclass(frozen=True, slots=True)
+class ReadLayer:
+    """A layer that was read, as it is stored and in its resident form."""
+
+    stored: LayerKV
+    resident: LayerKV
+
+
+Form = Callable[[int, LayerKV], LayerKV]
+Found = OpenedChunk | LoadedChunk | ReadLayer | None
 
 
 class LayerLoader:
     """Owns the reading threads, the chunks that they read, and the watch thread. Any thread may call the methods."""
 
-    def __init__(self, bandwidths: Bandwidths | None = None) -> None:
-        """Note in ``bandwidths`` how fast tiers deliver."""
+    def __init__(self, bandwidths: Bandwidths | None = None, form: Form = lambda _, layer: layer) -> None:
+        """Note in ``bandwidths`` how fast tiers deliver. ``form`` returns a layer, given its index, as it is to be
+        delivered."""
         self.bandwidths = bandwidths or Bandwidths()
+        self._form = form
         self._lock = threading.Lock()  # guards all that follows
         self._work = threading.Condition(self._lock)
         self._lateness = threading.Condition(self._lock)
@@ -67,7 +80,7 @@ class LayerLoader:
                 turn = (ahead, next(self._turns))
                 self._prompts.add(prompt)
                 for chunk in chunks:
-                    reading = self._readings.setdefault(chunk.key, _Reading(chunk, turn))
+                    reading = self._readings.setdefault(chunk.key, _Reading(chunk, turn, self._form))
                     reading.join(chunk, prompt, turn)
                 self._start_threads()
                 self._work.notify_all()
@@ -112,7 +125,7 @@ class LayerLoader:
         while (reading := self._next(reading)) is not None:
             begin, busy = time.perf_counter(), time.thread_time()
             found = reading.advance()
-            nbytes = reading.layer_nbytes if isinstance(found, LayerKV) else 0
+            nbytes = reading.layer_nbytes if isinstance(found, ReadLayer) else 0
             self._hand_out(reading, found, Read(begin, time.perf_counter(), time.thread_time() - busy, nbytes))
 
     def _next(self, done: _Reading | None) -> _Reading | None:
@@ -153,8 +166,8 @@ class LayerLoader:
             if reading.opened is not None and self._readings.get(reading.key) is reading:
                 self._reads.setdefault(reading.opened.tier, []).append(read)
         for chunk, _ in takers:
-            if isinstance(found, LayerKV) and chunk.kv is not None:
-                chunk.kv.deliver(found)
+            if isinstance(found, ReadLayer) and chunk.kv is not None:
+                chunk.kv.deliver(found.resident)
             if not chunk.waiting:
                 chunk.end(None)
         if failed is not None:
@@ -224,7 +237,8 @@ class LayerLoader:
 class _Reading:
     """A chunk that is being read, for all prompts that want it. One thread at a time advances it."""
 
-    def __init__(self, chunk: ChunkLoad, turn: tuple[bool, int]) -> None:
+    def __init__(self, chunk: ChunkLoad, turn: tuple[bool, int], form: Form) -> None:
+        self._form = form
         self.key = chunk.key
         self.turn = turn
         self.takers: list[tuple[ChunkLoad, PromptLoad]] = []
@@ -233,7 +247,7 @@ class _Reading:
         self.since = 0.0
         self._find = chunk.find
         self._tried: set[str] = set()
-        self._layers: list[LayerKV] = []
+        self._layers: list[ReadLayer] = []
         self._taken = LoadTime()
 
     @property
@@ -266,8 +280,12 @@ class _Reading:
         """The chunk, once all its layers are there."""
         if self.opened is None or len(self._layers) < self.opened.reader.layers:
             return None
-        kv = ChunkKV(tuple(self._layers), self.opened.reader.scores)
-        return LoadedChunk(self.opened.tier, kv, self._taken.seconds)
+        scores = self.opened.reader.scores
+        kv, stored = (
+            ChunkKV(layers, scores)
+            for layers in (tuple(read.resident for read in self._layers), tuple(read.stored for read in self._layers))
+        )
+        return LoadedChunk(self.opened.tier, kv, self._taken.seconds, stored)
 
     def hangs(self, now: float) -> bool:
         """Return whether the current read has taken longer than ``STALL_SECONDS``."""
@@ -279,14 +297,15 @@ class _Reading:
         self.takers.append((chunk, prompt))
         chunk.taken = self._taken
         if self.opened is not None:
-            chunk.open(self.opened, self._layers)
+            chunk.open(self.opened, [read.resident for read in self._layers])
 
     def advance(self) -> Found:
         """Open a copy, or read the next layer; None where there is none, or it cannot be read."""
         try:
             if self.opened is None:
                 return self._find(self._tried)
-            return self.opened.reader.read(len(self._layers))
+            layer = self.opened.reader.read(len(self._layers))
+            return ReadLayer(layer, self._form(len(self._layers), layer))
         except LayerLostError:
             return None
         except Exception:
@@ -297,7 +316,7 @@ class _Reading:
         """Take in what ``advance`` returned. A copy that failed is returned, to be closed: another may be found."""
         self._taken += read.time
         failed = None
-        if isinstance(found, LayerKV):
+        if isinstance(found, ReadLayer):
             self._layers.append(found)
         elif isinstance(found, OpenedChunk):
             self.opened = found

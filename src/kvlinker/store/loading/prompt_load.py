@@ -16,7 +16,7 @@ from kvlinker.store.loading.throughput import Bandwidths, LoadTime
 
 LEAST_DEADLINE_SECONDS = 0.25
 MOST_DEADLINE_SECONDS = 10.0
-"""The seconds after which a prompt computes those of its chunks that still cannot begin to be placed."""
+"""The seconds after which a prompt computes those of its chunks of which too few layers have arrived."""
 
 PATIENCE_SECONDS = 2.0
 """The seconds after the computation that hides the loading by which the last layers must have arrived."""
@@ -53,11 +53,17 @@ class OpenedChunk:
 
 @dataclass(frozen=True, slots=True)
 class LoadedChunk:
-    """A chunk whose layers have all come from the tier of this name, after ``seconds`` of reading."""
+    """A chunk that is in memory as a whole, from the tier of this name."""
 
     tier: str
     kv: ChunkKV
+    """Its KV in the resident form."""
+
     seconds: float
+    """The seconds of reading."""
+
+    stored: ChunkKV | None = None
+    """Its KV as slower tiers keep it; None where it was in memory."""
 
 
 class ChunkLoad:
@@ -155,7 +161,7 @@ class PromptLoad:
         return None if None in times else sum(time.seconds for time in times if time is not None)
 
     def _depth(self, layers: int, load_seconds: float) -> int:
-        """Return the number of layers that must have arrived before the chunks are placed: one where waiting for the
+        """Return the number of layers that must have arrived before the prompt begins: one where waiting for the
         next ones delays nobody else, else as many as keep the computation from waiting."""
         if self._urgency.alone:
             return 1

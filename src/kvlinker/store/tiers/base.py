@@ -103,8 +103,8 @@ class Tier(Protocol):
 
     def set_pinned(self, keys: Set[str]) -> None:
         """Pin these keys and unpin all others: pinned keys are evicted only while they take more than
-        ``eviction.PINNED_SHARE`` of the budget. Absent keys count once they are put. ``delete`` ignores pins, and
-        shared tiers may ignore the call."""
+        ``eviction.PINNED_SHARE`` of the budget, or if chunks in use need the room. Absent keys count once they are
+        put. ``delete`` ignores pins, and shared tiers may ignore the call."""
         ...
 
     def contains(self, key: str) -> bool:

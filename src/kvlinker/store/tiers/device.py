@@ -25,8 +25,9 @@ FREE_SHARE = 0.1
 class DeviceTier(HostTier):
     """A host tier whose chunks lie on ``device``.
 
-    It keeps the chunks that are used, so that they are placed without a copy over the bus; the store puts nothing else
-    here. Each of its chunks was in host memory when it came, so that evicting it loses nothing that the host still has.
+    It keeps the chunks that are used, so that they are attended to without a copy over the bus; the store puts nothing
+    else here. Each of its chunks was in host memory when it came, so that evicting it loses nothing that the host still
+    has.
     """
 
     def __init__(self, budget_bytes: int, device: torch.device, events: Events, *, eviction: Eviction = "lru") -> None:
@@ -50,6 +51,9 @@ class DeviceTier(HostTier):
 
     def set_pinned(self, keys: Set[str]) -> None:
         """Do nothing: the tiers behind keep pinned chunks."""
+
+    def _accepts(self, key: str, nbytes: int) -> bool:
+        return self._index.fits(nbytes)  # what it lacks is copied for each step, from the host's memory
 
 
 @register

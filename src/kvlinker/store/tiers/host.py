@@ -16,7 +16,10 @@ from kvlinker.types.chunks import Eviction
 
 
 class HostTier:
-    """A tier that keeps the tensors that were put, without a copy; a chunk's size here is its ``ChunkKV.nbytes``."""
+    """A tier that keeps the tensors that were put, without a copy; a chunk's size here is its ``ChunkKV.nbytes``.
+
+    Chunks that are held stay, whatever the budget: whoever holds them sees to it that they fit.
+    """
 
     shared = False
 
@@ -57,11 +60,9 @@ class HostTier:
         with self._lock:
             if self._index.touch(key):
                 return True
-            if not self._index.fits(nbytes):
+            if not self._accepts(key, nbytes):
                 return False
-            for evicted, size in self._index.make_room(nbytes):
-                del self._kv[evicted]
-                self._events.publish(ChunkEvicted(self.name, size))
+            self._make_room(nbytes)
             self._index.add(key, nbytes)
             self._kv[key] = kv
             return True
@@ -69,6 +70,17 @@ class HostTier:
     def note_use(self, key: str, weight: float) -> None:
         with self._lock:
             self._index.touch(key, weight)
+
+    def hold(self, key: str) -> None:
+        """Keep the key, present or not, from eviction until it is released; ``put`` never refuses it."""
+        with self._lock:
+            self._index.hold(key)
+
+    def release(self, key: str) -> None:
+        """Allow the key's eviction again."""
+        with self._lock:
+            self._index.release(key)
+            self._make_room(0)
 
     def contains(self, key: str) -> bool:
         return key in self._kv
@@ -102,8 +114,18 @@ class HostTier:
 
     def close(self) -> None:
         with self._lock:
-            self._index = EvictionIndex(self.budget_bytes)
+            for key in tuple(self._kv):
+                self._index.remove(key)
             self._kv.clear()
+
+    def _accepts(self, key: str, nbytes: int) -> bool:
+        """Return whether to keep an absent key; the lock is held."""
+        return self._index.is_held(key) or self._index.fits(nbytes)
+
+    def _make_room(self, nbytes: int) -> None:
+        for evicted, size in self._index.make_room(nbytes):
+            del self._kv[evicted]
+            self._events.publish(ChunkEvicted(self.name, size))
 
 
 @register

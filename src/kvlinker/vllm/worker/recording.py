@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.engine.attention import AttentionOptions
+from kvlinker.engine.attention import AttentionOptions, Queries, attention_weights
 from kvlinker.engine.observation import ScoreCollector
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.types.chunk_scores import ChunkScores
@@ -64,7 +64,13 @@ class ChunkCapture:
         if self._scores is not None:
             earlier = self._rotated[layer]
             earlier.append(key.transpose(0, 1).clone())
-            self._scores.observe(layer, begin, query.transpose(0, 1), torch.cat(earlier, dim=1), options)
+            keys, queries = torch.cat(earlier, dim=1), query.transpose(0, 1)
+
+            def weights(first: int, last: int) -> Tensor:
+                positions = Queries(torch.arange(begin + first, begin + last, device=queries.device))
+                return attention_weights(positions, queries[:, first:last], keys[:, : positions.last + 1], options)
+
+            self._scores.observe(layer, begin, len(query), weights)
 
     def finish(self, bound: BoundModel) -> ChunkKV:
         """Return the chunk with the heads of all workers, which all have to ask for it."""

@@ -13,22 +13,23 @@ from blake3 import blake3
 
 COMPILE = "-std=c++17 -O2 -fPIC -fopenmp -fno-exceptions -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mfma"
 LONGEST_BUILD = 120
-"""The seconds that the compiler may take; usually it needs two."""
+"""Seconds; it takes three."""
 
 
 class NativeUnavailableError(Exception):
-    """Raised when native code cannot be compiled or loaded on this machine; the message says why."""
+    """Native code cannot be had on this machine; the message says why."""
 
 
 def load_library(source: Path) -> ctypes.CDLL:
-    """Return the C++ file as a library, compiled now unless it is in the cache. Safe for many processes at once.
+    """Return the C++ file as a library, from the cache or compiled now; it may include headers that lie beside it.
 
-    Raises NativeUnavailableError.
+    Any number of processes may do so at once. Raises NativeUnavailableError.
     """
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     try:
         version = _run([*compiler, "--version"])
-        built_from = (COMPILE.encode(), shlex.join(compiler).encode(), version, source.read_bytes())
+        sources = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
+        built_from = (COMPILE.encode(), shlex.join(compiler).encode(), version, *sources)
         name = f"{source.stem}-{blake3(b'|'.join(built_from)).hexdigest(16)}.so"
         library = _cache() / name
         if not library.is_file():
@@ -39,8 +40,8 @@ def load_library(source: Path) -> ctypes.CDLL:
 
 
 def _build(compiler: list[str], source: Path, library: Path) -> None:
-    """Compile ``source`` to ``library``. It is linked without OpenMP, so that it finds the functions of the OpenMP that
-    torch has loaded: with two of them, the waiting threads of both would compete for the cores."""
+    """Linking without OpenMP leaves its functions to be found in the OpenMP that torch has loaded: with another one,
+    the waiting threads of both would fight for the cores."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = Path(folder, "compiled.o"), Path(folder, "linked.so")
         _run([*compiler, *shlex.split(COMPILE), "-c", str(source), "-o", str(compiled)])
@@ -59,7 +60,7 @@ def _cache() -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error as one line."""
+    """One line."""
     if isinstance(error, subprocess.CalledProcessError):
         lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         return f"{error.cmd[0]} failed: {next((line for line in lines if 'error' in line), lines[-1])}"

@@ -37,7 +37,7 @@ def writing_rows(
         for future in [engine.cache_chunk(chunk, tenant=TENANT) for chunk in prompt.chunks]:
             future.result()
         llm.store.flush()
-        kv = llm.store.get(chunk_key(prompt.chunks[0], fingerprint=engine.fingerprint, tenant=TENANT))
+        kv = llm.store.get_computed(chunk_key(prompt.chunks[0], fingerprint=engine.fingerprint, tenant=TENANT))
         assert kv is not None
         for policy in policies:
             measure = policy_measurement(engine, subject.loaded, prompt, policy)

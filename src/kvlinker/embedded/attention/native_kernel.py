@@ -1,0 +1,184 @@
+"""Attention over segments by ``native/attention.cpp``: bf16 on CPUs with AVX512-BF16."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlinker.embedded.attention import native
+from kvlinker.embedded.attention.bundles import Bundle, bundle_views
+from kvlinker.embedded.attention.native import NativeUnavailableError
+from kvlinker.embedded.attention.views import AttentionPlan, Segments, View
+from kvlinker.embedded.model.rotary import Rotary
+from kvlinker.engine.attention import AttentionOptions
+
+
+class NativeAttention:
+    """Implements ``AttentionKernel`` with native code: keys of even width, rotary embedding whose pairing is known.
+
+    Reads keys and values where they lie, and needs no mask however the queries are scattered. There is no fp32
+    variant: models run in fp32 where the CPU does not multiply bf16, and there this code does not run either.
+    """
+
+    def __init__(self) -> None:
+        """Raises NativeUnavailableError."""
+        if not torch.cpu._is_avx512_bf16_supported():
+            raise NativeUnavailableError("the CPU has no AVX512-BF16")
+        if torch.cpu._is_amx_tile_supported():
+            raise NativeUnavailableError("the CPU has AMX, which PyTorch's kernels use")
+        self._compute = native.load_library(Path(native.__file__).with_name("attention.cpp")).kvlinker_attention
+        self._compute.argtypes = [ctypes.POINTER(_Call)]
+        self._compute.restype = None
+
+    def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> NativePlan:
+        seen = AttentionPlan.of(views, positions)
+        return NativePlan(
+            seen.views,
+            np.ascontiguousarray(positions),
+            _Table(bundle_views(seen.views)),
+            farthest=max((_farthest(view, positions) for view in seen.views), default=0),
+        )
+
+    def attend(
+        self,
+        plan: AttentionPlan,
+        query: Tensor,
+        segments: Segments,
+        rotary: Rotary | None,
+        options: AttentionOptions,
+        *,
+        output: Tensor,
+    ) -> None:
+        assert isinstance(plan, NativePlan), plan
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        tables = None if rotary is None else rotary.tables(plan.farthest + 1)
+        table = plan.table
+        layer = np.array([_heads(key) + _heads(value) for key, value in segments], np.int64)
+        call = _Call(
+            query=_Heads(*_heads(query)),
+            output=_Heads(*_heads(output.transpose(0, 1))),
+            positions=plan.positions.ctypes.data,
+            cos=None if tables is None else tables[0].data_ptr(),
+            sin=None if tables is None else tables[1].data_ptr(),
+            pairs=0 if tables is None else tables[0].shape[1],
+            interleaved=rotary is not None and rotary.pairing == "interleaved",
+            segments=layer.ctypes.data,
+            views=table.views.ctypes.data,
+            visits=table.visits.ctypes.data,
+            members=table.members.ctypes.data,
+            bundles=table.bundles.ctypes.data,
+            bundle_count=len(table.bundles),
+            sinks=None if sinks is None else sinks.data_ptr(),
+            scale=options.scale,
+            softcap=options.softcap or 0.0,
+            window=options.window or 0,
+            threads=torch.get_num_threads(),
+        )
+        self._compute(call)
+
+
+@dataclass(frozen=True)
+class NativePlan(AttentionPlan):
+    """What attention.cpp reads besides keys, values and queries."""
+
+    table: _Table
+    farthest: int
+    """The most positions, in either direction, by which a query is rotated."""
+
+
+def _farthest(view: View, positions: NDArray[np.int64]) -> int:
+    first, last = int(positions[view.rows.start]), int(positions[view.rows.stop - 1])
+    return max(abs(first - view.offset), abs(last - view.offset))
+
+
+class _Table:
+    """Bundles as attention.cpp reads them: structures whose members all have 64 bits, as rows of integers.
+
+    It holds the memory that they point to.
+    """
+
+    def __init__(self, bundles: Sequence[Bundle]) -> None:
+        self._held: list[NDArray[np.generic]] = []
+        views: list[tuple[int, ...]] = []
+        visits: list[tuple[int, ...]] = []
+        members: list[tuple[int, ...]] = []
+        sizes: list[tuple[int, ...]] = []
+        for bundle in bundles:
+            sizes.append((len(members), len(bundle.members), len(visits), len(bundle.visits)))
+            members.extend((rows.start, rows.stop - rows.start) for rows in bundle.members)
+            for visit in bundle.visits:
+                first, last = min(view.first for view in visit), max(view.last for view in visit)
+                visits.append((visit[0].segment, first, last, len(views)))
+                views.extend(self._row(view) for view in visit)
+        self.views = np.array(views, np.int64)
+        self.visits = np.array(visits, np.int64)
+        self.members = np.array(members, np.int64)
+        self.bundles = np.array(sizes, np.int64)
+
+    def _row(self, view: View) -> tuple[int, ...]:
+        hidden = positions = 0
+        if view.hidden is not None:
+            bits = np.zeros(len(view.hidden) // 64 * 8 + 16, np.uint8)  # a word more than there are keys
+            packed = np.packbits(view.hidden, bitorder="little")
+            bits[: len(packed)] = packed
+            hidden = self._address(bits)
+        if view.positions is not None:
+            positions = self._address(np.ascontiguousarray(view.positions))
+        return view.start, view.offset, view.first, view.last, hidden, positions
+
+    def _address(self, array: NDArray[np.generic]) -> int:
+        self._held.append(array)
+        return array.ctypes.data
+
+
+def _heads(tensor: Tensor) -> tuple[int, ...]:
+    """Return the ``Heads`` of call.h for a bf16 tensor [heads, rows, dim] in the CPU's memory."""
+    assert tensor.dtype == torch.bfloat16, tensor.dtype
+    head_stride, row_stride, dim_stride = tensor.stride()
+    assert dim_stride == 1, tensor.stride()
+    return tensor.data_ptr(), *tensor.shape, head_stride, row_stride
+
+
+class _Heads(ctypes.Structure):
+    """``Heads`` of attention.cpp."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("heads", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("row_stride", ctypes.c_int64),
+    )
+
+
+class _Call(ctypes.Structure):
+    """``Call`` of attention.cpp."""
+
+    _fields_ = (
+        ("query", _Heads),
+        ("output", _Heads),
+        ("positions", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("pairs", ctypes.c_int64),
+        ("interleaved", ctypes.c_int64),
+        ("segments", ctypes.c_void_p),
+        ("views", ctypes.c_void_p),
+        ("visits", ctypes.c_void_p),
+        ("members", ctypes.c_void_p),
+        ("bundles", ctypes.c_void_p),
+        ("bundle_count", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("window", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+    )

@@ -1,0 +1,71 @@
+"""Logits of attention over all positions of a sequence, for those who observe it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlinker.embedded.attention.views import Segments, View
+from kvlinker.embedded.model.rotary import Rotary
+from kvlinker.engine.attention import AttentionOptions, attention_scores
+
+
+def position_scores(
+    views: Sequence[View],
+    positions: NDArray[np.int64],
+    query: Tensor,
+    segments: Segments,
+    rotary: Rotary | None,
+    options: AttentionOptions,
+    length: int,
+) -> Tensor:
+    """Return the logits before the softmax, without sinks: [heads, queries, length], fp32, -inf where not seen.
+
+    ``query`` [heads, queries, key_dim], without rotary embedding, are some of a sequence's queries, at ``positions``
+    [queries], ascending. ``views`` are the sequence's; their rows do not matter. It is meant for few queries.
+    """
+    heads, queries, key_dim = query.shape
+    scores = query.new_full((heads, queries, length), float("-inf"), dtype=torch.float32)
+    for view in views:
+        low, high = view.bounds(positions, options.window)
+        first, last = int(low.min()), int(high.max())
+        if first == last:
+            continue
+        keys = np.arange(first, last)
+        seen = (keys >= low[:, None]) & (keys < high[:, None])
+        if view.hidden is not None:
+            seen &= ~view.hidden[first:last]
+        columns = torch.from_numpy(keys + view.start if view.positions is None else view.positions[first:last])
+        rotated = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if rotary is None:
+            rotated.copy_(query)
+        else:
+            rotary.rotate(query, *rotary.at(torch.from_numpy(positions - view.offset).to(query.device)), out=rotated)
+        key = segments[view.segment][0][:, first:last]
+        folded = rotated.view(len(key), -1, key_dim)
+        found = attention_scores(folded.float(), key.float(), None, options).view(heads, queries, -1)
+        at = columns.to(query.device)
+        scores[..., at] = torch.where(torch.from_numpy(seen).to(query.device), found, scores[..., at])
+    return scores
+
+
+def position_weights(
+    views: Sequence[View],
+    positions: NDArray[np.int64],
+    query: Tensor,
+    segments: Segments,
+    rotary: Rotary | None,
+    options: AttentionOptions,
+    length: int,
+) -> Tensor:
+    """Return the attention weights, sinks taken into account, for what ``position_scores`` takes: [heads, queries,
+    length], fp32."""
+    scores = position_scores(views, positions, query, segments, rotary, options, length)
+    if options.sinks is None:
+        return torch.softmax(scores, dim=-1)
+    total = torch.logaddexp(torch.logsumexp(scores, dim=-1), options.sinks.float()[:, None])
+    return torch.exp(scores - total[..., None])
