@@ -13,7 +13,7 @@ import torch
 from kvlinker.embedded.batch import Batch, OwnTokens, Run, SharedChunk, Sight, SlotSpan
 from kvlinker.embedded.pool import KVPool
 from kvlinker.embedded.runner import Runner
-from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
+from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.store import HostTier
 from kvlinker.store.chunk_kv import changed
 from kvlinker.types.chunks import Chunk, chunk_key
@@ -29,7 +29,7 @@ POLICIES = ["naive", "legolink-4", "query-10", "cacheblend-20", "random-30", "fu
 
 def prompt_of(order, seed, header=0):
     """A prompt of the library's chunks in this order, with a question of its own."""
-    segments = [FreshSegment(random_tokens(header, [seed, 1]))]
+    segments: list[Segment] = [FreshSegment(random_tokens(header, [seed, 1]))]
     segments += [CachedSegment(LIBRARY[index]) for index in order]
     return Prompt((*segments, FreshSegment(random_tokens(5 + seed % 7, [seed, 2]))))
 
@@ -56,7 +56,7 @@ def test_requests_see_a_chunk_each_at_its_own_positions(bench, family):
     views = made.engine.runner.kernel.plan
 
     def plan(seen, positions):
-        owners = {}
+        owners: dict[int, set[int]] = {}
         for view in seen:
             owners.setdefault(view.segment, set()).add(view.rows.start)
         shared.append(max(map(len, owners.values())))
