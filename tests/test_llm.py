@@ -36,7 +36,8 @@ def make_llm(tmp_path):
     made = []
 
     def make(loaded=None, **options):
-        settings = load_settings(**({"state_dir": tmp_path, "model": "tiny", "kv_slots": 4096} | options))
+        given = {"state_dir": tmp_path, "model": "tiny", "kv_slots": 4096, "prefix_cache": "off"}
+        settings = load_settings(**(given | options))
         made.append(LLM.from_model(loaded or loaded_model("llama"), settings))
         return made[-1]
 

@@ -106,6 +106,9 @@ class Settings(BaseSettings):
 
     max_model_len: int | None = Field(default=None, ge=8, description="Tokens; the model's own limit by default.")
     kv_slots: int | None = Field(default=None, ge=16, description="Tokens that the KV pool holds.")
+    prefix_cache: Literal["on", "off"] = Field(
+        default="on", description="Reuse what requests computed in later ones that begin alike."
+    )
     max_step_tokens: int = Field(default=2048, ge=1, description="Most tokens computed in one step.")
     max_running: int = Field(default=64, ge=1, description="Most requests computed in one step.")
     max_waiting: int = Field(default=256, ge=1, description="Longer queues answer 429.")

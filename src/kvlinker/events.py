@@ -67,6 +67,9 @@ class RequestFinished:
     policy: str
     reason: str
     cached_tokens: int
+    exact_cached_tokens: int
+    """Those of ``cached_tokens`` that an earlier request computed in just this sequence."""
+
     recomputed_tokens: int
     fresh_tokens: int
     output_tokens: int

@@ -103,7 +103,7 @@ class Bench:
         self.slower = slower(self.events) if slower else []
         device = device(self.events) if device else None
         self.store = ChunkStore([HostTier(memory, self.events), *self.slower], self.events, device=device)
-        settings = load_settings(**({"kv_slots": 4096, "max_step_tokens": 64} | options))
+        settings = load_settings(**({"kv_slots": 4096, "max_step_tokens": 64, "prefix_cache": "off"} | options))
         self.engine = EmbeddedEngine(self.loaded, store=self.store, events=self.events, settings=settings)
 
     def submit(self, prompt, policy="legolink-4", tenant="default", sink=None, **sampling):

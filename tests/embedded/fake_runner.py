@@ -15,7 +15,8 @@ from kvlinker.embedded.pool import KVPool
 from kvlinker.embedded.requests import Kind, Request
 from kvlinker.embedded.runner import Runner
 from kvlinker.embedded.scheduler import Scheduler
-from kvlinker.embedded.sequence import SequenceSlots, TokenSequence
+from kvlinker.embedded.sequence import TokenSequence
+from kvlinker.embedded.slots import SequenceSlots
 from kvlinker.embedded.throughput import ComputeThroughput
 from kvlinker.events import Events
 from kvlinker.store import HostTier, LayerKV
@@ -115,11 +116,6 @@ class FakePool(KVPool):
     def __init__(self, slots: int) -> None:
         super().__init__([], slots, dtype=torch.float32, device=torch.device("cpu"))
         self.tokens = np.full(slots, -1)
-        self.moved = 0
-
-    def move(self, source: int, target: int, size: int) -> None:
-        self.moved += 1
-        self.tokens[target : target + size] = self.tokens[source : source + size].copy()
 
 
 class FakeRunner(Runner):
@@ -140,7 +136,7 @@ class FakeRunner(Runner):
                 left[owner] = min(chunk.kv.delivered, left.get(owner, LAYERS))
         for run in batch.runs:
             if run.owner not in left:
-                slots[run.slot : run.slot + len(run.tokens)] = run.tokens
+                slots[run.slots] = run.tokens
         logits: dict[object, Tensor] = {}
         for run in batch.runs:
             if run.wants_logits and run.owner not in left:

@@ -5,9 +5,9 @@ import torch
 from kvlinker.embedded.attention import kernels
 from kvlinker.embedded.attention.native import NativeUnavailableError
 from kvlinker.embedded.attention.native_kernel import NativeAttention
-from kvlinker.embedded.batch import Batch, OwnTokens, Run, Sight, SlotSpan
+from kvlinker.embedded.batch import Batch, OwnTokens, Run, Sight
 from kvlinker.embedded.model.loading import prepare_model
-from kvlinker.embedded.pool import KVPool
+from kvlinker.embedded.pool import KVPool, SlotSpan
 from kvlinker.embedded.runner import Runner
 from kvlinker.research.bench.shapes import byte_tokenizer
 from tests.toy_models import tiny_model
@@ -42,7 +42,7 @@ def test_models_answer_as_with_torch(kernel, chosen_anew, family):
         runner = Runner(loaded.model, loaded.layers, pool, native_attention=native_attention)
         assert isinstance(runner.kernel, NativeAttention) == native_attention
         runs = [
-            Run(slot + begin, begin, tokens[begin:end], end == 200, owner=slot)
+            Run(slot + np.arange(begin, end), begin, tokens[begin:end], end == 200, owner=slot)
             for slot in (0, 210)
             for begin, end in parts
         ]

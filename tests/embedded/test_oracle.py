@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.embedded.batch import Batch, Capture, OwnTokens, Run, Sight, SlotSpan
-from kvlinker.embedded.pool import KVPool
+from kvlinker.embedded.batch import Batch, Capture, OwnTokens, Run, Sight
+from kvlinker.embedded.pool import KVPool, SlotSpan
 from kvlinker.embedded.runner import Runner
 from kvlinker.engine.observation import ScoreCollector
 from kvlinker.linking import Needs, Policy, PromptEvidence, make_plan, parse_policy
@@ -41,7 +41,7 @@ def true_chunk_kv(loaded, prompt, names=None, step=10**6):
     runner = Runner(loaded.model, loaded.layers, pool)
     for begin in range(0, len(prompt), step):
         tokens = prompt.tokens[begin : begin + step]
-        run = Run(begin, begin, tokens, capture=capture, observer=scores)
+        run = Run(np.arange(begin, begin + len(tokens)), begin, tokens, capture=capture, observer=scores)
         runner.step(Batch((run,), {None: own_sight(begin + len(tokens))}))
     return capture.finish()
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.embedded.batch import Batch, OwnTokens, Run, SharedChunk, Sight, SlotSpan
-from kvlinker.embedded.pool import KVPool
+from kvlinker.embedded.batch import Batch, OwnTokens, Run, SharedChunk, Sight
+from kvlinker.embedded.pool import KVPool, SlotSpan
 from kvlinker.embedded.runner import Runner
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.store import HostTier
@@ -86,7 +86,7 @@ def test_the_same_batch_gives_the_same_bits():
                 start += kvs[index].tokens
             own = np.arange(start, start + 11)
             owner = object()
-            runs.append(Run(16 * number, start, tokens, True, owner=owner))
+            runs.append(Run(16 * number + np.arange(11), start, tokens, True, owner=owner))
             sights[owner] = Sight(tuple(shared), (SlotSpan(16 * number, 11),), own, OwnTokens(own, shared))
         return torch.stack(list(runner.step(Batch(tuple(runs), sights)).logits.values()))
 

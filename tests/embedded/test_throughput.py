@@ -5,7 +5,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvlinker.embedded.batch import Batch, OwnTokens, Run, SharedChunk, Sight, SlotSpan
+from kvlinker.embedded.batch import Batch, OwnTokens, Run, SharedChunk, Sight
+from kvlinker.embedded.pool import SlotSpan
 from kvlinker.embedded.throughput import ComputeThroughput, throughput_name
 from kvlinker.engine.cost import CostModel
 from kvlinker.store import Speeds
@@ -31,7 +32,9 @@ def truth(*ranges):
 
 def batch(*ranges, shared=(), **options):
     own = np.concatenate([np.arange(*each) for each in ranges])
-    runs = tuple(Run(0, begin, np.zeros(end - begin, dtype=np.int64), **options) for begin, end in ranges)
+    runs = tuple(
+        Run(np.arange(end - begin), begin, np.zeros(end - begin, dtype=np.int64), **options) for begin, end in ranges
+    )
     return Batch(runs, {None: Sight(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))})
 
 

@@ -30,7 +30,7 @@ class VariantBench(Bench):
         self.library = VariantLibrary(
             self.catalog.variants, self.store, fingerprint=self.loaded.fingerprint, limit=limit
         )
-        settings = load_settings(kv_slots=4096, max_step_tokens=64)
+        settings = load_settings(kv_slots=4096, max_step_tokens=64, prefix_cache="off")
         self.engine = EmbeddedEngine(
             self.loaded, store=self.store, events=self.events, settings=settings, variants=self.library
         )

@@ -48,6 +48,7 @@ def test_an_explanation_tells_what_a_completion_does(served: Served, policy: str
     answer = served.post("/v1/chat/completions", body | {"max_tokens": 1}).json()
     details = answer["usage"]["prompt_tokens_details"]
     cost = explained["cost"]
+    assert details.pop("exact_cached_tokens") == 0, "an explanation reuses nothing"
     assert {name: cost[name] for name in details} == details
     assert explained["tokens"] == answer["usage"]["prompt_tokens"]
     assert (explained["object"], explained["policy"], explained["model"]) == ("link.explanation", policy, MODEL_NAME)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.embedded.model.anatomy import LayerShape
+from kvlinker.embedded.pool import SlotSpan
 from kvlinker.embedded.scoring import LogprobCollector
 from kvlinker.engine.observation import Observer, ScoreCollector
 from kvlinker.linking.plan import DroppedTokens
@@ -89,13 +89,6 @@ def _inside(positions: NDArray[np.int64], start: int, length: int) -> NDArray[np
     return mask
 
 
-class SlotSpan(NamedTuple):
-    """The ``size`` slots of the pool from ``slot`` on."""
-
-    slot: int
-    size: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
     """What a sequence's queries see in one step: shared chunks, and its own tokens in the pool."""
@@ -161,8 +154,8 @@ class Capture:
 class Run:
     """Positions [start, start + len(tokens)) of one request, to be computed now."""
 
-    slot: int
-    """The slot of the pool where the run's first token lies."""
+    slots: NDArray[np.int64]
+    """The slots of the pool where its tokens lie: [tokens]."""
 
     start: int
     tokens: NDArray[np.int64]
@@ -212,7 +205,7 @@ class Batch:
     @property
     def slots(self) -> NDArray[np.int64]:
         """The slot of the pool that holds each token's KV: [tokens]."""
-        return np.concatenate([np.arange(run.slot, run.slot + len(run.tokens)) for run in self.runs])
+        return np.concatenate([run.slots for run in self.runs])
 
     @property
     def logit_rows(self) -> list[int]:
@@ -273,7 +266,7 @@ class Batch:
                 runs.append(
                     replace(
                         run,
-                        slot=run.slot + part.start,
+                        slots=run.slots[part],
                         start=run.start + part.start,
                         tokens=run.tokens[part],
                         wants_logits=run.wants_logits and end == rows.stop,

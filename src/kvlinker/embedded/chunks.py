@@ -24,9 +24,10 @@ from kvlinker.engine.observation import ScoreCollector
 from kvlinker.errors import ContextLengthError, EngineClosedError, KVLinkerError
 from kvlinker.futures import gather, or_else, resolved
 from kvlinker.linking.evidence import Forecast, Library
-from kvlinker.linking.link import Link
+from kvlinker.linking.link import Link, no_reuse
+from kvlinker.linking.policy import Policy
 from kvlinker.linking.refinement import Refinement
-from kvlinker.prompt.segments import Prompt
+from kvlinker.prompt.segments import Prompt, ReusedPrefix
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.holds import Hold
@@ -228,7 +229,13 @@ class LinkLoader:
             wanted.policy,
             library=None if self._variants is None else self._variants.of(wanted.tenant),
             forecast=partial(self._forecast, wanted.tenant, resident_only=request.resident_only),
+            reuse=partial(self._reuse, wanted.tenant) if request.reuses else no_reuse,
         )
+
+    def _reuse(self, tenant: str, prompt: Prompt, policy: Policy) -> ReusedPrefix | None:
+        """Return the beginning of the prompt that was computed before in the same way."""
+        keys = self._keys(prompt.chunks, tenant)
+        return self._scheduler.find_prefix(tenant, prompt, keys, policy)
 
     def _fetch(self, request: LinkedRequest, link: Link) -> list[Future[KV]]:
         """Fetch the KV of the link's chunks: of all of them, if the forecast says that loading pays. Chunks that the
@@ -259,7 +266,8 @@ class LinkLoader:
     def _complete(self, request: LinkedRequest, begun: Link, kvs: Sequence[KV]) -> None:
         link = begun.with_scores([kv.scores for kv in kvs])
         request.link = link
-        self._scheduler.loaded(request, request.make_sequence(link, kvs))
+        keys = self._keys(link.prompt.chunks, request.request.tenant)
+        self._scheduler.loaded(request, request.make_sequence(link, kvs, keys))
         if link.policy.needs.variants and not request.explains:
             self._offer(link.prompt, request.request.tenant)
 

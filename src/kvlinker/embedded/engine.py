@@ -21,7 +21,7 @@ from kvlinker.embedded.pool import KVPool
 from kvlinker.embedded.requests import Explaining, Generation, LinkedRequest, Request, Scoring
 from kvlinker.embedded.runner import Runner
 from kvlinker.embedded.scheduler import Scheduler
-from kvlinker.embedded.sequence import SequenceSlots
+from kvlinker.embedded.slots import SequenceSlots
 from kvlinker.embedded.throughput import ComputeThroughput, throughput_name
 from kvlinker.embedded.variants import VariantBuilder, VariantLibrary
 from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
@@ -103,7 +103,7 @@ class EmbeddedEngine:
         self._loaders = ThreadPoolExecutor(LOADERS, "kvlinker-load", compute_serially)
         self._background = ThreadPoolExecutor(1, "kvlinker-background", compute_serially)
         self._scheduler = Scheduler(
-            SequenceSlots(slots),
+            SequenceSlots(slots, keeps_prefixes=settings.prefix_cache == "on"),
             lambda request: self._loaders.submit(self._links.load, cast(LinkedRequest, request)),
             hold=lambda request: self._links.hold(cast(LinkedRequest, request)),
             max_step_tokens=settings.max_step_tokens,
@@ -200,6 +200,7 @@ class EmbeddedEngine:
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
             slots_used=self._scheduler.slots_used,
+            slots_kept=self._scheduler.slots_kept,
             slots_total=self._runner.pool.slots,
         )
 

@@ -84,8 +84,6 @@ class EngineLoop:
                 chunk.kv.subscribe(self._scheduler.wake)
         begin = time.perf_counter()
         try:
-            for move in step.moves:
-                self._runner.pool.move(*move)
             with self._computing():
                 result = self._runner.step(step.batch, self._scheduler.wait_in_step)
         except Exception as error:
@@ -108,6 +106,8 @@ class EngineLoop:
             self._scheduler.leave(request, result.left[sequence])
         elif sequence.computed:
             logits = result.logits.get(sequence)
+            if logits is not None and sequence.length == sequence.prompt_length:
+                self._scheduler.keep(request)
             forks = () if logits is None else request.fork()
             ending = self._advanced(request, logits)
             for fork in forks:

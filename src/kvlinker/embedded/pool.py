@@ -1,164 +1,112 @@
-"""The KV pool: the KV of all tokens that running requests computed, in contiguous ranges of slots."""
+"""The KV pool: the KV of all tokens that requests computed, and which of its slots are taken."""
 
 from __future__ import annotations
 
 import math
 import mmap
-from bisect import insort
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.embedded.model.anatomy import LayerShape
 
-MOVED_TOGETHER = 1024
-"""The number of slots that are copied at once when a range moves."""
 
-Move = tuple[int, int, int]
-"""(from, to, size): slots whose KV is to be copied within the pool."""
+class SlotSpan(NamedTuple):
+    """The ``size`` slots of the pool from ``slot`` on."""
 
-
-@dataclass(slots=True)
-class SlotRange:
-    """Slots [start, start + size), which hold tokens of one request, or of all answers to one prompt. Only the
-    allocator changes it."""
-
-    start: int
+    slot: int
     size: int
-    users: int = 1
-    """The number of sequences that see it."""
 
     @property
     def end(self) -> int:
-        return self.start + self.size
+        return self.slot + self.size
+
+    def cut(self, size: int) -> tuple[SlotSpan, SlotSpan]:
+        """Return the first ``size`` slots, and the others."""
+        return SlotSpan(self.slot, size), SlotSpan(self.slot + size, self.size - size)
 
 
 class SlotAllocator:
-    """Hands out contiguous ranges of a fixed number of slots, best fit first.
-
-    It knows no KV: what has to be copied is noted in ``moves``, to be done in order before anything is computed.
-    """
+    """Hands out a fixed number of slots, and counts the users of each: what is computed once may be seen by many."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self._ranges: list[SlotRange] = []  # ascending, disjoint
-        self._moves: list[Move] = []
-
-    @property
-    def used(self) -> int:
-        """The number of slots that are handed out."""
-        return sum(held.size for held in self._ranges)
+        self._users = np.zeros(slots, dtype=np.int32)
 
     @property
     def free(self) -> int:
-        """The number of slots that are not handed out, contiguous or not."""
+        """The number of slots that nobody uses."""
         return self.slots - self.used
 
-    def allocate(self, size: int) -> SlotRange | None:
-        """Return a range of ``size`` slots from the smallest gap that holds it, after closing all gaps if none does;
-        None where fewer slots are free."""
-        fitting = [(gap_size, start) for start, gap_size in self._gaps() if gap_size >= size]
-        if not fitting:
-            if self.free < size:
-                return None
-            self.compact()
-            fitting = [(gap_size, start) for start, gap_size in self._gaps()]
-        allocated = SlotRange(min(fitting)[1], size)
-        insort(self._ranges, allocated, key=lambda held: held.start)
-        return allocated
+    @property
+    def used(self) -> int:
+        """The number of slots that somebody uses."""
+        return int(np.count_nonzero(self._users))
 
-    def grow(self, held: SlotRange, size: int) -> SlotRange | None:
-        """Return ``held`` with ``size`` slots, or a range elsewhere that takes its place; None where there is no
-        room."""
-        if self._extend(held, size):
-            return held
-        if self.free >= size - held.size:
-            self.compact()
-            if self._extend(held, size):
-                return held
-        moved = self.allocate(size)
-        if moved is not None:
-            self.copy(held.start, moved.start, held.size)
-            self.release(held)
-        return moved
+    def allocate(self, size: int) -> tuple[SlotSpan, ...] | None:
+        """Return ``size`` slots with one user: one span from the smallest gap that holds them, or, where none does,
+        several from the largest gaps on; None where fewer are free."""
+        gaps = self._gaps()
+        if sum(gap.size for gap in gaps) < size:
+            return None
+        fitting = [gap for gap in gaps if gap.size >= size]
+        spans = []
+        for gap in [min(fitting, key=_size)] if fitting else sorted(gaps, key=_size, reverse=True):
+            spans.append(SlotSpan(gap.slot, min(size, gap.size)))
+            size -= spans[-1].size
+            if not size:
+                break
+        self.share(spans)
+        return tuple(spans)
 
-    def split(self, held: SlotRange, size: int) -> SlotRange:
-        """Return the first ``size`` slots of ``held``, fewer than all, as a range of their own; ``held`` keeps the
-        rest."""
-        assert 0 < size < held.size
-        head = SlotRange(held.start, size)
-        held.start += size
-        held.size -= size
-        insort(self._ranges, head, key=lambda other: other.start)
-        return head
+    def extend(self, span: SlotSpan, size: int) -> SlotSpan:
+        """Return ``span`` with up to ``size`` more slots, as far as those behind it are free."""
+        behind = self._users[span.end : span.end + size]
+        taken = np.flatnonzero(behind)
+        more = SlotSpan(span.end, int(taken[0]) if taken.size else len(behind))
+        self.share([more])
+        return SlotSpan(span.slot, span.size + more.size)
 
-    def share(self, held: SlotRange) -> SlotRange:
-        """Return ``held``, which has one user more now: nobody may write to it any more, and it cannot grow."""
-        held.users += 1
-        return held
+    def share(self, spans: Iterable[SlotSpan]) -> None:
+        """Count one more user of these slots."""
+        for span in spans:
+            self._users[span.slot : span.end] += 1
 
-    def release(self, held: SlotRange) -> None:
-        """Take the range back, once its last user releases it."""
-        held.users -= 1
-        if not held.users:
-            self._ranges = [other for other in self._ranges if other is not held]
+    def release(self, spans: Iterable[SlotSpan]) -> None:
+        """Count one user of these slots less; those without any are free again."""
+        for span in spans:
+            self._users[span.slot : span.end] -= 1
 
-    def compact(self) -> None:
-        """Close all gaps."""
-        next_free = 0
-        for held in self._ranges:
-            if held.start != next_free:
-                self.copy(held.start, next_free, held.size)
-                held.start = next_free
-            next_free = held.end
+    def users(self, spans: Iterable[SlotSpan]) -> NDArray[np.int32]:
+        """Return the number of users of every slot of these spans, in order."""
+        return np.concatenate([self._users[:0], *(self._users[span.slot : span.end] for span in spans)])
 
-    def copy(self, source: int, target: int, size: int) -> None:
-        """Note that the KV of ``size`` slots is to be copied."""
-        self._moves.append((source, target, size))
+    def check_integrity(self, held: Sequence[SlotSpan]) -> None:
+        """Raises AssertionError unless each slot has a user for each of these spans that it is in, and no others."""
+        expected = np.zeros_like(self._users)
+        for span in held:
+            assert 0 <= span.slot < span.end <= self.slots, span
+            expected[span.slot : span.end] += 1
+        assert np.array_equal(expected, self._users)
 
-    def take_moves(self) -> tuple[Move, ...]:
-        """Return what is to be copied, in order; it counts as done."""
-        moves, self._moves = tuple(self._moves), []
-        return moves
+    def _gaps(self) -> list[SlotSpan]:
+        """Return all gaps, ascending."""
+        edges = np.flatnonzero(np.diff(self._users == 0, prepend=False, append=False))
+        return [SlotSpan(int(begin), int(end - begin)) for begin, end in edges.reshape(-1, 2)]
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless the ranges are ordered, disjoint and inside the pool."""
-        end = 0
-        for held in self._ranges:
-            assert held.size > 0, held
-            assert held.users > 0, held
-            assert held.start >= end, (held, end)
-            end = held.end
-        assert end <= self.slots, (end, self.slots)
 
-    def _extend(self, held: SlotRange, size: int) -> bool:
-        """Grow ``held`` in place, if the slots behind it are free."""
-        following = next(index for index, other in enumerate(self._ranges, 1) if other is held)
-        limit = self._ranges[following].start if following < len(self._ranges) else self.slots
-        if held.start + size > limit:
-            return False
-        held.size = max(held.size, size)
-        return True
-
-    def _gaps(self) -> list[tuple[int, int]]:
-        """(start, size) of all gaps, ascending."""
-        gaps = []
-        end = 0
-        for held in self._ranges:
-            if held.start > end:
-                gaps.append((end, held.start - end))
-            end = held.end
-        if end < self.slots:
-            gaps.append((end, self.slots - end))
-        return gaps
+def _size(span: SlotSpan) -> int:
+    return span.size
 
 
 class KVPool:
     """Keys (with rotary embedding) and values of all layers: per layer [kv_heads, slots, head_dim] each.
 
-    A range of slots is a strided view that attention reads without a copy.
+    A span of slots is a strided view that attention reads without a copy.
     """
 
     def __init__(self, layers: Sequence[LayerShape], slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -168,14 +116,6 @@ class KVPool:
         for layer in layers:
             self.keys.append(_zeros((layer.kv_heads, slots, layer.key_dim), dtype, device))
             self.values.append(_zeros((layer.kv_heads, slots, layer.value_dim), dtype, device))
-
-    def move(self, source: int, target: int, size: int) -> None:
-        """Copy ``size`` slots from ``source`` to ``target``; the two may overlap when moving down."""
-        for tensor in (*self.keys, *self.values):
-            for offset in range(0, size, MOVED_TOGETHER):
-                length = min(MOVED_TOGETHER, size - offset)
-                moved = tensor[:, source + offset : source + offset + length].clone()
-                tensor[:, target + offset : target + offset + length] = moved
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import ClassVar, Generic, TypeVar
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kvlinker.embedded.batch import SharedChunk
 from kvlinker.embedded.model.loading import LoadedModel
+from kvlinker.embedded.paths import LinkedPath, linked_path
 from kvlinker.embedded.sampling import Sampler
 from kvlinker.embedded.scoring import Head, LogprobCollector
 from kvlinker.embedded.sequence import Refining, TokenSequence
@@ -138,8 +140,13 @@ class LinkedRequest(Request):
 
     kind = Kind.ANSWER
 
+    _keys: tuple[str, ...] = ()
+
     explains: ClassVar[bool] = False
     """True if the figures that a policy decides by are recorded."""
+
+    reuses: ClassVar[bool] = False
+    """True if it reuses what requests before it computed, and leaves what it computes to later ones."""
 
     def __init__(self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None) -> None:
         """``layers`` is the number of the model's layers, ``max_tokens`` the most tokens to generate; ``linked`` is
@@ -170,15 +177,19 @@ class LinkedRequest(Request):
         self.sequence = self.link = self.clock.started = None
         self.resident_only = True
 
-    def make_sequence(self, link: Link, kvs: Sequence[KV]) -> TokenSequence:
-        """Return the sequence to compute for this request, linked by ``link`` from the KV of its chunks."""
+    def make_sequence(self, link: Link, kvs: Sequence[KV], keys: Sequence[str]) -> TokenSequence:
+        """Return the sequence to compute for this request, linked by ``link`` from the KV of its chunks. ``keys`` are
+        those of all chunks of the prompt."""
         self.clock.mark_loaded()
+        self._keys = tuple(keys)
         assert link.plan is not None
         prompt = link.plan.prompt
         return TokenSequence(
             prompt.tokens,
             link.plan.runs,
             shared=[_shared(*entry) for entry in link.placed(kvs)],
+            path=self._path(link),
+            reused=prompt.reused,
             most_tokens=len(prompt) + self._max_tokens,
             probe=QuestionProbe(self._layers, len(prompt)) if link.probing else None,
             refine=self._refine(link),
@@ -191,7 +202,7 @@ class LinkedRequest(Request):
         if self.sequence.probe is not None:
             self.link = self.link.with_attention(self.sequence.probe.attention)
             assert self.link.plan is not None
-            self.sequence.relink(self.link.plan.runs, self._refine(self.link))
+            self.sequence.relink(self.link.plan.runs, self._refine(self.link), self._path(self.link))
             return None
         if self.refinement is not None and self.refinement.error is not None:
             raise self.link.failed(self.refinement.error)
@@ -205,7 +216,19 @@ class LinkedRequest(Request):
         """Count the prompt's tokens by how they were computed; zeros before the first step."""
         if self.clock.started is None or self.link is None:
             return Usage(0, 0, 0)
-        return self.link.usage(self.refinement, output_tokens=output_tokens)
+        usage = self.link.usage(self.refinement, output_tokens=output_tokens)
+        missed = 0 if self.sequence is None else self.sequence.missed
+        return replace(
+            usage,
+            cached_tokens=usage.cached_tokens - missed,
+            exact_cached_tokens=usage.exact_cached_tokens - missed,
+            fresh_tokens=usage.fresh_tokens + missed,
+        )
+
+    def _path(self, link: Link) -> LinkedPath | None:
+        """Return what the KV of the linked prompt depends on; None if it is not kept."""
+        assert link.plan is not None
+        return linked_path(self.request.tenant, link.plan, self._keys) if self.reuses else None
 
     def _collector(self, prompt: Prompt) -> LogprobCollector | None:
         """Return a collector of the log probabilities of ``prompt`` (as the policy arranged it); None where the request
@@ -246,6 +269,8 @@ class Generation(LinkedRequest):
 
     The first of several answers links and computes the prompt; the others ``fork`` from it.
     """
+
+    reuses = True
 
     def __init__(
         self,

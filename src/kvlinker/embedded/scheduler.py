@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import threading
 from bisect import insort
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TypeVar, cast
 
 from kvlinker.embedded.batch import Batch, Run, Sight
-from kvlinker.embedded.pool import Move
 from kvlinker.embedded.requests import Kind, Request, State
-from kvlinker.embedded.sequence import SequenceSlots, TokenSequence
+from kvlinker.embedded.sequence import TokenSequence
+from kvlinker.embedded.slots import SequenceSlots
 from kvlinker.engine.limits import check_room, engine_closed
 from kvlinker.errors import KVLinkerError
+from kvlinker.linking.policy import Policy
+from kvlinker.prompt.segments import Prompt, ReusedPrefix
 from kvlinker.store.holds import Hold
 
 PREFETCHED = 8
@@ -41,11 +43,10 @@ R = TypeVar("R", bound=Request)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The work of one step: runs to compute for ``requests``, after ``moves`` of KV within the pool, in order."""
+    """The work of one step: runs to compute for ``requests``."""
 
     batch: Batch
     requests: tuple[Request, ...]
-    moves: tuple[Move, ...]
 
 
 class Scheduler:
@@ -119,9 +120,15 @@ class Scheduler:
 
     @property
     def slots_used(self) -> int:
-        """The number of slots that are handed out."""
+        """The number of slots that requests hold."""
         with self._changed:
             return self._slots.used
+
+    @property
+    def slots_kept(self) -> int:
+        """The number of slots that hold nothing but what later requests may reuse."""
+        with self._changed:
+            return self._slots.kept
 
     @property
     def idle(self) -> bool:
@@ -213,7 +220,7 @@ class Scheduler:
             for kind, waiting in self._waiting.items():
                 assert all(request.kind is kind for request in waiting)
                 assert all(request.state in (State.READY, State.PREEMPTED) for request in waiting)
-                assert all(request.sequence is not None and request.sequence.held is None for request in waiting)
+                assert all(request.sequence is not None and request.sequence.spans is None for request in waiting)
                 assert waiting == sorted(waiting, key=_order_of)
             assert all(request.state is State.LOADING for request in (*self._unfetched, *self._late))
             assert not self._fetching.intersection(self._unfetched, self._late)
@@ -269,7 +276,17 @@ class Scheduler:
             self._in_step = frozenset(requests)
             if not runs:
                 return None
-            return Step(Batch(tuple(runs), sights), tuple(requests), self._slots.take_moves())
+            return Step(Batch(tuple(runs), sights), tuple(requests))
+
+    def find_prefix(self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy) -> ReusedPrefix | None:
+        """Return the beginning of a prompt that requests have computed; see ``PrefixTree.find``."""
+        with self._changed:
+            return self._slots.find_prefix(tenant, prompt, keys, policy)
+
+    def keep(self, request: Request) -> None:
+        """Keep what a request has computed so far for those that begin alike, while it goes on."""
+        with self._changed:
+            self._slots.keep(_sequence(request))
 
     def fork(self, choice: Request, first: Request) -> None:
         """Add another choice of a running request, whose prompt is computed."""

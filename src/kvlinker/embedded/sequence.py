@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.embedded.batch import Capture, OwnTokens, Run, SharedChunk, Sight, SlotSpan
-from kvlinker.embedded.pool import Move, SlotAllocator, SlotRange
+from kvlinker.embedded.batch import Capture, OwnTokens, Run, SharedChunk, Sight
+from kvlinker.embedded.paths import LinkedPath
+from kvlinker.embedded.pool import SlotSpan
 from kvlinker.embedded.scoring import LogprobCollector
 from kvlinker.engine.observation import ChunkWatch, Observer, QuestionProbe
 from kvlinker.linking.plan import Range
 from kvlinker.linking.refinement import Refinement
+from kvlinker.prompt.segments import ReusedPrefix
 from kvlinker.store.loading.arriving import ArrivingKV
-
-GROWTH = 64
-"""Slots that a sequence gets ahead of its need, so that it seldom has to grow."""
 
 
 class Refining(NamedTuple):
@@ -27,6 +26,9 @@ class Refining(NamedTuple):
 
     refinement: Refinement
     watch: ChunkWatch | None
+
+
+NONE = np.empty(0, dtype=np.int64)
 
 
 class TokenSequence:
@@ -41,6 +43,8 @@ class TokenSequence:
         runs: Sequence[Range],
         *,
         shared: Sequence[SharedChunk] = (),
+        path: LinkedPath | None = None,
+        reused: ReusedPrefix | None = None,
         most_tokens: int,
         capture: Callable[[], Capture] | None = None,
         probe: QuestionProbe | None = None,
@@ -48,6 +52,8 @@ class TokenSequence:
         logprobs: LogprobCollector | None = None,
     ) -> None:
         """``tokens`` [prompt] may grow to ``most_tokens``; ``runs`` of them are computed, and see ``shared`` chunks.
+        The KV of what is ``reused`` is expected to be in the pool. ``path`` names what the KV depends on, for a
+        sequence whose KV may be reused later.
 
         ``capture`` makes the collector of KV for a sequence that computes chunks; such a sequence gives no logits. With
         ``probe``, the runs are those of a first pass, after which ``relink`` is called. ``refine`` makes the refinement
@@ -62,28 +68,38 @@ class TokenSequence:
         self._begun = False
         self.prompt_length = len(tokens)
         self.length = len(tokens)
-        self.prompt_slots: SlotRange | None = None
-        """Holds the prompt's own tokens, once other answers share them."""
+        self.spans: tuple[SlotSpan, ...] | None = None
+        """Where its own tokens lie, in order, with room for a few more; None for a sequence without slots."""
 
-        self.held: SlotRange | None = None
-        """Holds its own tokens, except for those in ``prompt_slots``."""
-
+        self.path = path
         self.capture: Capture | None = None
         self.probe = probe
         self.refinement: Refinement | None = None
         self.times_left = 0
         """The number of times that the sequence has left a step because a chunk's layer was late."""
 
+        self.reused = reused
+        self.missed = 0
+        """The number of reused tokens that were gone when the sequence got slots, and are computed again."""
+
         self._compute(runs)
 
     def _compute(self, runs: Sequence[Range]) -> None:
         """Have these runs of the prompt computed: their tokens are the sequence's own."""
         self._prompt_runs = tuple(runs)
-        self._pending = list(runs)
-        prompt = [np.arange(begin, end) for begin, end in runs]
+        reused = NONE if self.reused is None else self.reused.own
+        prompt = [reused, *(np.arange(begin, end) for begin, end in runs)]
+        self._own_in_prompt = sum(map(len, prompt))
         self._own = np.concatenate([*prompt, np.arange(self.prompt_length, self.most_tokens)])
-        self._own_in_prompt = sum(end - begin for begin, end in runs)
+        self._pending = self._missing(len(reused))
         self._own_tokens: OwnTokens | None = None
+
+    def _missing(self, count: int) -> list[Range]:
+        """Return the runs to compute if the KV of the first ``count`` of its own tokens is there; one of generated
+        tokens follows those of the prompt."""
+        prompt = self._own[count : self._own_in_prompt]
+        generated = self._own[max(count, self._own_in_prompt) : self.own_length]
+        return [*ranges_of(prompt), *ranges_of(generated)]
 
     @property
     def own_length(self) -> int:
@@ -91,9 +107,14 @@ class TokenSequence:
         return self._own_in_prompt + self.length - self.prompt_length
 
     @property
-    def shared_length(self) -> int:
-        """The number of its own tokens that lie in slots which other answers share."""
-        return 0 if self.prompt_slots is None else self.prompt_slots.size
+    def own(self) -> NDArray[np.int64]:
+        """The positions of its own tokens, ascending: [own_length]."""
+        return self._own[: self.own_length]
+
+    @property
+    def computed_length(self) -> int:
+        """The number of its own tokens whose KV is there."""
+        return self._own_before(self._pending[0][0]) if self._pending else self.own_length
 
     @property
     def own_in_prompt(self) -> int:
@@ -126,9 +147,17 @@ class TokenSequence:
         return self._pending == [(self.length - 1, self.length)] and self.length > self.prompt_length
 
     @property
+    def path_so_far(self) -> LinkedPath:
+        """The path of what is computed, where the prompt is."""
+        assert self.path is not None
+        if len(self.path.tokens) < self.prompt_length:
+            return self.path
+        return replace(self.path, tokens=self._tokens[: self._pending[0][0] if self._pending else self.length].copy())
+
+    @property
     def prompt_in_place(self) -> bool:
         """True if the slots hold the KV of the whole prompt as it was linked."""
-        if self.held is None or not self._begun or self.probe is not None:
+        if self.spans is None or not self._begun or self.probe is not None:
             return False
         return not self._pending or self._pending[0][0] >= self.prompt_length
 
@@ -143,9 +172,12 @@ class TokenSequence:
         """True if a shared chunk can no longer be loaded completely."""
         return any(kv.lost for kv in self.arriving)
 
-    def relink(self, runs: Sequence[Range], refine: Callable[[], Refining] | None) -> None:
+    def relink(
+        self, runs: Sequence[Range], refine: Callable[[], Refining] | None, path: LinkedPath | None = None
+    ) -> None:
         """Compute these runs instead, after the first pass."""
         self.probe = None
+        self.path = path
         self._begun = refine is None
         self._refine = refine
         self._compute(runs)
@@ -162,6 +194,8 @@ class TokenSequence:
             self.tokens[: self.prompt_length],
             self._prompt_runs,
             shared=self._shared,
+            path=self.path,
+            reused=self.reused,
             most_tokens=self.most_tokens,
             refine=self._refine,
         )
@@ -171,16 +205,19 @@ class TokenSequence:
     def adopt_prompt(self) -> None:
         """Mark the prompt as computed: its slots are another sequence's too, or were."""
         self._begun = True
-        self._pending = [(self.prompt_length, self.length)] if self.length > self.prompt_length else []
+        self._pending = self._missing(self._own_in_prompt)
+
+    def adopt(self, count: int) -> None:
+        """Mark the first ``count`` of its own tokens, reused ones, as computed, and no others."""
+        self._pending = self._missing(count)
+        self.missed = (0 if self.reused is None else len(self.reused.own)) - count
 
     def restart(self) -> None:
         """Discard all computed KV, whose slots are gone, and begin again."""
         self._begun = False
         self.capture = None
         self._own_tokens = None
-        self._pending = list(self._prompt_runs)
-        if self.length > self.prompt_length:
-            self._pending.append((self.prompt_length, self.length))
+        self._pending = self._missing(0)
 
     def take(self, budget: int) -> tuple[list[Run], Sight]:
         """Return the next runs, of at most ``budget`` tokens in all, and what they see, and mark them as done.
@@ -188,7 +225,7 @@ class TokenSequence:
         A prompt whose policy refines is taken whole and alone, since what it keeps depends on all of its tokens and on
         no others.
         """
-        assert self.held is not None
+        assert self.spans is not None
         refining: Refining | None = None
         if not self._begun:
             self._begun = True
@@ -213,7 +250,7 @@ class TokenSequence:
         wants_logits = self.computed and self.capture is None and self.probe is None
         runs = [
             Run(
-                self.held.start + self._own_before(begin) - self.shared_length,
+                self._slots(begin, end),
                 begin,
                 self._tokens[begin:end],
                 wants_logits=wants_logits and (begin, end) == taken[-1],
@@ -226,15 +263,14 @@ class TokenSequence:
             for begin, end in taken
         ]
         seen = self._own_before(taken[-1][1]) if taken else 0
-        return runs, Sight(self._shared, self._spans(seen), self._own[:seen], self._visibility())
+        return runs, Sight(self._shared, tuple(first_slots(self.spans, seen)), self._own[:seen], self._visibility())
 
-    def _spans(self, count: int) -> tuple[SlotSpan, ...]:
-        """Return where the first ``count`` of its own tokens lie in the pool."""
-        assert self.held is not None
-        if self.prompt_slots is None:
-            return (SlotSpan(self.held.start, count),)
-        size = self.prompt_slots.size
-        return SlotSpan(self.prompt_slots.start, size), SlotSpan(self.held.start, count - size)
+    def _slots(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return the slots of its own tokens at the positions [begin, end)."""
+        assert self.spans is not None
+        own = self._own_before(begin)
+        slots = np.concatenate([np.arange(span.slot, span.end) for span in self.spans])
+        return slots[own : own + end - begin]
 
     def _own_before(self, position: int) -> int:
         """Count the sequence's own tokens that stand before the position."""
@@ -252,71 +288,16 @@ class TokenSequence:
         return self.probe if refining is None else refining.watch
 
 
-class SequenceSlots:
-    """Assigns slots to sequences, and notes which KV has to be copied for that. Nothing else changes
-    ``TokenSequence.held`` and ``prompt_slots``."""
-
-    def __init__(self, slots: int) -> None:
-        self._allocator = SlotAllocator(slots)
-
-    @property
-    def used(self) -> int:
-        """The number of slots that sequences hold."""
-        return self._allocator.used
-
-    def admit(self, sequence: TokenSequence, linked: TokenSequence | None = None) -> bool:
-        """Give the sequence slots for its tokens, and a few more; False where there are too few. With ``linked``, a
-        sequence for the same prompt whose KV is in place, the two share the prompt's slots."""
-        computed = 0 if linked is None else linked.own_in_prompt
-        sequence.held = self._allocator.allocate(_wanted(sequence) - computed)
-        if sequence.held is None:
-            return False
-        if linked is not None:
-            assert linked.held is not None
-            if linked.prompt_slots is None:
-                linked.prompt_slots = self._allocator.split(linked.held, computed)
-            sequence.prompt_slots = self._allocator.share(linked.prompt_slots)
-            sequence.adopt_prompt()
-        return True
-
-    def grow(self, sequence: TokenSequence) -> bool:
-        """Make sure that the sequence holds slots for all of its tokens; False where there are too few."""
-        assert sequence.held is not None
-        shared = sequence.shared_length
-        if sequence.held.size >= sequence.own_length - shared:
-            return True
-        grown = self._allocator.grow(sequence.held, _wanted(sequence) - shared)
-        sequence.held = grown or sequence.held
-        return grown is not None
-
-    def hand_over(self, sequence: TokenSequence, heir: TokenSequence) -> None:
-        """Give all slots of one sequence, in which the prompt's KV is in place, to another one for the same prompt."""
-        heir.held, sequence.held = sequence.held, None
-        heir.prompt_slots, sequence.prompt_slots = sequence.prompt_slots, None
-        heir.adopt_prompt()
-
-    def release(self, sequence: TokenSequence) -> None:
-        """Take the sequence's slots back."""
-        assert sequence.held is not None
-        self._allocator.release(sequence.held)
-        if sequence.prompt_slots is not None:
-            self._allocator.release(sequence.prompt_slots)
-        sequence.held = sequence.prompt_slots = None
-
-    def take_moves(self) -> tuple[Move, ...]:
-        """Return the copies of KV to make, in order, before anything is computed, and mark them as done."""
-        return self._allocator.take_moves()
-
-    def check_integrity(self, holders: Sequence[TokenSequence]) -> None:
-        """Check that exactly these sequences hold slots, and that those which several of them hold know their number.
-        Raises AssertionError otherwise."""
-        self._allocator.check_integrity()
-        assert all(sequence.held is not None for sequence in holders)
-        ranges = [held for sequence in holders for held in (sequence.held, sequence.prompt_slots) if held is not None]
-        assert {id(held): held.users for held in ranges} == Counter(map(id, ranges))
-        assert sum({id(held): held.size for held in ranges}.values()) == self.used
+def first_slots(spans: Sequence[SlotSpan], count: int) -> Iterator[SlotSpan]:
+    """Yield the first ``count`` slots of these spans."""
+    for span in spans:
+        if count <= 0:
+            return
+        yield SlotSpan(span.slot, min(count, span.size))
+        count -= span.size
 
 
-def _wanted(sequence: TokenSequence) -> int:
-    """Return the number of slots that all of the sequence's own tokens need now, and a few more."""
-    return min(sequence.own_length + GROWTH, sequence.most_own)
+def ranges_of(positions: NDArray[np.int64]) -> list[Range]:
+    """Return the maximal ranges [begin, end) of ascending ``positions``."""
+    edges = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(positions, edges) if part.size]

@@ -70,6 +70,8 @@ class EngineLoad:
     waiting: int
     slots_used: int
     slots_total: int
+    slots_kept: int = 0
+    """Slots that no request holds, and whose KV later ones may reuse."""
 
 
 class Engine(Protocol):

@@ -191,6 +191,7 @@ class Output:
                 policy=self._policy,
                 reason=reason,
                 cached_tokens=usage.cached_tokens,
+                exact_cached_tokens=usage.exact_cached_tokens,
                 recomputed_tokens=usage.recomputed_tokens,
                 fresh_tokens=usage.fresh_tokens,
                 output_tokens=usage.output_tokens,

@@ -17,7 +17,7 @@ from kvlinker.linking.explanation import Explanation, PromptCost, explain_plan
 from kvlinker.linking.plan import ChunkUse, LinkPlan, Placement, Range, chunk_uses, make_plan, probe_plan, ranges
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.refinement import ChunkAttention, Refinement
-from kvlinker.prompt.segments import Prompt
+from kvlinker.prompt.segments import Prompt, ReusedPrefix
 from kvlinker.types.answers import Usage
 from kvlinker.types.chunk_scores import ChunkScores
 from kvlinker.types.chunks import Chunk
@@ -30,6 +30,11 @@ T = TypeVar("T")
 def no_forecast(prompt: Prompt) -> Forecast:
     """Return the forecast of an engine that has measured nothing."""
     return Forecast(load=None, prefill=None)
+
+
+def no_reuse(prompt: Prompt, policy: Policy) -> ReusedPrefix | None:
+    """Return None: an engine that keeps nothing but chunks."""
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +72,13 @@ class Link:
         *,
         library: Library | None = None,
         forecast: Callable[[Prompt], Forecast] = no_forecast,
+        reuse: Callable[[Prompt, Policy], ReusedPrefix | None] = no_reuse,
     ) -> Link:
         """Arrange the prompt, have the policy settle, and plan at once where no scores are needed.
 
         ``library`` holds the variants that the policy may choose from; ``forecast`` is asked only for policies that
-        need it, about the arranged prompt.
+        need it, about the arranged prompt. ``reuse`` is asked for the beginning of the arranged prompt that was linked
+        in the same way before.
         """
         with _asking(policy):
             arranged = policy.arrange(prompt, (library if policy.needs.variants else None) or NoVariants())
@@ -80,6 +87,9 @@ class Link:
                 link = cls(policy, policy.settle(expected), arranged, expected)
             else:
                 link = cls(policy, policy, arranged)
+        reused = reuse(link.prompt, link.policy)
+        if reused is not None:
+            link = replace(link, prompt=replace(link.prompt, reused=reused))
         return link if link.policy.needs.scores else link._planned(PromptEvidence())
 
     @property
@@ -140,7 +150,8 @@ class Link:
             return Usage(0, 0, 0, output_tokens)
         held = plan.cached_tokens + plan.recomputed_tokens
         recomputed = held if not linked else _recomputed(plan, refinement)
-        return Usage(held - recomputed, recomputed, plan.fresh_tokens, output_tokens)
+        reused = self.prompt.reused_tokens if linked else 0
+        return Usage(held - recomputed, recomputed, plan.fresh_tokens, output_tokens, reused)
 
     def uses(self, layers: int, refinement: Refinement | None = None) -> tuple[ChunkUse, ...]:
         """Return the share of each placed chunk that was computed again, averaged over the model's ``layers``."""

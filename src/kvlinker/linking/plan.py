@@ -51,6 +51,7 @@ class LinkPlan:
     cached_tokens: int
     recomputed_tokens: int
     fresh_tokens: int
+    """Tokens without KV; ``cached_tokens`` are those whose KV was there and is kept, reused ones among them."""
 
     selections: tuple[NDArray[np.bool_], ...] = field(repr=False, compare=False)
     """The cached tokens that each of ``policy.parts`` selected: masks, [length] each."""
@@ -63,7 +64,8 @@ class LinkPlan:
 
 def make_plan(prompt: Prompt, policy: Policy, evidence: Evidence) -> LinkPlan:
     """Turn a policy's selection into a plan."""
-    return _plan(prompt, policy, tuple(part.select(prompt, evidence) & prompt.cached for part in policy.parts))
+    selectable = prompt.cached & prompt.changeable
+    return _plan(prompt, policy, tuple(part.select(prompt, evidence) & selectable for part in policy.parts))
 
 
 def probe_plan(prompt: Prompt, policy: Policy) -> LinkPlan:
@@ -79,10 +81,13 @@ def _plan(prompt: Prompt, policy: Policy, selections: tuple[NDArray[np.bool_], .
     """
     computed = np.logical_or.reduce([~prompt.cached, *selections])
     computed[-1:] = True
+    own = computed.copy()
+    if prompt.reused is not None:
+        own[prompt.reused.own] = True
     placements = []
     for chunk, span in zip(prompt.chunks, prompt.spans, strict=True):
-        kept = np.flatnonzero(~computed[span.start : span.end])
-        if policy.needs.refines or policy.needs.question_attention:
+        kept = np.flatnonzero(~own[span.start : span.end])
+        if span.end > prompt.reused_tokens and (policy.needs.refines or policy.needs.question_attention):
             first, last = 0, span.length
         elif kept.size:
             first, last = int(kept[0]), int(kept[-1]) + 1

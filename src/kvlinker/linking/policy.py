@@ -57,6 +57,11 @@ class Policy(ABC):
         return True
 
     @property
+    def exact(self) -> bool:
+        """True if it computes every token, so that it reuses nothing but what was computed exactly, too."""
+        return False
+
+    @property
     def parts(self) -> tuple[Policy, ...]:
         """The policies that a union consists of; any other policy is its only part."""
         return (self,)

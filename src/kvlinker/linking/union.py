@@ -46,6 +46,10 @@ class Union(Policy):
         return self.members[0].positioned
 
     @property
+    def exact(self) -> bool:
+        return any(member.exact for member in self.members)
+
+    @property
     def parts(self) -> tuple[Policy, ...]:
         return self.members
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -52,11 +52,33 @@ class ChunkSpan:
         return self.start + self.length
 
 
+@dataclass(frozen=True, eq=False)
+class ReusedPrefix:
+    """The beginning of a prompt whose KV an earlier request left, as it was linked then."""
+
+    length: int
+    """The tokens in it: positions [0, length)."""
+
+    own: NDArray[np.int64]
+    """The positions, ascending, whose KV that request computed; all others are chunks'."""
+
+    linked: Mapping[int, str] = field(default_factory=dict)
+    """By position, how the chunk that begins there was linked."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Holds an immutable list of segments; positions count tokens from 0 over all of them."""
 
     segments: tuple[Segment, ...]
+
+    reused: ReusedPrefix | None = field(default=None, compare=False, repr=False)
+    """The beginning that is there already, chunks and fresh tokens; no policy changes it."""
+
+    @property
+    def reused_tokens(self) -> int:
+        """The number of tokens in ``reused``."""
+        return 0 if self.reused is None else self.reused.length
 
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
@@ -105,13 +127,20 @@ class Prompt:
 
     @cached_property
     def cached(self) -> NDArray[np.bool_]:
-        """A mask that is true where a chunk stands, false for fresh tokens: [length]."""
-        return self._mask(self.spans)
+        """A mask that is true where KV is there already, of a chunk or a reused beginning: [length]."""
+        mask = self._mask(self.spans)
+        mask[: self.reused_tokens] = True
+        return mask
 
     @cached_property
     def inexact(self) -> NDArray[np.bool_]:
-        """A mask that is true where a chunk stands whose KV is not exact there: [length]."""
-        return self._mask([span for span in self.spans if not span.exact])
+        """A mask that is true where a chunk stands whose KV is not exact there, behind what is reused: [length]."""
+        return self._mask([span for span in self.spans if not span.exact]) & self.changeable
+
+    @cached_property
+    def changeable(self) -> NDArray[np.bool_]:
+        """A mask that is false where KV is reused as it is: [length]."""
+        return np.arange(len(self)) >= self.reused_tokens
 
     def _mask(self, spans: Iterable[ChunkSpan]) -> NDArray[np.bool_]:
         mask = np.zeros(len(self), dtype=np.bool_)

@@ -32,10 +32,11 @@ LEAST_LOGPROB = -9999.0
 
 
 class PromptTokensDetails(ResponseBody):
-    """The prompt tokens whose KV came from the store, and those of chunks that were computed again; all others were
-    fresh."""
+    """The prompt tokens whose KV was there and was kept, and those of chunks that were computed again; all others were
+    fresh. ``exact_cached_tokens`` are those of the former that an earlier request computed in just this sequence."""
 
     cached_tokens: int
+    exact_cached_tokens: int
     recomputed_tokens: int
 
 
@@ -171,6 +172,7 @@ def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
         total_tokens=prompt_tokens + output_tokens,
         prompt_tokens_details=PromptTokensDetails(
             cached_tokens=sum(usage.cached_tokens for usage in prompts),
+            exact_cached_tokens=sum(usage.exact_cached_tokens for usage in prompts),
             recomputed_tokens=sum(usage.recomputed_tokens for usage in prompts),
         ),
     )

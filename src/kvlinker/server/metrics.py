@@ -52,6 +52,9 @@ class Metrics:
             buckets=_LOAD_BUCKETS,
         )
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens by what became of them.", "source")
+        self._exact_cached_tokens = counter(
+            "exact_cached_tokens", "Cached prompt tokens that an earlier request computed in just that sequence."
+        )
         self._output_tokens = counter("output_tokens", "Tokens generated.")
         self._requests = counter("requests", "Requests that ended.", "reason")
         self._lookups = counter("chunk_lookups", "Times that the store was asked for a chunk's KV.", "result", "tier")
@@ -72,6 +75,7 @@ class Metrics:
             case RequestFinished():
                 self._requests.labels(event.reason).inc()
                 self._prompt_tokens.labels("cached").inc(event.cached_tokens)
+                self._exact_cached_tokens.inc(event.exact_cached_tokens)
                 self._prompt_tokens.labels("recomputed").inc(event.recomputed_tokens)
                 self._prompt_tokens.labels("fresh").inc(event.fresh_tokens)
                 self._output_tokens.inc(event.output_tokens)
@@ -119,6 +123,7 @@ class _Gauges(Collector):
             ("requests_running", "Requests being computed.", load.running),
             ("requests_waiting", "Requests in the queue.", load.waiting),
             ("kv_slots_used", "Slots of the KV pool in use; one slot holds one token.", load.slots_used),
+            ("kv_slots_kept", "Slots that hold nothing but what later requests may reuse.", load.slots_kept),
             ("kv_slots_total", "Slots of the KV pool.", load.slots_total),
         ):
             yield GaugeMetricFamily(f"kvlinker:{name}", text, value=value)

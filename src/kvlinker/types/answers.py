@@ -32,6 +32,9 @@ class Usage:
     fresh_tokens: int
     output_tokens: int = 0
 
+    exact_cached_tokens: int = 0
+    """Those of ``cached_tokens`` that were computed in a sequence that began as this one does, not in chunks."""
+
     @property
     def prompt_tokens(self) -> int:
         return self.cached_tokens + self.recomputed_tokens + self.fresh_tokens

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from kvlinker.cli import app
 from kvlinker.errors import InvalidRequestError
+from kvlinker.research.bench.conversation import conversation_prompts, run_conversation
 from kvlinker.research.bench.decode import run_decode
 from kvlinker.research.bench.isolation import run_isolation
 from kvlinker.research.bench.measurement import Workload, in_turn, median_step, peak_memory
@@ -107,6 +109,28 @@ def test_decode_behind_shared_chunks_is_kvlinkers_alone(subject):
     (row,) = run_decode(subject, [3], Workload(2, 20, 4), policy="naive", steps=8, repeat=1).rows
     assert (row["case"], row["system"]) == ("3 × 2 × 20 shared + 4", "kvlinker")
     assert row["ms_per_step"] > 0
+
+
+def test_conversations_are_held_in_every_way(subject):
+    rows = run_conversation(subject, Workload(2, 20, 30), turns=3, policy="naive", repeat=1).rows
+    assert [(row["case"], row["way"]) for row in rows] == [
+        ("3 turns of 30 tokens", "reuse"),
+        ("3 turns of 30 tokens", "no reuse"),
+        ("3 turns of 30 tokens", "each token once"),
+        ("the same prompt again", "reuse"),
+        ("the same prompt again", "no reuse"),
+        ("the same prompt again", "its fresh tokens alone"),
+    ]
+    assert all(row["seconds"] > 0 for row in rows)
+    assert rows[0]["ratio_to_reuse"] == rows[3]["ratio_to_reuse"] == 1
+
+
+def test_turns_of_a_conversation_begin_with_the_one_before():
+    prompts = conversation_prompts(Workload(2, 20, 30), 3, 300, seed=1)
+    assert [len(prompt) for prompt in prompts] == [70, 100, 130]
+    for before, after in pairwise(prompts):
+        assert after.tokens[: len(before)].tolist() == before.tokens.tolist()
+        assert after.chunks == before.chunks
 
 
 def test_prompts_of_a_workload_share_their_chunks_alone():

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from kvlinker.embedded.batch import Batch, Capture, OwnTokens, Run, SharedChunk, Sight, SlotSpan
+from kvlinker.embedded.batch import Batch, Capture, OwnTokens, Run, SharedChunk, Sight
 from kvlinker.embedded.model.anatomy import LayerShape, trace_layers
 from kvlinker.embedded.model.interception import ATTENTION_NAME, attention_of
 from kvlinker.embedded.model.rotary import RotatedKeys
-from kvlinker.embedded.pool import KVPool
+from kvlinker.embedded.pool import KVPool, SlotSpan
 from kvlinker.embedded.runner import Runner
 from kvlinker.errors import UnsupportedModelError
 from kvlinker.linking.plan import Range
@@ -155,14 +155,12 @@ class _Subject:
         shared = () if chunk is None else (chunk,)
         own = np.concatenate([np.arange(*run) for run in runs]) if shared else np.arange(len(self.tokens))
         sight = Sight(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))
-        slots = np.searchsorted(own, [begin for begin, _ in runs]).tolist()
-        batch = Batch(
-            tuple(
-                Run(slot, begin, self.tokens[begin:end], wants_logits=end == len(self.tokens), capture=capture)
-                for slot, (begin, end) in zip(slots, runs, strict=True)
-            ),
-            {None: sight},
-        )
+        found = []
+        for begin, end in runs:
+            slots = np.searchsorted(own, np.arange(begin, end))
+            wants_logits = end == len(self.tokens)
+            found.append(Run(slots, begin, self.tokens[begin:end], wants_logits=wants_logits, capture=capture))
+        batch = Batch(tuple(found), {None: sight})
         return runner.step(batch).logits[None]
 
     @torch.inference_mode()

@@ -20,6 +20,7 @@ class Full(Policy):
     """Recompute everything; this is the quality oracle."""
 
     family = "full"
+    exact = True
 
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         return np.ones(len(prompt), dtype=np.bool_)

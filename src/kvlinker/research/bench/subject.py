@@ -51,7 +51,7 @@ class Subject:
             raise InvalidRequestError(f"Unknown tier {tier!r}; known are {', '.join(TIERS)}.", param="tier")
         with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
             # What was asked before must not change what is measured now, and neither must other servers.
-            fixed: dict[str, Any] = {"max_variants": 0, "redis_space": 0, "object_space": 0}
+            fixed: dict[str, Any] = {"max_variants": 0, "prefix_cache": "off", "redis_space": 0, "object_space": 0}
             if tier == "host":
                 fixed["host_memory"] = MEMORY
             else:

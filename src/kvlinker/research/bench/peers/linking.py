@@ -72,6 +72,7 @@ def start_kvlinker(task: Task, *, engine: Literal["embedded", "vllm"]) -> Iterat
             threads=task.threads,
             state_dir=Path(folder),
             host_memory=HOST_MEMORY,
+            prefix_cache="off",
             max_model_len=task.longest(linking=True),
             max_step_tokens=STEP_TOKENS,
             max_running=max(task.batches),
