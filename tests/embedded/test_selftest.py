@@ -1,10 +1,14 @@
+import copy
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvlinker.embedded.model import selftest
+from kvlinker.embedded.model import precision
 from kvlinker.embedded.model.anatomy import trace_layers
+from kvlinker.embedded.model.interception import attention_of
 from kvlinker.embedded.model.loading import prepare_model
+from kvlinker.embedded.model.precision import in_fp32
 from kvlinker.embedded.model.selftest import require_exact, self_test
 from kvlinker.errors import UnsupportedModelError
 from tests.toy_models import BASE, FAMILIES, tiny_model
@@ -17,36 +21,37 @@ def test_supported_families_pass_by_a_wide_margin(family):
     assert max(check.error for check in checks) < 5e-6
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_bf16_model_is_checked_in_fp32_and_left_as_it_was(family):
-    model = tiny_model(family).to(torch.bfloat16)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_is_checked_in_fp32_and_left_as_it_was(family, dtype):
+    model = tiny_model(family).to(dtype)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert max(check.error for check in self_test(model)) < 5e-6
-    assert next(model.parameters()).dtype == torch.bfloat16
+    after = model.state_dict()
+    assert all(after[name].dtype == dtype and torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not any("forward" in vars(module) for module in model.modules())
+    with torch.inference_mode(), attention_of(model, "eager"):
+        assert model(torch.arange(3, 9)[None]).logits.dtype == dtype
 
 
-@pytest.mark.parametrize(("on_device", "on_host", "device"), [(9, 0, "meta"), (0, 9, "cpu"), (0, 0, None)])
-def test_the_copy_in_fp32_lies_where_there_is_memory_for_it(monkeypatch, on_device, on_host, device):
-    """A model on the meta device stands for one on an accelerator."""
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe"])
+def test_a_model_computes_in_fp32_what_its_copy_in_fp32_would(family, monkeypatch):
+    monkeypatch.setattr(precision, "CHUNK_BYTES", 4000)  # some rows of a linear layer at a time
+    model = tiny_model(family).to(torch.bfloat16)
+    tokens = torch.arange(3, 60)[None]
+    with torch.inference_mode():
+        expected = copy.deepcopy(model).float()(tokens).logits
+        with in_fp32(model):
+            logits = model(tokens).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_module_that_fails_in_fp32_has_its_own_weights_again():
     model = tiny_model("llama").to(torch.bfloat16)
-    size = 4 * sum(weight.numel() for weight in model.parameters())
-    free = {"meta": on_device * size, "cpu": on_host * size}
-    monkeypatch.setattr(selftest, "_free_bytes", lambda place: free[place.type])
-    there = model.to("meta")
-    copies = []
-    monkeypatch.setattr(selftest, "_copy_in_fp32", lambda model, place: copies.append(place.type))
-    precise = selftest._precise(there)
-    assert copies == ([] if device is None else [device])
-    assert (precise is there) == (device is None)
-
-
-def test_a_copy_in_fp32_shares_nothing_and_keeps_what_is_tied():
-    model = tiny_model("llama").to(torch.bfloat16)
-    model.lm_head.weight = model.model.embed_tokens.weight
-    copied = selftest._copy_in_fp32(model, torch.device("cpu"))
-    assert {weight.dtype for weight in copied.parameters()} == {torch.float32}
-    assert copied.lm_head.weight is copied.model.embed_tokens.weight
-    kept = {weight.data_ptr() for weight in (*model.parameters(), *model.buffers())}
-    assert kept.isdisjoint(weight.data_ptr() for weight in (*copied.parameters(), *copied.buffers()))
+    norm = model.model.norm
+    with in_fp32(model), pytest.raises(RuntimeError):
+        norm(torch.zeros(1, 2, 63))
+    assert norm.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "bloom", "mamba", "gptj", "falcon", "deepseek_v3"])

@@ -25,7 +25,7 @@ def check(
     from rich.console import Console
     from rich.table import Table
 
-    from kvlinker.embedded.model.selftest import self_test
+    from kvlinker.embedded.model.selftest import TOLERANCE, self_test
     from kvlinker.engine.model_files import read_model
 
     with failures(BAD_USAGE):
@@ -36,7 +36,7 @@ def check(
     table = Table("check", "what is compared with the model's own forward pass", "relative error", "allowed", "verdict")
     for item in checks:
         verdict = "[green]passed[/]" if item.passed else "[red]failed[/]"
-        table.add_row(item.name, item.meaning, f"{item.error:.1e}", f"{item.tolerance:.0e}", verdict)
+        table.add_row(item.name, item.meaning, f"{item.error:.1e}", f"{TOLERANCE:.0e}", verdict)
     Console().print(table)
     if not all(item.passed for item in checks):
         typer.echo(f"{model} cannot be linked exactly.", err=True)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvlinker.embedded.batch import Batch, Capture, OwnTokens, Run, SharedChunk, Sight
 from kvlinker.embedded.model.anatomy import LayerShape, trace_layers
 from kvlinker.embedded.model.interception import ATTENTION_NAME, attention_of
+from kvlinker.embedded.model.precision import in_fp32
 from kvlinker.embedded.model.rotary import RotatedKeys
 from kvlinker.embedded.pool import KVPool, SlotSpan
 from kvlinker.embedded.runner import Runner
@@ -30,8 +29,8 @@ SCATTERED = ((5, 6), (17, 40), (61, 62), (70, 96))
 CHUNK = (23, 80)
 """The range that the placement checks treat as a chunk."""
 
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest ‖ours − model's‖ / ‖model's‖ that passes."""
+TOLERANCE = 1e-4
+"""Largest ‖ours − model's‖ / ‖model's‖ that passes, both computed in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,40 +40,42 @@ class Check:
     name: str
     meaning: str
     error: float
-    tolerance: float
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.tolerance  # false for NaN
+        return self.error <= TOLERANCE  # false for NaN
 
 
 def self_test(model: Any) -> tuple[Check, ...]:
     """Compare kvlinker's computation with the model's own forward pass on a fixed random prompt of 96 tokens.
 
-    Rounding hides small mistakes, so a copy of the model in fp32 is checked where memory allows, be it on the CPU.
+    Rounding hides small mistakes, so both compute in fp32, whatever precision the weights are in.
     """
-    subject = _Subject(_precise(model))
+    with in_fp32(model):
+        return _checks(_Subject(model))
+
+
+def _checks(subject: _Subject) -> tuple[Check, ...]:
     tokens = subject.tokens
     expected = subject.own_logits()
-    tolerance = TOLERANCES[subject.dtype]
     runner = subject.new_runner()
-    capture = Capture(subject.layers, [CHUNK], dtype=subject.dtype)
+    capture = Capture(subject.layers, [CHUNK], dtype=torch.float32)
 
     whole = subject.computed(runner, [(0, len(tokens))], capture=capture)
-    prefill = Check("prefill", "a prompt computed at once", _error(whole, expected), tolerance)
+    prefill = Check("prefill", "a prompt computed at once", _error(whole, expected))
 
     for begin, end in SCATTERED:
         _spoil(runner.pool, begin, end)
     again = subject.computed(runner, SCATTERED)
-    recompute = Check("recompute", "scattered tokens computed again over garbage", _error(again, expected), tolerance)
+    recompute = Check("recompute", "scattered tokens computed again over garbage", _error(again, expected))
 
     begin, end = CHUNK
     linked = subject.computed(runner, [(0, begin), (end, len(tokens))], chunk=subject.shared(capture.finish()[0]))
-    link = Check("link", "a chunk's stored KV attended to at its position", _error(linked, expected), tolerance)
+    link = Check("link", "a chunk's stored KV attended to at its position", _error(linked, expected))
 
     rotaries = {layer.rotary for layer in subject.layers if layer.rotary is not None}
     relative = max(rotary.relative_error(PROMPT_TOKENS) for rotary in rotaries)
-    moved = Check("relocate", "rotary embedding depends on distances alone", relative, tolerance)
+    moved = Check("relocate", "rotary embedding depends on distances alone", relative)
     return prefill, recompute, link, moved
 
 
@@ -84,49 +85,16 @@ def require_exact(model: Any) -> None:
     if failed:
         figures = "; ".join(f"{check.name} ({check.meaning}): {check.error:.1e}" for check in failed)
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be linked exactly. Relative errors over {failed[0].tolerance:.0e}: "
+            f"{type(model).__name__} cannot be linked exactly. Relative errors over {TOLERANCE:.0e}: "
             f"{figures}. Serve it without kvlinker, or report the model."
         )
-
-
-def _precise(model: Any) -> Any:
-    """Return a copy of the model in fp32, on its device or else on the CPU, whichever has room for it; the model itself
-    where neither has, or where it is in fp32."""
-    weight = next(model.parameters())
-    if weight.dtype == torch.float32:
-        return model
-    size = sum(weight.numel() for weight in model.parameters()) * torch.float32.itemsize
-    for device in dict.fromkeys([weight.device, torch.device("cpu")]):
-        if size < _free_bytes(device) // 2:
-            return _copy_in_fp32(model, device)
-    return model
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Return the bytes of memory that are free on the device."""
-    free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return free
-
-
-def _copy_in_fp32(model: Any, device: torch.device) -> Any:
-    """Return a copy on the device; no second one in the model's own precision is made on the way."""
-    copies: dict[int, Any] = {}
-    for parameter in model.parameters():
-        precise = parameter.detach().to(device, torch.float32, copy=True)
-        copies[id(parameter)] = nn.Parameter(precise, requires_grad=False)
-    for buffer in model.buffers():
-        dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
-        copies[id(buffer)] = buffer.detach().to(device, dtype, copy=True)
-    return copy.deepcopy(model, copies)
 
 
 class _Subject:
     """The model under test, with its layers and the prompt."""
 
     def __init__(self, model: Any) -> None:
-        weight = next(model.parameters())
-        self.dtype: torch.dtype = weight.dtype
-        self._device: torch.device = weight.device
+        self._device: torch.device = next(model.parameters()).device
         self.layers: Sequence[LayerShape] = trace_layers(model)
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
@@ -134,7 +102,7 @@ class _Subject:
         self.tokens: NDArray[np.int64] = np.random.default_rng(0).integers(0, vocabulary, PROMPT_TOKENS)
 
     def new_runner(self) -> Runner:
-        pool = KVPool(self.layers, PROMPT_TOKENS, dtype=self.dtype, device=self._device)
+        pool = KVPool(self.layers, PROMPT_TOKENS, dtype=torch.float32, device=self._device)
         return Runner(self._model, self.layers, pool)
 
     def shared(self, kv: ChunkKV) -> SharedChunk:

@@ -1,0 +1,73 @@
+"""Computes a model in fp32 without a copy of it in fp32, a module's weights at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CHUNK_BYTES = 16 << 20
+"""The most bytes of a linear layer's weight that are in memory in fp32 at a time."""
+
+
+@contextmanager
+def in_fp32(model: nn.Module) -> Iterator[None]:
+    """Have every module of ``model`` compute in fp32 for a while, from its weights as they are.
+
+    Linear layers multiply a part of their rows after the other, embeddings give fp32 out, and other modules have their
+    weights in fp32 for as long as they run: memory rises by the largest of these parts only. A model in fp32 is left as
+    it is.
+    """
+    with ExitStack() as undo:
+        for module in model.modules():
+            if _in_fp32_already(module):
+                continue
+            if type(module).forward is nn.Linear.forward:
+                undo.callback(delattr, module, "forward")
+                module.forward = partial(_linear_in_fp32, module)  # type: ignore[method-assign]
+            elif isinstance(module, nn.Embedding):
+                undo.callback(module.register_forward_hook(_widen_output).remove)
+            else:
+                kept: list[dict[str, Tensor | None]] = []
+                undo.callback(module.register_forward_pre_hook(partial(_widen_weights, kept)).remove)
+                undo.callback(module.register_forward_hook(partial(_restore, kept), always_call=True).remove)
+        yield
+
+
+def _in_fp32_already(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return all(tensor.dtype == torch.float32 or not tensor.is_floating_point() for tensor in own)
+
+
+def _linear_in_fp32(linear: nn.Linear, inputs: Tensor) -> Tensor:
+    """Return ``inputs`` [..., in_features] multiplied in fp32: [..., out_features]."""
+    output = inputs.new_empty(*inputs.shape[:-1], linear.out_features, dtype=torch.float32)
+    rows = max(1, CHUNK_BYTES // (linear.in_features * torch.float32.itemsize))
+    for begin in range(0, linear.out_features, rows):
+        part = slice(begin, begin + rows)
+        output[..., part] = nn.functional.linear(inputs.float(), linear.weight[part].float())
+    return output if linear.bias is None else output + linear.bias.float()
+
+
+def _widen_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.float()
+
+
+def _widen_weights(kept: list[dict[str, Tensor | None]], module: nn.Module, args: Any) -> None:
+    """Give the module its own weights and buffers in fp32, and keep those that it had."""
+    kept.extend((dict(module._parameters), dict(module._buffers)))
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.is_floating_point():
+                wide = tensor.detach().float()
+                tensors[name] = nn.Parameter(wide, requires_grad=False) if tensors is module._parameters else wide
+
+
+def _restore(kept: list[dict[str, Tensor | None]], module: nn.Module, args: Any, output: Any) -> None:
+    module._parameters.update(kept[0])  # type: ignore[arg-type]
+    module._buffers.update(kept[1])
+    kept.clear()
