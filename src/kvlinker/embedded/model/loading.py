@@ -13,6 +13,7 @@ from kvlinker.embedded.model.anatomy import LayerShape, context_window, trace_la
 from kvlinker.embedded.model.interception import ATTENTION_NAME
 from kvlinker.embedded.model.rotary import RotatedKeys
 from kvlinker.embedded.model.selftest import require_exact
+from kvlinker.embedded.model.weights import pack_weights, watch_linears
 from kvlinker.engine.cost import kv_bytes_per_token
 from kvlinker.engine.model_files import fingerprint, read_model
 from kvlinker.threads import in_own_thread
@@ -63,15 +64,18 @@ def prepare_model(model: Any, tokenizer: Any) -> LoadedModel:
     Raises UnsupportedModelError when its KV cannot be linked.
     """
     transformers_logging.set_verbosity_error()
-    layers = trace_layers(model)
+    with watch_linears(model) as linear_calls:
+        layers = trace_layers(model)
     require_exact(model)
     model.set_attn_implementation(ATTENTION_NAME)
     parameter = next(model.parameters())
+    name = fingerprint(model)
+    pack_weights(model, linear_calls)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         layers=layers,
-        fingerprint=fingerprint(model),
+        fingerprint=name,
         dtype=parameter.dtype,
         device=parameter.device,
         context_window=context_window(model),

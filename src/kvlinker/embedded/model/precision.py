@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20
 """The most bytes of a linear layer's weight that are in memory in fp32 at a time."""
 
 
@@ -26,7 +26,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if _in_fp32_already(module):
                 continue
-            if type(module).forward is nn.Linear.forward:
+            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
                 undo.callback(delattr, module, "forward")
                 module.forward = partial(_linear_in_fp32, module)  # type: ignore[method-assign]
             elif isinstance(module, nn.Embedding):
@@ -60,11 +60,12 @@ def _widen_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 def _widen_weights(kept: list[dict[str, Tensor | None]], module: nn.Module, args: Any) -> None:
     """Give the module its own weights and buffers in fp32, and keep those that it had."""
     kept.extend((dict(module._parameters), dict(module._buffers)))
-    for tensors in (module._parameters, module._buffers):
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.is_floating_point():
-                wide = tensor.detach().float()
-                tensors[name] = nn.Parameter(wide, requires_grad=False) if tensors is module._parameters else wide
+    for name, weight in module._parameters.items():
+        if weight is not None and weight.is_floating_point():
+            module._parameters[name] = nn.Parameter(weight.detach().float(), requires_grad=False)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point():
+            module._buffers[name] = buffer.float()
 
 
 def _restore(kept: list[dict[str, Tensor | None]], module: nn.Module, args: Any, output: Any) -> None:

@@ -1,0 +1,144 @@
+"""Puts the weights of a loaded model's linear layers in the order in which the processor reads them fastest.
+
+Decoding reads every weight once per step, and does little else. So weights are packed as oneDNN wants them, and layers
+that take the same input, such as the projections to queries, keys and values, are multiplied by one matrix.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvlinker.embedded.model.linears import MatrixLinear, SharedLinear, SharedMatrix
+from kvlinker.embedded.model.matrices import Matrix, PackedMatrix, packs
+
+SPARE_SHARE = 0.18
+"""The most bytes that there may be beside the model while its weights are packed, as a share of the model's."""
+
+FEWEST_OUTPUTS = 32
+"""Layers with fewer outputs stay plain: there is nothing to gain, and oneDNN rounds these otherwise when packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCall:
+    """One call of a linear layer."""
+
+    linear: nn.Linear
+    input: Tensor
+
+    content: int
+    """The hash of what was in ``input`` then; another module may have changed it since."""
+
+
+class LinearCalls:
+    """What a forward pass did with the linear layers of a model."""
+
+    def __init__(self) -> None:
+        self.calls: list[LinearCall] = []
+        self.ran: set[nn.Module] = set()
+        """All modules that were called."""
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Note that a module is called with ``args``."""
+        self.ran.add(module)
+        if type(module) is nn.Linear and args:
+            (given,) = args
+            self.calls.append(LinearCall(module, given, hash(given.float().cpu().numpy().tobytes())))
+
+
+@contextmanager
+def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
+    """Record what the forward pass of ``model`` in the block does with its linear layers."""
+    seen = LinearCalls()
+    handles = [module.register_forward_pre_hook(seen.enter) for module in model.modules()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def pack_weights(model: nn.Module, seen: LinearCalls) -> None:
+    """Pack the weights of the linear layers of ``model``, where packed ones are faster; layers that took the same input
+    in the forward pass ``seen`` get one matrix.
+
+    Each plain weight is freed as soon as it is packed. A layer is left as it is where that would take too much memory,
+    which tied embeddings of a small model may, and where it was not called although the module around it ran: that may
+    read the weight by itself. What comes out in bf16 is bit-identical to what plain weights give.
+    """
+    first = next(model.parameters())
+    if packs(first.dtype, first.device):
+        _replace(model, _groups(model, seen), PackedMatrix)
+
+
+def _replace(model: nn.Module, groups: Sequence[Sequence[_Place]], matrix_of: Callable[[Tensor], Matrix]) -> None:
+    """Put matrices in the places of each group's layers, and free their weights."""
+    spare = int(SPARE_SHARE * sum(weight.nbytes for weight in model.parameters()))
+    users = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    for group in groups:
+        weights = [place.linear.weight for place in group]
+        copied = sum(weight.nbytes for weight in weights)
+        if copied * (1 if len(group) == 1 else 2) > spare:
+            continue
+        spare -= sum(weight.nbytes for weight in weights if users[id(weight)] > 1)
+        matrix = matrix_of(weights[0] if len(group) == 1 else torch.cat(weights))
+        del weights
+        if len(group) == 1:
+            group[0].put(MatrixLinear(group[0].linear, matrix))
+        else:
+            shared = SharedMatrix(matrix, [place.linear for place in group])
+            for index, place in enumerate(group):
+                place.put(SharedLinear(place.linear, shared, index))
+        _give_back_memory()
+
+
+def _give_back_memory() -> None:
+    """Have the C library return freed memory to the system, where it is GNU's: it would keep the holes between weights
+    that are packed one after another."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of a linear layer in a model."""
+
+    owner: nn.Module
+    name: str
+    linear: nn.Linear
+
+    def put(self, other: nn.Linear) -> None:
+        """Put another layer here, and free the weight of the one that was."""
+        setattr(self.owner, self.name, other)
+        self.linear._parameters.clear()
+
+
+def _groups(model: nn.Module, seen: LinearCalls) -> list[list[_Place]]:
+    """Return the layers that may be replaced, in the model's order; those that take the same input are together."""
+    places: defaultdict[nn.Linear, list[_Place]] = defaultdict(list)
+    for owner in model.modules():
+        for name, child in owner.named_children():
+            if type(child) is nn.Linear:
+                places[child].append(_Place(owner, name, child))
+    calls: defaultdict[nn.Linear, list[LinearCall]] = defaultdict(list)
+    for call in seen.calls:
+        calls[call.linear].append(call)
+
+    groups: defaultdict[tuple[object, ...], list[_Place]] = defaultdict(list)
+    for linear, (place, *others) in places.items():
+        reads_weight = place.owner in seen.ran and not calls[linear]
+        if others or reads_weight or linear.out_features < FEWEST_OUTPUTS:
+            continue
+        input_of = [(id(call.input), call.content) for call in calls[linear]]
+        together = (place.owner, *input_of, linear.bias is None) if len(input_of) == 1 else (linear,)
+        groups[together].append(place)
+    return list(groups.values())

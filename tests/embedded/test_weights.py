@@ -1,0 +1,245 @@
+"""Packed and shared weights compute, bit by bit, what plain ones do, and take hardly more memory than they."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+from kvlinker.embedded.model import weights
+from kvlinker.embedded.model.anatomy import decoder_layers, trace_layers
+from kvlinker.embedded.model.interception import attention_of
+from kvlinker.embedded.model.linears import MatrixLinear, SharedLinear, SharedMatrix
+from kvlinker.embedded.model.matrices import PackedMatrix, packs
+from kvlinker.embedded.model.weights import pack_weights, watch_linears
+from kvlinker.engine.cost import CostModel
+from kvlinker.engine.model_files import fingerprint
+from tests.toy_models import FAMILIES, tiny_model
+
+CPU = torch.device("cpu")
+
+needs_packing = pytest.mark.skipif(not packs(torch.bfloat16, CPU), reason="the CPU has no packed bf16 weights")
+
+
+@pytest.fixture(autouse=True)
+def spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave room to pack every layer of models as small as the tests'."""
+    monkeypatch.setattr(weights, "SPARE_SHARE", 1.0)
+
+
+def pack(model: Any) -> None:
+    with watch_linears(model) as seen:
+        trace_layers(model)
+    pack_weights(model, seen)
+
+
+def logits(model: Any, tokens: int, **options: Any) -> torch.Tensor:
+    ids = torch.randint(3, 256, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    with torch.inference_mode(), attention_of(model, "eager"):
+        return model(ids, use_cache=False, **options).logits
+
+
+@needs_packing
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_weights_are_bit_identical_in_bf16(family: str) -> None:
+    model = tiny_model(family).to(torch.bfloat16)
+    packed = copy.deepcopy(model)
+    pack(packed)
+    assert any(isinstance(module, SharedLinear | MatrixLinear) for module in packed.modules())
+    for tokens in (1, 2, 7, 33, 150):
+        assert torch.equal(logits(packed, tokens), logits(model, tokens))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_weights_are_as_exact_in_fp32(family: str) -> None:
+    model = tiny_model(family)
+    packed = copy.deepcopy(model)
+    pack(packed)
+    for tokens in (1, 2, 33):
+        torch.testing.assert_close(logits(packed, tokens), logits(model, tokens), rtol=1e-4, atol=1e-4)
+
+
+def linears(model: nn.Module, layer: int = 0) -> dict[str, list[str]]:
+    """The names of a decoder layer's linear layers, by the kind that they are."""
+    kinds: dict[str, list[str]] = {}
+    for name, module in decoder_layers(model)[layer].named_modules():
+        if isinstance(module, nn.Linear):
+            kinds.setdefault(type(module).__name__, []).append(name.split(".")[-1])
+    return kinds
+
+
+@needs_packing
+def test_layers_that_take_the_same_input_share_a_matrix() -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    pack(model)
+    assert linears(model) == {
+        "SharedLinear": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
+        "MatrixLinear": ["o_proj", "down_proj"],
+    }
+    layer = model.model.layers[0]
+    assert layer.self_attn.q_proj.shared is layer.self_attn.v_proj.shared
+    assert layer.self_attn.q_proj.shared is not layer.mlp.gate_proj.shared
+    assert isinstance(model.lm_head, MatrixLinear)
+
+
+@needs_packing
+def test_a_model_is_counted_saved_and_named_as_before(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", attention_bias=True).to(torch.bfloat16)
+    layers = trace_layers(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    name, cost = fingerprint(model), CostModel(model, layers).per_token
+    pack(model)
+    assert fingerprint(model) == name
+    assert CostModel(model, layers).per_token == cost
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    assert again.keys() == before.keys()
+    assert all(torch.equal(again[key], tensor) for key, tensor in before.items())
+
+
+@needs_packing
+def test_tied_embeddings_keep_their_plain_weight() -> None:
+    model = tiny_model("llama", tie_word_embeddings=True).to(torch.bfloat16)
+    embedding = model.model.embed_tokens.weight
+    pack(model)
+    assert model.model.embed_tokens.weight is embedding
+    assert torch.equal(model.lm_head.weight, embedding)
+
+
+@needs_packing
+def test_what_would_take_too_much_memory_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True).to(torch.bfloat16)
+    size = sum(weight.nbytes for weight in model.parameters())
+    monkeypatch.setattr(weights, "SPARE_SHARE", 0.9 * model.lm_head.weight.nbytes / size)
+    pack(model)
+    assert type(model.lm_head) is nn.Linear
+    assert "SharedLinear" in linears(model)
+
+
+@needs_packing
+def test_routers_stay_plain() -> None:
+    model = nn.Sequential(nn.Linear(64, 8, bias=False), nn.Linear(8, 64, bias=False)).bfloat16()
+    with watch_linears(model) as seen, torch.inference_mode():
+        model(torch.ones(2, 64, dtype=torch.bfloat16))
+    pack_weights(model, seen)
+    assert [type(layer) for layer in model] == [nn.Linear, MatrixLinear]
+
+
+class _Reader(nn.Module):
+    """Reads the weight of one of its layers by itself, and changes the input of another in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(32, 32, dtype=torch.bfloat16) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output = self.first(hidden)
+        hidden += 1
+        return nn.functional.linear(output + self.second(hidden), self.third.weight)
+
+
+@needs_packing
+def test_layers_that_cannot_share_or_be_packed_do_not() -> None:
+    model = _Reader()
+    plain = copy.deepcopy(model)
+    with watch_linears(model) as seen, torch.inference_mode():
+        model(torch.ones(2, 32, dtype=torch.bfloat16))
+    pack_weights(model, seen)
+    assert type(model.third) is nn.Linear
+    assert [type(model.first), type(model.second)] == [MatrixLinear] * 2
+    with torch.inference_mode():
+        given = torch.randn(3, 32).bfloat16()
+        assert torch.equal(model(given.clone()), plain(given.clone()))
+
+
+def shared(*sizes: int, bias: bool = False) -> tuple[SharedMatrix, list[nn.Linear], list[SharedLinear]]:
+    plain = [nn.Linear(64, size, bias=bias, dtype=torch.bfloat16) for size in sizes]
+    matrix = SharedMatrix(PackedMatrix(torch.cat([linear.weight for linear in plain])), plain)
+    return matrix, plain, [SharedLinear(linear, matrix, index) for index, linear in enumerate(plain)]
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_shared_layers_compute_once_for_one_input(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    matrix, plain, members = shared(32, 64, 48, bias=bias)
+    multiply = Mock(side_effect=matrix.matrix.multiply)
+    monkeypatch.setattr(matrix.matrix, "multiply", multiply)
+    given = torch.randn(1, 5, 64).bfloat16()
+    for linear, member in zip(plain, members, strict=True):
+        assert torch.equal(member(given), linear(given))
+    multiply.assert_called_once()
+    assert matrix._latest is None, "nothing is kept once all have their part"
+
+
+@needs_packing
+@torch.inference_mode()
+def test_shared_layers_are_right_in_any_order_of_calls() -> None:
+    _, plain, members = shared(32, 64)
+    inputs = [torch.randn(1, rows, 64).bfloat16() for rows in (1, 5)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(60):  # passes that were left half-way, repeated calls, and outputs that are changed in place
+        index, which = (int(torch.randint(2, (), generator=generator)) for _ in range(2))
+        output = members[index](inputs[which])
+        assert torch.equal(output, plain[index](inputs[which]))
+        output.zero_()
+
+
+@needs_packing
+def test_shared_layers_are_right_in_several_threads() -> None:
+    _, plain, members = shared(32, 64, 48)
+
+    @torch.inference_mode()
+    def compute(seed: int) -> bool:
+        given = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        return all(torch.equal(member(given), linear(given)) for linear, member in zip(plain, members, strict=True))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(compute, range(400)))
+
+
+PREPARE_A_MODEL = """
+import gc, torch
+from pathlib import Path
+from transformers import AutoConfig, AutoModelForCausalLM
+from kvlinker.embedded.model.loading import prepare_model
+from tests.toy_models import tiny_model
+
+def peak():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+config = AutoConfig.for_model("llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=18,
+    num_attention_heads=16, num_key_value_heads=8, vocab_size=16000, tie_word_embeddings=True)
+prepare_model(tiny_model("llama").bfloat16(), None)  # libraries take their memory
+with torch.device("meta"):
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+model.to_empty(device="cpu")
+model.tie_weights()
+for weight in model.parameters():
+    weight.data.fill_(0.01)
+model.model.rotary_emb = type(model.model.rotary_emb)(config)
+size = sum(weight.nbytes for weight in model.parameters())
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")
+before = peak()
+loaded = prepare_model(model.eval(), None)
+print(size, peak() - before, type(loaded.model.lm_head).__name__)
+"""
+
+
+@needs_packing
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak")
+def test_preparing_a_model_takes_little_more_memory_than_the_model() -> None:
+    done = subprocess.run([sys.executable, "-c", PREPARE_A_MODEL], capture_output=True, text=True, check=True)
+    size, risen, head = done.stdout.split()
+    assert head == "MatrixLinear"
+    assert int(size) > 500e6
+    assert int(risen) < 0.2 * int(size)
