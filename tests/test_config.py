@@ -174,3 +174,24 @@ def test_complaints_tell_no_secrets(options: dict[str, Any]) -> None:
 def test_secrets_are_not_shown() -> None:
     settings = load_settings(admin_keys="hush-1", tenant_quotas={"hush-1": {}}, encryption_key="hush-2")
     assert "hush" not in repr(settings)
+
+
+def test_weights_of_a_variable_and_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings().weights == "auto"
+    monkeypatch.setenv("KVLINKER_WEIGHTS", "int4")
+    assert load_settings().weights == "int4"
+    assert load_settings(weights="int8").weights == "int8"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "int3"}, "'auto', 'bf16', 'int8' or 'int4'"),
+        ({"weights": "int4", "engine": "vllm"}, "vllm_options"),
+        ({"weights": "bf16", "dtype": "float32"}, "dtype is float32"),
+    ],
+)
+def test_weights_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        load_settings(**options)
+    assert caught.value.param == "weights"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvlinker.config import WeightFormat
 from kvlinker.embedded.model.loading import LoadedModel, prepare_model
 from kvlinker.research.bench.shapes import byte_tokenizer
 
@@ -94,6 +95,6 @@ def tiny_model(family: str, **changes: Any) -> Any:
 
 
 @cache
-def loaded_model(family: str, **changes: Any) -> LoadedModel:
+def loaded_model(family: str, *, weights: WeightFormat = "auto", **changes: Any) -> LoadedModel:
     """The family's tiny model as the engine runs it, shared by all tests: they must not change it."""
-    return prepare_model(tiny_model(family, **changes), byte_tokenizer())
+    return prepare_model(tiny_model(family, **changes), byte_tokenizer(), weights=weights)

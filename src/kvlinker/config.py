@@ -49,6 +49,11 @@ rekey``."""
 SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
 
+WeightFormat = Literal["auto", "bf16", "int8", "int4"]
+"""How the weights of a model's linear layers are held: ``auto`` in the model's dtype, ``int8`` and ``int4`` in so many
+bits."""
+
+
 def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
@@ -85,6 +90,9 @@ class Settings(BaseSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="bfloat16 where the hardware multiplies it, else float32."
+    )
+    weights: WeightFormat = Field(
+        default="auto", description="Format of the decoder layers' weights: auto (as dtype), bf16, int8, int4."
     )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1, …; auto takes CUDA when present.")
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
@@ -209,6 +217,19 @@ class Settings(BaseSettings):
         if isinstance(values, dict) and values.get("engine") == "vllm":
             return {"policy": "legolink-16", **values}
         return values
+
+    @field_validator("weights")
+    @classmethod
+    def _weights_fit(cls, value: WeightFormat, info: ValidationInfo) -> WeightFormat:
+        if value != "auto" and info.data.get("engine") == "vllm":
+            raise ValueError(
+                'vLLM quantises by options of its own: leave it out, and give vllm_options {"quantization": "fp8"}, or '
+                "another of vLLM's methods"
+            )
+        dtype = info.data.get("dtype")
+        if value == "bf16" and dtype not in ("auto", "bfloat16"):
+            raise ValueError(f"dtype is {dtype}: leave one of them out")
+        return value
 
     @field_validator("state_dir")
     @classmethod

@@ -13,15 +13,20 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
-from kvlinker.embedded.model import weights
+from kvlinker.config import WeightFormat
+from kvlinker.embedded.model import quantized, weights
 from kvlinker.embedded.model.anatomy import decoder_layers, trace_layers
 from kvlinker.embedded.model.interception import attention_of
 from kvlinker.embedded.model.linears import MatrixLinear, SharedLinear, SharedMatrix
+from kvlinker.embedded.model.loading import prepare_model
 from kvlinker.embedded.model.matrices import PackedMatrix, packs
-from kvlinker.embedded.model.weights import pack_weights, watch_linears
+from kvlinker.embedded.model.quantized import Int4Matrix, Int8Matrix
+from kvlinker.embedded.model.weights import arrange_weights, watch_linears
 from kvlinker.engine.cost import CostModel
 from kvlinker.engine.model_files import fingerprint
+from kvlinker.errors import ModelLoadError
 from tests.toy_models import FAMILIES, tiny_model
 
 CPU = torch.device("cpu")
@@ -35,10 +40,10 @@ def spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "SPARE_SHARE", 1.0)
 
 
-def pack(model: Any) -> None:
+def pack(model: Any, form: WeightFormat = "auto") -> None:
     with watch_linears(model) as seen:
         trace_layers(model)
-    pack_weights(model, seen)
+    arrange_weights(model, seen, form)
 
 
 def logits(model: Any, tokens: int, **options: Any) -> torch.Tensor:
@@ -129,7 +134,7 @@ def test_routers_stay_plain() -> None:
     model = nn.Sequential(nn.Linear(64, 8, bias=False), nn.Linear(8, 64, bias=False)).bfloat16()
     with watch_linears(model) as seen, torch.inference_mode():
         model(torch.ones(2, 64, dtype=torch.bfloat16))
-    pack_weights(model, seen)
+    arrange_weights(model, seen)
     assert [type(layer) for layer in model] == [nn.Linear, MatrixLinear]
 
 
@@ -152,7 +157,7 @@ def test_layers_that_cannot_share_or_be_packed_do_not() -> None:
     plain = copy.deepcopy(model)
     with watch_linears(model) as seen, torch.inference_mode():
         model(torch.ones(2, 32, dtype=torch.bfloat16))
-    pack_weights(model, seen)
+    arrange_weights(model, seen)
     assert type(model.third) is nn.Linear
     assert [type(model.first), type(model.second)] == [MatrixLinear] * 2
     with torch.inference_mode():
@@ -204,6 +209,97 @@ def test_shared_layers_are_right_in_several_threads() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(compute, range(400)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "outputs", "inputs", "error"),
+    [
+        (Int8Matrix, 128, 64, 0.01),
+        (Int8Matrix, 48, 96, 0.01),
+        (Int4Matrix, 128, 64, 0.1),
+        (Int4Matrix, 48, 64, 0.1),
+        (Int4Matrix, 2048, 96, 0.1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_quantised_weights_are_near_and_multiplied_by_in_every_way(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Int8Matrix | Int4Matrix],
+    outputs: int,
+    inputs: int,
+    error: float,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(outputs, inputs, dtype=dtype), torch.randn(outputs, dtype=dtype)
+    matrix = kind(weight)
+    dense = matrix.dense().float()
+    assert relative(dense, weight) < error
+    given = torch.randn(2, 5, inputs, dtype=dtype)
+    expected = given.float() @ dense.T + bias.float()
+    for widened_from in (1, 10**6):
+        monkeypatch.setattr(kind, "WIDENED_FROM", widened_from)
+        output = matrix.multiply(given, bias)
+        assert output.dtype == dtype
+        assert relative(output, expected) < 6e-3
+
+
+def test_a_quantised_row_of_zeros_stays_zero() -> None:
+    for kind in (Int8Matrix, Int4Matrix):
+        matrix = kind(torch.zeros(64, 64))
+        assert not matrix.dense().any()
+        assert not matrix.multiply(torch.ones(1, 64), None).any()
+
+
+def relative(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((ours.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize(("form", "error"), [("int8", 0.05), ("int4", 0.5)])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral-moe", "phi3", "gpt_neox-partial"])
+def test_a_quantised_model_answers_nearly_the_same(family: str, form: WeightFormat, error: float) -> None:
+    model = tiny_model(family)
+    quantised = copy.deepcopy(model)
+    pack(quantised, form)
+    kinds = [type(module).__name__ for module in quantised.modules()]
+    assert kinds.count("Int8Matrix" if form == "int8" else "Int4Matrix") >= model.config.num_hidden_layers
+    for tokens in (1, 40):
+        assert 1e-6 < relative(logits(quantised, tokens), logits(model, tokens)) < error
+
+
+def test_head_routers_and_odd_shapes_keep_16_bits() -> None:
+    model = tiny_model("llama", intermediate_size=72).to(torch.bfloat16)
+    pack(model, "int4")
+    layer = model.model.layers[0]
+    assert isinstance(layer.self_attn.o_proj.matrix, Int4Matrix)
+    kept = (model.lm_head, layer.mlp.down_proj)
+    assert all(linear.weight.dtype == torch.bfloat16 and not _is_quantised(linear) for linear in kept)
+
+    router = AutoConfig.for_model("mixtral", num_local_experts=48, num_experts_per_tok=2)
+    assert weights._expert_counts(router) == {48, 2}
+
+
+def _is_quantised(linear: nn.Module) -> bool:
+    return any(isinstance(part, Int8Matrix | Int4Matrix) for part in linear.modules())
+
+
+def test_each_format_has_chunks_of_its_own() -> None:
+    names = [prepare_model(tiny_model("llama"), None, weights=form).fingerprint for form in ("auto", "int8", "int4")]
+    assert len(set(names)) == 3
+    assert names[0] == fingerprint(tiny_model("llama"))
+
+
+def test_a_quantised_model_costs_what_it_did() -> None:
+    plain, quantised = (prepare_model(tiny_model("llama"), None, weights=form).cost for form in ("auto", "int4"))
+    assert plain.per_token == quantised.per_token
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantising_on_a_gpu_names_the_library_that_it_needs(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    monkeypatch.setattr(quantized, "find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match="torchao"):
+        quantized.quantise_by_torchao(nn.Linear(8, 8), [], bits)
 
 
 PREPARE_A_MODEL = """

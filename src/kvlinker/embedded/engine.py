@@ -25,7 +25,6 @@ from kvlinker.embedded.slots import SequenceSlots
 from kvlinker.embedded.throughput import ComputeThroughput, throughput_name
 from kvlinker.embedded.variants import VariantBuilder, VariantLibrary
 from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
-from kvlinker.engine.cost import CostModel
 from kvlinker.engine.limits import RequestLimits
 from kvlinker.errors import ModelLoadError
 from kvlinker.events import Events
@@ -90,7 +89,7 @@ class EmbeddedEngine:
         self._loaded = loaded
         self._store = store
         self._events = events
-        self._cost = CostModel(loaded.model, loaded.layers)
+        self._cost = loaded.cost
         store.keep_resident_as(loaded.resident_form)
         window = min(loaded.context_window, settings.max_model_len or loaded.context_window)
         slots = settings.kv_slots or default_slots(loaded, window)

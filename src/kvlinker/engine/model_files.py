@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from kvlinker.config import Settings
+from kvlinker.config import Settings, WeightFormat
 from kvlinker.errors import ModelLoadError
 from kvlinker.store.format.durability import replace_file
 
@@ -33,7 +33,7 @@ def read_model(settings: Settings) -> tuple[Any, Any]:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, device)
+    dtype = choose_dtype(settings.dtype, device, settings.weights)
     tokenizer = read_tokenizer(settings)
     model = _read(AutoModelForCausalLM, settings, dtype=dtype)
     return model.to(device).eval(), tokenizer
@@ -75,8 +75,11 @@ def choose_device(name: str) -> torch.device:
         raise ModelLoadError(f"Unknown device {name!r}: use auto, cpu, cuda or cuda:<index>.") from error
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the named dtype; ``auto`` is bfloat16 where the hardware multiplies it, else float32."""
+def choose_dtype(name: str, device: torch.device, weights: WeightFormat = "auto") -> torch.dtype:
+    """Return the named dtype; ``auto`` is bfloat16 where the hardware multiplies it or weights are to be in it, else
+    float32."""
+    if weights == "bf16":
+        return torch.bfloat16
     if name != "auto":
         chosen: torch.dtype = getattr(torch, name)
         return chosen
@@ -101,6 +104,11 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
+def fingerprint_with(name: str, weights: WeightFormat) -> str:
+    """Return the fingerprint of the model ``name`` with weights in a format, which changes the KV that it computes."""
+    return name if weights in ("auto", "bf16") else blake3(f"{name} weights in {weights}".encode()).hexdigest()
+
+
 def known_fingerprint(settings: Settings, dtype: torch.dtype) -> str:
     """Return the fingerprint of ``settings.model`` in this dtype, without a model in memory.
 
@@ -115,7 +123,8 @@ def known_fingerprint(settings: Settings, dtype: torch.dtype) -> str:
             return str(known[name])
     except (OSError, ValueError, KeyError, TypeError):
         known = {}
-    on_cpu = settings.model_copy(update={"device": "cpu", "dtype": str(dtype).removeprefix("torch."), "threads": None})
+    dtype_name = str(dtype).removeprefix("torch.")
+    on_cpu = settings.model_copy(update={"device": "cpu", "dtype": dtype_name, "weights": "auto", "threads": None})
     model, _ = read_model(on_cpu)
     known = (known if isinstance(known, dict) else {}) | {name: fingerprint(model)}
     try:

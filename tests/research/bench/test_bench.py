@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -22,7 +23,7 @@ from kvlinker.research.bench.report import Report
 from kvlinker.research.bench.shapes import byte_tokenizer, random_model
 from kvlinker.research.bench.subject import Subject
 from kvlinker.research.bench.ttft import PARTS, plot_ttft, run_ttft, scaling_exponents
-from tests.toy_models import loaded_model
+from tests.toy_models import loaded_model, tiny_model
 
 
 @pytest.fixture
@@ -93,21 +94,19 @@ def test_exponents_are_fitted_from_three_lengths_on():
     assert scaling_exponents(rows[:2]) == {}
 
 
-def test_decode_compares_with_transformers(subject):
-    rows = run_decode(subject, [1, 3], Workload(0, 1, 20), steps=8, repeat=1).rows
+def test_decode_compares_formats_and_transformers(subject):
+    subjects = {"auto": subject, "int4": replace(subject, loaded=loaded_model("llama", weights="int4"))}
+    rows = run_decode(subjects, [1, 3], Workload(0, 1, 20), plain=tiny_model("llama"), steps=8, repeat=1).rows
     assert [(row["case"], row["system"]) for row in rows] == [
-        ("1 × 20", "kvlinker"),
-        ("1 × 20", "transformers"),
-        ("3 × 20", "kvlinker"),
-        ("3 × 20", "transformers"),
+        (case, system) for case in ("1 × 20", "3 × 20") for system in ("kvlinker auto", "kvlinker int4", "transformers")
     ]
     assert all(row["ms_per_step"] > 0 for row in rows)
-    assert rows[0]["ratio_to_kvlinker"] == 1
+    assert rows[0]["ratio"] == 1
 
 
 def test_decode_behind_shared_chunks_is_kvlinkers_alone(subject):
-    (row,) = run_decode(subject, [3], Workload(2, 20, 4), policy="naive", steps=8, repeat=1).rows
-    assert (row["case"], row["system"]) == ("3 × 2 × 20 shared + 4", "kvlinker")
+    (row,) = run_decode({"auto": subject}, [3], Workload(2, 20, 4), policy="naive", steps=8, repeat=1).rows
+    assert (row["case"], row["system"]) == ("3 × 2 × 20 shared + 4", "kvlinker auto")
     assert row["ms_per_step"] > 0
 
 
@@ -220,6 +219,7 @@ def test_the_byte_tokenizer_has_a_token_per_byte():
         (["ttft", "--shape", "tiny", "--chunks", "2,x"], "whole numbers"),
         (["ttft", "--shape", "tiny", "--chunks", "0"], "at least 1"),
         (["decode", "--shape", "tiny", "--batches", ""], "whole numbers"),
+        (["decode", "--shape", "tiny", "--formats", "int3"], "known are auto, bf16, int8, int4"),
     ],
 )
 def test_bad_arguments_end_with_one_clear_line(arguments, message):

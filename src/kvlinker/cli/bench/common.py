@@ -20,7 +20,7 @@ Shape = Annotated[str | None, typer.Option(help="Random weights of this shape (t
 Json = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the results to this file (.png, .svg, .pdf).")]
 
-MODEL_OPTIONS = ("model", "engine", "vllm_options", "dtype", "device", "threads")
+MODEL_OPTIONS = ("model", "engine", "vllm_options", "dtype", "weights", "device", "threads")
 QUALITY_OPTIONS = ("generation_context", "system_prompt", "chat_template", "max_model_len")
 
 WIDTH_OF_FILES = 240

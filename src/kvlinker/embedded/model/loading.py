@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from kvlinker.config import Settings
+from kvlinker.config import Settings, WeightFormat
 from kvlinker.embedded.model.anatomy import LayerShape, context_window, trace_layers
 from kvlinker.embedded.model.interception import ATTENTION_NAME
 from kvlinker.embedded.model.rotary import RotatedKeys
 from kvlinker.embedded.model.selftest import require_exact
-from kvlinker.embedded.model.weights import pack_weights, watch_linears
-from kvlinker.engine.cost import kv_bytes_per_token
-from kvlinker.engine.model_files import fingerprint, read_model
+from kvlinker.embedded.model.weights import arrange_weights, watch_linears
+from kvlinker.engine.cost import CostModel, kv_bytes_per_token
+from kvlinker.engine.model_files import fingerprint, fingerprint_with, read_model
 from kvlinker.threads import in_own_thread
 
 
@@ -26,6 +26,7 @@ class LoadedModel:
     model: Any
     tokenizer: Any
     layers: tuple[LayerShape, ...]
+    cost: CostModel
     fingerprint: str
     dtype: torch.dtype
     device: torch.device
@@ -54,14 +55,16 @@ def load_model(settings: Settings) -> LoadedModel:
 
     Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be linked exactly.
     """
-    return prepare_model(*read_model(settings))
+    return prepare_model(*read_model(settings), weights=settings.weights)
 
 
 @in_own_thread
-def prepare_model(model: Any, tokenizer: Any) -> LoadedModel:
-    """Check that a transformers model can be linked exactly, and give it kvlinker's attention.
+def prepare_model(model: Any, tokenizer: Any, *, weights: WeightFormat = "auto") -> LoadedModel:
+    """Check that a transformers model can be linked exactly, give it kvlinker's attention, and its weights the format
+    ``weights``.
 
-    Raises UnsupportedModelError when its KV cannot be linked.
+    Raises UnsupportedModelError when its KV cannot be linked, and ModelLoadError when the format needs a library that
+    is not installed.
     """
     transformers_logging.set_verbosity_error()
     with watch_linears(model) as linear_calls:
@@ -69,12 +72,14 @@ def prepare_model(model: Any, tokenizer: Any) -> LoadedModel:
     require_exact(model)
     model.set_attn_implementation(ATTENTION_NAME)
     parameter = next(model.parameters())
-    name = fingerprint(model)
-    pack_weights(model, linear_calls)
+    cost = CostModel(model, layers)
+    name = fingerprint_with(fingerprint(model), weights)
+    arrange_weights(model, linear_calls, weights)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         layers=layers,
+        cost=cost,
         fingerprint=name,
         dtype=parameter.dtype,
         device=parameter.device,

@@ -1,14 +1,15 @@
 """Puts the weights of a loaded model's linear layers in the order in which the processor reads them fastest.
 
 Decoding reads every weight once per step, and does little else. So weights are packed as oneDNN wants them, and layers
-that take the same input, such as the projections to queries, keys and values, are multiplied by one matrix.
+that take the same input, such as the projections to queries, keys and values, are multiplied by one matrix. Weights in
+fewer bits are read in less time.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvlinker.config import WeightFormat
+from kvlinker.embedded.model.anatomy import decoder_layers
 from kvlinker.embedded.model.linears import MatrixLinear, SharedLinear, SharedMatrix
 from kvlinker.embedded.model.matrices import Matrix, PackedMatrix, packs
+from kvlinker.embedded.model.quantized import Int4Matrix, Int8Matrix, quantise_by_torchao
 
 SPARE_SHARE = 0.18
 """The most bytes that there may be beside the model while its weights are packed, as a share of the model's."""
+
+QUANTISED: Mapping[str, type[Int8Matrix | Int4Matrix]] = {"int8": Int8Matrix, "int4": Int4Matrix}
+"""The matrices of the formats in which weights have fewer than 16 bits, on a CPU."""
 
 FEWEST_OUTPUTS = 32
 """Layers with fewer outputs stay plain: there is nothing to gain, and oneDNN rounds these otherwise when packed."""
@@ -66,38 +73,69 @@ def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
 
 
 @torch.no_grad()
-def pack_weights(model: nn.Module, seen: LinearCalls) -> None:
-    """Pack the weights of the linear layers of ``model``, where packed ones are faster; layers that took the same input
-    in the forward pass ``seen`` get one matrix.
+def arrange_weights(model: Any, seen: LinearCalls, weights: WeightFormat = "auto") -> None:
+    """Put the weights of the linear layers of ``model`` in the format ``weights``, and pack them where packed ones are
+    faster; layers that took the same input in the forward pass ``seen`` get one matrix.
 
-    Each plain weight is freed as soon as it is packed. A layer is left as it is where that would take too much memory,
-    which tied embeddings of a small model may, and where it was not called although the module around it ran: that may
-    read the weight by itself. What comes out in bf16 is bit-identical to what plain weights give.
+    Each plain weight is freed as soon as there is another. A layer is left as it is where it was not called although
+    the module around it ran, for that may read the weight by itself; and where packing would take too much memory, as
+    with the tied embeddings of a small model. In 8 and 4 bits are the decoder layers' weights, except routers; the head
+    and embeddings are not. In bf16, what comes out is bit-identical to what plain weights give.
+
+    Raises ModelLoadError for a format that needs a library which is not installed.
     """
     first = next(model.parameters())
+    groups = _groups(model, seen)
+    if weights in QUANTISED:
+        inside = set(decoder_layers(model).modules())
+        experts = _expert_counts(model.config)
+        chosen = [group for group in groups if all(_quantises(place.linear, inside, experts) for place in group)]
+        groups = [group for group in groups if group not in chosen]
+        if first.device.type != "cpu":
+            linears = {place.linear for group in chosen for place in group}
+            quantise_by_torchao(model, linears, bits=8 if weights == "int8" else 4)
+        else:
+            kind = QUANTISED[weights]
+            taken = [group for group in chosen if all(kind.takes(place.linear.weight) for place in group)]
+            groups += [group for group in chosen if group not in taken]
+            for group in taken:
+                _replace(group, kind)
     if packs(first.dtype, first.device):
-        _replace(model, _groups(model, seen), PackedMatrix)
+        _pack(model, groups)
 
 
-def _replace(model: nn.Module, groups: Sequence[Sequence[_Place]], matrix_of: Callable[[Tensor], Matrix]) -> None:
-    """Put matrices in the places of each group's layers, and free their weights."""
+def _quantises(linear: nn.Linear, inside: Collection[nn.Module], expert_counts: Collection[int]) -> bool:
+    """Tell whether the layer's weight may be in 8 or 4 bits; a layer with one output per expert is a router."""
+    return linear in inside and linear.out_features not in expert_counts
+
+
+def _expert_counts(config: Any) -> set[int]:
+    values = config.get_text_config().to_dict().items()
+    return {value for name, value in values if name.startswith(("n_", "num_")) and "expert" in name}
+
+
+def _pack(model: nn.Module, groups: Iterable[Sequence[_Place]]) -> None:
+    """Pack the weights of the groups for which there is enough memory."""
     spare = int(SPARE_SHARE * sum(weight.nbytes for weight in model.parameters()))
     users = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     for group in groups:
         weights = [place.linear.weight for place in group]
-        copied = sum(weight.nbytes for weight in weights)
-        if copied * (1 if len(group) == 1 else 2) > spare:
-            continue
-        spare -= sum(weight.nbytes for weight in weights if users[id(weight)] > 1)
-        matrix = matrix_of(weights[0] if len(group) == 1 else torch.cat(weights))
-        del weights
-        if len(group) == 1:
-            group[0].put(MatrixLinear(group[0].linear, matrix))
-        else:
-            shared = SharedMatrix(matrix, [place.linear for place in group])
-            for index, place in enumerate(group):
-                place.put(SharedLinear(place.linear, shared, index))
-        _give_back_memory()
+        if sum(weight.nbytes for weight in weights) * (1 if len(group) == 1 else 2) <= spare:
+            spare -= sum(weight.nbytes for weight in weights if users[id(weight)] > 1)
+            del weights
+            _replace(group, PackedMatrix)
+
+
+def _replace(group: Sequence[_Place], kind: Callable[[Tensor], Matrix]) -> None:
+    """Put a matrix of this kind in the places of the group's layers, and free their weights."""
+    linears = [place.linear for place in group]
+    if len(group) == 1:
+        group[0].put(MatrixLinear(linears[0], kind(linears[0].weight)))
+    else:
+        shared = SharedMatrix(kind(torch.cat([linear.weight.detach() for linear in linears])), linears)
+        for index, place in enumerate(group):
+            place.put(SharedLinear(place.linear, shared, index))
+    _give_back_memory()
 
 
 def _give_back_memory() -> None:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from inspect import getdoc
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 
-from kvlinker.config import Settings
+from kvlinker.config import Settings, WeightFormat
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import parse_policy
 from kvlinker.registry import Registry
@@ -35,6 +35,15 @@ Chunks = Annotated[int, typer.Option(min=1, help="Chunks per prompt.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens per chunk.")]
 FreshTokens = Annotated[int, typer.Option(min=1, help="Tokens behind the chunks.")]
 Policies = Annotated[str, typer.Option(help="Policies to compare, with commas between.")]
+
+WeightFormats = Annotated[
+    str,
+    typer.Option(
+        help="Formats of the weights to compare, with commas between: auto, bf16, int8, int4; by default that of "
+        "--weights alone.",
+        show_default=False,
+    ),
+]
 
 ComparedPolicies = Annotated[
     str | None,
@@ -65,6 +74,25 @@ class Setup:
         from kvlinker.research.bench.subject import make_subject
 
         return make_subject(self.settings, shape=self.shape, command=self.command, **options)
+
+    def subjects(self, formats: Sequence[str], **options: Any) -> dict[str, Subject]:
+        """Load the model with its weights in each of the formats, by name; in that of the settings if there are none.
+
+        Raises InvalidRequestError for an unknown format.
+        """
+        if unknown := set(formats) - set(get_args(WeightFormat)):
+            known = ", ".join(get_args(WeightFormat))
+            raise InvalidRequestError(f"Unknown weight format {min(unknown)!r}; known are {known}.", param="formats")
+        return {
+            form: replace(self, settings=self.settings.model_copy(update={"weights": form})).subject(**options)
+            for form in dict.fromkeys(formats or (self.settings.weights,))
+        }
+
+    def transformer(self) -> Any:
+        """Load the model as transformers has it, for a comparison."""
+        from kvlinker.research.bench.subject import make_transformer
+
+        return make_transformer(self.settings, shape=self.shape)
 
 
 Run = Callable[..., "Report"]

@@ -1,36 +1,37 @@
-"""Measures the time per decoded token, alone and in a batch, beside transformers' own cached decoding."""
+"""Measures the time per decoded token, alone and in a batch, by weight format, beside transformers' own decoding."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from kvlinker.linking import parse_policy
-from kvlinker.research.bench.benchmark import ChunkTokens, Repeat, Setup, benchmark, counts
+from kvlinker.prompt.segments import Prompt
+from kvlinker.research.bench.benchmark import ChunkTokens, Repeat, Setup, WeightFormats, benchmark, counts, names
 from kvlinker.research.bench.measurement import (
     START_TOKENS,
-    Tokens,
     Workload,
     cache_chunks,
     decode_step,
     in_turn,
     transformers_decode_step,
 )
-from kvlinker.research.bench.report import Report, Row
+from kvlinker.research.bench.report import Report
 from kvlinker.research.bench.subject import Subject
 from kvlinker.research.progress import Progress, silent
+from kvlinker.threads import in_own_thread
 
-if TYPE_CHECKING:
-    from kvlinker.embedded.model.loading import LoadedModel
-
-COLUMNS = ("case", "system", "ms_per_step", "ratio_to_kvlinker")
+COLUMNS = ("case", "system", "ms_per_step", "ratio")
 FRESH_TOKENS = 32
+
+Batches = Mapping[int, Sequence[Prompt]]
+"""As many prompts as each batch has, by their number."""
 
 
 @benchmark("decode")
@@ -46,24 +47,29 @@ def decode(
     chunk_tokens: ChunkTokens = 512,
     policy: Annotated[str | None, typer.Option(help="How chunks are linked; by default as requests are.")] = None,
     steps: Annotated[int, typer.Option(min=4, help="Tokens to decode.")] = 24,
+    formats: WeightFormats = "",
     repeat: Repeat = 5,
 ) -> Report:
-    """Measure the time per decoded token, beside transformers' own cached decoding.
+    """Measure the time per decoded token, by weight format, beside transformers' own cached decoding.
 
     With --chunks, requests decode behind linked chunks that they share, and transformers takes no part.
     """
     sizes = counts(batches)
     workload = Workload(chunks, chunk_tokens, FRESH_TOKENS) if chunks else Workload(0, 1, context_tokens)
     linked_by = parse_policy(policy or setup.settings.policy).name if chunks else "full"
-    subject = setup.subject(repeat=repeat, steps=steps, policy=linked_by)
-    return run_decode(subject, sizes, workload, policy=linked_by, steps=steps, repeat=repeat, progress=setup.progress)
+    subjects = setup.subjects(names(formats), repeat=repeat, steps=steps, policy=linked_by)
+    plain = None if chunks else setup.transformer()
+    return run_decode(
+        subjects, sizes, workload, plain=plain, policy=linked_by, steps=steps, repeat=repeat, progress=setup.progress
+    )
 
 
 def run_decode(
-    subject: Subject,
+    subjects: Mapping[str, Subject],
     batches: Sequence[int],
     workload: Workload,
     *,
+    plain: Any = None,
     policy: str = "full",
     steps: int,
     repeat: int,
@@ -71,39 +77,29 @@ def run_decode(
 ) -> Report:
     """Decode ``steps`` tokens for each batch size, all systems in turn, ``repeat`` times after one warm-up.
 
-    Requests have the workload's chunks in common, linked by ``policy``. transformers takes part where there are none.
+    ``subjects`` hold the model in the weight formats to compare; ratios are to the first. ``plain`` is the model as
+    transformers has it; None: transformers takes no part, as where there are chunks. Requests have the workload's
+    chunks in common, linked by ``policy``. A system computes in a thread that ends with its turn: the OpenMP pools of
+    two would slow both down.
     """
-    rows: list[Row] = []
-    vocabulary = subject.loaded.model.config.vocab_size
-    slots = max(batches) * (workload.tokens + steps + START_TOKENS)
-    with subject.llm(kv_slots=slots) as llm:
-        for batch in batches:
-            case = decode_case(batch, workload)
-            prompts = workload.prompts(vocabulary, batch)
-            cache_chunks(llm.engine, prompts[0])
-            systems: dict[str, Callable[[], float]] = {
-                "kvlinker": partial(decode_step, llm.engine, prompts, policy, steps=steps)
-            }
-            if not workload.chunks:
-                tokens = np.stack([prompt.tokens for prompt in prompts])
-                systems["transformers"] = partial(_transformers, subject.loaded, tokens, steps)
-            taken = in_turn(
-                systems,
-                repeat=repeat,
-                what=f"{case} tokens, {{}}".format,
-                progress=progress,
-            )
-            medians = {system: statistics.median(seconds) for system, seconds in taken.items()}
-            rows += [
-                {
-                    "case": case,
-                    "system": system,
-                    "ms_per_step": 1e3 * median,
-                    "ratio_to_kvlinker": median / medians["kvlinker"],
-                }
-                for system, median in medians.items()
-            ]
-    return replace(subject.report(rows), columns=COLUMNS)
+    first, *_ = subjects.values()
+    prompts = {size: workload.prompts(first.loaded.vocabulary, size) for size in batches}
+    systems: dict[str, Callable[[], dict[int, float]]] = {
+        f"kvlinker {form}": partial(_in_kvlinker, subject, prompts, policy, steps) for form, subject in subjects.items()
+    }
+    if plain is not None:
+        systems["transformers"] = partial(_in_transformers, plain, prompts, steps)
+    taken = in_turn(systems, repeat=repeat, progress=progress)
+    rows = []
+    for size in batches:
+        medians = {system: statistics.median(turn[size] for turn in turns) for system, turns in taken.items()}
+        reference, *_ = medians.values()
+        case = decode_case(size, workload)
+        rows += [
+            {"case": case, "system": system, "ms_per_step": 1e3 * median, "ratio": median / reference}
+            for system, median in medians.items()
+        ]
+    return replace(first.report(rows), columns=COLUMNS)
 
 
 def decode_case(batch: int, workload: Workload) -> str:
@@ -113,8 +109,22 @@ def decode_case(batch: int, workload: Workload) -> str:
     return f"{batch} × {workload.fresh_tokens}"
 
 
-def _transformers(loaded: LoadedModel, tokens: Tokens, steps: int) -> float:
+def _in_kvlinker(subject: Subject, prompts: Batches, policy: str, steps: int) -> dict[int, float]:
+    """Return the seconds of a step by batch size, from an engine that is started for it."""
+    slots = max(size * (len(batch[0]) + steps + START_TOKENS) for size, batch in prompts.items())
+    with subject.llm(kv_slots=slots) as llm:
+        first, *_ = prompts.values()
+        cache_chunks(llm.engine, first[0])
+        return {size: decode_step(llm.engine, batch, policy, steps=steps) for size, batch in prompts.items()}
+
+
+@in_own_thread
+def _in_transformers(model: Any, prompts: Batches, steps: int) -> dict[int, float]:
+    """Return the seconds of a step by batch size."""
     from kvlinker.embedded.model.interception import attention_of
 
-    with attention_of(loaded.model, "sdpa"):
-        return transformers_decode_step(loaded.model, tokens, steps=steps)
+    with attention_of(model, "sdpa"):
+        return {
+            size: transformers_decode_step(model, np.stack([prompt.tokens for prompt in batch]), steps=steps)
+            for size, batch in prompts.items()
+        }

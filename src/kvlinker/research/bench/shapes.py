@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from kvlinker.config import WeightFormat
 from kvlinker.embedded.model.loading import LoadedModel, prepare_model
 from kvlinker.errors import InvalidRequestError
 from kvlinker.threads import in_own_thread
@@ -27,8 +28,20 @@ CHAT_TEMPLATE = (
 
 
 @in_own_thread
-def random_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """Make a Llama of the named shape with random weights and a tokenizer of one token per byte.
+def random_model(
+    shape: str, *, dtype: torch.dtype, device: torch.device, weights: WeightFormat = "auto"
+) -> LoadedModel:
+    """Make a Llama of the named shape with random weights and a tokenizer of one token per byte, for the engine.
+
+    Raises InvalidRequestError for an unknown shape.
+    """
+    return prepare_model(
+        random_transformer(shape, dtype=dtype, device=device), byte_tokenizer(VOCABULARY), weights=weights
+    )
+
+
+def random_transformer(shape: str, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """Make a Llama of the named shape with random weights, always the same, as transformers has it.
 
     Raises InvalidRequestError for an unknown shape.
     """
@@ -50,7 +63,7 @@ def random_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> Loa
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return prepare_model(model.eval(), byte_tokenizer(VOCABULARY))
+    return model.eval()
 
 
 def byte_tokenizer(vocabulary: int = 258) -> Any:

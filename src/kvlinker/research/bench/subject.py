@@ -18,6 +18,8 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.research.bench.report import Report, Row, describe_machine, versions
 
 if TYPE_CHECKING:
+    import torch
+
     from kvlinker.embedded.model.loading import LoadedModel
     from kvlinker.llm import LLM
 
@@ -84,19 +86,36 @@ def make_subject(settings: Settings, *, shape: str | None, command: str, **optio
 
     ``options`` are told among the report's settings. Raises InvalidRequestError for an unknown shape.
     """
-    import torch
-
     from kvlinker.embedded.model.loading import load_model
-    from kvlinker.engine.model_files import choose_device, choose_dtype
     from kvlinker.research.bench.shapes import random_model
 
     if shape is None:
         return Subject(settings.served_name, command, load_model(settings), options)
+    dtype, device = _placement(settings)
+    return Subject(shape, command, random_model(shape, dtype=dtype, device=device, weights=settings.weights), options)
+
+
+def make_transformer(settings: Settings, *, shape: str | None) -> Any:
+    """Make the model of ``make_subject`` as transformers has it, with plain weights."""
+    from kvlinker.engine.model_files import read_model
+    from kvlinker.research.bench.shapes import random_transformer
+
+    if shape is None:
+        return read_model(settings)[0]
+    dtype, device = _placement(settings)
+    return random_transformer(shape, dtype=dtype, device=device)
+
+
+def _placement(settings: Settings) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype and the device of a model, and have PyTorch compute in as many threads as the settings say."""
+    import torch
+
+    from kvlinker.engine.model_files import choose_device, choose_dtype
+
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = choose_device(settings.device)
-    loaded = random_model(shape, dtype=choose_dtype(settings.dtype, device), device=device)
-    return Subject(shape, command, loaded, options)
+    return choose_dtype(settings.dtype, device, settings.weights), device
 
 
 @contextmanager
