@@ -232,3 +232,26 @@ def test_bad_arguments_end_with_a_clear_message(arguments, message):
     result = CliRunner().invoke(app, ["bench", "quality", "--shape", "tiny", *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_formats_of_weights_are_compared_with_full_of_the_first(subject, settings, data):
+    others = {form: replace(subject, loaded=loaded_model("llama", weights=form)) for form in ("auto", "int4")}
+    options = QualityOptions((data,), ("full", "naive"), max_tokens=4)
+    measured = run_quality(subject, settings, options, others)
+    rows = {row["policy"]: row for row in measured.report.rows if row["task"] == "all" and row["main"]}
+    assert list(rows) == ["full", "naive", "full@auto", "naive@auto", "full@int4", "naive@int4"]
+    assert rows["full@auto"]["kl"] == rows["full"]["kl"] == 0
+    assert rows["naive@auto"]["kl"] == rows["naive"]["kl"]
+    assert rows["full@int4"]["kl"] > 0
+    alone = run_quality(others["int4"], settings, options).report.rows
+    for metric in ("f1", "rouge_l"):  # others compare with the full prefill
+        scores = [
+            [row["score"] for row in found if row["policy"] == policy and row["metric"] == metric]
+            for found, policy in ((alone, "full"), (measured.report.rows, "full@int4"))
+        ]
+        assert scores[0] == scores[1]
+
+
+def test_deviations_of_several_formats_are_refused(subject, settings, data):
+    with pytest.raises(InvalidRequestError, match="formats"):
+        run_quality(subject, settings, QualityOptions((data,), deviation=True), {"auto": subject})

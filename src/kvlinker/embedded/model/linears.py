@@ -59,7 +59,7 @@ class SharedMatrix(nn.Module):
         latest = self._latest
         output = latest[1][index] if latest is not None and latest[0] is inputs else None
         if latest is None or output is None:
-            outputs = torch.split(self.matrix.multiply(inputs, self.bias), self._sizes, dim=-1)
+            outputs = self.matrix.multiply(inputs, self.bias).split_with_sizes(self._sizes, dim=-1)
             output, latest = outputs[index], (inputs, list(outputs))
             self._latest = latest
         latest[1][index] = None  # whoever has it may change it

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from math import exp
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +19,7 @@ from kvlinker.research.bench.benchmark import (
     ChunkTokens,
     ComparedPolicies,
     Setup,
+    WeightFormats,
     benchmark,
     compared_policies,
     names,
@@ -171,11 +174,15 @@ def quality(
         int, typer.Option(min=1, max=64, help="Examples at once; with more than 1, rounding differs between runs.")
     ] = 1,
     codec: Annotated[str, typer.Option(help="Use chunks as a tier with this codec gives them back.")] = "raw",
+    formats: WeightFormats = "",
     resume: Annotated[
         Path | None, typer.Option(help="Keep finished results in this file, and go on from it.", dir_okay=False)
     ] = None,
 ) -> Report:
-    """Measure the quality of answers, and of predictions of given text, by policy, beside those of a full prefill."""
+    """Measure the quality of answers, and of predictions of given text, by policy, beside those of a full prefill.
+
+    With --formats, each policy is also asked with weights in these formats, as POLICY@FORMAT.
+    """
     options = QualityOptions(
         datasets=tuple(dataset or ("reader",)),
         tasks=names(tasks),
@@ -192,7 +199,8 @@ def quality(
     )
     if resume is not None and not resume.absolute().parent.is_dir():
         raise InvalidRequestError(f"Cannot write {resume}: there is no folder {resume.parent}.", param="resume")
-    measured = run_quality(setup.subject(), setup.settings, options, progress=setup.progress)
+    others = setup.subjects(names(formats)) if formats else {}
+    measured = run_quality(setup.subject(), setup.settings, options, others, progress=setup.progress)
     warnings = [f"skipped {skip.where}: {skip.reason}" for skip in measured.skipped[:_SKIPS_SHOWN]]
     if len(measured.skipped) > _SKIPS_SHOWN:
         warnings.append(f"skipped {len(measured.skipped)} examples in all")
@@ -200,14 +208,20 @@ def quality(
 
 
 def run_quality(
-    subject: Subject, settings: Settings, options: QualityOptions, *, progress: Progress = silent
+    subject: Subject,
+    settings: Settings,
+    options: QualityOptions,
+    others: Mapping[str, Subject] = MappingProxyType({}),
+    *,
+    progress: Progress = silent,
 ) -> Quality:
-    """Ask all examples under all policies.
+    """Ask all examples under all policies, and again of the ``others``, which hold the model with its weights in other
+    formats. All are compared with the full prefill of ``subject``.
 
     ``settings`` say how chunks are made (``generation_context``, ``system_prompt``, ``chat_template``).
     Raises InvalidRequestError for data that cannot be read, an unknown codec, and when no example could be asked.
     """
-    from kvlinker.research.evaluation.examiner import Examiner
+    from kvlinker.research.evaluation.examiner import FORMAT_MARK, Examiner
     from kvlinker.research.evaluation.inspection import EngineInspector
     from kvlinker.store.format.codecs import find_codec
 
@@ -215,10 +229,14 @@ def run_quality(
     rouge_scorer()  # where it is missing, better now than after the run
     if options.deviation and options.concurrency > 1:
         raise InvalidRequestError("Deviations need one request at a time: leave --concurrency out.")
-    with subject.llm(
-        disk_space=0,  # chunks are used at once
-        **{name: getattr(settings, name) for name in CONTEXT_SETTINGS},
-    ) as llm:
+    if options.deviation and others:
+        raise InvalidRequestError("Deviations are measured for one format of weights: leave --formats out.")
+    asked = [f"{policy}{FORMAT_MARK}{form}" for form in others for policy in options.policies]
+    options = replace(options, policies=(*options.policies, *asked))
+    contexts = {name: getattr(settings, name) for name in CONTEXT_SETTINGS}
+    with ExitStack() as running:
+        # chunks are used at once, so that none need a disk
+        llm = running.enter_context(subject.llm(disk_space=0, **contexts))
         splitter = ContextSplitter(llm.builder.encoder, options.split, options.chunk_tokens)
         datasets = [
             load_dataset(name, splitter, limit=options.limit, tasks=options.tasks)
@@ -233,6 +251,11 @@ def run_quality(
             one_by_one=options.concurrency == 1,
             codec=codec,
         )
+        same = {
+            form: replace(examiner, llm=running.enter_context(other.llm(disk_space=0, **contexts)))
+            for form, other in others.items()
+        }
+        examiner = replace(examiner, others=same)
         answered, skipped = _answers(examiner, datasets, settings, options, progress)
     if not answered:
         raise InvalidRequestError(f"No example could be asked. {_reasons(skipped)}", param="dataset")

@@ -39,6 +39,9 @@ from kvlinker.types.messages import ChatMessage
 MOST_LOGPROBS = 1000
 """Tokens of a distribution that an engine reports at most."""
 
+FORMAT_MARK = "@"
+"""Stands between a policy and the format of the weights that it is asked with."""
+
 
 @dataclass(frozen=True)
 class Examiner:
@@ -59,6 +62,9 @@ class Examiner:
     """Policies that are not registered, by the names they are asked under."""
     codec: Codec = RAW
     """The codec that chunks go through before they are used."""
+    others: Mapping[str, Examiner] = field(default_factory=dict)
+    """Examiners of the same model with its weights in other formats, by format: ``POLICY@FORMAT`` is asked of them, and
+    compared with this one's full prefill."""
 
     def examine(self, example: Example, policies: Sequence[str]) -> ExampleResults:
         """Return the policies' results in their order, or why there are none: what fails once is left out for all.
@@ -75,10 +81,15 @@ class Examiner:
     def _results(self, example: Example, policies: Sequence[str]) -> tuple[Result, ...]:
         trial = self._trial(example)
         full = trial.run(REFERENCE)
+        other_trials = {form: other._trial(example) for form, other in self.others.items()}
         full_views = self.inspector.inspect_prompt(trial.prompt(), REFERENCE) if self.inspector is not None else ()
         results = []
         for policy in policies:
-            run = full if policy == REFERENCE else trial.run(self._policy(policy))
+            name, _, form = policy.partition(FORMAT_MARK)
+            if form:
+                run = other_trials[form].run(self._policy(name))
+            else:
+                run = full if policy == REFERENCE else trial.run(self._policy(policy))
             compared = list(zip(full.next_tokens, run.next_tokens, strict=True))
             results.append(
                 run.result(
