@@ -54,10 +54,13 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
     """Tell whether oneDNN multiplies by packed weights of this dtype here, and faster than by plain ones."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+    capability = torch.backends.cpu.get_cpu_capability()
+    if dtype == torch.float32:
+        return capability in ("AVX512", "AVX2")
+    if capability != "AVX512":
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
+    return False
