@@ -7,6 +7,7 @@ are made for decoding: from a number of rows on, it is faster to widen the whole
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -25,10 +26,10 @@ INT8_INPUTS = 32
 """The kernel for 8 bits takes a multiple of this number of inputs."""
 
 ROWS_AT_ONCE = 1024
-"""The rows of a weight that are quantised at a time."""
+"""The rows of a weight that are quantised at a time: whole blocks of those that are packed together."""
 
 _BLOCKS = (64, 32)
-"""The rows of a matrix that are packed together in 4 bits: with AVX-512, and with AVX2."""
+"""The outputs that kernels pack together in 4 bits: with AVX-512, and with AVX2."""
 
 
 class Int8Matrix(Matrix):
@@ -75,14 +76,17 @@ class Int4Matrix(Matrix):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self._group = _int4_group(weight.shape[1])
-        parts = [_quantised(rows, self._group) for rows in torch.split(weight.detach(), ROWS_AT_ONCE)]
-        codes = torch.cat([codes for codes, _ in parts])
-        grids = torch.cat([grid for _, grid in parts], dim=1).bfloat16()
-        self.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1))
-        self.register_buffer("grids", grids)  # [groups, outputs, 2]: scale, and the number that code 8 means
+        packed, grids = [], []
+        for rows in torch.split(weight.detach(), ROWS_AT_ONCE):
+            codes, grid = _quantised(rows, self._group)
+            packed.append(_packed(codes))
+            grids.append(grid.bfloat16())
+        self.register_buffer("packed", torch.cat(packed))
+        self.register_buffer("grids", torch.cat(grids, dim=1))  # [groups, outputs, 2]: scale, what code 8 means
         self.packed: Tensor
         self.grids: Tensor
-        self._block = next((block for block in _BLOCKS if self._unpacks(block, codes)), None)
+        block = _rows_packed_together()
+        self._block = block if block is not None and len(weight) % block == 0 else None
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
@@ -106,22 +110,34 @@ class Int4Matrix(Matrix):
 
     def _widened(self, block: int) -> Tensor:
         """Return the weight in bf16, [outputs, inputs]."""
-        codes = self._codes(block).view(torch.int8).sub_(8).bfloat16()  # [blocks, inputs, block]
+        codes = _unpacked(self.packed, block).view(torch.int8).sub_(8).bfloat16()  # [blocks, inputs, block]
         groups = len(self.grids)
         grids = self.grids.view(groups, -1, block, 2).transpose(0, 1)[:, :, None]  # [blocks, groups, 1, block, 2]
         scales, middles = (part.contiguous() for part in grids.unbind(-1))
         widened = torch.addcmul(middles, codes.view(len(codes), groups, self._group, block), scales)
         return widened.flatten(1, 2).transpose(1, 2).flatten(0, 1)
 
-    def _codes(self, block: int) -> Tensor:
-        """Return the codes [blocks, inputs, block] from their packed order: of each ``block`` of outputs, input by
-        input, the first half in the low bits of its bytes and the second half in the high bits."""
-        pairs = self.packed.view(-1, 2 * self.packed.shape[1], block // 2)  # [blocks, inputs, pairs]
-        return torch.cat([pairs & 15, pairs >> 4], dim=-1)
 
-    def _unpacks(self, block: int, codes: Tensor) -> bool:
-        """Tell whether ``_codes`` knows the order in which this processor's kernel has packed ``codes``."""
-        return len(codes) % block == 0 and torch.equal(self._codes(block).transpose(1, 2).flatten(0, 1), codes)
+def _packed(codes: Tensor) -> Tensor:
+    """Return codes [outputs, inputs], int32, in the order in which this processor's kernel takes them."""
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    return packed
+
+
+def _unpacked(packed: Tensor, block: int) -> Tensor:
+    """Return the codes [blocks, inputs, block] from their packed order: of each ``block`` of outputs, input by input,
+    the first half in the low bits of its bytes and the second half in the high bits."""
+    pairs = packed.view(-1, 2 * packed.shape[1], block // 2)  # [blocks, inputs, pairs]
+    return torch.cat([pairs & 15, pairs >> 4], dim=-1)
+
+
+@cache
+def _rows_packed_together() -> int | None:
+    """Return the block of outputs for which ``_unpacked`` knows this processor's order; None where it does not."""
+    codes = torch.randint(16, (2 * max(_BLOCKS), 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    packed = _packed(codes)
+    unpacked = ((block, _unpacked(packed, block).transpose(1, 2).flatten(0, 1)) for block in _BLOCKS)
+    return next((block for block, found in unpacked if torch.equal(found, codes)), None)
 
 
 def _int4_group(inputs: int) -> int:

@@ -7,7 +7,6 @@ fewer bits are read in less time.
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from kvlinker.config import WeightFormat
 from kvlinker.embedded.model.anatomy import decoder_layers
 from kvlinker.embedded.model.linears import MatrixLinear, SharedLinear, SharedMatrix
 from kvlinker.embedded.model.matrices import Matrix, PackedMatrix, packs
+from kvlinker.embedded.model.memory import drop_mapped, return_freed
 from kvlinker.embedded.model.quantized import Int4Matrix, Int8Matrix, quantise_by_torchao
 
 SPARE_SHARE = 0.18
@@ -84,6 +84,7 @@ def arrange_weights(model: Any, seen: LinearCalls, weights: WeightFormat = "auto
 
     Raises ModelLoadError for a format that needs a library which is not installed.
     """
+    return_freed()  # what checking the model took
     first = next(model.parameters())
     groups = _groups(model, seen)
     if weights in QUANTISED:
@@ -99,7 +100,7 @@ def arrange_weights(model: Any, seen: LinearCalls, weights: WeightFormat = "auto
             taken = [group for group in chosen if all(kind.takes(place.linear.weight) for place in group)]
             groups += [group for group in chosen if group not in taken]
             for group in taken:
-                _replace(group, kind)
+                _replace(model, group, kind)
     if packs(first.dtype, first.device):
         _pack(model, groups)
 
@@ -123,27 +124,25 @@ def _pack(model: nn.Module, groups: Iterable[Sequence[_Place]]) -> None:
         if sum(weight.nbytes for weight in weights) * (1 if len(group) == 1 else 2) <= spare:
             spare -= sum(weight.nbytes for weight in weights if users[id(weight)] > 1)
             del weights
-            _replace(group, PackedMatrix)
+            _replace(model, group, PackedMatrix)
 
 
-def _replace(group: Sequence[_Place], kind: Callable[[Tensor], Matrix]) -> None:
+def _replace(model: nn.Module, group: Sequence[_Place], kind: Callable[[Tensor], Matrix]) -> None:
     """Put a matrix of this kind in the places of the group's layers, and free their weights."""
     linears = [place.linear for place in group]
+    weights = [linear.weight for linear in linears]
     if len(group) == 1:
-        group[0].put(MatrixLinear(linears[0], kind(linears[0].weight)))
+        group[0].put(MatrixLinear(linears[0], kind(weights[0])))
     else:
-        shared = SharedMatrix(kind(torch.cat([linear.weight.detach() for linear in linears])), linears)
+        shared = SharedMatrix(kind(torch.cat(weights)), linears)
         for index, place in enumerate(group):
             place.put(SharedLinear(place.linear, shared, index))
-    _give_back_memory()
-
-
-def _give_back_memory() -> None:
-    """Have the C library return freed memory to the system, where it is GNU's: it would keep the holes between weights
-    that are packed one after another."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    needed = {id(weight) for weight in model.parameters()}
+    for weight in weights:
+        if id(weight) not in needed:
+            drop_mapped(weight)
+    del weight, weights
+    return_freed()
 
 
 @dataclass(frozen=True, slots=True)
