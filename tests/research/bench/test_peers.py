@@ -63,6 +63,15 @@ def test_no_chunks_no_linked_cases(task):
     assert list(measure(replace(task, peer="kvlinker", chunks=0, batches=(1,))).seconds) == CASES[:3]
 
 
+@pytest.mark.parametrize(("name", "most"), [("kvlinker-int8", 0.05), ("kvlinker-int4", 0.3)])
+def test_kvlinker_runs_the_same_model_in_fewer_bits(tmp_path, name, most):
+    task = task_for(random_model("tiny", dtype=torch.float32, device=torch.device("cpu")), tmp_path, batches=(3,))
+    plain, measured = (measure(replace(task, peer=peer, chunks=0)) for peer in ("kvlinker", name))
+    assert list(measured.seconds) == list(plain.seconds)
+    assert measured.logprobs != plain.logprobs
+    assert measured.logprobs == pytest.approx(plain.logprobs, abs=most)
+
+
 @pytest.mark.parametrize(("name", "most"), [("llama.cpp", 1e-3), ("llama.cpp-q8_0", 0.05), ("llama.cpp-q4_0", 0.3)])
 def test_llama_cpp_runs_the_same_model(tmp_path, name, most):
     pytest.importorskip("llama_cpp")
@@ -110,7 +119,9 @@ def _idle_peers():
 
 
 def test_names_and_environments_are_checked():
-    assert {"kvlinker", "kvlinker-vllm", "vllm", "transformers", "llama.cpp"} <= set(known_peers())
+    assert {"kvlinker", "kvlinker-int8", "kvlinker-int4", "kvlinker-vllm", "vllm", "transformers", "llama.cpp"} <= set(
+        known_peers()
+    )
     with pytest.raises(InvalidRequestError, match=r"Did you mean 'llama\.cpp'"):
         find_peer("lama.cpp")
     assert parse_pythons([f"vllm={sys.executable}"], {"vllm"}) == {"vllm": sys.executable}

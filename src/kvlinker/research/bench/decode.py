@@ -22,7 +22,7 @@ from kvlinker.research.bench.measurement import (
     in_turn,
     transformers_decode_step,
 )
-from kvlinker.research.bench.report import Report
+from kvlinker.research.bench.report import Report, Row
 from kvlinker.research.bench.subject import Subject
 from kvlinker.research.progress import Progress, silent
 from kvlinker.threads import in_own_thread
@@ -90,7 +90,7 @@ def run_decode(
     if plain is not None:
         systems["transformers"] = partial(_in_transformers, plain, prompts, steps)
     taken = in_turn(systems, repeat=repeat, progress=progress)
-    rows = []
+    rows: list[Row] = []
     for size in batches:
         medians = {system: statistics.median(turn[size] for turn in turns) for system, turns in taken.items()}
         reference, *_ = medians.values()

@@ -39,7 +39,8 @@ def peers(
     setup: Setup,
     *,
     systems: Annotated[
-        str, typer.Option(help="What to compare, with commas between; also llama.cpp-q8_0 and llama.cpp-q4_0.")
+        str,
+        typer.Option(help="What to compare, with commas between; also kvlinker-int8, -int4, llama.cpp-q8_0, -q4_0."),
     ] = SYSTEMS,
     python: Annotated[
         list[str] | None,
@@ -100,7 +101,7 @@ def _prepare(setup: Setup, folder: Path, *, repeat: int, **measured: Any) -> tup
     loaded = subject.loaded
     model = folder / "model"
     setup.progress(f"writing {subject.name}")
-    loaded.model.save_pretrained(model)
+    setup.transformer().save_pretrained(model)
     loaded.tokenizer.save_pretrained(model)
     report = subject.report([])
     task = Task(

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvlinker.config import WeightFormat
 from kvlinker.prompt.segments import FreshSegment, Prompt
 from kvlinker.research.bench.measurement import Tokens, cache_chunks, decode_step, first_token, greedy_request
 from kvlinker.research.bench.peers.peer import STEP_TOKENS, PeerKind, Task, register
@@ -53,8 +54,10 @@ class KVLinkerPeer:
 
 
 @contextmanager
-def start_kvlinker(task: Task, *, engine: Literal["embedded", "vllm"]) -> Iterator[KVLinkerPeer]:
-    """Load the task's model in an engine of kvlinker, with a store of its own."""
+def start_kvlinker(
+    task: Task, *, engine: Literal["embedded", "vllm"], weights: WeightFormat = "auto"
+) -> Iterator[KVLinkerPeer]:
+    """Load the task's model in an engine of kvlinker, with its weights in a format, and with a store of its own."""
     from kvlinker.config import load_settings
     from kvlinker.llm import LLM
 
@@ -68,6 +71,7 @@ def start_kvlinker(task: Task, *, engine: Literal["embedded", "vllm"]) -> Iterat
             model=task.model,
             engine=engine,
             dtype=task.dtype,
+            weights=weights,
             device=task.device,
             threads=task.threads,
             state_dir=Path(folder),
@@ -90,4 +94,6 @@ def _fresh(tokens: Sequence[int]) -> Prompt:
 
 
 register(PeerKind("kvlinker", partial(start_kvlinker, engine="embedded")))
+for _weights in ("int8", "int4"):
+    register(PeerKind(f"kvlinker-{_weights}", partial(start_kvlinker, engine="embedded", weights=_weights)))
 register(PeerKind("kvlinker-vllm", partial(start_kvlinker, engine="vllm"), **VLLM))
