@@ -48,6 +48,7 @@ def _summary(settings: Settings, name: str, window: int, address: str) -> Table:
     table = Table.grid(padding=(0, 2))
     for title, value in (
         ("model", f"{name} ({window:,} tokens)"),
+        *([("weights", settings.weights)] if settings.weights != "auto" else []),
         ("policy", settings.policy),
         ("state", f"{settings.state_dir} ({settings.disk_space.human_readable()} disk)"),
         ("memory", f"{settings.host_memory.human_readable()} for chunk caches"),
