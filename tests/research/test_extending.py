@@ -103,8 +103,13 @@ def test_a_benchmark_is_a_command(install: Install, tmp_path: Path) -> None:
 
 def test_benchmarks_are_listed_as_they_are_without_being_imported() -> None:
     declared = benchmark.declared_benchmarks()
-    assert " ".join(declared) == "codecs creation decode isolation load memory overhead peers quality store ttft"
+    assert (
+        " ".join(declared)
+        == "codecs conversation creation decode isolation load memory overhead peers quality store ttft"
+    )
     for name, one in declared.items():
         assert benchmark.find_benchmark(name).summary == one.summary
-    with pytest.raises(InvalidRequestError, match="Unknown benchmark 'speed'; known are codecs, creation"):
+    with pytest.raises(
+        InvalidRequestError, match="Unknown benchmark 'speed'; known are codecs, conversation, creation"
+    ):
         benchmark.find_benchmark("speed")

@@ -67,7 +67,11 @@ def make_continuation(number: int = 0, **changes: object) -> Continuation:
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     settings = load_settings(
-        state_dir=tmp_path_factory.mktemp("state"), kv_slots=4 * WINDOW, max_model_len=WINDOW, disk_space=0
+        state_dir=tmp_path_factory.mktemp("state"),
+        kv_slots=4 * WINDOW,
+        max_model_len=WINDOW,
+        disk_space=0,
+        prefix_cache="off",
     )
     with LLM.from_model(loaded_model("llama"), settings) as running:
         yield running

@@ -21,7 +21,9 @@ POLICIES = ("full", "naive", "legolink-4", "cacheblend-40", "random-50")
 
 @pytest.fixture(params=["alone", "bos", "prefix"])
 def llm_of_context(request, tmp_path):
-    settings = load_settings(state_dir=tmp_path, kv_slots=512, disk_space=0, generation_context=request.param)
+    settings = load_settings(
+        state_dir=tmp_path, kv_slots=512, disk_space=0, prefix_cache="off", generation_context=request.param
+    )
     with LLM.from_model(loaded_model("llama"), settings) as running:
         yield running
 

@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 
-from kvlinker.errors import EngineClosedError, KVLinkerError
+from kvlinker.config import load_settings
+from kvlinker.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.linking import Policy
+from kvlinker.llm import LLM
 from kvlinker.research.evaluation.examiner import Examiner
 from kvlinker.research.evaluation.examples import Answered, Skipped
 from kvlinker.types.answers import TokenLogprob
 from tests.research.evaluation.conftest import WINDOW, make_example, results_of
+from tests.toy_models import loaded_model
 
 POLICIES = ("full", "naive", "legolink-4", "random-50")
 
@@ -138,6 +141,7 @@ class _Said:
     """A model that always says the same."""
 
     max_model_len = 10_000
+    settings = load_settings(prefix_cache="off")
 
     def __init__(self, text):
         self._text = text
@@ -179,3 +183,12 @@ def test_prompts_are_prepared_and_policies_need_no_name(llm):
     assert full.text == naive.text == everything.text
     assert naive.kl == pytest.approx(0, abs=1e-4)
     assert (naive.recomputed_fraction, everything.recomputed_fraction) == (0, 1)
+
+
+def test_prefixes_are_not_to_be_reused(tmp_path):
+    settings = load_settings(state_dir=tmp_path, kv_slots=1024, disk_space=0)
+    with (
+        LLM.from_model(loaded_model("llama"), settings) as llm,
+        pytest.raises(InvalidRequestError, match='prefix_cache="off"'),
+    ):
+        Examiner(llm)

@@ -19,7 +19,8 @@ FAMILIES = ("llama", "qwen3", "mistral-window", "gemma2-softcap", "gpt_oss-sinks
 @pytest.fixture(params=FAMILIES)
 def family(request, tmp_path):
     loaded = loaded_model(request.param)
-    with LLM.from_model(loaded, load_settings(state_dir=tmp_path, kv_slots=512, disk_space=0)) as llm:
+    settings = load_settings(state_dir=tmp_path, kv_slots=512, disk_space=0, prefix_cache="off")
+    with LLM.from_model(loaded, settings) as llm:
         yield loaded, llm
 
 

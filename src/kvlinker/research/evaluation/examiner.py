@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvlinker.errors import ContextLengthError, EngineClosedError, KVLinkerError
+from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Answer, ContentPart, Message
 from kvlinker.prompt.segments import Prompt
@@ -65,6 +65,15 @@ class Examiner:
     others: Mapping[str, Examiner] = field(default_factory=dict)
     """Examiners of the same model with its weights in other formats, by format: ``POLICY@FORMAT`` is asked of them, and
     compared with this one's full prefill."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequestError for an LLM whose requests reuse each other's prefixes: policies would be compared
+        on what another one computed."""
+        if self.llm.settings.prefix_cache == "on":
+            raise InvalidRequestError(
+                'An examination compares what each policy computes itself: open the LLM with prefix_cache="off".',
+                param="prefix_cache",
+            )
 
     def examine(self, example: Example, policies: Sequence[str]) -> ExampleResults:
         """Return the policies' results in their order, or why there are none: what fails once is left out for all.
