@@ -30,7 +30,7 @@ def position_scores(
     """
     heads, queries, key_dim = query.shape
     scores = query.new_full((heads, queries, length), float("-inf"), dtype=torch.float32)
-    for view in views:
+    for view, rotated in zip(views, _rotated(views, positions, query, rotary), strict=True):
         low, high = view.bounds(positions, options.window)
         first, last = int(low.min()), int(high.max())
         if first == last:
@@ -39,18 +39,29 @@ def position_scores(
         seen = (keys >= low[:, None]) & (keys < high[:, None])
         if view.hidden is not None:
             seen &= ~view.hidden[first:last]
-        columns = torch.from_numpy(keys + view.start if view.positions is None else view.positions[first:last])
-        rotated = torch.empty_like(query, memory_format=torch.contiguous_format)
-        if rotary is None:
-            rotated.copy_(query)
-        else:
-            rotary.rotate(query, *rotary.at(torch.from_numpy(positions - view.offset).to(query.device)), out=rotated)
+        columns: slice | Tensor = slice(view.start + first, view.start + last)
+        if view.positions is not None:
+            columns = torch.from_numpy(view.positions[first:last]).to(query.device)
         key = segments[view.segment][0][:, first:last]
         folded = rotated.view(len(key), -1, key_dim)
-        found = attention_scores(folded.float(), key.float(), None, options).view(heads, queries, -1)
-        at = columns.to(query.device)
-        scores[..., at] = torch.where(torch.from_numpy(seen).to(query.device), found, scores[..., at])
+        found = attention_scores(folded, key.float(), None, options).view(heads, queries, -1)
+        if not seen.all():
+            found = torch.where(torch.from_numpy(seen).to(query.device), found, scores[..., columns])
+        scores[..., columns] = found
     return scores
+
+
+def _rotated(
+    views: Sequence[View], positions: NDArray[np.int64], query: Tensor, rotary: Rotary | None
+) -> Sequence[Tensor]:
+    """Return the queries as they ask each of the views: [heads, queries, key_dim] each, fp32."""
+    if rotary is None:
+        return [query.float().contiguous()] * len(views)
+    distances = np.concatenate([positions - view.offset for view in views])
+    repeated = query.repeat(1, len(views), 1)
+    rotated = torch.empty_like(repeated)  # rounded as the attention's own queries are
+    rotary.rotate(repeated, *rotary.at(torch.from_numpy(distances).to(query.device)), out=rotated)
+    return [part.contiguous() for part in torch.split(rotated.float(), query.shape[1], dim=1)]
 
 
 def position_weights(
