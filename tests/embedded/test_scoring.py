@@ -107,9 +107,9 @@ def test_what_a_score_says_of_usage_is_what_a_generation_says(bench):
 
 def test_a_request_that_loses_its_slots_is_scored_again(bench):
     """An answer outgrows its slots while the prompt is computed, token by token."""
-    made = bench(kv_slots=230, max_step_tokens=2)
+    made = bench(kv_slots=190, max_step_tokens=2)
     expected = score(made, PROMPT, "full").logprobs
-    growing = made.submit(linked_prompt(30), "naive", max_tokens=190)[0]
+    growing = made.submit(linked_prompt(30), "naive", max_tokens=140)[0]
     growing.wait_for_token()
     future = submit(made, PROMPT, "full")
     np.testing.assert_allclose(future.result(timeout=60).logprobs, expected, atol=TOLERANCE)
