@@ -12,13 +12,17 @@ PARALLEL := -n $(WORKERS) --dist loadgroup
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/types tests/prompt tests/splitting tests/linking tests/store tests/test_config.py tests/test_futures.py)
 
-.PHONY: serve test test-fast lint docs dist serve-vllm test-vllm clean redis-server
+.PHONY: serve test test-slow test-fast lint docs dist serve-vllm test-vllm clean redis-server
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
 
 test: $(INSTALLED) redis-server
-	$(VENV)/bin/python -m pytest $(PARALLEL)
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow"
+
+# Those that take more than a few seconds each: whole figures, servers in processes of their own, kills at any moment.
+test-slow: $(INSTALLED) redis-server
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m slow
 
 test-fast: $(INSTALLED)
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" $(FAST)

@@ -45,6 +45,7 @@ def native_threads(threads: int, folder: Path) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_serving_makes_one_pool(tmp_path: Path) -> None:
     few, many = native_threads(2, tmp_path / "few"), native_threads(6, tmp_path / "many")
     assert many - few == 4, "each further pool would add four more"

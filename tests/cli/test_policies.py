@@ -50,6 +50,7 @@ def questions(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--values", "1"], ["query-{}"], ["legolink-{}"]])
 def test_calibration_says_when_examples_cannot_tell(questions: Path, arguments: list[str]) -> None:
     """The values that are tried by default fit each policy."""

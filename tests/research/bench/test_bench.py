@@ -54,6 +54,7 @@ def test_ttft_rows_say_what_was_measured(subject):
     assert report.machine["matmul_tflop_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_disk_tier_reads_from_disk(subject):
     (row, *_) = run_ttft(subject, [Workload(2, 30, 5)], ["naive"], repeat=1, tier="disk").rows
     assert row["tier"] == "disk"

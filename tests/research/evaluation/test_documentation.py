@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from kvlinker.prompt.encoding import TextEncoder
 from kvlinker.research.bench.shapes import byte_tokenizer
 from kvlinker.research.evaluation.contexts import ContextSplitter
@@ -13,6 +15,7 @@ from tests.research.evaluation.conftest import questions_of
 PAGE = (Path(__file__).parents[3] / "docs" / "quality.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path, monkeypatch):
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path))

@@ -91,6 +91,7 @@ def test_earlier_prompts_hold_all_chunks_in_other_places(reader: OpenReader) -> 
     assert alone.contents == prompt.contents
 
 
+@pytest.mark.slow
 def test_new_contexts_are_what_they_are_called(lab: Lab) -> None:
     found = reuses(lab, limit=5, percents=(0, 50, 100))
     assert {reuse.kind for reuse in found} == {OTHERS, PARTS, ORDERS}
