@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvlinker.context_caches import ContextCaches
-from kvlinker.errors import ContextCacheNotFoundError, InvalidRequestError
+from kvlinker.errors import ContextCacheModelError, ContextCacheNotFoundError, InvalidRequestError
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ContextCache
@@ -58,7 +58,7 @@ class ContentReader:
     """Makes prompts of typed content, with the chunks of the tenant's context caches in their places.
 
     Each prompt takes one look at the catalog, however many context caches it has. Both methods raise
-    ContextCacheNotFoundError with the place of the id as ``param``, and InvalidRequestError.
+    ContextCacheNotFoundError and ContextCacheModelError with the place of the id as ``param``, and InvalidRequestError.
     """
 
     def __init__(self, builder: PromptBuilder, caches: ContextCaches) -> None:
@@ -87,7 +87,7 @@ class ContentReader:
         """The chunks by id; ``places`` tells where each id stands first."""
         try:
             return self._caches.chunks(places, tenant=tenant) if places else {}
-        except ContextCacheNotFoundError as error:
+        except (ContextCacheNotFoundError, ContextCacheModelError) as error:
             error.param = places[error.cache_id]
             raise
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from kvlinker.engine.contract import Engine
 from kvlinker.errors import (
+    ContextCacheModelError,
     ContextCacheNotFoundError,
     ContextLengthError,
     InvalidRequestError,
@@ -114,9 +115,7 @@ class ContextCaches:
                 f"'chunks' must hold 1 to {MAX_CHUNKS} texts, but holds {len(texts)}.", param="chunks"
             )
         shared = scope is Scope.SHARED
-        chunks = [replace(self._builder.encode_chunk(text, context), shared=shared) for text in texts]
-        for index, chunk in enumerate(chunks):
-            self._check_length(index, chunk)
+        chunks = [replace(self._encoded(index, text, context), shared=shared) for index, text in enumerate(texts)]
         created = time.time()
         records = tuple(
             ContextCache(
@@ -153,8 +152,8 @@ class ContextCaches:
     def chunks(self, cache_ids: Iterable[str], *, tenant: str) -> dict[str, Chunk]:
         """The chunks that context caches stand for in a prompt, by id, in the order given; asks the catalog once.
 
-        Raises for the first id that has none: ContextCacheNotFoundError as ``get`` does, and InvalidRequestError for a
-        context cache that was made with another model, whose tokens would mean something else here.
+        Raises for the first id that has none: ContextCacheNotFoundError as ``get`` does, and ContextCacheModelError for
+        a context cache that was made with another model.
         """
         wanted = tuple(dict.fromkeys(cache_ids))
         found = self._catalog.get_many(wanted, tenant, time.time())
@@ -321,26 +320,29 @@ class ContextCaches:
         if found is None:
             raise ContextCacheNotFoundError(cache_id)
         if found.fingerprint != self._engine.fingerprint:
-            raise InvalidRequestError(
-                f"Context cache {cache_id!r} was made with another model ({found.model}, or other weights or dtype) "
-                f"than the one served now ({self._model}). Create it again.",
-                param="id",
-                code="context_cache_model_mismatch",
-            )
+            raise ContextCacheModelError(cache_id, made_with=found.model, served=self._model)
         return found.chunk
 
     def _pin(self) -> None:
         with self._pinning:
             self._store.set_pinned(self._catalog.pinned())
 
-    def _check_length(self, index: int, chunk: Chunk) -> None:
-        length = len(chunk.prefix) + len(chunk)
-        if length > self._engine.max_model_len:
-            raise ContextLengthError(
-                f"Chunk {index} has {len(chunk)} tokens ({length} with what stands before it); the model takes "
-                f"{self._engine.max_model_len}. Split it: send it as 'input' with 'split'.",
-                param="chunks",
-            )
+    def _encoded(self, index: int, text: str, context: GenerationContext | None) -> Chunk:
+        """Return the chunk of the text at ``index``, which errors name."""
+        try:
+            chunk = self._builder.encode_chunk(text, context)
+            length = len(chunk.prefix) + len(chunk)
+            if length > self._engine.max_model_len:
+                raise ContextLengthError(
+                    f"Chunk {index} has {len(chunk)} tokens ({length} with what stands before it); the model takes "
+                    f"{self._engine.max_model_len}. Split it: send it as 'input' with 'split'.",
+                    param="chunks",
+                )
+            return chunk
+        except InvalidRequestError as error:
+            if error.param == "chunks":
+                error.param = f"chunks.{index}"
+            raise
 
 
 def _owner(scope: Scope, tenant: str) -> str:

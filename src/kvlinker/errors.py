@@ -94,6 +94,20 @@ class ContextCacheNotFoundError(KVLinkerError):
         self.cache_id = cache_id
 
 
+class ContextCacheModelError(InvalidRequestError):
+    """The context cache was made with another model, whose tokens would mean something else to this one."""
+
+    code = "context_cache_model_mismatch"
+
+    def __init__(self, cache_id: str, *, made_with: str, served: str) -> None:
+        super().__init__(
+            f"Context cache {cache_id!r} was made with another model ({made_with}, or other weights or dtype) "
+            f"than the one served now ({served}). Create it again.",
+            param="id",
+        )
+        self.cache_id = cache_id
+
+
 class ModelNotFoundError(KVLinkerError):
     """The request names a model that this server does not serve."""
 

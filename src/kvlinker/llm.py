@@ -87,6 +87,7 @@ class LLM:
             context=settings.generation_context,
             system_prompt=settings.system_prompt,
             chat_template=settings.chat_template,
+            max_tokens=self.engine.max_model_len,
         )
         self.caches = ContextCaches(
             model=self.model_name,
@@ -167,9 +168,10 @@ class LLM:
     def token_ids(self, text: str) -> tuple[int, ...]:
         """Encode a text as a chunk's: no special tokens are added, and those that it spells are plain text.
 
-        Raises InvalidRequestError where the tokenizer cannot write such a text.
+        Raises InvalidRequestError where the tokenizer cannot write such a text, and ContextLengthError for one that is
+        far too long for the model.
         """
-        return self.builder.encoder.encode_data(text)
+        return self.builder.token_ids(text, param="text")
 
     def chat_completion(
         self,

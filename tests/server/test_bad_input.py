@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvlinker.server.context_caches import MAX_INPUT_CHARACTERS
 from tests.server.serving import CONTEXT_WINDOW, MODEL_NAME, Served
 
 CHAT = "/v1/chat/completions"
@@ -86,7 +87,7 @@ CASES = [
     chat(
         "tool calls",
         "unsupported_parameter",
-        "tool_calls",
+        "messages.0.tool_calls",
         messages=[{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}],
     ),
     said("content null", "invalid_type", "messages.0.content", None),
@@ -145,6 +146,13 @@ CASES = [
     chat("max_tokens 0", "invalid_value", "max_tokens", max_tokens=0),
     chat("max_tokens -5", "invalid_value", "max_tokens", max_tokens=-5),
     chat("max_tokens over the window", "context_length_exceeded", "max_tokens", max_tokens=CONTEXT_WINDOW),
+    chat(
+        "max_completion_tokens over the window",
+        "context_length_exceeded",
+        "max_completion_tokens",
+        max_tokens=1,
+        max_completion_tokens=CONTEXT_WINDOW,
+    ),
     chat("max_completion_tokens 0", "invalid_value", "max_completion_tokens", max_completion_tokens=0),
     chat("17 stop texts", "invalid_value", "stop", stop=["x"] * 17),
     chat("stop empty", "invalid_value", "stop", stop=""),
@@ -191,6 +199,10 @@ CASES = [
     text("texts and parts", "invalid_type", "prompt.1", prompt=["a", {"type": "text", "text": "b"}]),
     text("token ids of fractions", "invalid_type", "prompt.0", prompt=[0.5]),
     text("over the window", "context_length_exceeded", "prompt", prompt=[5] * CONTEXT_WINDOW),
+    text("many ids over the window", "context_length_exceeded", "prompt", prompt=[5] * 100_000),
+    text("a second prompt over the window", "context_length_exceeded", "prompt.1", prompt=["a", LONG]),
+    text("a second prompt empty", "invalid_value", "prompt.1", prompt=["a", ""]),
+    text("a second prompt of wrong ids", "invalid_value", "prompt.1", prompt=[[1], [10**7]]),
     text("129 choices", "invalid_value", "n", prompt=["a", "b", "c"], n=43),
     text("logprobs 21", "invalid_value", "logprobs", logprobs=21),
     text(
@@ -210,7 +222,16 @@ CASES = [
     caches("a chunk a number", "invalid_type", "chunks.0", chunks=[1]),
     caches("10,001 chunks", "invalid_value", "chunks", chunks=["a"] * 10_001),
     caches("a lone surrogate", "invalid_value", "chunks.0", chunks=["\ud83d"]),
-    caches("a chunk over the window", "context_length_exceeded", "chunks", chunks=[LONG]),
+    caches("a chunk over the window", "context_length_exceeded", "chunks.1", chunks=["a", LONG]),
+    caches(
+        "pieces over the window",
+        "context_length_exceeded",
+        "split.max_tokens",
+        input=LONG,
+        split={"max_tokens": 9999},
+    ),
+    caches("an input too long to split", "invalid_value", "input", input="a" * (MAX_INPUT_CHARACTERS + 1)),
+    caches("an input of too many pieces", "invalid_value", "input", input="a " * 10_001, split={"max_tokens": 1}),
     caches("chunks and input", "invalid_value", "chunks", chunks=["a"], input="b"),
     caches("split without input", "invalid_value", "split", split={"method": "fixed"}),
     caches("empty input", "invalid_value", "input", input=""),
@@ -254,6 +275,7 @@ CASES = [
     Case("tokenize nothing", "POST", TOKENS, {}, 400, "invalid_value", "text"),
     Case("tokenize two", "POST", TOKENS, {"text": "a", "prompt": "b"}, 400, "invalid_value", "prompt"),
     Case("tokenize several prompts", "POST", TOKENS, {"prompt": ["a", "b"]}, 400, "invalid_value", "prompt"),
+    Case("tokenize too many ids", "POST", TOKENS, {"prompt": [5] * 9999}, 400, "context_length_exceeded", "prompt"),
     Case("tokenize a lone surrogate", "POST", TOKENS, {"text": "\ud800"}, 400, "invalid_value", "text"),
     # routes
     route("a name of bytes that are no UTF-8", "GET", f"{CACHES}/%ff%ed%a0%80", 404, "context_cache_not_found", "id"),

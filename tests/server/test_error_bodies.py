@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Scope
 
 import kvlinker
-from kvlinker.errors import ContextCacheNotFoundError, KVLinkerError, OverloadedError
+from kvlinker.errors import ContextCacheModelError, ContextCacheNotFoundError, KVLinkerError, OverloadedError
 from kvlinker.llm import LLM
 from kvlinker.server.errors import error_body, error_response
 from tests.server.fake_engine import FakeEngine
@@ -35,6 +35,8 @@ def all_errors() -> list[type[KVLinkerError]]:
 
 
 def made(kind: type[KVLinkerError]) -> KVLinkerError:
+    if issubclass(kind, ContextCacheModelError):
+        return kind(INSIDE, made_with="a", served="b")
     if issubclass(kind, OverloadedError):
         return kind(INSIDE, retry_after=1)
     return kind(INSIDE)

@@ -88,7 +88,7 @@ class RequestLimits:
         wanted = request.sampling.max_tokens
         if wanted is not None and wanted > room:
             raise ContextLengthError(
-                f"The prompt has {length} tokens and max_tokens is {wanted}; together they exceed "
+                f"The prompt has {length} tokens and {wanted} more are asked for; together they exceed "
                 f"{self.max_model_len}. Ask for at most {room} tokens or shorten the prompt.",
                 param="max_tokens",
             )

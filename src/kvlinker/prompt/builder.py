@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.chat import ChatTemplate
 from kvlinker.prompt.encoding import TextEncoder, require_unicode
+from kvlinker.prompt.length import LengthLimit
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.types.chunks import Chunk, GenerationContext
 from kvlinker.types.messages import ChatMessage
@@ -21,7 +22,8 @@ class PromptBuilder:
     """Builds chunks and prompts for one model. Any number of threads may use one.
 
     ``context`` is what stands before chunks that do not choose for themselves; ``system_prompt`` stands before
-    conversations that bring no system message; ``chat_template`` (Jinja) replaces the tokenizer's own.
+    conversations that bring no system message; ``chat_template`` (Jinja) replaces the tokenizer's own. Texts that
+    cannot have fewer than ``max_tokens`` tokens are refused before they are encoded; None refuses none.
     """
 
     def __init__(
@@ -31,9 +33,11 @@ class PromptBuilder:
         context: GenerationContext,
         system_prompt: str | None = None,
         chat_template: str | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         """Prepare the encoder and the template. Raises ModelLoadError if the chat template is no valid Jinja."""
         self.encoder = TextEncoder(tokenizer)
+        self._limit = None if max_tokens is None else LengthLimit(self.encoder, max_tokens)
         self._template = ChatTemplate(tokenizer, chat_template)
         self._context = context
         self._system: tuple[ChatMessage[Chunk], ...] = (
@@ -58,13 +62,20 @@ class PromptBuilder:
     def encode_chunk(self, text: str, context: GenerationContext | None = None) -> Chunk:
         """Make the chunk of a text. Special tokens that the text spells are plain text in it.
 
-        Raises InvalidRequestError (``chunks``) for text that is empty or not valid Unicode.
+        Raises InvalidRequestError (``chunks``) for text that is empty or not valid Unicode, and ContextLengthError for
+        one that is far too long for the model.
         """
-        require_unicode(text, param="chunks")
-        tokens = self.encoder.encode_data(text)
+        tokens = self.token_ids(text, param="chunks")
         if not tokens:
             raise InvalidRequestError("A chunk is empty: it needs text that encodes to a token.", param="chunks")
         return self.chunk_from_tokens(tokens, context)
+
+    def token_ids(self, text: str, *, param: str) -> tuple[int, ...]:
+        """Encode a text as a chunk's. Raises what ``encode_chunk`` does, but for an empty one, with ``param`` as the
+        field at fault."""
+        require_unicode(text, param=param)
+        self._check_texts([text], param=param)
+        return self.encoder.encode_data(text, param=param)
 
     def chunk_from_tokens(self, ids: Sequence[int], context: GenerationContext | None = None) -> Chunk:
         """Make the chunk of these token ids; in context ``bos`` with BOS before them, unless it is their first.
@@ -91,12 +102,14 @@ class PromptBuilder:
 
         Messages of text alone give exactly the ids of the tokenizer's ``apply_chat_template``.
         Raises InvalidRequestError (``messages``) for no messages, text that is not valid Unicode, and messages that the
-        chat template does not accept or not show.
+        chat template does not accept or not show; ContextLengthError for texts that are far too long for the model.
         """
         if not messages:
             raise InvalidRequestError("A conversation needs at least one message.", param="messages")
         if not any(message.role in ("system", "developer") for message in messages):
             messages = (*self._system, *messages)
+        texts = [part for m in messages for part in (m.name or "", *m.content) if isinstance(part, str)]
+        self._check_texts(texts, param="messages")
         return self._prompt(self._template.render(messages), param="messages")
 
     def completion(self, prompt: str | Sequence[int] | Sequence[str | Chunk]) -> Prompt:
@@ -105,9 +118,12 @@ class PromptBuilder:
 
         Text gets the special tokens that the tokenizer adds, such as BOS, once around the whole prompt; a first chunk
         that begins with them gets no second ones. Raises InvalidRequestError (``prompt``) for a prompt that is empty,
-        not valid Unicode, or has ids outside the vocabulary.
+        not valid Unicode, or has ids outside the vocabulary, and ContextLengthError for one that is far too long for
+        the model.
         """
         parts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if self._limit is not None and parts and isinstance(parts[0], int):
+            self._limit.check_ids(len(parts), param="prompt")
         texts_and_chunks = [part for part in parts if isinstance(part, str | Chunk)]
         if not texts_and_chunks:
             ids = [part for part in parts if not isinstance(part, str | Chunk)]
@@ -134,6 +150,7 @@ class PromptBuilder:
         """Join texts and chunks, with special tokens around them, into segments; neighbouring fresh tokens share
         one."""
         joined = _join_texts(parts)
+        self._check_texts([part for part in joined if isinstance(part, str)], param=param)
         first = joined[0] if joined else ""
         if isinstance(first, Chunk) and first.tokens[: len(opening)] == opening:
             opening = ()
@@ -153,6 +170,10 @@ class PromptBuilder:
         if not segments:
             raise InvalidRequestError("The prompt is empty: it encodes to no tokens.", param=param)
         return Prompt(tuple(segments))
+
+    def _check_texts(self, texts: Sequence[str], *, param: str) -> None:
+        if self._limit is not None:
+            self._limit.check_texts(texts, param=param)
 
     def _checked_ids(self, ids: Sequence[object], *, param: str) -> tuple[int, ...]:
         if not ids:

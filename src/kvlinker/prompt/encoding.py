@@ -21,7 +21,8 @@ class TextEncoder:
 
     Creating one copies the vocabulary, which takes up to a second for a large one: keep it.
     ``opening`` and ``closing`` are the special tokens that the tokenizer puts around a prompt of its own accord, such
-    as BOS. ``vocab_size`` is the largest token id + 1.
+    as BOS. ``vocab_size`` is the largest token id + 1; ``longest_token`` is the length of the longest token in
+    characters, as the vocabulary spells it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -35,66 +36,75 @@ class TextEncoder:
         self._added_ids = frozenset(added)
         self._special_tokens = {i: token.content for i, token in added.items() if token.special}
         self.opening, self.closing = _special_tokens_around(self._prompt)
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token = max(map(len, vocabulary), default=0)
 
-    def encode_data(self, text: str) -> tuple[int, ...]:
+    def encode_data(self, text: str, *, param: str = "chunks") -> tuple[int, ...]:
         """Encode a chunk's text, without special tokens even where it spells one: documents are data.
 
-        Raises InvalidRequestError where the tokenizer knows no other way to write such a text.
+        Raises InvalidRequestError (``param``) where the tokenizer knows no other way to write such a text.
         """
-        return tuple(self._as_data(text, self._data.encode(text, add_special_tokens=False)))
+        return tuple(self._as_data(text, _encoded(self._data, text), param=param))
 
     def count_data(self, texts: Sequence[str]) -> list[int]:
-        """Count the tokens of ``encode_data`` for each text."""
-        encodings = self._data.encode_batch(list(texts), add_special_tokens=False)
-        return [len(self._as_data(text, encoding)) for text, encoding in zip(texts, encodings, strict=True)]
+        """Count the tokens of ``encode_data`` for each text. Raises what that does (``input``)."""
+        encodings = self._data.encode_batch_fast(list(texts), add_special_tokens=False)
+        pairs = zip(texts, encodings, strict=True)
+        return [len(self._as_data(text, encoding, param="input")) for text, encoding in pairs]
+
+    def count_roughly(self, text: str) -> int:
+        """Count the tokens of ``text`` with special tokens that it spells as they come: for estimates."""
+        return len(_encoded(self._data, text))
 
     def token_starts(self, text: str) -> list[int]:
         """Return the index of the first character of each token of ``text``, ascending; bytes of one character share
         it."""
-        return [start for start, _ in self._data.encode(text, add_special_tokens=False).offsets]
+        return _starts(_encoded(self._data, text, offsets=True))
 
     def encode_prompt(self, text: str, *, continued: bool = False) -> tuple[int, ...]:
         """Encode a prompt's own text; special tokens that it spells are special tokens, and no others are added.
 
         With ``continued``, other tokens stand before it, and no space is put before its first word.
         """
-        encoding = self._prompt.encode(text, add_special_tokens=False)
+        ids = _encoded(self._prompt, text).ids
         if not continued or self._continued is None:
-            return tuple(encoding.ids)
+            return tuple(ids)
         # Only what comes before the first added token was encoded as the start of a text.
-        added = next((i for i, token in enumerate(encoding.ids) if token in self._added_ids), None)
-        head = text if added is None else text[: encoding.offsets[added][0]]
-        tail = [] if added is None else encoding.ids[added:]
-        return (*self._continued.encode(head, add_special_tokens=False).ids, *tail)
+        added = next((i for i, token in enumerate(ids) if token in self._added_ids), None)
+        if added is None:
+            return tuple(_encoded(self._continued, text).ids)
+        head = text[: _starts(_encoded(self._prompt, text, offsets=True))[added]]
+        return (*_encoded(self._continued, head).ids, *ids[added:])
 
-    def _as_data(self, text: str, encoding: Encoding) -> list[int]:
+    def _as_data(self, text: str, encoding: Encoding, *, param: str) -> list[int]:
         """Return the ids, with special tokens that ``text`` spells taken apart.
 
         ``encode_special_tokens`` keeps added tokens from being matched, but a word-level or unigram vocabulary may
         hold the same string as an ordinary entry.
         """
-        spelled = self._spelled(text, encoding)
+        ids = encoding.ids
+        if self._special_tokens.keys().isdisjoint(ids):
+            return ids
+        spelled = self._spelled(text)
         if not spelled:
-            return encoding.ids
+            return ids
         cuts = [0, *(start + 1 for start, _ in spelled), len(text)]
-        ids: list[int] = []
+        apart: list[int] = []
         for start, end in pairwise(cuts):
             piece = text[start:end]
-            encoding = self._data.encode(piece, add_special_tokens=False)
-            if still := self._spelled(piece, encoding):
+            if still := self._spelled(piece):
                 raise InvalidRequestError(
                     f"The tokenizer cannot write the special token {still[0][1]!r} as plain text. "
                     "Remove it from the text.",
-                    param="chunks",
+                    param=param,
                 )
-            ids += encoding.ids
-        return ids
+            apart += _encoded(self._data, piece).ids
+        return apart
 
-    def _spelled(self, text: str, encoding: Encoding) -> list[tuple[int, str]]:
+    def _spelled(self, text: str) -> list[tuple[int, str]]:
         """Find where ``text`` spells special tokens that are in its encoding, and which."""
-        if self._special_tokens.keys().isdisjoint(encoding.ids):
-            return []
+        encoding = _encoded(self._data, text, offsets=True)
         tokens = zip(encoding.ids, encoding.offsets, strict=True)
         names = ((self._special_tokens.get(token), start, end) for token, (start, end) in tokens)
         return [(start, name) for name, start, end in names if name is not None and name in text[start:end]]
@@ -110,6 +120,23 @@ def require_unicode(text: str, *, param: str) -> None:
             "Send valid UTF-8, and surrogates in JSON escapes only in pairs.",
             param=param,
         ) from None
+
+
+def _encoded(tokenizer: Tokenizer, text: str, *, offsets: bool = False) -> Encoding:
+    """Encode one text without special tokens around it; all offsets are 0 unless they are asked for.
+
+    ``Tokenizer.encode`` keeps Python's lock until it is done, so that a long text would hold up every other thread;
+    batches give it up.
+    """
+    encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
+    (encoding,) = encode([text], add_special_tokens=False)
+    return encoding
+
+
+def _starts(encoding: Encoding) -> list[int]:
+    """Return the index of each token's first character, one by one, so that other threads run in between."""
+    spans = (encoding.token_to_chars(token) for token in range(len(encoding)))
+    return [0 if span is None else span[0] for span in spans]
 
 
 def _unlimited_copy(backend: Tokenizer) -> Tokenizer:

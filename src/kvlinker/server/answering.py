@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from fastapi import Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
-from kvlinker.errors import ContextLengthError, KVLinkerError
+from kvlinker.errors import KVLinkerError
 from kvlinker.llm import Answer, Prompt
 from kvlinker.server.bodies import ResponseBody, SamplingBody
 from kvlinker.server.choices import Choices
@@ -90,7 +88,7 @@ async def respond(
     service: Service,
     request: Request,
     body: SamplingBody,
-    build: Callable[[], Sequence[Prompt]],
+    build: Callable[[], Mapping[str, Prompt]],
     sampling: SamplingParams,
     answer_format: AnswerFormat,
     *,
@@ -98,14 +96,15 @@ async def respond(
 ) -> Response:
     """Generate and respond. A client that goes away has its choices cancelled.
 
-    ``build`` makes the prompts; like all that takes long, it runs in a thread.
+    ``build`` makes the prompts, by the request's fields that they come from; like all that takes long, it runs in a
+    thread.
     """
     loop = asyncio.get_running_loop()
 
     def begin() -> Choices:
         return Choices(service.llm, build(), sampling, policy=body.policy, n=body.choices, tenant=tenant, loop=loop)
 
-    choices = await run_in_threadpool(begin)
+    choices = await service.encoding.run(request, begin)
     if body.stream:
         return EventStream(choices, answer_format, request.scope, include_usage=body.include_usage)
     async with choices.cancelled_on_disconnect(request.receive):
@@ -189,17 +188,6 @@ def server_timing(timings: Sequence[Timing]) -> str:
 def finite(logprob: float) -> float:
     """Return the log probability as a number that JSON can represent."""
     return max(logprob, LEAST_LOGPROB)
-
-
-@contextmanager
-def length_errors_name(param: str) -> Iterator[None]:
-    """Have errors about a prompt that is too long name the request's field that the prompt comes from."""
-    try:
-        yield
-    except ContextLengthError as error:
-        if error.param != "max_tokens":
-            error.param = param
-        raise
 
 
 def _encoded(body: BaseModel) -> str:

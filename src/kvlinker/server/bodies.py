@@ -21,10 +21,11 @@ from pydantic import (
     JsonValue,
     StringConstraints,
     Tag,
+    ValidationError,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.types.messages import Content, ContextCacheReference
@@ -43,12 +44,18 @@ def _require_unicode(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_require_unicode)]
+Unicode = AfterValidator(_require_unicode)
+"""Stands last in the annotation of a text, so that the constraints before it speak of characters."""
 
-Name = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
+Text = Annotated[str, Unicode]
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256), Unicode]
 
 Metadata = Annotated[
-    dict[Annotated[Text, StringConstraints(max_length=64)], Annotated[Text, StringConstraints(max_length=512)]],
+    dict[
+        Annotated[str, StringConstraints(max_length=64), Unicode],
+        Annotated[str, StringConstraints(max_length=512), Unicode],
+    ],
     Field(max_length=MAX_PAIRS),
 ]
 """Up to 16 pairs; keys of up to 64 and values of up to 512 characters."""
@@ -76,9 +83,9 @@ class RequestBody(BaseModel):
             return data
         for name, harmless in cls.refused.items():
             if data.get(name) is not None and data[name] not in harmless:
-                raise InvalidRequestError(
-                    f"{name!r} is not supported. Leave it out.", param=name, code="unsupported_parameter"
-                )
+                kind = PydanticCustomError("unsupported_parameter", "not supported; leave it out")
+                error = InitErrorDetails(type=kind, loc=(name,), input=data[name])
+                raise ValidationError.from_exception_data(cls.__name__, [error])  # with the field's whole path
         foreign = cls.ignored | cls.refused.keys()
         return {name: value for name, value in data.items() if name not in foreign}
 
@@ -157,7 +164,7 @@ def content_of(parts: Sequence[Part]) -> Content[ContextCacheReference]:
     )
 
 
-_StopText = Annotated[Text, StringConstraints(min_length=1, max_length=1024)]
+_StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
 
 _Stop = Annotated[
     Annotated[_StopText, Tag("<text>")] | Annotated[list[_StopText], Field(max_length=16), Tag("<texts>")],
@@ -168,7 +175,7 @@ _Stop = Annotated[
 class LinkOptions(RequestBody):
     """Options of linking cached chunks; ``policy`` such as ``legolink-16``."""
 
-    policy: Annotated[Text, StringConstraints(min_length=1)] | None = None
+    policy: Annotated[str, StringConstraints(min_length=1), Unicode] | None = None
 
 
 class StreamOptions(RequestBody):

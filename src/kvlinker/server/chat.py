@@ -13,8 +13,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import Answer, Prompt
 from kvlinker.server.access import TenantParam
-from kvlinker.server.answering import UsageBody, completion_responses, finite, length_errors_name, respond
+from kvlinker.server.answering import UsageBody, completion_responses, finite, respond
 from kvlinker.server.bodies import Part, RequestBody, ResponseBody, SamplingBody, Text, content_of
+from kvlinker.server.errors import blaming
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.answers import Delta, Finished, TokenLogprob
 from kvlinker.types.messages import ChatMessage, ContextCacheReference
@@ -167,10 +168,11 @@ async def create_chat_completion(
     messages = [message.message() for message in body.messages]
     answer_format = ChatFormat(service.llm.model_name, logprobs=bool(body.logprobs))
 
-    def build() -> list[Prompt]:
-        return [service.llm.chat_prompt(messages, tenant=tenant)]
+    def build() -> dict[str, Prompt]:
+        return {"messages": service.llm.chat_prompt(messages, tenant=tenant)}
 
-    with length_errors_name("messages"):
+    length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    with blaming("messages", length=length):
         return await respond(service, request, body, build, body.sampling_params(), answer_format, tenant=tenant)
 
 

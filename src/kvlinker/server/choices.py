@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 from starlette.types import Receive
 
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
 from kvlinker.llm import LLM, Answer, ChoiceSink, Prompt
+from kvlinker.server.errors import blaming
 from kvlinker.types.answers import Delta, Finished
 from kvlinker.types.sampling import SamplingParams
 
@@ -23,7 +24,7 @@ class Choices:
     def __init__(
         self,
         llm: LLM,
-        prompts: Sequence[Prompt],
+        prompts: Mapping[str, Prompt],
         sampling: SamplingParams,
         *,
         policy: str | None,
@@ -33,6 +34,8 @@ class Choices:
     ) -> None:
         """Queue all choices, or none; events go to ``loop``. Raises what ``LLM.submit`` raises.
 
+        ``prompts`` are by the request's fields that they come from, which errors name.
+
         Planning takes a while for long prompts: call it in a thread.
         """
         self.n = n
@@ -41,9 +44,10 @@ class Choices:
         self._events: asyncio.Queue[tuple[int, GenerationEvent]] = asyncio.Queue()
         self._handles: list[RequestHandle] = []
         with self._cancelled_on_error():
-            for number, prompt in enumerate(prompts):
+            for number, (field, prompt) in enumerate(prompts.items()):
                 sink = self._sink(number * n)
-                self._handles.append(llm.submit(prompt, sampling, sink, policy=policy, n=n, tenant=tenant))
+                with blaming(field):
+                    self._handles.append(llm.submit(prompt, sampling, sink, policy=policy, n=n, tenant=tenant))
 
     def __len__(self) -> int:
         return self._count

@@ -14,8 +14,9 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import Answer, Prompt
 from kvlinker.server.access import TenantParam
-from kvlinker.server.answering import UsageBody, completion_responses, finite, length_errors_name, respond
+from kvlinker.server.answering import UsageBody, completion_responses, finite, respond
 from kvlinker.server.bodies import MAX_CHOICES, Part, ResponseBody, SamplingBody, Text, content_of
+from kvlinker.server.errors import blaming
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.answers import Delta, Finished, TokenLogprob
 from kvlinker.types.messages import CompletionPrompt, ContextCacheReference, TokenIds
@@ -44,7 +45,7 @@ def _prompt_kind(value: Any) -> str | None:
 
 PromptBody = Annotated[
     Annotated[Text, Tag("<text>")]
-    | Annotated[list[Text], Tag("<texts>")]
+    | Annotated[list[Text], Field(min_length=1), Tag("<texts>")]
     | Annotated[_Tokens, Tag("<tokens>")]
     | Annotated[list[_Tokens], Tag("<token lists>")]
     | Annotated[list[Part], Tag("<parts>")],
@@ -71,12 +72,16 @@ def prompts_of(body: PromptBody) -> list[CompletionPrompt[ContextCacheReference]
     return [content_of([part for part in body if isinstance(part, BaseModel)])]
 
 
+def has_several(body: PromptBody) -> bool:
+    """Return whether the body is a list of prompts, which may hold only one."""
+    return isinstance(body, list) and isinstance(body[0], str | list)
+
+
 def single_prompt(body: PromptBody) -> CompletionPrompt[ContextCacheReference]:
     """Return the prompt of a body that takes only one. Raises InvalidRequestError for several."""
-    prompts = prompts_of(body)
-    if len(prompts) > 1:
+    if has_several(body) and len(body) > 1:
         raise InvalidRequestError("'prompt' must be one prompt here.", param="prompt")
-    return prompts[0]
+    return prompts_of(body)[0]
 
 
 class CompletionRequest(SamplingBody):
@@ -93,7 +98,7 @@ class CompletionRequest(SamplingBody):
 
     @model_validator(mode="after")
     def _check_choices(self) -> CompletionRequest:
-        choices = len(prompts_of(self.prompt)) * self.choices
+        choices = (len(self.prompt) if has_several(self.prompt) else 1) * self.choices
         if choices > MAX_CHOICES:
             raise InvalidRequestError(
                 f"'prompt' and 'n' ask for {choices} choices; at most {MAX_CHOICES} are given in one request.",
@@ -152,14 +157,17 @@ async def create_completion(
 ) -> Response:
     """Continue a text, token ids, or parts of text and context caches; no chat template."""
     service.check_model(body.model)
-    prompts = prompts_of(body.prompt)
     answer_format = CompletionFormat(service.llm.model_name, logprobs=body.logprobs is not None)
 
-    def build() -> list[Prompt]:
-        return [service.llm.completion_prompt(prompt, tenant=tenant) for prompt in prompts]
+    def build() -> dict[str, Prompt]:
+        built = {}
+        for index, prompt in enumerate(prompts_of(body.prompt)):
+            field = f"prompt.{index}" if has_several(body.prompt) else "prompt"
+            with blaming(field):
+                built[field] = service.llm.completion_prompt(prompt, tenant=tenant)
+        return built
 
-    with length_errors_name("prompt"):
-        return await respond(service, request, body, build, body.sampling_params(), answer_format, tenant=tenant)
+    return await respond(service, request, body, build, body.sampling_params(), answer_format, tenant=tenant)
 
 
 class CompletionFormat:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -14,7 +15,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, 
 from pydantic_core import PydanticCustomError
 
 from kvlinker.context_caches import MAX_CHUNKS
-from kvlinker.errors import ContextCacheNotFoundError, InvalidRequestError
+from kvlinker.errors import ContextCacheNotFoundError, ContextLengthError, InvalidRequestError
 from kvlinker.server.access import CallerParam, TenantParam
 from kvlinker.server.bodies import (
     METADATA_PARAMETER,
@@ -24,6 +25,7 @@ from kvlinker.server.bodies import (
     RequestBody,
     ResponseBody,
     Text,
+    Unicode,
     exactly_one,
 )
 from kvlinker.server.errors import error_responses
@@ -35,6 +37,12 @@ from kvlinker.types.tenants import Scope
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
 
+DEFAULT_METHOD = "passage"
+DEFAULT_PIECE_TOKENS = 512
+
+MAX_INPUT_CHARACTERS = 4 * 2**20
+"""The longest text that is split at once: it takes time and memory in proportion."""
+
 MAX_TTL = 100 * 365 * 24 * 3600.0
 """The longest time to live in seconds: a hundred years."""
 
@@ -43,7 +51,7 @@ END_OF_TIME = 253_402_300_799.0
 
 ScopeQuery = Annotated[Scope, Query(description="The caller's own, or the shared ones.")]
 
-_Chunk = Annotated[Text, StringConstraints(min_length=1)]
+_Chunk = Annotated[str, StringConstraints(min_length=1), Unicode]
 
 _TTL_PATTERN = r"[0-9]{1,12}(\.[0-9]{1,9})?s"
 
@@ -99,14 +107,14 @@ def _list_splitters(schema: dict[str, Any]) -> None:
 
 
 class SplitOptions(RequestBody):
-    """Options of cutting a text into chunks (EPIC's KVSplit)."""
+    """Options of cutting a text into chunks (EPIC's KVSplit): ``passage`` and 512 tokens unless they say otherwise."""
 
-    method: Text = Field(default="passage", json_schema_extra=_list_splitters)
-    max_tokens: int = Field(default=512, ge=1, le=2**31 - 1)
+    method: Annotated[Text, Field(json_schema_extra=_list_splitters)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
 
 
 class CreateContextCachesRequest(Lifetime):
-    """``chunks`` as they are, or ``input`` to be split."""
+    """``chunks`` as they are, or ``input`` to be split. Absent and null mean the default."""
 
     model_config = exactly_one("chunks", "input")
 
@@ -117,13 +125,19 @@ class CreateContextCachesRequest(Lifetime):
     name: Name | None = None
     metadata: Metadata | None = None
     context: Literal["alone", "bos", "prefix"] | None = None
-    pinned: bool = False
-    scope: Literal["private", "shared"] = "private"
+    pinned: bool | None = None
+    scope: Literal["private", "shared"] | None = None
 
     @model_validator(mode="after")
     def _check_source(self) -> CreateContextCachesRequest:
         if (self.chunks is None) == (self.input is None):
             raise InvalidRequestError("Give either 'chunks' or 'input'.", param="chunks")
+        if self.input is not None and len(self.input) > MAX_INPUT_CHARACTERS:
+            raise InvalidRequestError(
+                f"'input' has {len(self.input):,} characters; at most {MAX_INPUT_CHARACTERS:,} are split at once. "
+                "Send it in parts.",
+                param="input",
+            )
         if self.split is not None and self.input is None:
             raise InvalidRequestError("'split' applies to 'input'; 'chunks' are cached as they are.", param="split")
         return self
@@ -135,11 +149,12 @@ class CreateContextCachesRequest(Lifetime):
 
 
 class UpdateContextCacheRequest(Lifetime):
-    """Changes to a context cache: absent fields stay, null removes."""
+    """Changes to a context cache: absent fields stay as they are. Null removes the end of life, the name, all pairs of
+    metadata, or the pin."""
 
     name: Name | None = None
     metadata: Metadata | None = None
-    pinned: bool = False
+    pinned: bool | None = None
 
     def changes(self) -> dict[str, Any]:
         """Return the arguments for ``ContextCaches.update``."""
@@ -152,7 +167,7 @@ class UpdateContextCacheRequest(Lifetime):
         if "metadata" in given:
             changed["metadata"] = self.metadata or {}
         if "pinned" in given:
-            changed["pinned"] = self.pinned
+            changed["pinned"] = bool(self.pinned)
         return changed
 
 
@@ -236,29 +251,30 @@ class ContextCacheUsage(ResponseBody):
 
 @router.post("", responses=error_responses(400, 403, 404, 503))
 async def create_context_caches(
-    body: CreateContextCachesRequest, service: ServiceParam, caller: CallerParam
+    body: CreateContextCachesRequest, request: Request, service: ServiceParam, caller: CallerParam
 ) -> ContextCacheList:
     """Create one context cache per chunk, in order; the answer comes once its KV is computed."""
     service.check_model(body.model)
+    loop = asyncio.get_running_loop()
 
     def begin() -> asyncio.Future[tuple[ContextCache, ...]]:
-        return asyncio.wrap_future(
-            service.llm.caches.create(
-                _texts(service, body),
-                tenant=caller.tenant,
-                admin=caller.admin,
-                expires_at=body.expiry(),
-                name=body.name,
-                metadata=body.metadata,
-                context=body.generation_context,
-                pinned=body.pinned,
-                scope=Scope(body.scope),
-            ),
-            loop=loop,
-        )
+        with _blaming_split(body):
+            return asyncio.wrap_future(
+                service.llm.caches.create(
+                    _texts(service, body),
+                    tenant=caller.tenant,
+                    admin=caller.admin,
+                    expires_at=body.expiry(),
+                    name=body.name,
+                    metadata=body.metadata,
+                    context=body.generation_context,
+                    pinned=bool(body.pinned),
+                    scope=Scope(body.scope or Scope.PRIVATE),
+                ),
+                loop=loop,
+            )
 
-    loop = asyncio.get_running_loop()
-    created = await (await run_in_threadpool(begin))
+    created = await (await service.encoding.run(request, begin))
     return ContextCacheList(data=await run_in_threadpool(_objects, service, created))
 
 
@@ -372,7 +388,29 @@ def _texts(service: Service, body: CreateContextCachesRequest) -> list[str]:
     if body.input is None:
         return body.chunks or []
     split = body.split or SplitOptions()
-    return list(service.llm.split(body.input, method=split.method, max_tokens=split.max_tokens))
+    pieces = service.llm.split(
+        body.input, method=split.method or DEFAULT_METHOD, max_tokens=split.max_tokens or DEFAULT_PIECE_TOKENS
+    )
+    if len(pieces) > MAX_CHUNKS:
+        raise InvalidRequestError(
+            f"'input' makes {len(pieces):,} chunks; at most {MAX_CHUNKS:,} are created at once. Send it in parts, or "
+            "allow chunks of more tokens.",
+            param="input",
+        )
+    return list(pieces)
+
+
+@contextmanager
+def _blaming_split(body: CreateContextCachesRequest) -> Iterator[None]:
+    """Have an error about a chunk that is too long name what made it so long: where ``input`` was split, the limit."""
+    try:
+        yield
+    except ContextLengthError as error:
+        if body.input is None:
+            raise
+        raise ContextLengthError(
+            f"{error.message.partition('.')[0]}. Allow fewer tokens in 'split.max_tokens'.", param="split.max_tokens"
+        ) from error
 
 
 def _objects(service: Service, caches: Sequence[ContextCache]) -> list[ContextCacheObject]:

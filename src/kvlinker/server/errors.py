@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -19,7 +20,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvlinker.errors import AuthenticationError, KVLinkerError, OverloadedError
+from kvlinker.errors import AuthenticationError, InvalidRequestError, KVLinkerError, OverloadedError
 from kvlinker.server.bodies import ResponseBody
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,20 @@ def error_response(error: KVLinkerError, scope: Scope) -> JSONResponse:
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error, scope).model_dump(), status_code=error.status, headers=headers)
+
+
+@contextmanager
+def blaming(field: str, *, length: str = "max_tokens") -> Iterator[None]:
+    """Have errors about a whole prompt name the request's ``field`` that the prompt comes from, and those about the
+    answer's length the field ``length``."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param in ("messages", "prompt"):
+            error.param = field
+        elif error.param == "max_tokens":
+            error.param = length
+        raise
 
 
 def install_error_handling(app: FastAPI) -> None:
@@ -226,6 +241,8 @@ def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:
             return f"Missing required parameter: {param!r}.", param, "missing_required_parameter"
         case "extra_forbidden":
             return f"Unknown parameter: {param!r}.", param, "unknown_parameter"
+        case "unsupported_parameter":
+            return f"{param!r} is not supported. Leave it out.", param, "unsupported_parameter"
         case "model_attributes_type" if param is None:
             return "The body must be a JSON object, sent as application/json.", None, "invalid_type"
         case kind:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Response
-from fastapi.concurrency import run_in_threadpool
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import Explanation
 from kvlinker.server.access import TenantParam
-from kvlinker.server.answering import length_errors_name
 from kvlinker.server.bodies import LinkOptions, RequestBody, ResponseBody, Text, exactly_one
 from kvlinker.server.chat import MessageBody
 from kvlinker.server.completions import PromptBody, single_prompt
-from kvlinker.server.errors import error_responses
+from kvlinker.server.errors import blaming, error_responses
 from kvlinker.server.models import Service, ServiceParam
 
 router = APIRouter(prefix="/v1", tags=["linking"])
@@ -168,10 +166,10 @@ async def list_policies(service: ServiceParam) -> Response:
 
 
 @router.post("/link/explain", response_model=LinkExplanation, responses=error_responses(400, 404, 429, 503))
-async def explain_link(body: ExplainRequest, service: ServiceParam, tenant: TenantParam) -> Response:
+async def explain_link(body: ExplainRequest, request: Request, service: ServiceParam, tenant: TenantParam) -> Response:
     """Tell segments, recomputed tokens by layer, scores and cost of linking ``messages`` or a ``prompt``; no answer."""
     service.check_model(body.model)
-    explanation = await run_in_threadpool(_explain, service, body, tenant)
+    explanation = await service.encoding.run(request, lambda: _explain(service, body, tenant))
     told: dict[str, Any] = {"model": service.llm.model_name, **explanation.to_json()}
     return JSONResponse(told)
 
@@ -180,8 +178,8 @@ def _explain(service: Service, body: ExplainRequest, tenant: str) -> Explanation
     policy = body.link.policy if body.link else None
     if body.messages is not None:
         messages = [message.message() for message in body.messages]
-        with length_errors_name("messages"):
+        with blaming("messages"):
             return service.llm.explain(messages, policy=policy, tenant=tenant)
     prompt = single_prompt(body.prompt or "")
-    with length_errors_name("prompt"):
+    with blaming("prompt"):
         return service.llm.explain(prompt=prompt, policy=policy, tenant=tenant)

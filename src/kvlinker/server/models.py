@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -13,6 +13,7 @@ from kvlinker.llm import LLM
 from kvlinker.server.bodies import ResponseBody
 from kvlinker.server.errors import error_responses
 from kvlinker.server.metrics import Metrics
+from kvlinker.server.threads import EncodingThreads
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
@@ -24,6 +25,7 @@ class Service:
     llm: LLM
     settings: Settings
     metrics: Metrics
+    encoding: EncodingThreads = field(default_factory=EncodingThreads)
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFoundError unless a request's ``model`` is the served name, ``default`` or absent."""

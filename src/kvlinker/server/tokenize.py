@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-from fastapi.concurrency import run_in_threadpool
+from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 
 from kvlinker.errors import InvalidRequestError
@@ -47,10 +46,13 @@ class Tokens(ResponseBody):
 
 
 @router.post("/tokenize", responses=error_responses(400, 404))
-async def tokenize(body: TokenizeRequest, service: ServiceParam, tenant: TenantParam) -> Tokens:
-    """Tell the ids of a ``text`` as a chunk has them, of a ``prompt`` or of ``messages``."""
+async def tokenize(body: TokenizeRequest, request: Request, service: ServiceParam, tenant: TenantParam) -> Tokens:
+    """Tell the ids of a ``text`` as a chunk has them, of a ``prompt`` or of ``messages``.
+
+    They may be more than the context window takes, but texts that are far too long for it are refused.
+    """
     service.check_model(body.model)
-    tokens = await run_in_threadpool(_token_ids, service, body, tenant)
+    tokens = await service.encoding.run(request, lambda: _token_ids(service, body, tenant))
     return Tokens(tokens=tokens, count=len(tokens), max_model_len=service.llm.max_model_len)
 
 
