@@ -180,6 +180,17 @@ class Settings(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="Address to bind; without API keys only loopback is allowed.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
+        default=(),
+        description="Host names that requests may use beside localhost, with commas between; * for any. Without them, "
+        "only servers without API keys check.",
+    )
+    request_timeout: float = Field(
+        default=30, gt=0, description="Seconds in which a request's headers must come, and its body begin to flow."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="What is logged: info has a line per request, warning and error only what is wrong."
+    )
     api_keys: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
         default=(), repr=False, description="Accepted keys, with commas between; each is a tenant of its own."
     )

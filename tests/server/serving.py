@@ -100,17 +100,23 @@ def tiny_settings(state_dir: Path, **options: Any) -> Settings:
 
 
 @contextmanager
-def serving(llm: LLM, settings: Settings, *, headers: Mapping[str, str] | None = None) -> Iterator[Served]:
-    """Serve until the block ends; closes the LLM. Every answer is checked against the server's OpenAPI document."""
+def serving(
+    llm: LLM, settings: Settings, *, headers: Mapping[str, str] | None = None, closes: bool = True
+) -> Iterator[Served]:
+    """Serve until the block ends; closes the LLM, unless another server has it. Every answer is checked against the
+    server's OpenAPI document."""
     import uvicorn
 
     from kvlinker.server.address import bind, url_of
     from kvlinker.server.app import create_app
+    from kvlinker.server.connections import server_config
     from tests.server.openapi_contract import Contract
 
     listener = bind("127.0.0.1", 0)
     app = create_app(llm, settings)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="critical", lifespan="on"))
+    config = server_config(app, request_timeout=settings.request_timeout)
+    config.lifespan = "on" if closes else "off"
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     url = url_of(listener)

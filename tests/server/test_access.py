@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import socket
 import sqlite3
+from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
+from kvlinker.config import load_settings
 from kvlinker.errors import InvalidRequestError, KVLinkerError
+from kvlinker.server.access import hosts_to_check
 from kvlinker.server.address import bind, check_address, url_of
 from kvlinker.types.tenants import tenant_of_key
-from tests.server.serving import Served
+from tests.server.serving import Served, serving
 
 CACHES = "/v1/context_caches"
 ALPHA = {"Authorization": "Bearer key-alpha"}
 BETA = {"Authorization": "Bearer key-beta"}
+
+
+@pytest.fixture(scope="module")
+def hosted(served: Served) -> Iterator[Served]:
+    """The same LLM behind a server with a name."""
+    settings = served.llm.settings.model_copy(update={"allowed_hosts": ("friend.example",)})
+    with serving(served.llm, settings, closes=False) as running:
+        yield running
 
 
 @pytest.mark.parametrize(
@@ -130,3 +144,63 @@ def test_taken_port_is_told() -> None:
         port = int(url_of(listener).rsplit(":", 1)[1])
         with pytest.raises(KVLinkerError, match=str(port)):
             bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.9.9.9:1", "[::1]:8000", "friend.example", "Friend.Example:80"],
+)
+def test_known_hosts_are_answered(hosted: Served, host: str) -> None:
+    assert hosted.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "8.8.8.8",
+        "[::2]",
+        "[",
+        "",
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/", "/health", f"{CACHES}/", "/nowhere"])
+def test_foreign_hosts_are_refused(served: Served, hosted: Served, host: str, path: str) -> None:
+    """A page whose name points to 127.0.0.1 must not read a server that asks for no key."""
+    for server in (served, hosted):
+        answer = httpx.get(f"{server.url}{path}", headers={"Host": host})
+        assert answer.status_code == 421
+        assert "location" not in answer.headers
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("unknown_host", "invalid_request_error")
+        assert "allowed_hosts" in error["message"]
+
+
+def test_any_host_may_be_allowed(served: Served, keyed: Served) -> None:
+    assert keyed.get("/health", headers={"Host": "any.example"}).status_code == 200, "keys protect it"
+
+
+@pytest.mark.parametrize(
+    ("options", "checked"),
+    [
+        ({}, ("127.0.0.1",)),
+        ({"host": "localhost"}, ("localhost",)),
+        ({"allowed_hosts": "a.example, b.example"}, ("a.example", "b.example", "127.0.0.1")),
+        ({"allowed_hosts": "*"}, None),
+        ({"api_keys": "key"}, None),
+        ({"api_keys": "key", "allowed_hosts": "a.example"}, ("a.example", "127.0.0.1")),
+        ({"host": "0.0.0.0"}, None),
+    ],
+)
+def test_which_hosts_are_checked(options: dict[str, Any], checked: tuple[str, ...] | None) -> None:
+    assert hosts_to_check(load_settings(**options)) == checked
+
+
+def test_http_1_0_needs_no_host(served: Served) -> None:
+    address = urlsplit(served.url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as client:
+        client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")

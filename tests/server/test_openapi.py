@@ -73,7 +73,8 @@ def test_errors_are_the_servers_own(document: dict[str, Any]) -> None:
         answers = operation["responses"]
         assert "422" not in answers, "which the server never answers"
         assert "500" in answers
-        assert ("413" in answers) == ("requestBody" in operation)
+        assert {"400", "421"} <= answers.keys()
+        assert ("413" in answers) == ("408" in answers) == ("requestBody" in operation)
         assert "401" not in answers, "there are no keys"
         for status, answer in answers.items():
             if status.startswith(("4", "5")) and (path, status) != ("/health", "503"):
@@ -81,7 +82,7 @@ def test_errors_are_the_servers_own(document: dict[str, Any]) -> None:
                 assert answer["description"]
     for path in (CHAT, TEXT, "/v1/link/explain"):
         answers = document["paths"][path]["post"]["responses"]
-        assert answers.keys() == {"200", "400", "404", "413", "429", "500", "503"}
+        assert answers.keys() == {"200", "400", "404", "408", "413", "421", "429", "500", "503"}
         assert "Retry-After" in answers["429"]["headers"]
     assert set(document["paths"][CACHES]["post"]["responses"]) >= {"400", "403", "404", "503"}
 

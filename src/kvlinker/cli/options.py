@@ -55,6 +55,7 @@ _METAVARS: dict[Any, str | None] = {
     bool: None,
     int: "N",
     int | None: "N",
+    float: "N",
     ByteSize: "SIZE",
     ByteSize | None: "SIZE",
     Path: "PATH",

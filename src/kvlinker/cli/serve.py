@@ -13,8 +13,6 @@ from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
 from kvlinker.server.address import bind, check_address, url_of
 
-SHUTDOWN_SECONDS = 10
-
 
 @settings_options()
 def serve(settings: Settings) -> None:
@@ -31,15 +29,15 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
         import uvicorn
 
         from kvlinker.llm import LLM
+        from kvlinker.server.access_log import logging_to_stderr
         from kvlinker.server.app import create_app
+        from kvlinker.server.connections import server_config
     with console.status(f"Loading and checking {settings.model}"):
         llm = LLM.from_settings(settings)
     app = create_app(llm, settings)
     console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
-    )
-    with suppress(KeyboardInterrupt):
+    config = server_config(app, request_timeout=settings.request_timeout)
+    with logging_to_stderr(settings.log_level), suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
 
 

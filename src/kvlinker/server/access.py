@@ -1,4 +1,5 @@
-"""Access control: API keys, the tenant that each key stands for, and whether it is an admin's; for the app and routes.
+"""Access control: host names, API keys, the tenant that each key stands for, and whether it is an admin's; for the app
+and routes.
 
 Without configured keys every caller is the default tenant, and an admin (see ``kvlinker.server.address``). With keys,
 every route asks for ``Authorization: Bearer <key>``, but for ``/health`` (probes have no keys), ``/`` (a page without
@@ -13,12 +14,15 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvlinker.errors import AuthenticationError
+from kvlinker.config import Settings
+from kvlinker.errors import AuthenticationError, KVLinkerError
+from kvlinker.server.address import is_loopback
 from kvlinker.server.errors import error_response
 from kvlinker.types.tenants import DEFAULT_TENANT, tenant_of_key
 
@@ -50,6 +54,55 @@ async def _tenant(request: Request) -> str:
 
 CallerParam = Annotated[Caller, Depends(_caller)]
 TenantParam = Annotated[str, Depends(_tenant)]
+
+
+class UnknownHostError(KVLinkerError):
+    """Raised for a request to a host name that is not the server's."""
+
+    status = 421
+    type = "invalid_request_error"
+    code = "unknown_host"
+
+
+class HostCheck:
+    """ASGI middleware: answers 421 to requests whose ``Host`` is neither loopback nor among ``names``.
+
+    A page of any site may let its own name point to 127.0.0.1 (DNS rebinding); a browser then takes a server on the
+    reader's machine for that site's, and hands the page its answers.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+        self._app = app
+        self._names = frozenset(map(str.lower, names))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = Headers(scope=scope).get("host")
+            if host is not None and not self._is_known(host):  # browsers always send one
+                error = UnknownHostError(
+                    f"This server does not answer for the host {host[:100]!r}. Call it localhost, or add the name to "
+                    "its setting allowed_hosts (KVLINKER_ALLOWED_HOSTS)."
+                )
+                return await error_response(error, scope)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _is_known(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return name in self._names or is_loopback(name)
+
+
+def hosts_to_check(settings: Settings) -> tuple[str, ...] | None:
+    """Return the names that requests may call the server by beside loopback's; None for any.
+
+    Only those that are set, where any are; otherwise the bound host on a server without keys that is on loopback: any
+    other can be reached under names that it does not know, and asks for keys.
+    """
+    if settings.allowed_hosts:
+        return None if "*" in settings.allowed_hosts else (*settings.allowed_hosts, settings.host)
+    return None if settings.accepted_keys or not is_loopback(settings.host) else (settings.host,)
 
 
 class KeyCheck:

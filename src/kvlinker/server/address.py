@@ -17,7 +17,7 @@ class AddressError(KVLinkerError):
 
 def check_address(host: str, api_keys: Sequence[str]) -> None:
     """Raise InvalidRequestError for an address that others can reach while no key protects it."""
-    if not api_keys and not _is_loopback(host):
+    if not api_keys and not is_loopback(host):
         raise InvalidRequestError(
             f"Without API keys the server binds to loopback only, not to {host!r}. Configure keys "
             "(KVLINKER_API_KEYS=key1,key2), or leave --host out.",
@@ -45,7 +45,8 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is this machine's own, which no other machine reaches."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvlinker.errors import KVLinkerError
 from kvlinker.llm import Answer, Prompt
+from kvlinker.server.access_log import note_tokens
 from kvlinker.server.bodies import ResponseBody, SamplingBody
 from kvlinker.server.choices import Choices
 from kvlinker.server.errors import error_body, error_responses
@@ -110,6 +111,7 @@ async def respond(
     async with choices.cancelled_on_disconnect(request.receive):
         answers = await choices.answers()
     usage = usage_body([answer.usage for answer in answers], choices.n)
+    note_tokens(request.scope, usage.prompt_tokens, usage.completion_tokens)
     return JSONResponse(
         answer_format.answer(answers, usage).model_dump(),
         headers={"Server-Timing": server_timing([answer.timing for answer in answers])},
@@ -147,9 +149,9 @@ class EventStream(EventSourceResponse):
                     yield self._chunk(self._format.closing(index, event))
                 elif event.text or event.logprobs:
                     yield self._chunk(self._format.delta(index, event))
+            usage = usage_body([finished[index] for index in sorted(finished)], self._choices.n)
+            note_tokens(scope, usage.prompt_tokens, usage.completion_tokens)
             if self._include_usage:
-                usages = [finished[index] for index in sorted(finished)]
-                usage = usage_body(usages, self._choices.n)
                 yield _encoded(self._format.chunk([]).model_copy(update={"usage": usage}))
         except KVLinkerError as error:
             yield _encoded(error_body(error, scope))

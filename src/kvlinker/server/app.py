@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.concurrency import run_in_threadpool
 from pydantic.json_schema import models_json_schema
 
@@ -18,11 +18,14 @@ from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import KVLinkerError
 from kvlinker.llm import LLM
 from kvlinker.server import chat, completions, context_caches, link, models, status, tokenize
-from kvlinker.server.access import OPEN_PATHS, KeyCheck
+from kvlinker.server.access import OPEN_PATHS, HostCheck, KeyCheck, hosts_to_check
+from kvlinker.server.access_log import AccessLog
 from kvlinker.server.bodies import UnknownPart
-from kvlinker.server.errors import BodyLimit, error_responses, install_error_handling
+from kvlinker.server.connections import BodyTimeout
+from kvlinker.server.errors import BodyLimit, RequestIds, UnexpectedErrors, add_error_handlers, error_responses
 from kvlinker.server.metrics import Metrics
 from kvlinker.server.models import Service
+from kvlinker.server.routing import HeadRequests, refuse_unknown_query
 
 SWEEP_SECONDS = 5.0
 
@@ -51,12 +54,30 @@ def create_app(llm: LLM, settings: Settings) -> FastAPI:
                 await sweeper
             await run_in_threadpool(llm.close)
 
-    app = _App(title="kvlinker", version=version("kvlinker"), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = _App(
+        title="kvlinker",
+        version=version("kvlinker"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        dependencies=[Depends(refuse_unknown_query)],
+    )
     app.state.service = Service(llm, settings, metrics)
     app.state.keyed = bool(settings.accepted_keys)
+    hosts = hosts_to_check(settings)
+    app.state.hosts_checked = hosts is not None
+    add_error_handlers(app)
+    # from the innermost to the outermost
+    app.add_middleware(BodyTimeout, seconds=settings.request_timeout)
     app.add_middleware(BodyLimit)
+    app.add_middleware(HeadRequests)
     app.add_middleware(KeyCheck, api_keys=settings.accepted_keys, admin_keys=settings.admin_keys)
-    install_error_handling(app)
+    if hosts is not None:
+        app.add_middleware(HostCheck, names=hosts)
+    app.add_middleware(UnexpectedErrors)
+    app.add_middleware(AccessLog)
+    app.add_middleware(RequestIds)
     for resource in (chat, completions, context_caches, link, models, status, tokenize):
         app.include_router(resource.router)
     return app
@@ -99,14 +120,15 @@ class _App(FastAPI):
                 document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         return self.openapi_schema or {}
 
-    @staticmethod
-    def _complete(operation: dict[str, Any], *, needs_key: bool) -> None:
+    def _complete(self, operation: dict[str, Any], *, needs_key: bool) -> None:
         """Add the errors that middlewares answer, and drop the framework's own, which nobody gets to see."""
         responses = operation["responses"]
         responses.pop("422", None)
-        shared = [500]
+        shared = [400, 500]
         if "requestBody" in operation:
-            shared.append(413)
+            shared += [408, 413]
+        if self.state.hosts_checked:
+            shared.append(421)
         if needs_key:
             operation["security"] = [{"key": []}]
             shared.append(401)

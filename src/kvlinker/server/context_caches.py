@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from kvlinker.context_caches import MAX_CHUNKS
 from kvlinker.errors import ContextCacheNotFoundError, ContextLengthError, InvalidRequestError
 from kvlinker.server.access import CallerParam, TenantParam
+from kvlinker.server.access_log import note_tokens
 from kvlinker.server.bodies import (
     METADATA_PARAMETER,
     Metadata,
@@ -275,6 +276,7 @@ async def create_context_caches(
             )
 
     created = await (await service.encoding.run(request, begin))
+    note_tokens(request.scope, sum(cache.tokens for cache in created))
     return ContextCacheList(data=await run_in_threadpool(_objects, service, created))
 
 
@@ -312,20 +314,12 @@ async def list_context_caches(
 
 @router.delete("", openapi_extra=METADATA_PARAMETER, responses=error_responses(400, 403))
 async def delete_context_caches(
-    request: Request,
     service: ServiceParam,
     caller: CallerParam,
     metadata: MetadataParam,
     scope: ScopeQuery = Scope.PRIVATE,
 ) -> ContextCachesDeletion:
     """Delete all context caches with all pairs of ``metadata``, of which there must be one."""
-    unknown = [name for name in request.query_params if name != "scope" and not name.startswith("metadata[")]
-    if unknown:
-        raise InvalidRequestError(
-            f"Deleting takes 'metadata[key]' and 'scope', not {unknown[0]!r}.",
-            param=unknown[0],
-            code="unknown_parameter",
-        )
 
     def delete() -> int:
         return service.llm.caches.delete_matching(metadata, tenant=caller.tenant, scope=scope, admin=caller.admin)

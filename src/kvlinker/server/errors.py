@@ -22,13 +22,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlinker.errors import AuthenticationError, InvalidRequestError, KVLinkerError, OverloadedError
 from kvlinker.server.bodies import ResponseBody
+from kvlinker.server.routing import allowed_methods
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**20
 REQUEST_ID_HEADER = "X-Request-Id"
 
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large"}
 
 _RETRY_AFTER = {"description": "Seconds to wait before trying again.", "schema": {"type": "integer"}}
 
@@ -37,7 +38,9 @@ _MEANINGS = {
     401: "The API key is missing or unknown (`invalid_api_key`).",
     403: "Not permitted: `quota_exceeded`, `pin_limit_exceeded` or `permission_denied`.",
     404: "Not found: `context_cache_not_found` or `model_not_found`.",
+    408: "The body did not come in time (`request_timeout`).",
     413: "The body is too large (`body_too_large`).",
+    421: "The host name is not the server's (`unknown_host`).",
     429: "Too many requests wait already (`overloaded`): try again later.",
     500: "The server failed; its log says why under the request's id.",
     503: "The server is shutting down, or its engine has failed (`engine_closed`).",
@@ -101,13 +104,11 @@ def blaming(field: str, *, length: str = "max_tokens") -> Iterator[None]:
         raise
 
 
-def install_error_handling(app: FastAPI) -> None:
-    """Add the exception handlers, and the middlewares around all that was added before."""
+def add_error_handlers(app: FastAPI) -> None:
+    """Have the app answer exceptions by the error body."""
     app.add_exception_handler(KVLinkerError, _on_kvlinker_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_middleware(UnexpectedErrors)
-    app.add_middleware(RequestIds)
 
 
 def request_id_of(scope: Scope) -> str:
@@ -199,16 +200,22 @@ async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
-    """Answer unknown routes, wrong methods, and bodies that are too large or not text."""
+    """Answer unknown routes, wrong methods, and bodies that are too large, too slow or not text."""
     assert isinstance(error, HTTPException)
     code = _HTTP_CODES.get(error.status_code, "invalid_json")
+    path = request.url.path
+    headers = error.headers
+    if code == "method_not_allowed":
+        headers = {"Allow": ", ".join(allowed_methods(request.app, request.scope["path"]))}
+    slash = " Leave the slash at its end out." if path.endswith("/") else ""
     messages = {
-        "not_found": f"No such route: {request.method} {request.url.path}.",
-        "method_not_allowed": f"{request.url.path} does not take {request.method}.",
+        "not_found": f"No such route: {request.method} {path}.{slash}",
+        "method_not_allowed": f"{path} does not take {request.method}.",
+        "request_timeout": f"The body did not come in time: {error.detail}. Send it again, faster.",
         "body_too_large": f"The body is too large: {error.detail}.",
         "invalid_json": "The body is not JSON in UTF-8.",
     }
-    return _invalid_request(error.status_code, messages[code], param=None, code=code, headers=error.headers)
+    return _invalid_request(error.status_code, messages[code], param=None, code=code, headers=headers)
 
 
 def _invalid_request(

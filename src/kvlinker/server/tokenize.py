@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import Prompt
 from kvlinker.server.access import TenantParam
+from kvlinker.server.access_log import note_tokens
 from kvlinker.server.bodies import RequestBody, ResponseBody, Text, exactly_one
 from kvlinker.server.chat import MessageBody
 from kvlinker.server.completions import PromptBody, single_prompt
@@ -53,6 +54,7 @@ async def tokenize(body: TokenizeRequest, request: Request, service: ServicePara
     """
     service.check_model(body.model)
     tokens = await service.encoding.run(request, lambda: _token_ids(service, body, tenant))
+    note_tokens(request.scope, len(tokens))
     return Tokens(tokens=tokens, count=len(tokens), max_model_len=service.llm.max_model_len)
 
 

@@ -30,6 +30,9 @@ from kvlinker.vllm.options import ConnectorOptions, connector_settings
 from kvlinker.vllm.plugin import NAME
 from kvlinker.vllm.protocol.signature import PlanSigner
 
+ALL_ADDRESSES = "0.0.0.0"
+"""The address that vLLM binds to unless it is given another."""
+
 LEFT_TO_VLLM = frozenset({"/health", "/metrics", "/openapi.json"})
 
 
@@ -116,6 +119,7 @@ def settings_of(vllm_config: Any, args: Namespace) -> Settings:
             "dtype": str(model.dtype).removeprefix("torch."),
             "trust_remote_code": model.trust_remote_code,
             "max_running": vllm_config.scheduler_config.max_num_seqs,
+            "host": getattr(args, "host", None) or ALL_ADDRESSES,
             "vllm_options": changes,
         }
         | options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvlinker.errors import ContextCacheNotFoundError
 from kvlinker.store import Catalog, ContextCache, StoreError, new_context_cache_id
+from kvlinker.store.catalog.catalog import POSITION_SECONDS
 from kvlinker.store.catalog.schema import SCHEMA_VERSION
 from kvlinker.types.chunks import Chunk, chunk_key
 from tests.store.store_chunks import run_threads
@@ -115,13 +117,44 @@ def test_at_its_expiry_a_context_cache_is_as_if_absent(catalog: Catalog) -> None
     assert expiring not in catalog.list("anna", NOW, limit=10).items
     assert count(catalog, "anna", NOW) == 1
     with pytest.raises(ContextCacheNotFoundError):
-        catalog.list("anna", NOW, limit=10, after=expiring.id)
-    with pytest.raises(ContextCacheNotFoundError):
         catalog.update(expiring.id, "anna", NOW, expires_at=None)
     with pytest.raises(ContextCacheNotFoundError):
         catalog.delete(expiring.id, "anna", NOW)
     assert catalog.expire(NOW) == (1, (expiring.chunk_key,))
     assert catalog.expire(NOW) == (0, ())
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+@pytest.mark.parametrize("way", ["delete", "expiry", "sweep", "metadata"])
+def test_listings_go_on_behind_what_was_removed(catalog: Catalog, order: Literal["asc", "desc"], way: str) -> None:
+    """Those of one creation, too, which differ in their number only."""
+    records = [record(n, expires_at=NOW + 5 if n == 2 else None) for n in range(5)]
+    catalog.add(records)
+    in_order = records if order == "asc" else records[::-1]
+    cursor = catalog.list("anna", NOW, limit=3, order=order).items[-1]
+    assert cursor == records[2]
+    now = NOW + 5 if way in ("expiry", "sweep") else NOW
+    if way == "delete":
+        catalog.delete(cursor.id, "anna", now)
+    elif way == "sweep":
+        catalog.expire(now)
+    elif way == "metadata":
+        catalog.delete_matching("anna", now, {"page": "2"}, limit=9)
+    assert catalog.get(cursor.id, "anna", now) is None
+    assert list(catalog.list("anna", now, limit=9, order=order, after=cursor.id).items) == in_order[3:]
+    with pytest.raises(ContextCacheNotFoundError):
+        catalog.list("bert", now, limit=9, after=cursor.id)
+
+
+def test_removed_positions_are_forgotten(catalog: Catalog) -> None:
+    removed = record(1)
+    catalog.add([removed])
+    catalog.delete(removed.id, "anna", NOW)
+    catalog.expire(time.time() + POSITION_SECONDS - 10)
+    assert catalog.list("anna", NOW, limit=9, after=removed.id).items == ()
+    catalog.expire(time.time() + POSITION_SECONDS + 10)
+    with pytest.raises(ContextCacheNotFoundError):
+        catalog.list("anna", NOW, limit=9, after=removed.id)
 
 
 def test_a_chunk_is_released_with_its_last_holder(catalog: Catalog) -> None:

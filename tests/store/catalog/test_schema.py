@@ -74,6 +74,7 @@ def test_upgrade(tmp_path: Path, version: int) -> None:
     assert catalog.usage("anna") == TenantUsage(caches=2, chunks=1, tokens=3, bytes=30)
     assert catalog.delete("cc_3", "bert", NOW) == (KEYS["bert"],)
     assert catalog.usage("bert") == TenantUsage()
+    assert catalog.list("bert", NOW, limit=9, after="cc_3").items == ()
     catalog.close()
     with sqlite3.connect(path) as raw:
         assert raw.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)

@@ -33,6 +33,9 @@ from kvlinker.store.format.encryption import Cipher
 from kvlinker.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
 from kvlinker.types.tenants import SHARED_TENANT
 
+POSITION_SECONDS = 3600
+"""The time for which a listing can go on behind a context cache that was removed."""
+
 _IDS_PER_QUERY = 500
 
 
@@ -106,16 +109,18 @@ class Catalog:
         """Return at most ``limit`` of the tenant's own context caches by time of creation: those that follow ``after``
         where it is given, and only those with all pairs of ``metadata``.
 
-        Pages that follow one another neither repeat nor skip an item, whatever is added or removed between them.
-        Raises ContextCacheNotFoundError where ``after`` does not exist.
+        Pages that follow one another neither repeat nor skip an item, whatever is added or removed between them, the
+        item ``after`` included. Raises ContextCacheNotFoundError where ``after`` does not exist, or not for
+        ``POSITION_SECONDS``.
         """
         follows, direction = (">", "ASC") if order == "asc" else ("<", "DESC")
         found = matching(tenant, metadata, now)
         condition, values, position = found.condition, dict(found.values), found.position
         if after is not None:
             cursor = self._database.query(
-                f"SELECT c.created_at, c.number FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {LIVE}",
-                {"id": after, "tenant": tenant, "now": now},
+                f"SELECT c.created_at, c.number FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id UNION ALL"
+                " SELECT created_at, number FROM removed_positions WHERE tenant = :tenant AND id = :id",
+                {"id": after, "tenant": tenant},
             )
             if not cursor:
                 raise ContextCacheNotFoundError(after)
@@ -202,6 +207,7 @@ class Catalog:
         """Remove all expired context caches of all tenants; returns how many, and released chunk keys as ``delete``
         does."""
         with self._database.transaction() as connection:
+            connection.execute("DELETE FROM removed_positions WHERE removed_at <= ?", (now - POSITION_SECONDS,))
             removed = connection.execute(
                 "DELETE FROM context_caches WHERE expires_at <= ? RETURNING chunk_key", (now,)
             ).fetchall()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from kvlinker.types.chunks import content_of
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _FIRST = (
     """CREATE TABLE chunks (
@@ -101,6 +101,23 @@ _THIRD = (
     "CREATE TABLE released (key TEXT PRIMARY KEY, released_at REAL NOT NULL) WITHOUT ROWID",
 )
 
+_FOURTH = (
+    # where listings go on whose last item was removed
+    """CREATE TABLE removed_positions (
+        tenant TEXT NOT NULL,
+        id TEXT NOT NULL,
+        created_at REAL NOT NULL,
+        number INTEGER NOT NULL,
+        removed_at INTEGER NOT NULL,  -- Unix seconds
+        PRIMARY KEY (tenant, id)
+    ) WITHOUT ROWID""",
+    "CREATE INDEX removed_positions_by_time ON removed_positions (removed_at)",
+    """CREATE TRIGGER context_cache_position AFTER DELETE ON context_caches BEGIN
+        INSERT INTO removed_positions VALUES
+            (OLD.tenant, OLD.id, OLD.created_at, OLD.number, CAST(strftime('%s', 'now') AS INTEGER));
+    END""",
+)
+
 
 def upgrade(connection: sqlite3.Connection, version: int) -> None:
     """Bring the file from ``version`` (0: empty) to SCHEMA_VERSION, inside the caller's transaction."""
@@ -114,6 +131,8 @@ def upgrade(connection: sqlite3.Connection, version: int) -> None:
         _run(connection, _THIRD)
         for number, metadata in connection.execute("SELECT number, metadata FROM context_caches").fetchall():
             index_metadata(connection, number, json.loads(metadata))
+    if version < 4:
+        _run(connection, _FOURTH)
     if version < SCHEMA_VERSION:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 

@@ -1,0 +1,117 @@
+"""Connections of clients that send slowly or not at all, which must not stay open for ever; and uvicorn's settings.
+
+Headers are timed by uvicorn's protocol, which alone sees them; bodies by a middleware, which works in any server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+import h11
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+LEAST_BYTES_PER_SECOND = 10_000
+"""The rate below which a body is too slow, once its first seconds are over."""
+
+SHUTDOWN_SECONDS = 10
+"""The time that a server which is told to stop gives to requests under way."""
+
+
+def server_config(app: ASGIApp, *, request_timeout: float) -> uvicorn.Config:
+    """Return uvicorn's settings to serve ``app``; ``request_timeout`` is the time for a request's headers in seconds.
+
+    Logging is left as it is: whoever starts the server sets it up.
+    """
+
+    class Protocol(_TimedProtocol):
+        timeout = request_timeout
+
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+
+
+class BodyTimeout:
+    """ASGI middleware: answers 408 to a body that is not there within ``seconds``, and one more for every
+    ``LEAST_BYTES_PER_SECOND`` bytes that have come."""
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self._app = app
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began = asyncio.get_running_loop().time()
+        received = 0
+        complete = False
+
+        async def timed() -> Message:
+            nonlocal received, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(began + self._seconds + received / LEAST_BYTES_PER_SECOND):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(
+                    HTTPStatus.REQUEST_TIMEOUT, f"{received} bytes came in time", headers={"Connection": "close"}
+                ) from None
+            received += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            return message
+
+        return await self._app(scope, timed, send)
+
+
+class _TimedProtocol(H11Protocol):
+    """Closes connections on which a request's headers do not arrive in time, however many bytes of them do, and those
+    whose body goes on when the answer has been sent."""
+
+    timeout: float
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def _watch(self) -> None:
+        """Begin to wait for the client where it owes the rest of a request, and end where it does not."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering or self.transport.is_closing():
+            self._stop_watching()
+        elif self._deadline is None and self.timeout_keep_alive_task is None:
+            self._deadline = self.loop.call_later(self.timeout, self._close)
+
+    def _stop_watching(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _close(self) -> None:
+        if not self.transport.is_closing():
+            if self.conn.our_state is not h11.ERROR:
+                self.conn.send(h11.ConnectionClosed())
+            self.transport.close()
