@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvlinker.server.errors import MAX_BODY_BYTES
+from kvlinker.server.errors import LEAST_PROMPT_BODY_BYTES, MAX_BODY_BYTES, prompt_body_bytes
 from tests.server.serving import Served
 
-PATH = "/v1/completions"
+LIMITS = {"/v1/completions": LEAST_PROMPT_BODY_BYTES, "/v1/context_caches": MAX_BODY_BYTES}
 
 
 def blocks(size: int) -> Iterator[bytes]:
@@ -19,17 +19,25 @@ def blocks(size: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_too_large(served: Served, announced: bool) -> None:
-    size = MAX_BODY_BYTES + 2**20
+@pytest.mark.parametrize("path", LIMITS)
+def test_too_large(served: Served, path: str, announced: bool) -> None:
+    size = LIMITS[path] + 2**20
     content = b"".join(blocks(size)) if announced else blocks(size)
-    answer = served.http.post(PATH, content=content, headers={"Content-Type": "application/json"})
+    answer = served.http.post(path, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 413
     error = answer.json()["error"]
     assert (error["code"], error["type"], error["param"]) == ("body_too_large", "invalid_request_error", None)
+    assert f"{LIMITS[path]:,} bytes" in error["message"]
     assert served.get("/health").status_code == 200
+
+
+def test_prompts_of_large_windows_may_be_larger() -> None:
+    assert prompt_body_bytes(131_072) == LEAST_PROMPT_BODY_BYTES
+    assert prompt_body_bytes(2 * 2**20) == 32 * 2**20
+    assert prompt_body_bytes(10**8) == MAX_BODY_BYTES
 
 
 def test_large_enough_for_large_prompts(served: Served) -> None:
     text = "word " * 400_000
-    answer = served.post(PATH, {"prompt": text})
+    answer = served.post("/v1/completions", {"prompt": text})
     assert answer.json()["error"]["code"] == "context_length_exceeded"

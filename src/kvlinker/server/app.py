@@ -22,12 +22,22 @@ from kvlinker.server.access import OPEN_PATHS, HostCheck, KeyCheck, hosts_to_che
 from kvlinker.server.access_log import AccessLog
 from kvlinker.server.bodies import UnknownPart
 from kvlinker.server.connections import BodyTimeout
-from kvlinker.server.errors import BodyLimit, RequestIds, UnexpectedErrors, add_error_handlers, error_responses
+from kvlinker.server.errors import (
+    BodyLimit,
+    RequestIds,
+    UnexpectedErrors,
+    add_error_handlers,
+    error_responses,
+    prompt_body_bytes,
+)
 from kvlinker.server.metrics import Metrics
 from kvlinker.server.models import Service
 from kvlinker.server.routing import HeadRequests, refuse_unknown_query
 
 SWEEP_SECONDS = 5.0
+
+PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/link/explain", "/tokenize")
+"""The routes whose bodies hold prompts, and need not be larger than those."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +80,7 @@ def create_app(llm: LLM, settings: Settings) -> FastAPI:
     add_error_handlers(app)
     # from the innermost to the outermost
     app.add_middleware(BodyTimeout, seconds=settings.request_timeout)
-    app.add_middleware(BodyLimit)
+    app.add_middleware(BodyLimit, limits=dict.fromkeys(PROMPT_PATHS, prompt_body_bytes(llm.max_model_len)))
     app.add_middleware(HeadRequests)
     app.add_middleware(KeyCheck, api_keys=settings.accepted_keys, admin_keys=settings.admin_keys)
     if hosts is not None:

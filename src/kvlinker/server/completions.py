@@ -6,7 +6,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
@@ -62,14 +62,11 @@ def prompts_of(body: PromptBody) -> list[CompletionPrompt[ContextCacheReference]
     ids."""
     if isinstance(body, str):
         return [(body,)]
-    several: list[CompletionPrompt[ContextCacheReference]] = []
-    several += [(text,) for text in body if isinstance(text, str)]
-    several += [TokenIds(tuple(ids)) for ids in body if isinstance(ids, list)]
-    if several:
-        return several
-    if token_ids := tuple(token for token in body if isinstance(token, int)):
-        return [TokenIds(token_ids)]
-    return [content_of([part for part in body if isinstance(part, BaseModel)])]
+    if has_several(body):
+        return [(one,) if isinstance(one, str) else TokenIds(tuple(cast(list[int], one))) for one in body]
+    if isinstance(body[0], int):
+        return [TokenIds(tuple(body))]
+    return [content_of(cast(list[Part], body))]
 
 
 def has_several(body: PromptBody) -> bool:

@@ -27,6 +27,10 @@ from kvlinker.server.routing import allowed_methods
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**20
+LEAST_PROMPT_BODY_BYTES = 16 * 2**20
+BYTES_PER_TOKEN = 16
+"""The bytes of a body that are allowed for each token of a window beyond a million tokens."""
+
 REQUEST_ID_HEADER = "X-Request-Id"
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large"}
@@ -164,24 +168,33 @@ class UnexpectedErrors:
             await JSONResponse(body.model_dump(), status_code=KVLinkerError.status)(scope, receive, send)
 
 
-class BodyLimit:
-    """ASGI middleware: answers 413 to bodies of more than ``max_bytes``, whether they announce their length or not."""
+def prompt_body_bytes(max_tokens: int) -> int:
+    """Return the limit of bodies that hold nothing but a prompt, or several, for a window of ``max_tokens`` tokens."""
+    return min(MAX_BODY_BYTES, max(LEAST_PROMPT_BODY_BYTES, BYTES_PER_TOKEN * max_tokens))
 
-    def __init__(self, app: ASGIApp, max_bytes: int = MAX_BODY_BYTES) -> None:
+
+class BodyLimit:
+    """ASGI middleware: answers 413 to bodies that are too large, whether they announce their length or not.
+
+    ``limits`` are in bytes by path; those of other paths have ``MAX_BODY_BYTES``.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Mapping[str, int]) -> None:
         self._app = app
-        self._max_bytes = max_bytes
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        limit = self._limits.get(scope["path"], MAX_BODY_BYTES)
         received = 0
 
         async def limited() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {self._max_bytes} bytes")
+            if received > limit:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {limit:,} bytes")
             return message
 
         return await self._app(scope, limited, send)
@@ -212,7 +225,7 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
         "not_found": f"No such route: {request.method} {path}.{slash}",
         "method_not_allowed": f"{path} does not take {request.method}.",
         "request_timeout": f"The body did not come in time: {error.detail}. Send it again, faster.",
-        "body_too_large": f"The body is too large: {error.detail}.",
+        "body_too_large": f"The body is too large: {error.detail}. Send less at once.",
         "invalid_json": "The body is not JSON in UTF-8.",
     }
     return _invalid_request(error.status_code, messages[code], param=None, code=code, headers=headers)
