@@ -178,6 +178,10 @@ class Settings(BaseSettings):
         default=None, description="Encrypts what is stored: 32 random bytes in base64 or hex. Best given as a variable."
     )
 
+    search: Literal["auto", "on", "off"] = Field(
+        default="auto", description="Index chunks' texts, in plain, to be searched; auto: unless they are encrypted."
+    )
+
     host: str = Field(default="127.0.0.1", description="Address to bind; without API keys only loopback is allowed.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
@@ -228,6 +232,11 @@ class Settings(BaseSettings):
         if isinstance(values, dict) and values.get("engine") == "vllm":
             return {"policy": "legolink-16", **values}
         return values
+
+    @property
+    def searchable(self) -> bool:
+        """True if chunks' texts are indexed to be searched."""
+        return self.search == "on" or (self.search == "auto" and self.encryption_key is None)
 
     @field_validator("weights")
     @classmethod

@@ -12,8 +12,9 @@ from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ContextCache
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.messages import ChatMessage, CompletionPrompt, Content, ContextCacheReference, TokenIds
+from kvlinker.types.texts import SearchHit
 
-ContentPart = str | ContextCache | ContextCacheReference | Mapping[str, Any]
+ContentPart = str | ContextCache | SearchHit | ContextCacheReference | Mapping[str, Any]
 """A text, a context cache, or one of the HTTP API's content parts."""
 
 Message = Mapping[str, Any]
@@ -123,7 +124,7 @@ def _parse_part(part: ContentPart, param: str) -> str | ContextCacheReference:
     match part:
         case str() | ContextCacheReference():
             return part
-        case ContextCache():
+        case ContextCache() | SearchHit():
             return ContextCacheReference(part.id)
         case {"type": "text", "text": str(text)}:
             return text

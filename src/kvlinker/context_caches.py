@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvlinker.chunk_texts import ChunkTexts
 from kvlinker.engine.contract import Engine
 from kvlinker.errors import (
     ContextCacheModelError,
@@ -38,9 +39,13 @@ from kvlinker.store import (
 from kvlinker.store.catalog.releases import Deletions
 from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
 from kvlinker.types.tenants import NO_QUOTAS, SHARED_TENANT, UNLIMITED, Quota, Quotas, Scope
+from kvlinker.types.texts import CacheContent, SearchHit
 
 MAX_CHUNKS = 10_000
 """The most chunks that one call creates context caches of."""
+
+Metadata = Mapping[str, str] | Sequence[Mapping[str, str]]
+"""The metadata of several context caches: one for all of them, or one for each in order."""
 
 DELETED_AT_ONCE = 1000
 """The number of context caches that a deletion by metadata removes in one transaction."""
@@ -74,6 +79,7 @@ class ContextCaches:
         engine: Engine,
         catalog: Catalog,
         store: ChunkStore,
+        texts: ChunkTexts,
         quotas: Quotas = NO_QUOTAS,
     ) -> None:
         """Also finishes the deletions that the last process on this catalog was in the midst of."""
@@ -82,6 +88,7 @@ class ContextCaches:
         self._engine = engine
         self._catalog = catalog
         self._store = store
+        self._texts = texts
         self._limits = Limits(quotas, pinned_bytes=store.largest_budget_bytes // 2)
         self._pinning = threading.Lock()  # what the catalog says reaches the store before the catalog is asked again
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-catalog")
@@ -96,7 +103,7 @@ class ContextCaches:
         tenant: str,
         expires_at: float | None = None,
         name: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        metadata: Metadata | None = None,
         context: GenerationContext | None = None,
         pinned: bool = False,
         scope: Scope = Scope.PRIVATE,
@@ -104,7 +111,8 @@ class ContextCaches:
     ) -> Future[tuple[ContextCache, ...]]:
         """One context cache per text, in order, once the KV of all of them is in the store.
 
-        ``expires_at`` is in Unix seconds. ``admin``: the caller may write shared ones. Raises InvalidRequestError and
+        ``expires_at`` is in Unix seconds. ``metadata``: that of all, or one for each. ``admin``: the caller may write
+        shared ones. Raises InvalidRequestError and
         ContextLengthError for bad texts, PermissionDeniedError, QuotaExceededError and PinLimitError; the last two are
         the future's where others took the room meanwhile.
         """
@@ -114,6 +122,7 @@ class ContextCaches:
             raise InvalidRequestError(
                 f"'chunks' must hold 1 to {MAX_CHUNKS} texts, but holds {len(texts)}.", param="chunks"
             )
+        labels = _each(metadata, len(texts))
         shared = scope is Scope.SHARED
         chunks = [replace(self._encoded(index, text, context), shared=shared) for index, text in enumerate(texts)]
         created = time.time()
@@ -128,11 +137,11 @@ class ContextCaches:
                 fingerprint=self._engine.fingerprint,
                 created_at=created,
                 expires_at=expires_at,
-                metadata=metadata or {},
+                metadata=label,
                 pinned=pinned,
                 kv_bytes=len(chunk) * self._engine.kv_bytes_per_token,
             )
-            for chunk in chunks
+            for chunk, label in zip(chunks, labels, strict=True)
         )
         if pinned or self._limits.quotas.of(owner) != UNLIMITED:
             self._with_room(lambda: self._catalog.check_room(records, self._limits))
@@ -148,6 +157,33 @@ class ContextCaches:
         if found is None:
             raise ContextCacheNotFoundError(cache_id)
         return found
+
+    def content(self, cache_id: str, *, tenant: str) -> CacheContent:
+        """Read the text and the token ids of one. Raises what ``chunks`` does."""
+        found = self.get(cache_id, tenant=tenant)
+        tokens = self._usable_chunk(cache_id, found).tokens
+        return CacheContent(cache_id, self._texts.text(tokens), tokens, found.metadata)
+
+    def search(
+        self,
+        query: str,
+        *,
+        tenant: str,
+        limit: int = 10,
+        metadata: Mapping[str, str] | None = None,
+        scope: Scope = Scope.PRIVATE,
+    ) -> tuple[SearchHit, ...]:
+        """Find context caches by words of their texts, the best match first: the tenant's own, or the shared ones, that
+        have all pairs of ``metadata`` and were made with the model served now.
+
+        Of those that hold the same chunk, only the newest. Raises InvalidRequestError for a query without words, and
+        where search is off.
+        """
+        return self._texts.search(query, tenant=scope.owner(tenant), limit=limit, metadata=metadata or {})
+
+    def is_usable(self, cache: ContextCache) -> bool:
+        """Return False for a context cache that was made with another model than the one served now."""
+        return cache.fingerprint == self._engine.fingerprint
 
     def chunks(self, cache_ids: Iterable[str], *, tenant: str) -> dict[str, Chunk]:
         """The chunks that context caches stand for in a prompt, by id, in the order given; asks the catalog once.
@@ -244,7 +280,8 @@ class ContextCaches:
     def sweep(self) -> int:
         """Delete what has expired; returns the number of context caches.
 
-        Also takes over what other processes on this catalog deleted and pinned, and deletes again what a request that
+        Also takes over what other processes on this catalog deleted and pinned, has chunks searched that were not, and
+        deletes again what a request that
         ran during a deletion computed and stored after it, and what a tier could not delete before.
         """
         now = time.time()
@@ -252,6 +289,7 @@ class ContextCaches:
         self._deletions.drop(released)
         self._deletions.follow(now)
         self._pin()
+        self._texts.catch_up()
         return expired
 
     def usage(self, *, tenant: str, scope: Scope = Scope.PRIVATE) -> CachesUsage:
@@ -295,6 +333,8 @@ class ContextCaches:
             self._catalog.persist()
             if records[0].pinned:
                 self._pin()
+            with suppress(StoreError):  # the next sweep catches up
+                self._texts.index({record.chunk_key: record.chunk for record in records})
             entered.set_result(records)
         except BaseException as error:
             with suppress(StoreError):
@@ -319,7 +359,7 @@ class ContextCaches:
     def _usable_chunk(self, cache_id: str, found: ContextCache | None) -> Chunk:
         if found is None:
             raise ContextCacheNotFoundError(cache_id)
-        if found.fingerprint != self._engine.fingerprint:
+        if not self.is_usable(found):
             raise ContextCacheModelError(cache_id, made_with=found.model, served=self._model)
         return found.chunk
 
@@ -343,6 +383,18 @@ class ContextCaches:
             if error.param == "chunks":
                 error.param = f"chunks.{index}"
             raise
+
+
+def _each(metadata: Metadata | None, count: int) -> Sequence[Mapping[str, str]]:
+    """The metadata of each of ``count`` context caches. Raises InvalidRequestError for a list of another length."""
+    if metadata is None or isinstance(metadata, Mapping):
+        return [metadata or {}] * count
+    if len(metadata) != count:
+        raise InvalidRequestError(
+            f"'metadata' is a list of {len(metadata)}, but there are {count} chunks. One for all, or one each.",
+            param="metadata",
+        )
+    return metadata
 
 
 def _owner(scope: Scope, tenant: str) -> str:

@@ -9,9 +9,10 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvlinker.answer import Answer, ChoiceSink, wait_for_answer
+from kvlinker.chunk_texts import ChunkTexts
 from kvlinker.config import Settings, load_settings
 from kvlinker.content import CompletionContent, ContentPart, ContentReader, Message, parse_messages, parse_prompt
-from kvlinker.context_caches import CachesUsage, ContextCaches
+from kvlinker.context_caches import CachesUsage, ContextCaches, Metadata
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
 from kvlinker.errors import InvalidRequestError
@@ -28,6 +29,7 @@ from kvlinker.types.chunks import GenerationContext, parse_context
 from kvlinker.types.messages import ChatMessage, CompletionPrompt, ContextCacheReference
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tenants import DEFAULT_TENANT, Scope, parse_scope
+from kvlinker.types.texts import CacheContent, Piece, SearchHit
 
 __all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Explanation", "Message", "Prompt"]
 
@@ -95,6 +97,12 @@ class LLM:
             engine=self.engine,
             catalog=self.catalog,
             store=self.store,
+            texts=ChunkTexts(
+                self.catalog,
+                self.builder.encoder,
+                fingerprint=self.engine.fingerprint,
+                searchable=settings.searchable,
+            ),
             quotas=settings.quotas,
         )
         self._content = ContentReader(self.builder, self.caches)
@@ -136,7 +144,7 @@ class LLM:
         *,
         ttl: float | None = None,
         name: str | None = None,
-        metadata: Mapping[str, str] | None = None,
+        metadata: Metadata | None = None,
         context: GenerationContext | str | None = None,
         pinned: bool = False,
         scope: Scope | str = Scope.PRIVATE,
@@ -144,8 +152,9 @@ class LLM:
     ) -> tuple[ContextCache, ...]:
         """Compute and keep the KV of each chunk; the results stand in message content.
 
-        ``ttl`` is in seconds. ``pinned``: the KV is not evicted. ``scope``: "shared" lets all tenants use it. Raises
-        QuotaExceededError and PinLimitError where the settings, or the store, have no room for it.
+        ``ttl`` is in seconds. ``metadata``: pairs of strings for all, or a list of them, one for each. ``pinned``: the
+        KV is not evicted. ``scope``: "shared" lets all tenants use it. Raises QuotaExceededError and PinLimitError
+        where the settings, or the store, have no room for it.
         """
         created = self.caches.create(
             chunks,
@@ -162,8 +171,11 @@ class LLM:
 
     def split(self, text: str, *, method: str = "passage", max_tokens: int = 512) -> tuple[str, ...]:
         """Cut a text into chunks (EPIC's KVSplit); joined, they are the text again."""
-        pieces = split_text(text, tokenizer=self.builder.encoder, method=method, max_tokens=max_tokens)
-        return tuple(piece.text for piece in pieces)
+        return tuple(piece.text for piece in self.split_pieces(text, method=method, max_tokens=max_tokens))
+
+    def split_pieces(self, text: str, *, method: str = "passage", max_tokens: int = 512) -> tuple[Piece, ...]:
+        """Cut a text into chunks as ``split`` does, and tell where each begins and how many tokens it has."""
+        return split_text(text, tokenizer=self.builder.encoder, method=method, max_tokens=max_tokens)
 
     def token_ids(self, text: str) -> tuple[int, ...]:
         """Encode a text as a chunk's: no special tokens are added, and those that it spells are plain text.
@@ -288,6 +300,26 @@ class LLM:
         return self.caches.list(
             tenant=tenant, limit=limit, after=after_id, order=order, metadata=metadata, scope=parse_scope(scope)
         )
+
+    def read_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> CacheContent:
+        """Read a context cache's text and token ids. Raises ContextCacheNotFoundError."""
+        return self.caches.content(cache if isinstance(cache, str) else cache.id, tenant=tenant)
+
+    def search(
+        self,
+        query: str,
+        *,
+        limit: int = 10,
+        metadata: Mapping[str, str] | None = None,
+        scope: Scope | str = Scope.PRIVATE,
+        tenant: str = DEFAULT_TENANT,
+    ) -> tuple[SearchHit, ...]:
+        """Find context caches by words of their texts (BM25), the best match first; the hits stand in message content.
+
+        Only those with all pairs of ``metadata``. Nothing in the query is syntax. Raises InvalidRequestError for a
+        query without words, and where the settings have search off.
+        """
+        return self.caches.search(query, tenant=tenant, limit=limit, metadata=metadata, scope=parse_scope(scope))
 
     def caches_usage(self, *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT) -> CachesUsage:
         """Tell how many context caches there are, what their KV takes up, and the quota."""

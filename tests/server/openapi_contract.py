@@ -57,7 +57,7 @@ class Contract:
         path = request.url.path
         operations = self.document["paths"].get(path)
         if operations is None:
-            patterns = {re.sub(r"{\w+}", ".+", known): found for known, found in self.document["paths"].items()}
+            patterns = {re.sub(r"{\w+}", "[^/]+", known): found for known, found in self.document["paths"].items()}
             matching = (found for pattern, found in patterns.items() if re.fullmatch(pattern, path, re.DOTALL))
             operations = next(matching, {})
         method = "get" if request.method == "HEAD" else request.method.lower()

@@ -47,6 +47,7 @@ def test_creation(served: Served) -> None:
         "metadata": {"k": "v"},
         "pinned": False,
         "scope": "private",
+        "usable": True,
     }
     assert first["id"].startswith("cc_")
     assert first["bytes"] > second["bytes"] > 0

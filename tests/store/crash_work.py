@@ -18,6 +18,7 @@ from unittest import mock
 
 from typer.testing import CliRunner, Result
 
+from kvlinker.chunk_texts import ChunkTexts
 from kvlinker.cli import caches as caches_commands
 from kvlinker.config import load_settings
 from kvlinker.context_caches import ContextCaches
@@ -92,6 +93,13 @@ class NumberBuilder:
         return chunk_of(int(text))
 
 
+class NumberEncoder:
+    """The prompt builder's encoder, as far as the search of chunks needs it."""
+
+    def decode_data(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
 class NumberEngine:
     """The engine, as far as context caches need it."""
 
@@ -144,6 +152,12 @@ def open_state(folder: Path, shared: Shared = ALONE, quotas: Quotas = NO_QUOTAS,
         engine=engine,  # type: ignore[arg-type]
         catalog=catalog,
         store=store,
+        texts=ChunkTexts(
+            catalog,
+            NumberEncoder(),  # type: ignore[arg-type]
+            fingerprint=engine.fingerprint,
+            searchable=cipher is None,
+        ),
         quotas=quotas,
     )
     return State(catalog, store, engine, caches)

@@ -20,11 +20,15 @@ from kvlinker.client.wire import (
     RemotePage,
     error_of,
     read_answer,
-    read_cache,
     read_caches,
+    read_content,
+    read_context_cache,
+    read_hits,
     read_page,
+    read_pieces,
 )
 from kvlinker.errors import InvalidRequestError
+from kvlinker.types.texts import CacheContent, Piece, SearchHit
 
 T = TypeVar("T")
 
@@ -78,7 +82,8 @@ class Call(Generic[T]):
 def generate_context_cache(chunks: Sequence[str], **options: Any) -> Call[tuple[RemoteContextCache, ...]]:
     """Create one context cache per chunk, in order.
 
-    ``options``: ``ttl``, ``name``, ``metadata``, ``context``, ``pinned``, ``scope``.
+    ``options``: ``ttl``, ``name``, ``metadata`` (of all, or a list with one for each), ``context``, ``pinned``,
+    ``scope``.
     """
     return Call("POST", CACHES, read_caches, {"chunks": list(chunks), **options})
 
@@ -89,6 +94,33 @@ def cache_text(
     """Have the server split a text, and cache its chunks. ``options`` are those of ``generate_context_cache``."""
     split = {"method": method, "max_tokens": max_tokens}
     return Call("POST", CACHES, read_caches, {"input": text, "split": split, **options})
+
+
+def split_text(text: str, *, method: str = "passage", max_tokens: int = 512) -> Call[tuple[Piece, ...]]:
+    """Have the server tell into which chunks it would split a text; nothing is cached."""
+    body = {"input": text, "split": {"method": method, "max_tokens": max_tokens}}
+    return Call("POST", f"{CACHES}/split", lambda response: read_pieces(response, text), body)
+
+
+def search(
+    query: str, *, limit: int = 10, metadata: Mapping[str, str] | None = None, scope: str = "private"
+) -> Call[tuple[SearchHit, ...]]:
+    """Find context caches by words of their texts (BM25), the best match first; the hits stand in message content.
+
+    Only those with all pairs of ``metadata``; ``scope``: one's own ("private"), or the shared ones ("shared").
+    """
+    body = {"query": query, "limit": limit, "metadata": dict(metadata or {}), "scope": scope}
+    return Call("POST", f"{CACHES}/search", read_hits, body)
+
+
+def read_cache(cache: HasId | str) -> Call[CacheContent]:
+    """Read a context cache's text and token ids."""
+    return Call("GET", f"{_cache_path(cache)}/content", read_content, named={"id": _id_of(cache)})
+
+
+def server_status() -> Call[dict[str, Any]]:
+    """Tell how busy and how full the server is, in the fields of the HTTP API."""
+    return Call("GET", "status", _read_json)
 
 
 def chat_completion(messages: Sequence[Message], *, policy: str | None = None, **sampling: Any) -> Call[RemoteAnswer]:
@@ -119,7 +151,7 @@ def expire_caches(metadata: Mapping[str, str], *, scope: str = "private") -> Cal
 
 def update_cache(cache: HasId | str, **changes: Any) -> Call[RemoteContextCache]:
     """Change ``ttl``, ``expires_at``, ``name``, ``metadata`` or ``pinned``; None removes."""
-    return Call("PATCH", _cache_path(cache), read_cache, changes, named={"id": _id_of(cache)})
+    return Call("PATCH", _cache_path(cache), read_context_cache, changes, named={"id": _id_of(cache)})
 
 
 def list_caches(

@@ -64,6 +64,9 @@ class Client:
 
     generate_context_cache = _sent(calls.generate_context_cache)
     cache_text = _sent(calls.cache_text)
+    split_text = _sent(calls.split_text)
+    search = _sent(calls.search)
+    read_cache = _sent(calls.read_cache)
     chat_completion = _sent(calls.chat_completion)
     explain = _sent(calls.explain)
     expire_cache = _sent(calls.expire_cache)
@@ -71,6 +74,7 @@ class Client:
     update_cache = _sent(calls.update_cache)
     list_caches = _sent(calls.list_caches)
     caches_usage = _sent(calls.caches_usage)
+    server_status = _sent(calls.server_status)
 
     def stream_chat_completion(
         self, messages: Sequence[Message], *, policy: str | None = None, **sampling: Any
@@ -105,6 +109,9 @@ class AsyncClient:
 
     generate_context_cache = _sent_async(calls.generate_context_cache)
     cache_text = _sent_async(calls.cache_text)
+    split_text = _sent_async(calls.split_text)
+    search = _sent_async(calls.search)
+    read_cache = _sent_async(calls.read_cache)
     chat_completion = _sent_async(calls.chat_completion)
     explain = _sent_async(calls.explain)
     expire_cache = _sent_async(calls.expire_cache)
@@ -112,6 +119,7 @@ class AsyncClient:
     update_cache = _sent_async(calls.update_cache)
     list_caches = _sent_async(calls.list_caches)
     caches_usage = _sent_async(calls.caches_usage)
+    server_status = _sent_async(calls.server_status)
 
     async def stream_chat_completion(
         self, messages: Sequence[Message], *, policy: str | None = None, **sampling: Any

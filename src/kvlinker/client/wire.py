@@ -26,6 +26,7 @@ from kvlinker.errors import (
     QuotaExceededError,
 )
 from kvlinker.types.answers import Timing, Usage
+from kvlinker.types.texts import CacheContent, Piece, SearchHit
 
 _ERRORS: dict[str, type[KVLinkerError]] = {
     error.code: error
@@ -65,6 +66,9 @@ class RemoteContextCache:
     pinned: bool
     scope: str
 
+    usable: bool
+    """False where it was made with another model, or other weights, than the server has now."""
+
 
 class RemotePage(NamedTuple):
     """One page of a listing; ``has_more``: further context caches follow the last item."""
@@ -83,7 +87,7 @@ class RemoteAnswer:
     timing: Timing
 
 
-def read_cache(response: httpx.Response) -> RemoteContextCache:
+def read_context_cache(response: httpx.Response) -> RemoteContextCache:
     return _context_cache(response.json())
 
 
@@ -93,6 +97,21 @@ def read_caches(response: httpx.Response) -> tuple[RemoteContextCache, ...]:
 
 def read_page(response: httpx.Response) -> RemotePage:
     return RemotePage(read_caches(response), response.json()["has_more"])
+
+
+def read_pieces(response: httpx.Response, text: str) -> tuple[Piece, ...]:
+    return tuple(
+        Piece(text[entry["start"] : entry["end"]], entry["tokens"], entry["start"]) for entry in response.json()["data"]
+    )
+
+
+def read_hits(response: httpx.Response) -> tuple[SearchHit, ...]:
+    return tuple(SearchHit(**entry) for entry in response.json()["data"])
+
+
+def read_content(response: httpx.Response) -> CacheContent:
+    body = response.json()
+    return CacheContent(body["id"], body["text"], tuple(body["token_ids"]), body["metadata"])
 
 
 def _context_cache(entry: Mapping[str, Any]) -> RemoteContextCache:

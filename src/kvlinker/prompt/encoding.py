@@ -47,6 +47,13 @@ class TextEncoder:
         """
         return tuple(self._as_data(text, _encoded(self._data, text), param=param))
 
+    def decode_data(self, token_ids: Sequence[int]) -> str:
+        """Return the text that ``encode_data`` encoded, as far as the tokenizer's normalisation keeps it.
+
+        Special tokens, such as BOS before a chunk, are left out.
+        """
+        return self._data.decode(list(token_ids), skip_special_tokens=True)
+
     def count_data(self, texts: Sequence[str]) -> list[int]:
         """Count the tokens of ``encode_data`` for each text. Raises what that does (``input``)."""
         encodings = self._data.encode_batch_fast(list(texts), add_special_tokens=False)

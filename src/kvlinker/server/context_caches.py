@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
-from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvlinker.context_caches import MAX_CHUNKS
@@ -38,9 +38,6 @@ from kvlinker.types.tenants import Scope
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
 
-DEFAULT_METHOD = "passage"
-DEFAULT_PIECE_TOKENS = 512
-
 MAX_INPUT_CHARACTERS = 4 * 2**20
 """The longest text that is split at once: it takes time and memory in proportion."""
 
@@ -53,6 +50,12 @@ END_OF_TIME = 253_402_300_799.0
 ScopeQuery = Annotated[Scope, Query(description="The caller's own, or the shared ones.")]
 
 _Chunk = Annotated[str, StringConstraints(min_length=1), Unicode]
+
+_Labels = Annotated[
+    Annotated[Metadata, Tag("<pairs>")] | Annotated[list[Metadata], Tag("<list>")],
+    Discriminator(lambda value: "<list>" if isinstance(value, list) else "<pairs>"),
+]
+"""The metadata of all chunks, or of each."""
 
 _TTL_PATTERN = r"[0-9]{1,12}(\.[0-9]{1,9})?s"
 
@@ -102,6 +105,16 @@ class Lifetime(RequestBody):
         return self.expires_at if self.ttl is None else time.time() + self.ttl
 
 
+def check_input(text: str) -> None:
+    """Check the length of a text that is to be split. Raises InvalidRequestError."""
+    if len(text) > MAX_INPUT_CHARACTERS:
+        raise InvalidRequestError(
+            f"'input' has {len(text):,} characters; at most {MAX_INPUT_CHARACTERS:,} are split at once. "
+            "Send it in parts.",
+            param="input",
+        )
+
+
 def _list_splitters(schema: dict[str, Any]) -> None:
     """List in the schema the splitters that are registered when it is requested."""
     schema["enum"] = list(splitters())
@@ -112,6 +125,10 @@ class SplitOptions(RequestBody):
 
     method: Annotated[Text, Field(json_schema_extra=_list_splitters)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that are given, as arguments for ``LLM.split_pieces``."""
+        return self.model_dump(exclude_none=True)
 
 
 class CreateContextCachesRequest(Lifetime):
@@ -124,7 +141,7 @@ class CreateContextCachesRequest(Lifetime):
     input: _Chunk | None = None
     split: SplitOptions | None = None
     name: Name | None = None
-    metadata: Metadata | None = None
+    metadata: _Labels | None = None
     context: Literal["alone", "bos", "prefix"] | None = None
     pinned: bool | None = None
     scope: Literal["private", "shared"] | None = None
@@ -133,14 +150,12 @@ class CreateContextCachesRequest(Lifetime):
     def _check_source(self) -> CreateContextCachesRequest:
         if (self.chunks is None) == (self.input is None):
             raise InvalidRequestError("Give either 'chunks' or 'input'.", param="chunks")
-        if self.input is not None and len(self.input) > MAX_INPUT_CHARACTERS:
-            raise InvalidRequestError(
-                f"'input' has {len(self.input):,} characters; at most {MAX_INPUT_CHARACTERS:,} are split at once. "
-                "Send it in parts.",
-                param="input",
-            )
+        if self.input is not None:
+            check_input(self.input)
         if self.split is not None and self.input is None:
             raise InvalidRequestError("'split' applies to 'input'; 'chunks' are cached as they are.", param="split")
+        if isinstance(self.metadata, list) and self.chunks is None:
+            raise InvalidRequestError("A list of 'metadata' goes with 'chunks', one for each.", param="metadata")
         return self
 
     @property
@@ -173,7 +188,10 @@ class UpdateContextCacheRequest(Lifetime):
 
 
 class ContextCacheObject(ResponseBody):
-    """A context cache. ``bytes`` and ``tier`` tell where its KV lies now: 0 and null while it was evicted."""
+    """A context cache. ``bytes`` and ``tier`` tell where its KV lies now: 0 and null while it was evicted.
+
+    ``usable`` is false where it was made with another model, or other weights, than are served now.
+    """
 
     id: str
     object: Literal["context_cache"] = "context_cache"
@@ -187,6 +205,7 @@ class ContextCacheObject(ResponseBody):
     metadata: dict[str, str]
     pinned: bool
     scope: Scope
+    usable: bool
 
 
 class ContextCacheList(ResponseBody):
@@ -382,9 +401,7 @@ def _texts(service: Service, body: CreateContextCachesRequest) -> list[str]:
     if body.input is None:
         return body.chunks or []
     split = body.split or SplitOptions()
-    pieces = service.llm.split(
-        body.input, method=split.method or DEFAULT_METHOD, max_tokens=split.max_tokens or DEFAULT_PIECE_TOKENS
-    )
+    pieces = service.llm.split(body.input, **split.given())
     if len(pieces) > MAX_CHUNKS:
         raise InvalidRequestError(
             f"'input' makes {len(pieces):,} chunks; at most {MAX_CHUNKS:,} are created at once. Send it in parts, or "
@@ -424,4 +441,5 @@ def _object(service: Service, cache: ContextCache) -> ContextCacheObject:
         metadata=dict(cache.metadata),
         pinned=cache.pinned,
         scope=cache.scope,
+        usable=service.llm.caches.is_usable(cache),
     )

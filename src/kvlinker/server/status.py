@@ -58,7 +58,10 @@ class TierStatus(ResponseBody):
 
 
 class ServerStatus(ResponseBody):
-    """The server's figures: sums over all tenants. ``started_at`` is in Unix seconds."""
+    """The server's figures: sums over all tenants. ``started_at`` is in Unix seconds.
+
+    ``kv_bytes_per_token`` is what the model's KV takes as computed; ``disk_codec`` is how it is written to disk.
+    """
 
     model: str
     max_model_len: int
@@ -69,6 +72,8 @@ class ServerStatus(ResponseBody):
     prompt_tokens: PromptTokenCounts
     output_tokens: int
     prefill_tokens_per_second: float | None
+    kv_bytes_per_token: int
+    disk_codec: str
     tiers: list[TierStatus]
 
 
@@ -113,6 +118,8 @@ def status(service: ServiceParam) -> ServerStatus:
         prompt_tokens=PromptTokenCounts(**service.metrics.prompt_tokens()),
         output_tokens=service.metrics.output_tokens(),
         prefill_tokens_per_second=llm.prefill_rate(),
+        kv_bytes_per_token=llm.engine.kv_bytes_per_token,
+        disk_codec=service.settings.disk_codec,
         tiers=[
             TierStatus(
                 name=tier.name,

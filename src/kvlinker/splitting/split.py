@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvlinker.errors import InvalidRequestError, KVLinkerError
 from kvlinker.prompt.encoding import TextEncoder, require_unicode
 from kvlinker.splitting.limit import TokenLimit
 from kvlinker.splitting.splitter import find_splitter
+from kvlinker.types.texts import Piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MAX_PIECE_TOKENS = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a text.
-
-    ``tokens``: the number of ids of a chunk with this text. ``start``: the index of its first character in the text.
-    """
-
-    text: str
-    tokens: int
-    start: int
-
-    @property
-    def end(self) -> int:
-        """The index behind its last character in the text."""
-        return self.start + len(self.text)
 
 
 def split_text(

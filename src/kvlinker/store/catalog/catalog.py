@@ -15,7 +15,7 @@ from typing import Literal
 from kvlinker.errors import ContextCacheNotFoundError
 from kvlinker.store.catalog.check import check_catalog
 from kvlinker.store.catalog.database import Database, StateLock
-from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted
+from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted, tokens_of
 from kvlinker.store.catalog.limits import (
     NO_LIMITS,
     PINNED_BYTES,
@@ -26,8 +26,19 @@ from kvlinker.store.catalog.limits import (
     check_pinned,
 )
 from kvlinker.store.catalog.releases import forget_released, release, released
-from kvlinker.store.catalog.rows import BY_OWNER, CHUNK, COLUMNS, LIVE, insert_rows, matching, pack_metadata, read_row
+from kvlinker.store.catalog.rows import (
+    BY_OWNER,
+    CHUNK,
+    COLUMNS,
+    LIVE,
+    insert_rows,
+    is_genuine,
+    matching,
+    pack_metadata,
+    read_row,
+)
 from kvlinker.store.catalog.schema import index_metadata
+from kvlinker.store.catalog.search import SearchIndex
 from kvlinker.store.catalog.variants import VariantIndex
 from kvlinker.store.format.encryption import Cipher
 from kvlinker.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
@@ -61,6 +72,7 @@ class Catalog:
             open_encrypted(self._database, lock, cipher, path)
             self._close = stack.pop_all().close
         self.variants = VariantIndex(self._database, self._blobs)
+        self.search = SearchIndex(self._database)
 
     def add(self, records: Sequence[ContextCache], limits: Limits = NO_LIMITS) -> None:
         """Record context caches and the chunks they hold: all of them or, on an error, none.
@@ -242,6 +254,22 @@ class Catalog:
         """Return the chunk keys of all pinned context caches."""
         rows = self._database.query("SELECT DISTINCT chunk_key FROM context_caches WHERE pinned", {})
         return frozenset(key for (key,) in rows)
+
+    def without_text(self, fingerprint: str, *, limit: int) -> dict[str, tuple[int, ...]]:
+        """Return the token ids of up to ``limit`` of the model's chunks that are not in the search index, by chunk key.
+
+        Chunks whose token ids were changed from outside are left out.
+        """
+        rows = self._database.query(
+            "SELECT key, fingerprint, tenant, tokens, prefix FROM chunks"
+            " WHERE fingerprint = :fingerprint AND text_number IS NULL LIMIT :limit",
+            {"fingerprint": fingerprint, "limit": limit},
+        )
+        return {
+            key: self._blobs.unpack(tokens, tokens_of(key))
+            for key, owner, tenant, tokens, prefix in rows
+            if is_genuine(self._blobs, key, owner, tenant, tokens, prefix)
+        }
 
     def set_sizes(self, fingerprint: str, bytes_per_token: int) -> None:
         """Set the bytes per token of the model's chunks that an older kvlinker recorded without a size."""

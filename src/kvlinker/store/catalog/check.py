@@ -8,6 +8,7 @@ from kvlinker.store.catalog.database import Database
 from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.releases import release
 from kvlinker.store.catalog.rows import is_genuine
+from kvlinker.store.catalog.text_tables import remove_all_texts
 
 _COUNTED = """SELECT tenant, sum(caches), sum(chunks), sum(tokens), sum(nbytes) FROM (
         SELECT tenant, count(*) AS caches, 0 AS chunks, 0 AS tokens, 0 AS nbytes FROM context_caches GROUP BY tenant
@@ -28,6 +29,7 @@ def check_catalog(database: Database, blobs: TokenBlobs, now: float, *, repair: 
             connection.execute("REINDEX")
             connection.execute("DELETE FROM context_caches WHERE chunk_key NOT IN (SELECT key FROM chunks)")
             connection.execute("DELETE FROM metadata WHERE number NOT IN (SELECT number FROM context_caches)")
+            remove_all_texts(connection)  # the next server that searches indexes them again
     rows = database.query("SELECT key, fingerprint, tenant, tokens, prefix FROM chunks", {})
     changed = [row[0] for row in rows if not is_genuine(blobs, *row)]
     faults += [f"the token ids of chunk {key} are not what they were" for key in changed]

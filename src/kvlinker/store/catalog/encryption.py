@@ -12,6 +12,7 @@ import numpy as np
 
 from kvlinker.errors import StoreError
 from kvlinker.store.catalog.database import PATIENCE_SECONDS, TRY_AGAIN_SECONDS, Database, StateLock
+from kvlinker.store.catalog.text_tables import remove_all_texts
 from kvlinker.store.format.encryption import KEY_VARIABLE, Cipher, SealedDataError
 
 _PLACE = b"catalog"
@@ -133,6 +134,7 @@ def change_key(database: Database, old: Cipher | None, new: Cipher | None, path:
         connection.execute("DELETE FROM encryption")
         if new is not None:
             connection.execute("INSERT INTO encryption VALUES (?)", (new.seal(b"", _PLACE),))
+            remove_all_texts(connection)  # they are plain; who wants them searched has them indexed again
         changed = [_reseal(connection, column, before, after) for column in _COLUMNS]
     return any(changed)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvlinker.store.catalog.database import Database
+from kvlinker.store.catalog.text_tables import remove_text
 from kvlinker.store.catalog.variants import note_released, release_variants
 
 if TYPE_CHECKING:
@@ -27,18 +28,19 @@ MADE_UP_AT_ONCE = 1000
 
 
 def release(connection: sqlite3.Connection, chunk_keys: Iterable[str], now: float) -> tuple[str, ...]:
-    """Remove those of the chunks that no context cache holds, with the variants of what is left of no chunk; returns
-    the keys of both, and notes them as released. Called inside a transaction."""
+    """Remove those of the chunks that no context cache holds, with their texts and with the variants of what is left of
+    no chunk; returns the keys of chunks and variants, and notes them as released. Called inside a transaction."""
     gone = []
     for key in chunk_keys:
         removed = connection.execute(
             "DELETE FROM chunks WHERE key = :key"
             " AND NOT EXISTS (SELECT 1 FROM context_caches WHERE chunk_key = :key)"
-            " RETURNING key, fingerprint, content",
+            " RETURNING key, tenant, text_number, fingerprint, content",
             {"key": key},
         ).fetchall()
-        for chunk_key, *owner in removed:
+        for chunk_key, tenant, text_number, *owner in removed:
             gone.append(chunk_key)
+            remove_text(connection, tenant, text_number)
             gone += release_variants(connection, *owner)
     note_released(connection, gone, now)
     return tuple(gone)

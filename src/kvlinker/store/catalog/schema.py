@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from kvlinker.types.chunks import content_of
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 _FIRST = (
     """CREATE TABLE chunks (
@@ -118,6 +118,14 @@ _FOURTH = (
     END""",
 )
 
+_FIFTH = (
+    "ALTER TABLE chunks ADD COLUMN text_number INTEGER",  # of its text in the tenant's search index; NULL: not there
+    "CREATE INDEX chunks_by_text ON chunks (tenant, text_number) WHERE text_number IS NOT NULL",
+    "CREATE INDEX chunks_without_text ON chunks (fingerprint) WHERE text_number IS NULL",
+    # the texts of the tenant's chunks are in the FTS5 table texts_<number>
+    "CREATE TABLE search_indexes (number INTEGER PRIMARY KEY, tenant TEXT NOT NULL UNIQUE)",
+)
+
 
 def upgrade(connection: sqlite3.Connection, version: int) -> None:
     """Bring the file from ``version`` (0: empty) to SCHEMA_VERSION, inside the caller's transaction."""
@@ -133,6 +141,8 @@ def upgrade(connection: sqlite3.Connection, version: int) -> None:
             index_metadata(connection, number, json.loads(metadata))
     if version < 4:
         _run(connection, _FOURTH)
+    if version < 5:
+        _run(connection, _FIFTH)
     if version < SCHEMA_VERSION:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 

@@ -1,0 +1,116 @@
+"""/v1/context_caches: read the text of a context cache, search texts, and see how one would be split."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter
+from fastapi.concurrency import run_in_threadpool
+from pydantic import Field, StringConstraints
+
+from kvlinker.server.access import TenantParam
+from kvlinker.server.bodies import Metadata, RequestBody, ResponseBody, Text
+from kvlinker.server.context_caches import SplitOptions
+from kvlinker.server.errors import error_responses
+from kvlinker.server.models import ServiceParam
+from kvlinker.types.tenants import Scope
+
+router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
+
+MAX_QUERY_CHARACTERS = 10_000
+
+
+class SearchRequest(RequestBody):
+    """Words to search for; only context caches with all pairs of ``metadata`` are found."""
+
+    query: Annotated[Text, StringConstraints(min_length=1, max_length=MAX_QUERY_CHARACTERS)]
+    limit: int = Field(default=10, ge=1, le=100)
+    metadata: Metadata | None = None
+    scope: Literal["private", "shared"] = "private"
+
+
+class SearchHitObject(ResponseBody):
+    """A context cache that was found; ``score`` is BM25's, higher is better."""
+
+    id: str
+    score: float
+    text: str
+    tokens: int
+    metadata: dict[str, str]
+
+
+class SearchHitList(ResponseBody):
+    """What was found, the best match first."""
+
+    object: Literal["list"] = "list"
+    data: list[SearchHitObject]
+
+
+class SplitRequest(RequestBody):
+    """A text to be split."""
+
+    input: Annotated[Text, StringConstraints(min_length=1)]
+    split: SplitOptions | None = None
+
+
+class PieceObject(ResponseBody):
+    """A piece of a text: ``start`` and ``end`` count its characters (Unicode code points)."""
+
+    start: int
+    end: int
+    tokens: int
+
+
+class PieceList(ResponseBody):
+    """The pieces of a text in order; joined, they are the text."""
+
+    object: Literal["list"] = "list"
+    data: list[PieceObject]
+
+
+class ContextCacheContent(ResponseBody):
+    """The content of a context cache: ``text`` is what ``token_ids`` decode to, without special tokens."""
+
+    id: str
+    object: Literal["context_cache.content"] = "context_cache.content"
+    text: str
+    token_ids: list[int]
+    metadata: dict[str, str]
+
+
+@router.post("/search", responses=error_responses(400))
+async def search_context_caches(body: SearchRequest, service: ServiceParam, tenant: TenantParam) -> SearchHitList:
+    """Find context caches by words of their texts (BM25): the caller's own, or the shared ones.
+
+    Any of the words may match; nothing in the query is syntax. What was made with another model is not found.
+    """
+    found = await run_in_threadpool(
+        lambda: service.llm.caches.search(
+            body.query, tenant=tenant, limit=body.limit, metadata=body.metadata, scope=Scope(body.scope)
+        )
+    )
+    return SearchHitList(
+        data=[
+            SearchHitObject(id=hit.id, score=hit.score, text=hit.text, tokens=hit.tokens, metadata=dict(hit.metadata))
+            for hit in found
+        ]
+    )
+
+
+@router.post("/split", responses=error_responses(400))
+async def split_text(body: SplitRequest, service: ServiceParam) -> PieceList:
+    """Tell into which chunks a text would be split; nothing is cached."""
+    split = body.split or SplitOptions()
+    pieces = await run_in_threadpool(
+        lambda: service.llm.split_pieces(body.input, **split.given())
+    )
+    return PieceList(data=[PieceObject(start=piece.start, end=piece.end, tokens=piece.tokens) for piece in pieces])
+
+
+@router.get("/{cache_id}/content", responses=error_responses(400, 404))
+async def read_content(cache_id: str, service: ServiceParam, tenant: TenantParam) -> ContextCacheContent:
+    """Read the text and the token ids of one: the caller's own, or a shared one."""
+    content = await run_in_threadpool(lambda: service.llm.caches.content(cache_id, tenant=tenant))
+    return ContextCacheContent(
+        id=content.id, text=content.text, token_ids=list(content.token_ids), metadata=dict(content.metadata)
+    )
