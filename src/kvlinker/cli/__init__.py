@@ -11,6 +11,7 @@ from kvlinker.cli import bench, caches
 from kvlinker.cli.advise import advise
 from kvlinker.cli.ingest import ingest
 from kvlinker.cli.linking import calibrate, check, policies
+from kvlinker.cli.search import ask, search
 from kvlinker.cli.serve import serve
 
 app = typer.Typer(
@@ -39,6 +40,8 @@ def main(
 
 app.command()(serve)
 app.command()(ingest)
+app.command()(search)
+app.command()(ask)
 app.command()(check)
 app.command()(policies)
 app.command()(calibrate)

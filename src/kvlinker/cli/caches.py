@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures
-from kvlinker.cli.options import settings_options
+from kvlinker.cli.options import MetadataPairs, parse_pairs, settings_options
 from kvlinker.config import SHARED_TIER_SETTINGS, Settings
 
 if TYPE_CHECKING:
@@ -29,16 +29,12 @@ _SETTINGS = ("state_dir", "disk_space", *SHARED_TIER_SETTINGS)
 _PAGE = 100
 _UNLIMITED = 10_000
 
-MetadataOption = Annotated[
-    list[str] | None, typer.Option(help="Only those with this pair; may be given several times.", metavar="KEY=VALUE")
-]
-
 
 @app.command("ls")
 @settings_options(*_SETTINGS)
-def list_caches(settings: Settings, metadata: MetadataOption = None) -> None:
+def list_caches(settings: Settings, metadata: MetadataPairs = None) -> None:
     """List the context caches of all tenants, newest first."""
-    pairs = _pairs(metadata)
+    pairs = parse_pairs(metadata)
     with _opened(settings) as (catalog, store):
         table = Table(box=None, pad_edge=False)
         table.add_column("id", no_wrap=True)
@@ -67,13 +63,13 @@ def list_caches(settings: Settings, metadata: MetadataOption = None) -> None:
 def remove_caches(
     settings: Settings,
     ids: Annotated[list[str] | None, typer.Argument(help="Ids of context caches.", metavar="ID...")] = None,
-    metadata: MetadataOption = None,
+    metadata: MetadataPairs = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove the context caches of all tenants.")] = False,
 ) -> None:
     """Remove context caches of any tenant, with the KV that no other holds."""
     if bool(ids) + bool(metadata) + everything != 1:
         raise fail("name the ids of context caches, --metadata KEY=VALUE, or --all", BAD_USAGE)
-    pairs = _pairs(metadata)
+    pairs = parse_pairs(metadata)
     with _opened(settings) as (catalog, store):
         known = {cache.id: cache for cache in _all(catalog, pairs)}
         wanted = list(dict.fromkeys(ids)) if ids else list(known)
@@ -218,14 +214,6 @@ def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
         catalog, store = open_state(settings, Events(), host_bytes=0)
         with closing(catalog), closing(store):
             yield catalog, store
-
-
-def _pairs(options: list[str] | None) -> dict[str, str]:
-    """The pairs that ``KEY=VALUE`` options write; the command ends at one that is written in another way."""
-    pairs = dict(option.partition("=")[::2] for option in options or ())
-    if any("=" not in option for option in options or ()):
-        raise fail("--metadata takes KEY=VALUE", BAD_USAGE)
-    return pairs
 
 
 def _print(table: Table) -> None:

@@ -13,7 +13,7 @@ import typer
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from kvlinker.cli.console import BAD_USAGE, failures
+from kvlinker.cli.console import BAD_USAGE, fail, failures
 from kvlinker.config import CONFIG_FILE_VARIABLE, Settings, read_settings
 
 Command = Callable[..., None]
@@ -21,6 +21,20 @@ Command = Callable[..., None]
 _CONFIG = Annotated[
     Path | None, typer.Option(help="TOML file with settings.", exists=True, dir_okay=False, show_default=False)
 ]
+
+Url = Annotated[str | None, typer.Option(help="A running server; without, the work is done here.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="KVLINKER_API_KEY", help="Whose context caches.")]
+MetadataPairs = Annotated[
+    list[str] | None, typer.Option(help="Only those with this pair; may be given several times.", metavar="KEY=VALUE")
+]
+
+
+def parse_pairs(options: list[str] | None) -> dict[str, str]:
+    """Return the pairs that ``KEY=VALUE`` options write; the command ends at one that is written in another way."""
+    pairs = dict(option.partition("=")[::2] for option in options or ())
+    if any("=" not in option for option in options or ()):
+        raise fail("--metadata takes KEY=VALUE", BAD_USAGE)
+    return pairs
 
 
 def settings_options(*names: str) -> Callable[[Command], Command]:

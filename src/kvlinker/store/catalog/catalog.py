@@ -261,7 +261,7 @@ class Catalog:
         Chunks whose token ids were changed from outside are left out.
         """
         rows = self._database.query(
-            "SELECT key, fingerprint, tenant, tokens, prefix FROM chunks"
+            "SELECT key, fingerprint, tenant, tokens, prefix FROM chunks INDEXED BY chunks_without_text"
             " WHERE fingerprint = :fingerprint AND text_number IS NULL LIMIT :limit",
             {"fingerprint": fingerprint, "limit": limit},
         )

@@ -1,0 +1,153 @@
+"""The command ``kvlinker ingest``: its options, and the order of its work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, warn
+from kvlinker.cli.ingest.cost import tell_cost, tell_taken
+from kvlinker.cli.ingest.files import find_files
+from kvlinker.cli.ingest.plan import Document, Plan, Splitting, plan_ingestion
+from kvlinker.cli.ingest.progress import Advance, show_progress
+from kvlinker.cli.library import MODEL_SETTINGS, Library, open_library
+from kvlinker.cli.options import ApiKey, Url, settings_options
+from kvlinker.config import SHARED_TIER_SETTINGS, Settings
+from kvlinker.errors import did_you_mean
+
+BATCH_TOKENS = 2048
+"""Chunks of about so many tokens are cached, entered in the catalog, and printed together."""
+
+INTERRUPTED = 130
+
+
+@settings_options(*MODEL_SETTINGS, "generation_context", "disk_space", "disk_codec", *SHARED_TIER_SETTINGS)
+def ingest(
+    settings: Settings,
+    paths: Annotated[list[Path], typer.Argument(exists=True, help="Files and folders.", metavar="PATH...")],
+    glob: Annotated[str, typer.Option(help="Which files of folders.")] = "*",
+    method: Annotated[
+        str, typer.Option(help="What a chunk is: fixed, sentence, paragraph, passage, markdown, or what a plugin adds.")
+    ] = "passage",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a chunk.")] = 512,
+    ttl: Annotated[
+        float | None, typer.Option(min=1, help="Seconds to keep the context caches; for ever by default.")
+    ] = None,
+    sync: Annotated[
+        bool, typer.Option("--sync", help="Remove what was cached of files that are gone or have changed.")
+    ] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Split files and folders into chunks, and cache them ahead of time.
+
+    Prints a line of JSON per chunk as it goes: id, file, index, start, end, tokens, new. start and end count characters
+    of the file's text. What is cached already is not computed again, so that a run that was interrupted goes on where
+    it ended. Of PDF, HTML, DOCX and EPUB files (pip install 'kvlinker[documents]'), the text is Markdown. Files without
+    text are left out.
+    """
+    if url is None:
+        _check_method(method)
+    files = list(find_files(paths, glob))
+    if not files and not sync:
+        raise fail("there are no such files, and no text to cache", FAILURE)
+    try:
+        with failures(), open_library(settings, url=url, api_key=api_key) as library:
+            plan = plan_ingestion(paths, files, library, Splitting(method, max_tokens))
+            if not plan.documents and not sync:
+                raise fail("there is no text in these files", FAILURE)
+            _run(plan, library, ttl)
+            _finish(plan, library, sync=sync)
+    except KeyboardInterrupt:
+        raise fail("interrupted: the same command goes on from here", INTERRUPTED) from None
+
+
+def _check_method(method: str) -> None:
+    """End the command for an unknown method before the model is loaded; a server knows its own."""
+    from kvlinker.splitting import splitters
+
+    if method not in (known := splitters()):
+        allowed = f"it must be one of {', '.join(known)}.{did_you_mean(method, known)}"
+        raise fail(f"--method is {method!r}: {allowed}", BAD_USAGE)
+
+
+def _run(plan: Plan, library: Library, ttl: float | None) -> None:
+    """Cache what is missing, and print all chunks in the order of the files."""
+    pieces = plan.missing
+    before = library.storage() if pieces else None
+    if before is not None:
+        tell_cost(pieces, before)
+    options = {} if ttl is None else {"ttl": ttl}
+    with show_progress(sum(piece.tokens for piece in pieces)) as advance:
+        for document in plan.documents:
+            _print_cached(document)
+            _cache_missing(document, library, options, advance)
+    if before is not None:
+        tell_taken(pieces, before, library.storage())
+
+
+def _print_cached(document: Document) -> None:
+    for index, cached in sorted(document.cached.items()):
+        start, end = int(cached.metadata["start"]), int(cached.metadata["end"])
+        _print(document, index, cached.id, start, end, cached.tokens, new=False)
+
+
+def _cache_missing(document: Document, library: Library, options: dict[str, Any], advance: Advance) -> None:
+    for indices in _batches(document):
+        pieces = [document.missing[index] for index in indices]
+        ids = library.cache(
+            [piece.text for piece in pieces],
+            [document.metadata(index) for index in indices],
+            name=document.source[-256:],
+            **options,
+        )
+        for index, piece, cache_id in zip(indices, pieces, ids, strict=True):
+            _print(document, index, cache_id, piece.start, piece.end, piece.tokens, new=True)
+        advance(Path(document.source).name, sum(piece.tokens for piece in pieces))
+
+
+def _batches(document: Document) -> Iterator[Sequence[int]]:
+    """Yield the indices of the missing chunks, those together that begin within the same ``BATCH_TOKENS``."""
+    starts = accumulate((piece.tokens for piece in document.missing.values()), initial=0)
+    batch: list[int] = []
+    number = 0
+    for index, start in zip(document.missing, starts, strict=False):
+        if batch and start // BATCH_TOKENS != number:
+            yield batch
+            batch = []
+        number = start // BATCH_TOKENS
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _print(document: Document, index: int, cache_id: str, start: int, end: int, tokens: int, *, new: bool) -> None:
+    line = {
+        "id": cache_id,
+        "file": document.source,
+        "index": index,
+        "start": start,
+        "end": end,
+        "tokens": tokens,
+        "new": new,
+    }
+    typer.echo(json.dumps(line, ensure_ascii=False))
+
+
+def _finish(plan: Plan, library: Library, *, sync: bool) -> None:
+    """Remove what is stale, if that is asked for, and sum up."""
+    new, old = len(plan.missing), sum(len(document.cached) for document in plan.documents)
+    if sync:
+        for cached in plan.stale:
+            library.delete(cached.id)
+    files = f"{len(plan.documents):,} file{'' if len(plan.documents) == 1 else 's'}"
+    done = f"{new:,} chunks cached" if new else "nothing new"
+    removed = f", {len(plan.stale):,} removed" if sync and plan.stale else ""
+    typer.echo(f"kvlinker: {done}{removed}; {old:,} chunks of {files} were cached already", err=True)
+    if plan.stale and not sync:
+        warn(f"{len(plan.stale):,} chunks of files that are gone or have changed are still cached; --sync removes them")

@@ -1,0 +1,141 @@
+"""Plans an ingestion: which chunks of which files are cached already, which are to be cached, and which are stale."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvlinker.cli.console import warn
+from kvlinker.cli.ingest.conversion import MissingLibraryError
+from kvlinker.cli.ingest.files import File, NoTextError
+from kvlinker.cli.library import Cached, Library
+from kvlinker.types.texts import Piece
+
+ORIGIN = {"origin": "kvlinker ingest"}
+"""The pair of metadata that all context caches of ingestions have."""
+
+LONGEST_VALUE = 512
+"""The most characters of a value of metadata."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How texts are cut into chunks."""
+
+    method: str
+    max_tokens: int
+
+    def version_of(self, file: File) -> str:
+        """Name the chunks that this file's content becomes: others have another name."""
+        return hashlib.sha256(f"{file.digest} {self.method} {self.max_tokens}".encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A file's chunks: those that are cached, and those that are to be cached, by their index in the file."""
+
+    source: str
+    version: str
+    """See ``Splitting.version_of``."""
+
+    chunks: int
+    cached: Mapping[int, Cached]
+    missing: Mapping[int, Piece]
+
+    def metadata(self, index: int) -> dict[str, str]:
+        """Return the metadata of one of the missing chunks: the next run finds it by that."""
+        piece = self.missing[index]
+        return {
+            **ORIGIN,
+            "source": self.source,
+            "version": self.version,
+            "chunks": str(self.chunks),
+            "index": str(index),
+            "start": str(piece.start),
+            "end": str(piece.end),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an ingestion does."""
+
+    documents: Sequence[Document]
+
+    stale: Sequence[Cached]
+    """Context caches of files that are gone, and of what changed files were before."""
+
+    @property
+    def missing(self) -> list[Piece]:
+        """All pieces that are to be cached."""
+        return [piece for document in self.documents for piece in document.missing.values()]
+
+
+def plan_ingestion(paths: Sequence[Path], files: Sequence[Path], library: Library, splitting: Splitting) -> Plan:
+    """Read the files, and compare them with what is cached. Files without text are left out with a warning.
+
+    A file that was ingested in this version before is read, but neither converted nor split. ``paths`` are what the
+    user named: a file that is gone is one of them or was below one. Raises what ``Library.split`` raises.
+    """
+    known: defaultdict[str, list[Cached]] = defaultdict(list)
+    for cached in library.caches(ORIGIN):
+        known[cached.metadata.get("source", "")].append(cached)
+    documents = []
+    stale: list[Cached] = []
+    for path in files:
+        source = str(path)[-LONGEST_VALUE:]
+        try:
+            document = _plan_file(path, source, known[source], library, splitting)
+        except (OSError, MissingLibraryError, UnicodeEncodeError) as error:
+            warn(f"{_printable(path)} is left out: {_reason(error)}")  # what is cached of it may still be right
+        except NoTextError as error:
+            warn(f"{path} is left out: {error}")
+            stale += known[source]
+        else:
+            documents.append(document)
+            current = {cached.id for cached in document.cached.values()}
+            stale += [cached for cached in known[source] if cached.id not in current]
+    for source, caches in known.items():
+        if _is_gone(source, paths):
+            stale += caches
+    return Plan(documents, stale)
+
+
+def _plan_file(path: Path, source: str, known: Sequence[Cached], library: Library, splitting: Splitting) -> Document:
+    source.encode()
+    file = File(path, path.read_bytes())
+    version = splitting.version_of(file)
+    cached: dict[int, Cached] = {}
+    chunks = None
+    for one in known:
+        if one.usable and one.metadata.get("version") == version:
+            cached.setdefault(int(one.metadata["index"]), one)
+            chunks = int(one.metadata["chunks"])
+    if chunks is not None and len(cached) == chunks:
+        return Document(source, version, chunks, cached, {})
+    pieces = library.split(file.text(), method=splitting.method, max_tokens=splitting.max_tokens)
+    missing = {index: piece for index, piece in enumerate(pieces) if index not in cached}
+    return Document(source, version, len(pieces), cached, missing)
+
+
+def _is_gone(source: str, paths: Sequence[Path]) -> bool:
+    """Return whether a file is at, or below, one of the paths by its name, but no longer there."""
+    path = Path(source)
+    named = any(path.is_relative_to(each.absolute()) for each in paths)
+    return named and not path.exists()
+
+
+def _printable(path: Path) -> str:
+    return str(path).encode(errors="replace").decode()
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case OSError():
+            return error.strerror or str(error)
+        case UnicodeEncodeError():
+            return "its name is not UTF-8"
+    return str(error)

@@ -1,0 +1,203 @@
+"""The context caches that document commands work on: those of a state directory, with a model here, or a server's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from kvlinker.config import Settings
+from kvlinker.errors import ContextCacheNotFoundError
+from kvlinker.types.texts import Piece, SearchHit
+
+if TYPE_CHECKING:
+    from kvlinker.client import Client
+    from kvlinker.llm import LLM
+
+MODEL_SETTINGS = (
+    "model",
+    "served_model_name",
+    "engine",
+    "dtype",
+    "device",
+    "trust_remote_code",
+    "chat_template",
+    "system_prompt",
+    "max_model_len",
+    "kv_slots",
+    "max_step_tokens",
+    "threads",
+    "state_dir",
+    "host_memory",
+)
+"""The settings of commands that load a model."""
+
+PAGE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """A context cache that exists already."""
+
+    id: str
+    tokens: int
+    metadata: Mapping[str, str]
+
+    usable: bool
+    """False where it was made with another model than the library's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What KV takes in the disk tier; sums over all tenants."""
+
+    kv_bytes_per_token: int
+    """Bytes of a token's KV as computed, before a codec."""
+
+    codec: str
+    """The name of the codec that writes KV to the disk."""
+
+    used_bytes: int
+    budget_bytes: int
+
+
+class Library(ABC):
+    """The context caches of one tenant, with the model that makes and uses them."""
+
+    @abstractmethod
+    def split(self, text: str, *, method: str, max_tokens: int) -> tuple[Piece, ...]:
+        """Cut a text into pieces that may become chunks. Raises InvalidRequestError."""
+
+    @abstractmethod
+    def cache(self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
+        """Create a context cache of each text, with the metadata in the same place; returns their ids.
+
+        ``options``: ``name``, and ``ttl`` in seconds.
+        """
+
+    @abstractmethod
+    def caches(self, metadata: Mapping[str, str]) -> Iterator[Cached]:
+        """Yield the context caches that have all these pairs, the oldest first."""
+
+    @abstractmethod
+    def delete(self, cache_id: str) -> None:
+        """Delete a context cache; one that does not exist is deleted already."""
+
+    @abstractmethod
+    def search(self, query: str, *, limit: int, metadata: Mapping[str, str]) -> tuple[SearchHit, ...]:
+        """Find context caches by words of their texts, the best match first. Raises InvalidRequestError."""
+
+    @abstractmethod
+    def answer(self, content: Sequence[SearchHit | str], *, policy: str | None, max_tokens: int) -> str:
+        """Answer one user message, greedily."""
+
+    @abstractmethod
+    def storage(self) -> Storage:
+        """Tell what KV takes on the disk, once everything so far is there."""
+
+
+class LocalLibrary(Library):
+    """Works on a state directory with a model in this process."""
+
+    def __init__(self, llm: LLM, tenant: str) -> None:
+        self._llm = llm
+        self._tenant = tenant
+
+    def split(self, text: str, *, method: str, max_tokens: int) -> tuple[Piece, ...]:
+        return self._llm.split_pieces(text, method=method, max_tokens=max_tokens)
+
+    def cache(self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
+        made = self._llm.generate_context_cache(texts, metadata=metadata, tenant=self._tenant, **options)
+        return [cache.id for cache in made]
+
+    def caches(self, metadata: Mapping[str, str]) -> Iterator[Cached]:
+        for one in _all(partial(self._llm.list_caches, tenant=self._tenant), metadata):
+            yield Cached(one.id, one.tokens, one.metadata, self._llm.caches.is_usable(one))
+
+    def delete(self, cache_id: str) -> None:
+        with suppress(ContextCacheNotFoundError):
+            self._llm.expire_cache(cache_id, tenant=self._tenant)
+
+    def search(self, query: str, *, limit: int, metadata: Mapping[str, str]) -> tuple[SearchHit, ...]:
+        return self._llm.search(query, limit=limit, metadata=metadata, tenant=self._tenant)
+
+    def answer(self, content: Sequence[SearchHit | str], *, policy: str | None, max_tokens: int) -> str:
+        message = {"role": "user", "content": list(content)}
+        answer = self._llm.chat_completion(
+            [message], policy=policy, tenant=self._tenant, max_tokens=max_tokens, temperature=0
+        )
+        return answer.text
+
+    def storage(self) -> Storage:
+        self._llm.store.flush()
+        disk = next(tier for tier in self._llm.tiers() if tier.name == "disk")
+        codec = self._llm.settings.disk_codec
+        return Storage(self._llm.engine.kv_bytes_per_token, codec, disk.used_bytes, disk.budget_bytes)
+
+
+class RemoteLibrary(Library):
+    """Has a running server do it."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def split(self, text: str, *, method: str, max_tokens: int) -> tuple[Piece, ...]:
+        return self._client.split_text(text, method=method, max_tokens=max_tokens)
+
+    def cache(self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
+        return [one.id for one in self._client.generate_context_cache(texts, metadata=list(metadata), **options)]
+
+    def caches(self, metadata: Mapping[str, str]) -> Iterator[Cached]:
+        for one in _all(self._client.list_caches, metadata):
+            yield Cached(one.id, one.tokens, one.metadata, one.usable)
+
+    def delete(self, cache_id: str) -> None:
+        with suppress(ContextCacheNotFoundError):
+            self._client.expire_cache(cache_id)
+
+    def search(self, query: str, *, limit: int, metadata: Mapping[str, str]) -> tuple[SearchHit, ...]:
+        return self._client.search(query, limit=limit, metadata=metadata)
+
+    def answer(self, content: Sequence[SearchHit | str], *, policy: str | None, max_tokens: int) -> str:
+        message = {"role": "user", "content": list(content)}
+        return self._client.chat_completion([message], policy=policy, max_tokens=max_tokens, temperature=0).text
+
+    def storage(self) -> Storage:
+        status = self._client.server_status()
+        disk = next(tier for tier in status["tiers"] if tier["name"] == "disk")
+        return Storage(status["kv_bytes_per_token"], status["disk_codec"], disk["used_bytes"], disk["budget_bytes"])
+
+
+@contextmanager
+def open_library(settings: Settings, *, url: str | None, api_key: str | None) -> Iterator[Library]:
+    """Open the library of a server at ``url``, or load the model, without one; the context caches are the key's.
+
+    Raises what ``LLM`` and ``Client`` raise.
+    """
+    if url is not None:
+        from kvlinker.client import Client
+
+        with Client(url, api_key) as client:
+            yield RemoteLibrary(client)
+        return
+    with Console(stderr=True).status(f"Loading and checking {settings.model}"):
+        from kvlinker.llm import LLM
+        from kvlinker.types.tenants import DEFAULT_TENANT, tenant_of_key
+
+        llm = LLM.from_settings(settings)
+    with llm:
+        yield LocalLibrary(llm, DEFAULT_TENANT if api_key is None else tenant_of_key(api_key))
+
+
+def _all(list_caches: Callable[..., Any], metadata: Mapping[str, str]) -> Iterator[Any]:
+    """Yield the items of all pages that ``list_caches``, of an LLM or a client, returns, the oldest first."""
+    page = list_caches(limit=PAGE, order="asc", metadata=metadata)
+    yield from page.items
+    while page.has_more:
+        page = list_caches(limit=PAGE, order="asc", metadata=metadata, after=page.items[-1])
+        yield from page.items

@@ -1,0 +1,106 @@
+"""``kvlinker search`` and ``kvlinker ask``: find cached chunks by words, and answer questions with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from kvlinker.cli.console import FAILURE, fail, failures
+from kvlinker.cli.library import MODEL_SETTINGS, Library, open_library
+from kvlinker.cli.options import ApiKey, MetadataPairs, Url, parse_pairs, settings_options
+from kvlinker.config import SHARED_TIER_SETTINGS, Settings
+from kvlinker.errors import ContextLengthError
+from kvlinker.types.texts import SearchHit
+
+_SETTINGS = (*MODEL_SETTINGS, "disk_space", "search", *SHARED_TIER_SETTINGS)
+
+Limit = Annotated[int, typer.Option(min=1, max=100, help="Most chunks.")]
+
+
+@settings_options(*_SETTINGS)
+def search(
+    settings: Settings,
+    query: Annotated[str, typer.Argument(help="Words; any of them may match.")],
+    limit: Limit = 10,
+    metadata: MetadataPairs = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON per chunk.")] = False,
+) -> None:
+    """Find cached chunks by words of their texts, the best match first.
+
+    The exit code is 1 where nothing is found.
+    """
+    pairs = parse_pairs(metadata)
+    with failures(), open_library(settings, url=url, api_key=api_key) as library:
+        hits = library.search(query, limit=limit, metadata=pairs)
+    if not hits:
+        raise _nothing_found(query)
+    for hit in hits:
+        if as_json:
+            entry = {"id": hit.id, "score": hit.score, "text": hit.text, "tokens": hit.tokens}
+            typer.echo(json.dumps({**entry, "metadata": dict(hit.metadata)}, ensure_ascii=False))
+        else:
+            typer.echo(f"{hit.id}  {hit.score:.2f}  {_place(hit)}\n{_indented(hit.text)}\n")
+
+
+@settings_options(*_SETTINGS, "policy")
+def ask(
+    settings: Settings,
+    question: Annotated[str, typer.Argument(help="A question about what is cached.")],
+    limit: Limit = 4,
+    metadata: MetadataPairs = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 256,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Answer a question with the cached chunks that match its words best.
+
+    Prints the answer; the chunks that the model read are named on stderr.
+    """
+    pairs = parse_pairs(metadata)
+    policy = settings.policy if url is None or "policy" in settings.model_fields_set else None
+    with failures(), open_library(settings, url=url, api_key=api_key) as library:
+        hits = library.search(question, limit=limit, metadata=pairs)
+        if not hits:
+            raise _nothing_found(question)
+        answer, read = _answer(library, question, hits, policy, max_tokens)
+    for hit in read:
+        typer.echo(f"kvlinker: read {hit.id} ({hit.tokens} tokens) of {_place(hit)}", err=True)
+    typer.echo(answer.strip())
+
+
+def _answer(
+    library: Library, question: str, hits: Sequence[SearchHit], policy: str | None, max_tokens: int
+) -> tuple[str, Sequence[SearchHit]]:
+    """Return the answer, and the hits that the model read: as many of the best as its context window has room for.
+
+    The best stand last, next to the question. Raises ContextLengthError where not even one has room.
+    """
+    while True:
+        try:
+            content: list[SearchHit | str] = [*reversed(hits), f"Question: {question}"]
+            return library.answer(content, policy=policy, max_tokens=max_tokens), hits
+        except ContextLengthError:
+            if len(hits) == 1:
+                raise
+            hits = hits[:-1]
+
+
+def _nothing_found(query: str) -> typer.Exit:
+    return fail(f"nothing that is cached matches {query!r}; `kvlinker ingest PATH` caches files", FAILURE)
+
+
+def _place(hit: SearchHit) -> str:
+    """Name the part of a file, or the metadata, of a chunk."""
+    labels = hit.metadata
+    if "source" in labels and "start" in labels and "end" in labels:
+        return f"{labels['source']}, characters {labels['start']} to {labels['end']}"
+    return labels.get("source") or json.dumps(dict(labels), ensure_ascii=False)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.strip().splitlines())
