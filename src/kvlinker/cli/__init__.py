@@ -9,9 +9,9 @@ import typer
 
 from kvlinker.cli import bench, caches
 from kvlinker.cli.advise import advise
-from kvlinker.cli.ingest import ingest
+from kvlinker.cli.documents.ingest import ingest
+from kvlinker.cli.documents.search import ask, search
 from kvlinker.cli.linking import calibrate, check, policies
-from kvlinker.cli.search import ask, search
 from kvlinker.cli.serve import serve
 
 app = typer.Typer(

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlinker.cli.console import warn
-from kvlinker.cli.ingest.conversion import MissingLibraryError
-from kvlinker.cli.ingest.files import File, NoTextError
-from kvlinker.cli.library import Cached, Library
+from kvlinker.cli.documents.conversion import MissingLibraryError
+from kvlinker.cli.documents.files import File, NoTextError
+from kvlinker.cli.documents.library import Cached, Library
 from kvlinker.types.texts import Piece
 
 ORIGIN = {"origin": "kvlinker ingest"}

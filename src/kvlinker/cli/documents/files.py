@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlinker.cli.ingest.conversion import FORMATS, convert
+from kvlinker.cli.documents.conversion import FORMATS, convert
 
 
 class NoTextError(Exception):

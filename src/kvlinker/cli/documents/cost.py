@@ -8,7 +8,7 @@ import typer
 from pydantic import ByteSize
 
 from kvlinker.cli.console import warn
-from kvlinker.cli.library import Storage
+from kvlinker.cli.documents.library import Storage
 from kvlinker.types.texts import Piece
 
 WORTH_A_CODEC_BYTES = 64 * 2**20

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvlinker.cli.console import FAILURE, fail, failures
-from kvlinker.cli.library import MODEL_SETTINGS, Library, open_library
+from kvlinker.cli.documents.library import MODEL_SETTINGS, Library, open_library
 from kvlinker.cli.options import ApiKey, MetadataPairs, Url, parse_pairs, settings_options
 from kvlinker.config import SHARED_TIER_SETTINGS, Settings
 from kvlinker.errors import ContextLengthError
@@ -78,16 +78,23 @@ def _answer(
 ) -> tuple[str, Sequence[SearchHit]]:
     """Return the answer, and the hits that the model read: as many of the best as its context window has room for.
 
-    The best stand last, next to the question. Raises ContextLengthError where not even one has room.
+    Raises ContextLengthError where not even one has room.
     """
     while True:
         try:
-            content: list[SearchHit | str] = [*reversed(hits), f"Question: {question}"]
-            return library.answer(content, policy=policy, max_tokens=max_tokens), hits
+            return library.answer(_message(hits, question), policy=policy, max_tokens=max_tokens), hits
         except ContextLengthError:
             if len(hits) == 1:
                 raise
             hits = hits[:-1]
+
+
+def _message(hits: Sequence[SearchHit], question: str) -> list[SearchHit | str]:
+    """Make a message of chunks, each of which ends its line, the best next to the question."""
+    content: list[SearchHit | str] = []
+    for hit in reversed(hits):
+        content += [hit] if hit.text.endswith("\n") else [hit, "\n"]
+    return [*content, f"Question: {question}"]
 
 
 def _nothing_found(query: str) -> typer.Exit:

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, warn
-from kvlinker.cli.ingest.cost import tell_cost, tell_taken
-from kvlinker.cli.ingest.files import find_files
-from kvlinker.cli.ingest.plan import Document, Plan, Splitting, plan_ingestion
-from kvlinker.cli.ingest.progress import Advance, show_progress
-from kvlinker.cli.library import MODEL_SETTINGS, Library, open_library
+from kvlinker.cli.documents.cost import tell_cost, tell_taken
+from kvlinker.cli.documents.files import find_files
+from kvlinker.cli.documents.library import MODEL_SETTINGS, Library, open_library
+from kvlinker.cli.documents.plan import Document, Plan, Splitting, plan_ingestion
+from kvlinker.cli.documents.progress import Advance, show_progress
 from kvlinker.cli.options import ApiKey, Url, settings_options
 from kvlinker.config import SHARED_TIER_SETTINGS, Settings
 from kvlinker.errors import did_you_mean

@@ -1,0 +1,1 @@
+"""Commands for documents: ingest files, search what is cached, and ask about it."""
