@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
-from kvlinker.llm import LLM
+from kvlinker.llm import LLM, Answer
 from tests.server.serving import TEMPLATE, Served, tiny_model, tiny_settings
 
 PEOPLE = "Mira Holt lives in Varna. She works as a baker.\n\nTom Reyes lives in Oslo. He works as a pilot."
@@ -61,8 +62,16 @@ def test_search_of_nothing(tmp_path: Path, state: Path) -> None:
         assert "no word to search for" in refused.stderr
         assert run(command, "lives", "--metadata", "index").exit_code == 2
         assert run(command, "lives", "--metadata", "index=7").exit_code == 1
-        off = run(command, "lives", "--search", "off")
+
+
+def test_search_that_is_off(tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ingest(tmp_path / "docs")
+    monkeypatch.setenv("KVLINKER_SEARCH", "off")
+    for command in ("search", "ask"):
+        off = run(command, "lives")
         assert (off.exit_code, "search=on" in off.stderr) == (1, True)
+    monkeypatch.delenv("KVLINKER_SEARCH")
+    assert run("search", "lives").exit_code == 0
 
 
 def test_ask(tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +80,7 @@ def test_ask(tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> No
     asked = []
     chat = LLM.chat_completion
 
-    def noted(llm: LLM, messages: list, **options: object):
+    def noted(llm: LLM, messages: list, **options: Any) -> Answer:
         asked.append((messages, options))
         return chat(llm, messages, **options)
 

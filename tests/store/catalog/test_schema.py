@@ -10,7 +10,7 @@ import pytest
 
 from kvlinker.store import Catalog, TenantUsage
 from kvlinker.store.catalog.encryption import TokenBlobs
-from kvlinker.store.catalog.schema import _FIRST, _SECOND, SCHEMA_VERSION
+from kvlinker.store.catalog.schema import _FIRST, _SECOND, _THIRD, SCHEMA_VERSION, index_metadata
 from kvlinker.types.chunks import Chunk, chunk_key
 
 NOW = 1000.0
@@ -23,7 +23,7 @@ KEYS = {
 def older(path: Path, version: int) -> None:
     """Three context caches of two tenants, two of which hold the same chunk, as the older version recorded them."""
     with sqlite3.connect(path) as raw:
-        for statement in (*_FIRST, *(_SECOND if version > 1 else ())):
+        for statement in (*_FIRST, *(_SECOND if version > 1 else ()), *(_THIRD if version > 2 else ())):
             raw.execute(statement)
         for tenant, tokens in (("anna", (1, 2, 3)), ("bert", (4, 5))):
             row = {
@@ -36,6 +36,8 @@ def older(path: Path, version: int) -> None:
             }
             if version > 1:
                 row["content"] = Chunk(tokens).content
+            if version > 2:
+                row["length"] = len(tokens)
             raw.execute(
                 f"INSERT INTO chunks ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values())
             )
@@ -44,16 +46,19 @@ def older(path: Path, version: int) -> None:
             ("cc_2", "anna", {}),
             ("cc_3", "bert", {"a": "1"}),
         ):
-            raw.execute(
+            number = raw.execute(
                 "INSERT INTO context_caches (id, tenant, model, name, metadata, created_at, expires_at, chunk_key)"
                 " VALUES (?, ?, 'tiny', NULL, ?, ?, NULL, ?)",
                 (cache_id, tenant, json.dumps(metadata), NOW, KEYS[tenant]),
-            )
+            ).lastrowid
+            if version > 2:
+                assert number is not None
+                index_metadata(raw, number, metadata)
         raw.execute(f"PRAGMA user_version = {version}")
     raw.close()
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_upgrade(tmp_path: Path, version: int) -> None:
     path = tmp_path / "catalog.sqlite"
     older(path, version)
@@ -71,6 +76,7 @@ def test_upgrade(tmp_path: Path, version: int) -> None:
     catalog.set_sizes("other weights", 10)
     catalog.set_sizes("weights", 10)
     catalog.set_sizes("weights", 77)
+    assert catalog.without_text("weights", limit=9) == {KEYS["anna"]: (1, 2, 3), KEYS["bert"]: (4, 5)}
     assert catalog.usage("anna") == TenantUsage(caches=2, chunks=1, tokens=3, bytes=30)
     assert catalog.delete("cc_3", "bert", NOW) == (KEYS["bert"],)
     assert catalog.usage("bert") == TenantUsage()

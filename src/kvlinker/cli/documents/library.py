@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -38,6 +39,11 @@ MODEL_SETTINGS = (
 """The settings of commands that load a model."""
 
 PAGE = 100
+
+WRITTEN_SECONDS = 10.0
+"""The longest wait for a server to have written what was cached."""
+
+LOOK_AGAIN_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ class Library(ABC):
 
     @abstractmethod
     def storage(self) -> Storage:
-        """Tell what KV takes on the disk, once everything so far is there."""
+        """Tell what KV takes on the disk, once what was cached is there."""
 
 
 class LocalLibrary(Library):
@@ -113,6 +119,7 @@ class LocalLibrary(Library):
 
     def cache(self, texts: Sequence[str], metadata: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
         made = self._llm.generate_context_cache(texts, metadata=metadata, tenant=self._tenant, **options)
+        self._llm.store.flush()  # what is told to be cached is on the disk, should the process be killed
         return [cache.id for cache in made]
 
     def caches(self, metadata: Mapping[str, str]) -> Iterator[Cached]:
@@ -134,7 +141,6 @@ class LocalLibrary(Library):
         return answer.text
 
     def storage(self) -> Storage:
-        self._llm.store.flush()
         disk = next(tier for tier in self._llm.tiers() if tier.name == "disk")
         codec = self._llm.settings.disk_codec
         return Storage(self._llm.engine.kv_bytes_per_token, codec, disk.used_bytes, disk.budget_bytes)
@@ -168,8 +174,14 @@ class RemoteLibrary(Library):
         return self._client.chat_completion([message], policy=policy, max_tokens=max_tokens, temperature=0).text
 
     def storage(self) -> Storage:
+        deadline = time.monotonic() + WRITTEN_SECONDS
         status = self._client.server_status()
-        disk = next(tier for tier in status["tiers"] if tier["name"] == "disk")
+        disk = _disk_of(status)
+        while time.monotonic() < deadline:
+            time.sleep(LOOK_AGAIN_SECONDS)
+            before, disk = disk, _disk_of(self._client.server_status())
+            if disk["used_bytes"] == before["used_bytes"]:
+                break
         return Storage(status["kv_bytes_per_token"], status["disk_codec"], disk["used_bytes"], disk["budget_bytes"])
 
 
@@ -192,6 +204,12 @@ def open_library(settings: Settings, *, url: str | None, api_key: str | None) ->
         llm = LLM.from_settings(settings)
     with llm:
         yield LocalLibrary(llm, DEFAULT_TENANT if api_key is None else tenant_of_key(api_key))
+
+
+def _disk_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the disk tier's figures."""
+    found: Mapping[str, Any] = next(tier for tier in status["tiers"] if tier["name"] == "disk")
+    return found
 
 
 def _all(list_caches: Callable[..., Any], metadata: Mapping[str, str]) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from kvlinker.config import SHARED_TIER_SETTINGS, Settings
 from kvlinker.errors import ContextLengthError
 from kvlinker.types.texts import SearchHit
 
-_SETTINGS = (*MODEL_SETTINGS, "disk_space", "search", *SHARED_TIER_SETTINGS)
+_SETTINGS = (*MODEL_SETTINGS, "disk_space", *SHARED_TIER_SETTINGS)
 
 Limit = Annotated[int, typer.Option(min=1, max=100, help="Most chunks.")]
 
