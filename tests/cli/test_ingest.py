@@ -170,6 +170,16 @@ def test_what_was_deleted_in_between_is_cached_again(library: Path, state: Path)
     ]
 
 
+def test_metadata_that_was_changed(library: Path, state: Path) -> None:
+    """Such a context cache is its owner's: it is neither taken for the file's nor removed."""
+    (cache_id,) = ids(ingest(library / "deep"))
+    with open_state(state) as llm:
+        llm.update_cache(cache_id, metadata={"origin": "kvlinker ingest", "index": "first"})
+    (line,) = lines(ingest(library / "deep", "--sync"))
+    assert line["new"]
+    assert cache_id in kept(state)
+
+
 def test_changed_file(library: Path, state: Path) -> None:
     """Its new version is cached; the old one goes with --sync."""
     first = ids(ingest(library, "--method", "markdown"))

@@ -21,6 +21,9 @@ LONGEST_VALUE = 512
 """The most characters of a value of metadata."""
 
 
+_NUMBERS = ("chunks", "index", "start", "end")
+
+
 @dataclass(frozen=True, slots=True)
 class Splitting:
     """How texts are cut into chunks."""
@@ -82,6 +85,8 @@ def plan_ingestion(paths: Sequence[Path], files: Sequence[Path], library: Librar
     """
     known: defaultdict[str, list[Cached]] = defaultdict(list)
     for cached in library.caches(ORIGIN):
+        if not all(cached.metadata.get(name, "").isdecimal() for name in _NUMBERS):
+            continue  # its metadata was changed since
         known[cached.metadata.get("source", "")].append(cached)
     documents = []
     stale: list[Cached] = []
@@ -124,8 +129,12 @@ def _plan_file(path: Path, source: str, known: Sequence[Cached], library: Librar
 def _is_gone(source: str, paths: Sequence[Path]) -> bool:
     """Return whether a file is at, or below, one of the paths by its name, but no longer there."""
     path = Path(source)
-    named = any(path.is_relative_to(each.absolute()) for each in paths)
-    return named and not path.exists()
+    if not any(path.is_relative_to(each.absolute()) for each in paths):
+        return False
+    try:
+        return not path.exists()
+    except OSError:  # its folder may not be looked into
+        return False
 
 
 def _printable(path: Path) -> str:
