@@ -9,10 +9,9 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvlinker.answer import Answer, ChoiceSink, wait_for_answer
-from kvlinker.chunk_texts import ChunkTexts
 from kvlinker.config import Settings, load_settings
 from kvlinker.content import CompletionContent, ContentPart, ContentReader, Message, parse_messages, parse_prompt
-from kvlinker.context_caches import CachesUsage, ContextCaches, Metadata
+from kvlinker.context_caches import CachesUsage, ChunkTexts, ContextCaches, Metadata
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
 from kvlinker.errors import InvalidRequestError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvlinker.server.context_caches import MAX_INPUT_CHARACTERS
+from kvlinker.server.context_caches.splitting import MAX_INPUT_CHARACTERS
 from tests.server.serving import CONTEXT_WINDOW, MODEL_NAME, Served
 
 CHAT = "/v1/chat/completions"

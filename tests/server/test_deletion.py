@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvlinker import context_caches
 from kvlinker.cli import app
 from kvlinker.llm import LLM
 from kvlinker.store import ContextCache
@@ -67,7 +66,7 @@ def test_deletion_takes_variants_along(llm: LLM, state: Path) -> None:
 
 
 def test_deletion_by_metadata(llm: LLM, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_caches, "DELETED_AT_ONCE", 2)
+    monkeypatch.setattr("kvlinker.context_caches.caches.DELETED_AT_ONCE", 2)
     with_variants(llm)
     llm.generate_context_cache(["a", "b", "c", "a"], metadata={"k": "v"})
     assert llm.expire_caches({"k": "v"}) == 6

@@ -23,7 +23,13 @@ def test_head_is_get_without_a_body(served: Served, path: str) -> None:
 
 @pytest.mark.parametrize(
     ("path", "status"),
-    [("/v1/models/other", 404), ("/nowhere", 404), ("/v1/chat/completions", 405), ("/tokenize", 405)],
+    [
+        ("/v1/models/other", 404),
+        (f"{CACHES}/cc_1/content", 404),
+        ("/nowhere", 404),
+        ("/v1/chat/completions", 405),
+        ("/tokenize", 405),
+    ],
 )
 def test_head_where_get_fails(served: Served, path: str, status: int) -> None:
     head = served.http.head(path)
@@ -36,6 +42,8 @@ def test_head_where_get_fails(served: Served, path: str, status: int) -> None:
         (CACHES, "DELETE, GET, HEAD, POST"),
         (f"{CACHES}/cc_1", "DELETE, GET, HEAD, PATCH"),
         (f"{CACHES}/usage", "DELETE, GET, HEAD, PATCH"),
+        (f"{CACHES}/search", "DELETE, GET, HEAD, PATCH, POST"),
+        (f"{CACHES}/cc_1/content", "GET, HEAD"),
         ("/v1/chat/completions", "POST"),
         ("/v1/models/tiny", "GET, HEAD"),
         ("/openapi.json", "GET, HEAD"),

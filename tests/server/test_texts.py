@@ -10,6 +10,7 @@ import pytest
 from kvlinker import Client
 from kvlinker.errors import ContextCacheNotFoundError, InvalidRequestError
 from kvlinker.llm import LLM
+from kvlinker.server.context_caches.splitting import MAX_INPUT_CHARACTERS
 from tests.server.serving import Served, tiny_model, tiny_settings
 
 PATH = "/v1/context_caches"
@@ -52,6 +53,7 @@ def test_search(served: Served) -> None:
     assert {hit["text"] for hit in found} == set(TEXTS[:2])
     assert [hit["metadata"]["page"] for hit in search(served, '"NEAR(numbers" OR', **mine)] == ["2"]
     assert len(search(served, "cat", limit=1, **mine)) == 1
+    assert search(served, "Where are CATS?", limit=None, scope=None, **mine) == found
     assert search(served, "cat", metadata={"run": "another"}) == []
     served.http.delete(f"{PATH}/{ids[0]}")
     assert [hit["id"] for hit in search(served, "cat", **mine)] == [ids[1]]
@@ -106,7 +108,14 @@ def test_split(served: Served) -> None:
     assert len(pieces) > 2
     assert "".join(text[piece["start"] : piece["end"]] for piece in pieces) == text
     assert all(0 < piece["tokens"] <= 16 for piece in pieces)
-    for body, param in (({"input": " "}, "input"), ({"input": "a", "split": {"method": "x"}}, "split.method")):
+    assert served.post(f"{PATH}/split", {"input": "one", "split": None}).json()["data"] == [
+        {"start": 0, "end": 3, "tokens": served.llm.split_pieces("one")[0].tokens}
+    ]
+    for body, param in (
+        ({"input": " "}, "input"),
+        ({"input": "a" * (MAX_INPUT_CHARACTERS + 1)}, "input"),
+        ({"input": "a", "split": {"method": "x"}}, "split.method"),
+    ):
         answer = served.post(f"{PATH}/split", body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 

@@ -18,10 +18,9 @@ from unittest import mock
 
 from typer.testing import CliRunner, Result
 
-from kvlinker.chunk_texts import ChunkTexts
 from kvlinker.cli import caches as caches_commands
 from kvlinker.config import load_settings
-from kvlinker.context_caches import ContextCaches
+from kvlinker.context_caches import ChunkTexts, ContextCaches
 from kvlinker.errors import ContextCacheNotFoundError, PinLimitError
 from kvlinker.events import Events
 from kvlinker.llm import LLM
@@ -32,6 +31,9 @@ from kvlinker.types.chunks import Chunk, chunk_key
 from kvlinker.types.tenants import NO_QUOTAS, Quotas
 from tests.server.serving import tiny_model, tiny_settings
 from tests.store.store_chunks import chunk_kv
+
+CLOCKED = tuple(f"kvlinker.context_caches.{name}" for name in ("caches", "creation", "upkeep"))
+"""The modules that read the time of context caches, for tests that set it."""
 
 FINGERPRINT = "sha256:weights"
 CONTENTS = 24

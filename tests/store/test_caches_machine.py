@@ -36,6 +36,7 @@ from kvlinker.types.chunks import chunk_key
 from kvlinker.types.tenants import SHARED_TENANT, Quota, Quotas, Scope
 from tests.redis_server import RedisServer
 from tests.store.crash_work import (
+    CLOCKED,
     DISK_BYTES,
     TENANTS,
     NumberEngine,
@@ -86,7 +87,7 @@ class CachesMachine(RuleBasedStateMachine):
     def begin(self, quota: Quota) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.now = time.time()
-        self.patches: list[Any] = [mock.patch("os.fsync"), mock.patch("kvlinker.context_caches.time", self)]
+        self.patches: list[Any] = [mock.patch("os.fsync"), *(mock.patch(f"{module}.time", self) for module in CLOCKED)]
         for patch in self.patches:
             patch.start()
         if self.redis is not None:

@@ -11,7 +11,7 @@ import pytest
 from kvlinker.store.catalog.releases import LONGEST_REQUEST_SECONDS, LONGEST_TRANSACTION_SECONDS
 from kvlinker.types.tenants import Quota, Quotas
 from tests.redis_server import RedisServer
-from tests.store.crash_work import Shared, State, chunk_of, open_state
+from tests.store.crash_work import CLOCKED, Shared, State, chunk_of, open_state
 
 
 class Clock:
@@ -19,7 +19,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = time.time()
-        monkeypatch.setattr("kvlinker.context_caches.time", self)
+        for module in CLOCKED:
+            monkeypatch.setattr(f"{module}.time", self)
 
     def time(self) -> float:
         return self.now

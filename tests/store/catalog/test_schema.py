@@ -10,7 +10,7 @@ import pytest
 
 from kvlinker.store import Catalog, TenantUsage
 from kvlinker.store.catalog.encryption import TokenBlobs
-from kvlinker.store.catalog.schema import _FIRST, _SECOND, _THIRD, SCHEMA_VERSION, index_metadata
+from kvlinker.store.catalog.schema import _FIRST, _FOURTH, _SECOND, _THIRD, SCHEMA_VERSION, index_metadata
 from kvlinker.types.chunks import Chunk, chunk_key
 
 NOW = 1000.0
@@ -23,8 +23,9 @@ KEYS = {
 def older(path: Path, version: int) -> None:
     """Three context caches of two tenants, two of which hold the same chunk, as the older version recorded them."""
     with sqlite3.connect(path) as raw:
-        for statement in (*_FIRST, *(_SECOND if version > 1 else ()), *(_THIRD if version > 2 else ())):
-            raw.execute(statement)
+        for step in (_FIRST, _SECOND, _THIRD, _FOURTH)[:version]:
+            for statement in step:
+                raw.execute(statement)
         for tenant, tokens in (("anna", (1, 2, 3)), ("bert", (4, 5))):
             row = {
                 "key": KEYS[tenant],
@@ -58,7 +59,7 @@ def older(path: Path, version: int) -> None:
     raw.close()
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_upgrade(tmp_path: Path, version: int) -> None:
     path = tmp_path / "catalog.sqlite"
     older(path, version)

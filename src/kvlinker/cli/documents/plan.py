@@ -12,6 +12,7 @@ from kvlinker.cli.console import warn
 from kvlinker.cli.documents.conversion import MissingLibraryError
 from kvlinker.cli.documents.files import File, NoTextError
 from kvlinker.cli.documents.library import Cached, Library
+from kvlinker.errors import InvalidRequestError
 from kvlinker.types.texts import Piece
 
 ORIGIN = {"origin": "kvlinker ingest"}
@@ -78,7 +79,8 @@ class Plan:
 
 
 def plan_ingestion(paths: Sequence[Path], files: Sequence[Path], library: Library, splitting: Splitting) -> Plan:
-    """Read the files, and compare them with what is cached. Files without text are left out with a warning.
+    """Read the files, and compare them with what is cached. Files without text, and those that are too long for a
+    server to split, are left out with a warning.
 
     A file that was ingested in this version before is read, but neither converted nor split. ``paths`` are what the
     user named: a file that is gone is one of them or was below one. Raises what ``Library.split`` raises.
@@ -99,6 +101,10 @@ def plan_ingestion(paths: Sequence[Path], files: Sequence[Path], library: Librar
         except NoTextError as error:
             warn(f"{path} is left out: {error}")
             stale += known[source]
+        except InvalidRequestError as error:
+            if error.param != "input":
+                raise
+            warn(f"{path} is left out: {error}")
         else:
             documents.append(document)
             current = {cached.id for cached in document.cached.values()}

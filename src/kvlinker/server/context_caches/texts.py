@@ -1,4 +1,4 @@
-"""/v1/context_caches: read the text of a context cache, search texts, and see how one would be split."""
+"""/v1/context_caches: read the text of a context cache, and search the texts of all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pydantic import Field, StringConstraints
 
 from kvlinker.server.access import TenantParam
 from kvlinker.server.bodies import Metadata, RequestBody, ResponseBody, Text
-from kvlinker.server.context_caches import SplitOptions
 from kvlinker.server.errors import error_responses
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.tenants import Scope
@@ -18,15 +17,17 @@ from kvlinker.types.tenants import Scope
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
 
 MAX_QUERY_CHARACTERS = 10_000
+DEFAULT_HITS = 10
 
 
 class SearchRequest(RequestBody):
-    """Words to search for; only context caches with all pairs of ``metadata`` are found."""
+    """Words to search for; only context caches with all pairs of ``metadata`` are found. Absent and null mean the
+    default."""
 
     query: Annotated[Text, StringConstraints(min_length=1, max_length=MAX_QUERY_CHARACTERS)]
-    limit: int = Field(default=10, ge=1, le=100)
+    limit: Annotated[int, Field(ge=1, le=100)] | None = None
     metadata: Metadata | None = None
-    scope: Literal["private", "shared"] = "private"
+    scope: Literal["private", "shared"] | None = None
 
 
 class SearchHitObject(ResponseBody):
@@ -44,28 +45,6 @@ class SearchHitList(ResponseBody):
 
     object: Literal["list"] = "list"
     data: list[SearchHitObject]
-
-
-class SplitRequest(RequestBody):
-    """A text to be split."""
-
-    input: Annotated[Text, StringConstraints(min_length=1)]
-    split: SplitOptions | None = None
-
-
-class PieceObject(ResponseBody):
-    """A piece of a text: ``start`` and ``end`` count its characters (Unicode code points)."""
-
-    start: int
-    end: int
-    tokens: int
-
-
-class PieceList(ResponseBody):
-    """The pieces of a text in order; joined, they are the text."""
-
-    object: Literal["list"] = "list"
-    data: list[PieceObject]
 
 
 class ContextCacheContent(ResponseBody):
@@ -86,7 +65,11 @@ async def search_context_caches(body: SearchRequest, service: ServiceParam, tena
     """
     found = await run_in_threadpool(
         lambda: service.llm.caches.search(
-            body.query, tenant=tenant, limit=body.limit, metadata=body.metadata, scope=Scope(body.scope)
+            body.query,
+            tenant=tenant,
+            limit=body.limit or DEFAULT_HITS,
+            metadata=body.metadata,
+            scope=Scope(body.scope or Scope.PRIVATE),
         )
     )
     return SearchHitList(
@@ -95,16 +78,6 @@ async def search_context_caches(body: SearchRequest, service: ServiceParam, tena
             for hit in found
         ]
     )
-
-
-@router.post("/split", responses=error_responses(400))
-async def split_text(body: SplitRequest, service: ServiceParam) -> PieceList:
-    """Tell into which chunks a text would be split; nothing is cached."""
-    split = body.split or SplitOptions()
-    pieces = await run_in_threadpool(
-        lambda: service.llm.split_pieces(body.input, **split.given())
-    )
-    return PieceList(data=[PieceObject(start=piece.start, end=piece.end, tokens=piece.tokens) for piece in pieces])
 
 
 @router.get("/{cache_id}/content", responses=error_responses(400, 404))

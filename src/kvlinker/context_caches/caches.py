@@ -1,27 +1,23 @@
-"""Context caches as users hold them: the catalog says what exists, the store holds KV, the engine computes it."""
+"""Finds, changes and deletes context caches: the catalog says what exists, the store holds their KV."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Literal
 
-from kvlinker.chunk_texts import ChunkTexts
+from kvlinker.context_caches.creation import Creation, Metadata
+from kvlinker.context_caches.texts import ChunkTexts
+from kvlinker.context_caches.upkeep import Upkeep
 from kvlinker.engine.contract import Engine
 from kvlinker.errors import (
     ContextCacheModelError,
     ContextCacheNotFoundError,
-    ContextLengthError,
     InvalidRequestError,
     PermissionDeniedError,
-    PinLimitError,
-    QuotaExceededError,
 )
-from kvlinker.futures import gather
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.store import (
     UNCHANGED,
@@ -30,22 +26,13 @@ from kvlinker.store import (
     ContextCache,
     Limits,
     Page,
-    StoreError,
     TenantUsage,
     TierUsage,
     Unchanged,
-    new_context_cache_id,
 )
-from kvlinker.store.catalog.releases import Deletions
 from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
-from kvlinker.types.tenants import NO_QUOTAS, SHARED_TENANT, UNLIMITED, Quota, Quotas, Scope
+from kvlinker.types.tenants import NO_QUOTAS, SHARED_TENANT, Quota, Quotas, Scope
 from kvlinker.types.texts import CacheContent, SearchHit
-
-MAX_CHUNKS = 10_000
-"""The most chunks that one call creates context caches of."""
-
-Metadata = Mapping[str, str] | Sequence[Mapping[str, str]]
-"""The metadata of several context caches: one for all of them, or one for each in order."""
 
 DELETED_AT_ONCE = 1000
 """The number of context caches that a deletion by metadata removes in one transaction."""
@@ -84,15 +71,21 @@ class ContextCaches:
     ) -> None:
         """Also finishes the deletions that the last process on this catalog was in the midst of."""
         self._model = model
-        self._builder = builder
         self._engine = engine
         self._catalog = catalog
         self._store = store
         self._texts = texts
         self._limits = Limits(quotas, pinned_bytes=store.largest_budget_bytes // 2)
-        self._pinning = threading.Lock()  # what the catalog says reaches the store before the catalog is asked again
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-catalog")
-        self._deletions = Deletions(catalog, store)
+        self._upkeep = Upkeep(catalog, store, texts)
+        self._creation = Creation(
+            model=model,
+            builder=builder,
+            engine=engine,
+            catalog=catalog,
+            texts=texts,
+            limits=self._limits,
+            upkeep=self._upkeep,
+        )
         catalog.set_sizes(engine.fingerprint, engine.kv_bytes_per_token)
         self.sweep()
 
@@ -109,50 +102,28 @@ class ContextCaches:
         scope: Scope = Scope.PRIVATE,
         admin: bool = False,
     ) -> Future[tuple[ContextCache, ...]]:
-        """One context cache per text, in order, once the KV of all of them is in the store.
+        """Create one context cache per text, in order; the future has them once the KV of all is in the store.
 
         ``expires_at`` is in Unix seconds. ``metadata``: that of all, or one for each. ``admin``: the caller may write
-        shared ones. Raises InvalidRequestError and
-        ContextLengthError for bad texts, PermissionDeniedError, QuotaExceededError and PinLimitError; the last two are
-        the future's where others took the room meanwhile.
+        shared ones. Raises InvalidRequestError and ContextLengthError for bad texts, PermissionDeniedError,
+        QuotaExceededError and PinLimitError; the last two are the future's where others took the room meanwhile.
         """
         _check_rights(scope, admin)
-        owner = _owner(scope, tenant)
-        if not 0 < len(texts) <= MAX_CHUNKS:
-            raise InvalidRequestError(
-                f"'chunks' must hold 1 to {MAX_CHUNKS} texts, but holds {len(texts)}.", param="chunks"
-            )
-        labels = _each(metadata, len(texts))
-        shared = scope is Scope.SHARED
-        chunks = [replace(self._encoded(index, text, context), shared=shared) for index, text in enumerate(texts)]
-        created = time.time()
-        records = tuple(
-            ContextCache(
-                id=new_context_cache_id(),
-                tenant=owner,
-                model=self._model,
-                name=name,
-                chunk=chunk,
-                chunk_key=self.key(chunk, owner),
-                fingerprint=self._engine.fingerprint,
-                created_at=created,
-                expires_at=expires_at,
-                metadata=label,
-                pinned=pinned,
-                kv_bytes=len(chunk) * self._engine.kv_bytes_per_token,
-            )
-            for chunk, label in zip(chunks, labels, strict=True)
+        return self._creation.begin(
+            texts,
+            owner=_owner(scope, tenant),
+            expires_at=expires_at,
+            name=name,
+            metadata=metadata,
+            context=context,
+            pinned=pinned,
         )
-        if pinned or self._limits.quotas.of(owner) != UNLIMITED:
-            self._with_room(lambda: self._catalog.check_room(records, self._limits))
-        entered: Future[tuple[ContextCache, ...]] = Future()
-        computed = gather([self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks], len)
-        computed.add_done_callback(lambda done: self._computed(done, records, entered))
-        return entered
 
     def get(self, cache_id: str, *, tenant: str) -> ContextCache:
-        """The tenant's own or a shared one. Raises ContextCacheNotFoundError for unknown, expired and other tenants'
-        ids alike."""
+        """Return the tenant's own or a shared one.
+
+        Raises ContextCacheNotFoundError for unknown, expired and other tenants' ids alike.
+        """
         found = self._catalog.get(cache_id, tenant, time.time())
         if found is None:
             raise ContextCacheNotFoundError(cache_id)
@@ -186,10 +157,10 @@ class ContextCaches:
         return cache.fingerprint == self._engine.fingerprint
 
     def chunks(self, cache_ids: Iterable[str], *, tenant: str) -> dict[str, Chunk]:
-        """The chunks that context caches stand for in a prompt, by id, in the order given; asks the catalog once.
+        """Return the chunks that context caches stand for in a prompt, by id, in the order given.
 
-        Raises for the first id that has none: ContextCacheNotFoundError as ``get`` does, and ContextCacheModelError for
-        a context cache that was made with another model.
+        The catalog is asked once. Raises for the first id that has none: ContextCacheNotFoundError as ``get`` does, and
+        ContextCacheModelError for a context cache that was made with another model.
         """
         wanted = tuple(dict.fromkeys(cache_ids))
         found = self._catalog.get_many(wanted, tenant, time.time())
@@ -205,7 +176,7 @@ class ContextCaches:
         metadata: Mapping[str, str] | None = None,
         scope: Scope = Scope.PRIVATE,
     ) -> Page:
-        """A page in order of creation: the tenant's own, or the shared ones, that have all pairs of ``metadata``.
+        """List a page in order of creation: the tenant's own, or the shared ones, that have all pairs of ``metadata``.
 
         ``after`` is the last id of the page before. Raises ContextCacheNotFoundError where that does not exist.
         """
@@ -241,7 +212,7 @@ class ContextCaches:
         )
         self._catalog.persist()
         if pinned is not UNCHANGED:
-            self._pin()
+            self._upkeep.pin()
         return updated
 
     def delete(self, cache_id: str, *, tenant: str, admin: bool = False) -> None:
@@ -252,7 +223,7 @@ class ContextCaches:
         owner = self._writable(cache_id, tenant, admin)
         released = self._catalog.delete(cache_id, owner, time.time())
         self._catalog.persist()
-        self._deletions.drop(released)
+        self._upkeep.drop(released)
 
     def delete_matching(
         self, metadata: Mapping[str, str], *, tenant: str, scope: Scope = Scope.PRIVATE, admin: bool = False
@@ -272,7 +243,7 @@ class ContextCaches:
                 scope.owner(tenant), time.time(), metadata, limit=DELETED_AT_ONCE
             )
             self._catalog.persist()
-            self._deletions.drop(released)
+            self._upkeep.drop(released)
             deleted += count
             if count < DELETED_AT_ONCE:
                 return deleted
@@ -280,17 +251,9 @@ class ContextCaches:
     def sweep(self) -> int:
         """Delete what has expired; returns the number of context caches.
 
-        Also takes over what other processes on this catalog deleted and pinned, has chunks searched that were not, and
-        deletes again what a request that
-        ran during a deletion computed and stored after it, and what a tier could not delete before.
+        Also takes over what other processes on this catalog did, as ``Upkeep.sweep`` tells.
         """
-        now = time.time()
-        expired, released = self._catalog.expire(now)
-        self._deletions.drop(released)
-        self._deletions.follow(now)
-        self._pin()
-        self._texts.catch_up()
-        return expired
+        return self._upkeep.sweep()
 
     def usage(self, *, tenant: str, scope: Scope = Scope.PRIVATE) -> CachesUsage:
         """Tell what the tenant, or the shared corpus, has, and how much it may have."""
@@ -303,55 +266,23 @@ class ContextCaches:
         )
 
     def tier(self, cache: ContextCache) -> str | None:
-        """Fastest tier that holds its KV; None while it was evicted (it is computed again when used)."""
+        """Name the fastest tier that holds its KV; None while it was evicted (it is computed again when used)."""
         return self._store.tier_of(cache.chunk_key)
 
     def nbytes(self, cache: ContextCache) -> int:
-        """Bytes of its KV in the store; 0 while it was evicted."""
+        """Return the bytes of its KV in the store; 0 while it was evicted."""
         return self._store.nbytes(cache.chunk_key) or 0
 
     def key(self, chunk: Chunk, tenant: str) -> str:
+        """Compute the key of the tenant's chunk for the model served now."""
         return chunk_key(chunk, fingerprint=self._engine.fingerprint, tenant=tenant)
 
     def close(self) -> None:
         """Finish what is being entered."""
-        self._writer.shutdown()
-
-    def _computed(
-        self, done: Future[int], records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]
-    ) -> None:
-        """Runs in the engine's thread, which must not wait for the catalog's disk."""
-        try:
-            done.result()
-            self._writer.submit(self._enter, records, entered)
-        except BaseException as error:
-            entered.set_exception(error)
-
-    def _enter(self, records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]) -> None:
-        try:
-            self._with_room(lambda: self._catalog.add(records, self._limits))
-            self._catalog.persist()
-            if records[0].pinned:
-                self._pin()
-            with suppress(StoreError):  # the next sweep catches up
-                self._texts.index({record.chunk_key: record.chunk for record in records})
-            entered.set_result(records)
-        except BaseException as error:
-            with suppress(StoreError):
-                self._deletions.drop(self._catalog.unheld(record.chunk_key for record in records))
-            entered.set_exception(error)
-
-    def _with_room(self, enter: Callable[[], None]) -> None:
-        """Enter; where a limit is in the way, expired context caches that remain make room."""
-        try:
-            enter()
-        except (QuotaExceededError, PinLimitError):
-            if not self.sweep():
-                raise
-            enter()
+        self._creation.close()
 
     def _writable(self, cache_id: str, tenant: str, admin: bool) -> str:
-        """The owner of a context cache that the tenant may change."""
+        """Return the owner of a context cache that the tenant may change."""
         found = self.get(cache_id, tenant=tenant)
         _check_rights(found.scope, admin)
         return found.tenant
@@ -363,42 +294,10 @@ class ContextCaches:
             raise ContextCacheModelError(cache_id, made_with=found.model, served=self._model)
         return found.chunk
 
-    def _pin(self) -> None:
-        with self._pinning:
-            self._store.set_pinned(self._catalog.pinned())
-
-    def _encoded(self, index: int, text: str, context: GenerationContext | None) -> Chunk:
-        """Return the chunk of the text at ``index``, which errors name."""
-        try:
-            chunk = self._builder.encode_chunk(text, context)
-            length = len(chunk.prefix) + len(chunk)
-            if length > self._engine.max_model_len:
-                raise ContextLengthError(
-                    f"Chunk {index} has {len(chunk)} tokens ({length} with what stands before it); the model takes "
-                    f"{self._engine.max_model_len}. Split it: send it as 'input' with 'split'.",
-                    param="chunks",
-                )
-            return chunk
-        except InvalidRequestError as error:
-            if error.param == "chunks":
-                error.param = f"chunks.{index}"
-            raise
-
-
-def _each(metadata: Metadata | None, count: int) -> Sequence[Mapping[str, str]]:
-    """The metadata of each of ``count`` context caches. Raises InvalidRequestError for a list of another length."""
-    if metadata is None or isinstance(metadata, Mapping):
-        return [metadata or {}] * count
-    if len(metadata) != count:
-        raise InvalidRequestError(
-            f"'metadata' is a list of {len(metadata)}, but there are {count} chunks. One for all, or one each.",
-            param="metadata",
-        )
-    return metadata
-
 
 def _owner(scope: Scope, tenant: str) -> str:
-    """Raises InvalidRequestError for the name that stands for shared context caches."""
+    """Return who owns what the tenant creates. Raises InvalidRequestError for the name that stands for shared context
+    caches."""
     if tenant == SHARED_TENANT:
         raise InvalidRequestError(
             f"A tenant cannot be called {tenant!r}. For context caches that all may use, give scope 'shared'.",
@@ -408,7 +307,7 @@ def _owner(scope: Scope, tenant: str) -> str:
 
 
 def _check_rights(scope: Scope, admin: bool) -> None:
-    """Raises PermissionDeniedError."""
+    """Check that the caller may write. Raises PermissionDeniedError."""
     if scope is Scope.SHARED and not admin:
         raise PermissionDeniedError(
             "Shared context caches are written by admins only. Use a key that the server has among its admin_keys, or "

@@ -1,0 +1,160 @@
+"""Creates context caches: encodes the texts, has the engine compute their KV, and enters them in the catalog."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+from kvlinker.context_caches.texts import ChunkTexts
+from kvlinker.context_caches.upkeep import Upkeep
+from kvlinker.engine.contract import Engine
+from kvlinker.errors import ContextLengthError, InvalidRequestError, PinLimitError, QuotaExceededError
+from kvlinker.futures import gather
+from kvlinker.prompt.builder import PromptBuilder
+from kvlinker.store import Catalog, ContextCache, Limits, StoreError, new_context_cache_id
+from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
+from kvlinker.types.tenants import SHARED_TENANT, UNLIMITED
+
+MAX_CHUNKS = 10_000
+"""The most chunks that one call creates context caches of."""
+
+Metadata = Mapping[str, str] | Sequence[Mapping[str, str]]
+"""The metadata of several context caches: one for all of them, or one for each in order."""
+
+
+class Creation:
+    """Creates context caches for owners, who are tenants or ``SHARED_TENANT``. Calls may come from any thread."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        builder: PromptBuilder,
+        engine: Engine,
+        catalog: Catalog,
+        texts: ChunkTexts,
+        limits: Limits,
+        upkeep: Upkeep,
+    ) -> None:
+        self._model = model
+        self._builder = builder
+        self._engine = engine
+        self._catalog = catalog
+        self._texts = texts
+        self._limits = limits
+        self._upkeep = upkeep
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-catalog")
+
+    def begin(
+        self,
+        texts: Sequence[str],
+        *,
+        owner: str,
+        expires_at: float | None,
+        name: str | None,
+        metadata: Metadata | None,
+        context: GenerationContext | None,
+        pinned: bool,
+    ) -> Future[tuple[ContextCache, ...]]:
+        """Begin what ``ContextCaches.create`` returns, and raise what it raises but for the lack of rights."""
+        if not 0 < len(texts) <= MAX_CHUNKS:
+            raise InvalidRequestError(
+                f"'chunks' must hold 1 to {MAX_CHUNKS} texts, but holds {len(texts)}.", param="chunks"
+            )
+        labels = _labels(metadata, len(texts))
+        shared = owner == SHARED_TENANT
+        chunks = [replace(self._encoded(index, text, context), shared=shared) for index, text in enumerate(texts)]
+        created = time.time()
+        records = tuple(
+            ContextCache(
+                id=new_context_cache_id(),
+                tenant=owner,
+                model=self._model,
+                name=name,
+                chunk=chunk,
+                chunk_key=chunk_key(chunk, fingerprint=self._engine.fingerprint, tenant=owner),
+                fingerprint=self._engine.fingerprint,
+                created_at=created,
+                expires_at=expires_at,
+                metadata=label,
+                pinned=pinned,
+                kv_bytes=len(chunk) * self._engine.kv_bytes_per_token,
+            )
+            for chunk, label in zip(chunks, labels, strict=True)
+        )
+        if pinned or self._limits.quotas.of(owner) != UNLIMITED:
+            self._with_room(lambda: self._catalog.check_room(records, self._limits))
+        entered: Future[tuple[ContextCache, ...]] = Future()
+        computed = gather([self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks], len)
+        computed.add_done_callback(lambda done: self._computed(done, records, entered))
+        return entered
+
+    def close(self) -> None:
+        """Finish what is being entered."""
+        self._writer.shutdown()
+
+    def _encoded(self, index: int, text: str, context: GenerationContext | None) -> Chunk:
+        """Return the chunk of the text at ``index``, which errors name."""
+        try:
+            chunk = self._builder.encode_chunk(text, context)
+            length = len(chunk.prefix) + len(chunk)
+            if length > self._engine.max_model_len:
+                raise ContextLengthError(
+                    f"Chunk {index} has {len(chunk)} tokens ({length} with what stands before it); the model takes "
+                    f"{self._engine.max_model_len}. Split it: send it as 'input' with 'split'.",
+                    param="chunks",
+                )
+            return chunk
+        except InvalidRequestError as error:
+            if error.param == "chunks":
+                error.param = f"chunks.{index}"
+            raise
+
+    def _computed(
+        self, done: Future[int], records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]
+    ) -> None:
+        """Have the records entered by another thread: this is the engine's, which must not wait for the disk."""
+        try:
+            done.result()
+            self._writer.submit(self._enter, records, entered)
+        except BaseException as error:
+            entered.set_exception(error)
+
+    def _enter(self, records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]) -> None:
+        try:
+            self._with_room(lambda: self._catalog.add(records, self._limits))
+            self._catalog.persist()
+            if records[0].pinned:
+                self._upkeep.pin()
+            with suppress(StoreError):  # the next sweep catches up
+                self._texts.index({record.chunk_key: record.chunk for record in records})
+            entered.set_result(records)
+        except BaseException as error:
+            with suppress(StoreError):
+                self._upkeep.drop(self._catalog.unheld(record.chunk_key for record in records))
+            entered.set_exception(error)
+
+    def _with_room(self, enter: Callable[[], None]) -> None:
+        """Enter; where a limit is in the way, expired context caches that remain make room."""
+        try:
+            enter()
+        except (QuotaExceededError, PinLimitError):
+            if not self._upkeep.sweep():
+                raise
+            enter()
+
+
+def _labels(metadata: Metadata | None, count: int) -> Sequence[Mapping[str, str]]:
+    """Return the metadata of each of ``count`` context caches. Raises InvalidRequestError for a list of another
+    length."""
+    if metadata is None or isinstance(metadata, Mapping):
+        return [metadata or {}] * count
+    if len(metadata) != count:
+        raise InvalidRequestError(
+            f"'metadata' is a list of {len(metadata)}, but there are {count} chunks. One for all, or one each.",
+            param="metadata",
+        )
+    return metadata

@@ -1,0 +1,80 @@
+"""/v1/context_caches/split: see how a text would be split, which creation may also be asked to do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field, StringConstraints
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.server.access_log import note_tokens
+from kvlinker.server.bodies import RequestBody, ResponseBody, Text, Unicode
+from kvlinker.server.errors import error_responses
+from kvlinker.server.models import ServiceParam
+from kvlinker.splitting import splitters
+
+router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
+
+MAX_INPUT_CHARACTERS = 4 * 2**20
+"""The longest text that is split at once: it takes time and memory in proportion."""
+
+NonemptyText = Annotated[str, StringConstraints(min_length=1), Unicode]
+
+
+def _list_splitters(schema: dict[str, Any]) -> None:
+    """List in the schema the splitters that are registered when it is requested."""
+    schema["enum"] = list(splitters())
+
+
+class SplitOptions(RequestBody):
+    """Options of cutting a text into chunks (EPIC's KVSplit): ``passage`` and 512 tokens unless they say otherwise."""
+
+    method: Annotated[Text, Field(json_schema_extra=_list_splitters)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that are given, as arguments for ``LLM.split_pieces``."""
+        return self.model_dump(exclude_none=True)
+
+
+def check_input(text: str) -> None:
+    """Check the length of a text that is to be split. Raises InvalidRequestError."""
+    if len(text) > MAX_INPUT_CHARACTERS:
+        raise InvalidRequestError(
+            f"'input' has {len(text):,} characters; at most {MAX_INPUT_CHARACTERS:,} are split at once. "
+            "Send it in parts.",
+            param="input",
+        )
+
+
+class SplitRequest(RequestBody):
+    """A text to be split."""
+
+    input: NonemptyText
+    split: SplitOptions | None = None
+
+
+class PieceObject(ResponseBody):
+    """A piece of a text: ``start`` and ``end`` count its characters (Unicode code points)."""
+
+    start: int
+    end: int
+    tokens: int
+
+
+class PieceList(ResponseBody):
+    """The pieces of a text in order; joined, they are the text."""
+
+    object: Literal["list"] = "list"
+    data: list[PieceObject]
+
+
+@router.post("/split", responses=error_responses(400))
+async def split_text(body: SplitRequest, request: Request, service: ServiceParam) -> PieceList:
+    """Tell into which chunks a text would be split; nothing is cached."""
+    check_input(body.input)
+    options = (body.split or SplitOptions()).given()
+    pieces = await service.encoding.run(request, lambda: service.llm.split_pieces(body.input, **options))
+    note_tokens(request.scope, sum(piece.tokens for piece in pieces))
+    return PieceList(data=[PieceObject(start=piece.start, end=piece.end, tokens=piece.tokens) for piece in pieces])
