@@ -369,6 +369,14 @@ def test_through_a_server(library: Path, served: Served) -> None:
     assert served.get(f"/v1/context_caches/{printed[0]['id']}").status_code == 404
 
 
+def test_file_that_a_server_does_not_split(library: Path, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlinker.server.context_caches.splitting.MAX_INPUT_CHARACTERS", 30)
+    (library / "cats.md").write_text("cat " * 8)
+    result = ingest(library, "--url", served.url)
+    assert [Path(line["file"]).name for line in lines(result)] == ["numbers.txt"]
+    assert "cats.md is left out: 'input' has 32 characters; at most 30 are split at once." in result.stderr
+
+
 def test_through_a_server_with_keys(library: Path, keyed: Served) -> None:
     file = library / "cats.md"
     refused = ingest(file, "--url", keyed.url, "--api-key", "wrong")

@@ -86,9 +86,12 @@ def test_those_without_a_key_are_logged(keyed: Served, lines: Lines) -> None:
     assert line.startswith("GET - 401 ")
 
 
-def test_creation_tells_its_tokens(served: Served, lines: Lines) -> None:
+def test_creation_and_splitting_tell_their_tokens(served: Served, lines: Lines) -> None:
     answer = served.post("/v1/context_caches", {"chunks": ["the first", "a second"]})
     tokens = sum(entry["tokens"] for entry in answer.json()["data"])
+    assert f"prompt_tokens={tokens} " in lines.of(answer.headers["x-request-id"])
+    answer = served.post("/v1/context_caches/split", {"input": f"{SECRET} {SECRET}"})
+    tokens = sum(piece["tokens"] for piece in answer.json()["data"])
     assert f"prompt_tokens={tokens} " in lines.of(answer.headers["x-request-id"])
 
 

@@ -15,8 +15,8 @@ SAMPLED_CHARACTERS = 16
 """The beginning of a long text that is encoded first, in characters for each token of the window."""
 
 SAMPLE_EXCESS = 2
-"""How many times the window the tokens of a beginning must be for the whole text to be refused: a text has hardly
-fewer tokens than its beginning, but a tokenizer may merge across the cut."""
+"""The multiple of the window's tokens beyond which a beginning has its whole text refused: a text has hardly fewer
+tokens than its beginning, but a tokenizer may merge across the cut."""
 
 
 class LengthLimit:

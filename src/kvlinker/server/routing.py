@@ -1,4 +1,4 @@
-"""What all routes have in common: HEAD requests, the methods that a path takes, and query parameters that exist."""
+"""Handles what all routes share: HEAD requests, the methods that a path takes, and unknown query parameters."""
 
 from __future__ import annotations
 

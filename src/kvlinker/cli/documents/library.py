@@ -60,7 +60,7 @@ class Cached:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What KV takes in the disk tier; sums over all tenants."""
+    """Tells what KV takes up in the disk tier, over all tenants."""
 
     kv_bytes_per_token: int
     """Bytes of a token's KV as computed, before a codec."""

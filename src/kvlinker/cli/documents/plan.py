@@ -27,7 +27,7 @@ _NUMBERS = ("chunks", "index", "start", "end")
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How texts are cut into chunks."""
+    """Names the splitter that cuts texts into chunks, and their most tokens."""
 
     method: str
     max_tokens: int
@@ -65,7 +65,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an ingestion does."""
+    """Lists what an ingestion caches, and what it finds stale."""
 
     documents: Sequence[Document]
 

@@ -41,7 +41,7 @@ class SearchHitObject(ResponseBody):
 
 
 class SearchHitList(ResponseBody):
-    """What was found, the best match first."""
+    """Context caches that were found, the best match first."""
 
     object: Literal["list"] = "list"
     data: list[SearchHitObject]
