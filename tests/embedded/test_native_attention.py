@@ -3,10 +3,10 @@ import pytest
 import torch
 
 from kvlinker.embedded.attention import kernels
-from kvlinker.embedded.attention.native import NativeUnavailableError
 from kvlinker.embedded.attention.native_kernel import NativeAttention
 from kvlinker.embedded.batch import Batch, OwnTokens, Run, Sight
 from kvlinker.embedded.model.loading import prepare_model
+from kvlinker.embedded.native import NativeUnavailableError
 from kvlinker.embedded.pool import KVPool, SlotSpan
 from kvlinker.embedded.runner import Runner
 from kvlinker.research.bench.shapes import byte_tokenizer

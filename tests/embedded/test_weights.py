@@ -1,4 +1,4 @@
-"""Packed and shared weights compute, bit by bit, what plain ones do, and take hardly more memory than they."""
+"""Packed and shared weights compute what plain ones do, and take hardly more memory than they."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from kvlinker.embedded.model.interception import attention_of
 from kvlinker.embedded.model.linears import MatrixLinear, SharedLinear, SharedMatrix
 from kvlinker.embedded.model.loading import prepare_model
 from kvlinker.embedded.model.matrices import PackedMatrix, packs
+from kvlinker.embedded.model.native_products import native_products
+from kvlinker.embedded.model.native_quantized import BlockedMatrix
 from kvlinker.embedded.model.quantized import Int4Matrix, Int8Matrix
 from kvlinker.embedded.model.weights import arrange_weights, watch_linears
 from kvlinker.engine.cost import CostModel
@@ -40,6 +42,18 @@ def spare_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "SPARE_SHARE", 1.0)
 
 
+@pytest.fixture
+def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let oneDNN multiply few rows, too: bit by bit as by plain weights."""
+    monkeypatch.setattr(PackedMatrix, "NATIVE_UP_TO", 0)
+
+
+@pytest.fixture
+def portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let PyTorch's kernels multiply by quantised weights, as on processors without native code."""
+    monkeypatch.setattr(weights, "native_products", lambda: None)
+
+
 def pack(model: Any, form: WeightFormat = "auto") -> None:
     with watch_linears(model) as seen:
         trace_layers(model)
@@ -54,6 +68,7 @@ def logits(model: Any, tokens: int, **options: Any) -> torch.Tensor:
 
 @needs_packing
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("onednn")
 def test_packed_weights_are_bit_identical_in_bf16(family: str) -> None:
     model = tiny_model(family).to(torch.bfloat16)
     packed = copy.deepcopy(model)
@@ -61,6 +76,20 @@ def test_packed_weights_are_bit_identical_in_bf16(family: str) -> None:
     assert any(isinstance(module, SharedLinear | MatrixLinear) for module in packed.modules())
     for tokens in (1, 2, 7, 33, 150):
         assert torch.equal(logits(packed, tokens), logits(model, tokens))
+
+
+@needs_packing
+@pytest.mark.parametrize("family", FAMILIES)
+def test_few_rows_by_native_code_are_as_exact(family: str) -> None:
+    if native_products() is None:
+        pytest.skip("no native products")
+    exact = tiny_model(family)
+    plain = copy.deepcopy(exact).to(torch.bfloat16)
+    packed = copy.deepcopy(plain)
+    pack(packed)
+    for tokens in (1, 7, 33):
+        expected = logits(exact, tokens)
+        assert relative(logits(packed, tokens), expected) < 1.2 * relative(logits(plain, tokens), expected) + 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -165,6 +194,7 @@ def test_other_processors_compute_the_same(monkeypatch: pytest.MonkeyPatch, form
     usual, elsewhere = copy.deepcopy(model), copy.deepcopy(model)
     pack(usual, form)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(weights, "native_products", lambda: None)
     monkeypatch.setattr(quantized, "_rows_packed_together", lambda: None)
     monkeypatch.setattr(Int4Matrix, "WIDENED_FROM", 1)
     pack(elsewhere, form)
@@ -190,6 +220,7 @@ class _Reader(nn.Module):
 
 
 @needs_packing
+@pytest.mark.usefixtures("onednn")
 def test_layers_that_cannot_share_or_be_packed_do_not() -> None:
     model = _Reader()
     plain = copy.deepcopy(model)
@@ -210,6 +241,7 @@ def shared(*sizes: int, bias: bool = False) -> tuple[SharedMatrix, list[nn.Linea
 
 
 @needs_packing
+@pytest.mark.usefixtures("onednn")
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()
 def test_shared_layers_compute_once_for_one_input(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
@@ -224,6 +256,7 @@ def test_shared_layers_compute_once_for_one_input(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_packing
+@pytest.mark.usefixtures("onednn")
 @torch.inference_mode()
 def test_shared_layers_are_right_in_any_order_of_calls() -> None:
     _, plain, members = shared(32, 64)
@@ -237,6 +270,7 @@ def test_shared_layers_are_right_in_any_order_of_calls() -> None:
 
 
 @needs_packing
+@pytest.mark.usefixtures("onednn")
 def test_shared_layers_are_right_in_several_threads() -> None:
     _, plain, members = shared(32, 64, 48)
 
@@ -296,12 +330,17 @@ def relative(ours: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("form", "error"), [("int8", 0.05), ("int4", 0.5)])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral-moe", "phi3", "gpt_neox-partial"])
-def test_a_quantised_model_answers_nearly_the_same(family: str, form: WeightFormat, error: float) -> None:
+@pytest.mark.parametrize("kernels", ["usual", "portable"])
+def test_a_quantised_model_answers_nearly_the_same(
+    request: pytest.FixtureRequest, kernels: str, family: str, form: WeightFormat, error: float
+) -> None:
+    if kernels == "portable":
+        request.getfixturevalue("portable")
     model = tiny_model(family)
     quantised = copy.deepcopy(model)
     pack(quantised, form)
-    kinds = [type(module).__name__ for module in quantised.modules()]
-    assert kinds.count("Int8Matrix" if form == "int8" else "Int4Matrix") >= model.config.num_hidden_layers
+    matrices = [module for module in quantised.modules() if _is_quantised(module)]
+    assert len(matrices) >= model.config.num_hidden_layers
     for tokens in (1, 40):
         assert 1e-6 < relative(logits(quantised, tokens), logits(model, tokens)) < error
 
@@ -310,7 +349,7 @@ def test_head_routers_and_odd_shapes_keep_16_bits() -> None:
     model = tiny_model("llama", intermediate_size=72).to(torch.bfloat16)
     pack(model, "int4")
     layer = model.model.layers[0]
-    assert isinstance(layer.self_attn.o_proj.matrix, Int4Matrix)
+    assert _is_quantised(layer.self_attn.o_proj)
     kept = (model.lm_head, layer.mlp.down_proj)
     assert all(linear.weight.dtype == torch.bfloat16 and not _is_quantised(linear) for linear in kept)
 
@@ -319,7 +358,7 @@ def test_head_routers_and_odd_shapes_keep_16_bits() -> None:
 
 
 def _is_quantised(linear: nn.Module) -> bool:
-    return any(isinstance(part, Int8Matrix | Int4Matrix) for part in linear.modules())
+    return any(isinstance(part, Int8Matrix | Int4Matrix | BlockedMatrix) for part in linear.modules())
 
 
 def test_each_format_has_chunks_of_its_own() -> None:

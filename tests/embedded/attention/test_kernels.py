@@ -5,10 +5,10 @@ import torch
 
 from kvlinker.embedded.attention import kernels
 from kvlinker.embedded.attention.kernels import choose_kernel
-from kvlinker.embedded.attention.native import NativeUnavailableError
 from kvlinker.embedded.attention.native_kernel import NativeAttention
 from kvlinker.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.embedded.model.anatomy import LayerShape
+from kvlinker.embedded.native import NativeUnavailableError
 from tests.embedded.toy_rotary import toy_rotary
 
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlinker.embedded.attention.bundles import bundle_views
-from kvlinker.embedded.attention.native import NativeUnavailableError
 from kvlinker.embedded.attention.native_kernel import NativeAttention
 from kvlinker.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.embedded.attention.views import View
+from kvlinker.embedded.native import NativeUnavailableError
 from kvlinker.engine.attention import AttentionOptions
 from tests.embedded.attention.scenes import Prompt, Shape, linked, make_scene, random_scene
 

@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.embedded.attention.native import NativeUnavailableError
 from kvlinker.embedded.attention.native_kernel import NativeAttention
 from kvlinker.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.embedded.attention.views import AttentionPlan, Segments, View
 from kvlinker.embedded.model.anatomy import LayerShape
 from kvlinker.embedded.model.rotary import Rotary
+from kvlinker.embedded.native import NativeUnavailableError
 from kvlinker.engine.attention import AttentionOptions
 
 logger = logging.getLogger(__name__)

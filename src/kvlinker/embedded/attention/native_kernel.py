@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.embedded.attention import native
+from kvlinker.embedded import native
 from kvlinker.embedded.attention.bundles import Bundle, bundle_views
-from kvlinker.embedded.attention.native import NativeUnavailableError
 from kvlinker.embedded.attention.views import AttentionPlan, Segments, View
 from kvlinker.embedded.model.rotary import Rotary
+from kvlinker.embedded.native import NativeUnavailableError
 from kvlinker.engine.attention import AttentionOptions
 
 

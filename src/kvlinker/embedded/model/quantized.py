@@ -1,7 +1,7 @@
 """Weights in 8 and 4 bits, which are widened as they are multiplied by; activations stay in 16 bits.
 
-On CPUs the kernels are PyTorch's own. They compute in bf16, so that inputs in other precisions are rounded to it. They
-are made for decoding: from a number of rows on, it is faster to widen the whole matrix first.
+On CPUs without AVX512-BF16 the kernels are PyTorch's own. They compute in bf16, so that inputs in other precisions are
+rounded to it. They are made for decoding: from a number of rows on, it is faster to widen the whole matrix first.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Int8Matrix(Matrix):
         super().__init__()
         codes, scales = [], []
         for rows in torch.split(weight.detach(), ROWS_AT_ONCE):
-            scale = rows.float().abs().amax(dim=1).div_(127).clamp_min_(torch.finfo(torch.float32).tiny)
-            codes.append((rows.float() / scale[:, None]).round_().to(torch.int8))
-            scales.append(scale)
+            some, theirs = int8_codes(rows)
+            codes.append(some)
+            scales.append(theirs)
         self.register_buffer("codes", torch.cat(codes))  # [outputs, inputs]
-        self.register_buffer("scales", torch.cat(scales).bfloat16())  # [outputs]
+        self.register_buffer("scales", torch.cat(scales))  # [outputs]
         self.codes: Tensor
         self.scales: Tensor
 
@@ -61,7 +61,7 @@ class Int8Matrix(Matrix):
             output = torch.ops.aten._weight_int8pack_mm.default(rows, self.codes, self.scales)
         else:
             output = nn.functional.linear(rows, self.codes.bfloat16()) * self.scales
-        return _finished(output, inputs, bias)
+        return finished(output, inputs, bias)
 
     def dense(self) -> Tensor:
         return self.codes.bfloat16() * self.scales[:, None]
@@ -75,10 +75,10 @@ class Int4Matrix(Matrix):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self._group = _int4_group(weight.shape[1])
+        self._group = int4_group(weight.shape[1])
         packed, grids = [], []
         for rows in torch.split(weight.detach(), ROWS_AT_ONCE):
-            codes, grid = _quantised(rows, self._group)
+            codes, grid = int4_codes(rows, self._group)
             packed.append(_packed(codes))
             grids.append(grid.bfloat16())
         self.register_buffer("packed", torch.cat(packed))
@@ -100,7 +100,7 @@ class Int4Matrix(Matrix):
             output = torch.ops.aten._weight_int4pack_mm_for_cpu.default(rows, self.packed, self._group, self.grids)
         else:
             output = nn.functional.linear(rows, self._widened(self._block))
-        return _finished(output, inputs, bias)
+        return finished(output, inputs, bias)
 
     def dense(self) -> Tensor:
         if self._block is not None:
@@ -140,12 +140,21 @@ def _rows_packed_together() -> int | None:
     return next((block for block, found in unpacked if torch.equal(found, codes)), None)
 
 
-def _int4_group(inputs: int) -> int:
+def int8_codes(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes -127 to 127 of ``rows`` [outputs, inputs], int8, and their scales [outputs], bf16."""
+    scales = rows.float().abs().amax(dim=1).div_(127).clamp_min_(torch.finfo(torch.float32).tiny).bfloat16()
+    codes = (rows.float() / scales.float()[:, None]).round_().clamp_(-127, 127)
+    return codes.to(torch.int8), scales
+
+
+def int4_group(inputs: int) -> int:
+    """Return how many neighbouring inputs of so many share a scale."""
     return next(group for group in INT4_GROUPS if inputs % group == 0)
 
 
-def _quantised(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return the codes 0 to 15 [outputs, inputs] of ``rows``, and their grids [groups, outputs, 2]."""
+def int4_codes(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return the codes 0 to 15 of ``rows`` [outputs, inputs], int32, and their grids [groups, outputs, 2]: a group's
+    scale, and what code 8 means."""
     groups = rows.float().view(len(rows), -1, group)
     low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
     scale = ((high - low) / 15).clamp_min_(torch.finfo(torch.bfloat16).tiny).bfloat16().float()
@@ -154,7 +163,7 @@ def _quantised(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return codes, torch.stack([scale[..., 0].T, middle[..., 0].T], dim=-1)
 
 
-def _finished(output: Tensor, inputs: Tensor, bias: Tensor | None) -> Tensor:
+def finished(output: Tensor, inputs: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``output`` [rows, outputs] in the shape and precision of ``inputs`` [..., inputs], plus the bias."""
     shaped = output.to(inputs.dtype).view(*inputs.shape[:-1], -1)
     return shaped if bias is None else shaped + bias

@@ -21,13 +21,20 @@ from kvlinker.embedded.model.anatomy import decoder_layers
 from kvlinker.embedded.model.linears import MatrixLinear, SharedLinear, SharedMatrix
 from kvlinker.embedded.model.matrices import Matrix, PackedMatrix, packs
 from kvlinker.embedded.model.memory import drop_mapped, return_freed
+from kvlinker.embedded.model.native_products import native_products
+from kvlinker.embedded.model.native_quantized import NativeInt4Matrix, NativeInt8Matrix
 from kvlinker.embedded.model.quantized import Int4Matrix, Int8Matrix, quantise_by_torchao
 
 SPARE_SHARE = 0.18
 """The most bytes that there may be beside the model while its weights are packed, as a share of the model's."""
 
-QUANTISED: Mapping[str, type[Int8Matrix | Int4Matrix]] = {"int8": Int8Matrix, "int4": Int4Matrix}
-"""The matrices of the formats in which weights have fewer than 16 bits, on a CPU."""
+QuantisedMatrix = type[Int8Matrix | Int4Matrix | NativeInt8Matrix | NativeInt4Matrix]
+
+QUANTISED: Mapping[str, tuple[QuantisedMatrix, QuantisedMatrix]] = {
+    "int8": (NativeInt8Matrix, Int8Matrix),
+    "int4": (NativeInt4Matrix, Int4Matrix),
+}
+"""The matrices of the formats in which weights have fewer than 16 bits, on a CPU: with native code, and without."""
 
 FEWEST_OUTPUTS = 32
 """Layers with fewer outputs stay plain: there is nothing to gain, and oneDNN rounds these otherwise when packed."""
@@ -96,7 +103,8 @@ def arrange_weights(model: Any, seen: LinearCalls, weights: WeightFormat = "auto
             linears = {place.linear for group in chosen for place in group}
             quantise_by_torchao(model, linears, bits=8 if weights == "int8" else 4)
         else:
-            kind = QUANTISED[weights]
+            native, portable = QUANTISED[weights]
+            kind = portable if native_products() is None else native
             taken = [group for group in chosen if all(kind.takes(place.linear.weight) for place in group)]
             groups += [group for group in chosen if group not in taken]
             for group in taken:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvlinker.embedded.attention import native
-from kvlinker.embedded.attention.native import NativeUnavailableError, load_library
+from kvlinker.embedded import native
 from kvlinker.embedded.attention.native_kernel import NativeAttention
+from kvlinker.embedded.native import NativeUnavailableError, load_library
 
 SOURCE = Path(native.__file__).with_name("attention.cpp")
 
