@@ -252,7 +252,7 @@ def test_shared_layers_compute_once_for_one_input(monkeypatch: pytest.MonkeyPatc
     for linear, member in zip(plain, members, strict=True):
         assert torch.equal(member(given), linear(given))
     multiply.assert_called_once()
-    assert matrix._latest is None, "nothing is kept once all have their part"
+    assert matrix._held == [None], "nothing is kept once all have their part"
 
 
 @needs_packing

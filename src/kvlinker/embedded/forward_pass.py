@@ -123,7 +123,6 @@ class ForwardPass:
         self._batch = batch
         self._slots = torch.from_numpy(batch.slots).to(self._device)
         self._positions = batch.positions
-        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
         self._sights = [(batch.sights[owner], rows) for owner, rows in batch.owner_rows()]
         chunks = {id(chunk.kv): chunk.kv for _, chunk in batch.shared()}
         contents = {name: _content(kv) for name, kv in chunks.items()}
@@ -178,9 +177,9 @@ class ForwardPass:
         if kept is not None:
             self._unnarrowed = kept
             query, key, value = query[:, kept], key[:, kept], value[:, kept]
-        self._pool.keys[index].index_copy_(1, self._slots, self._rotated(index, key))
-        self._pool.values[index].index_copy_(1, self._slots, value)
         views, plan = self._plan(index)
+        pool = self._pool.keys[index], self._pool.values[index]
+        self._kernel.write(plan, key, value, self._slots, self._layers[index].rotary, pool)
         segments = self._segments(index)
         with self._timed("select"):
             self._show(index, views, query, segments, options)
@@ -258,18 +257,20 @@ class ForwardPass:
         ``computed`` gives new keys, un-rotated, and values of rows of the batch. Returns the kept tokens' indices in
         the batch as it was; None when nothing was dropped.
         """
+        asked = [item for item in self._batch.refinements() if (id(item[0]) in self._asked) == at_entry]
+        if not asked:
+            return None
         keep = np.ones(len(self._slots), dtype=np.bool_)
-        for refinement, rows, sight in self._batch.refinements():
-            if (id(refinement) in self._asked) == at_entry:
-                positions = self._positions[rows]
-                deviations = LayerDeviations(
-                    positions,
-                    sight.shared,
-                    [_layer(chunk.kv, index) for chunk in sight.shared],
-                    self._layers[index].rotary,
-                    new=partial(computed, rows),
-                )
-                keep[rows] = refinement.keep(index, positions, deviations)
+        for refinement, rows, sight in asked:
+            positions = self._positions[rows]
+            deviations = LayerDeviations(
+                positions,
+                sight.shared,
+                [_layer(chunk.kv, index) for chunk in sight.shared],
+                self._layers[index].rotary,
+                new=partial(computed, rows),
+            )
+            keep[rows] = refinement.keep(index, positions, deviations)
         if keep.all():
             return None
         narrowed = self._batch.narrowed(keep)
@@ -296,17 +297,6 @@ class ForwardPass:
         finally:
             self._peeking = False
         raise RuntimeError("a layer computed no attention")
-
-    def _rotated(self, index: int, heads: Tensor) -> Tensor:
-        """Return ``heads`` [heads, tokens, head_dim] rotated for the batch's positions."""
-        rotary = self._layers[index].rotary
-        if rotary is None:
-            return heads
-        if id(rotary) not in self._angles:
-            self._angles[id(rotary)] = rotary.at(torch.from_numpy(self._positions).to(self._device))
-        rotated = torch.empty_like(heads, memory_format=torch.contiguous_format)
-        rotary.rotate(heads, *self._angles[id(rotary)], out=rotated)
-        return rotated
 
     def _timed(self, part: str) -> AbstractContextManager[None]:
         return self._profile.timed(part) if self._profile is not None else nullcontext()

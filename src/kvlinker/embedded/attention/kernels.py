@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvlinker.embedded.attention.native_kernel import NativeAttention
 from kvlinker.embedded.attention.torch_kernels import TorchAttention
-from kvlinker.embedded.attention.views import AttentionPlan, Segments, View
+from kvlinker.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.embedded.model.anatomy import LayerShape
 from kvlinker.embedded.model.rotary import Rotary
 from kvlinker.embedded.native import NativeUnavailableError
@@ -31,6 +31,15 @@ class AttentionKernel(Protocol):
 
     def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> AttentionPlan:
         """Prepare what is the same in all layers; ``positions`` [queries] are those of all queries of the step."""
+        ...
+
+    def write(
+        self, plan: AttentionPlan, key: Tensor, value: Tensor, slots: Tensor, rotary: Rotary | None, into: KeyValue
+    ) -> None:
+        """Write the step's new keys, which are rotated on the way, and values to ``slots`` [queries] of a pool.
+
+        ``key`` and ``value`` are [kv_heads, queries, dim], those of the pool, ``into``, [kv_heads, slots, dim].
+        """
         ...
 
     def attend(
@@ -89,12 +98,15 @@ def _check(kernel: NativeAttention) -> None:
         return torch.randn(heads, rows, 64, generator=generator).bfloat16()
 
     query, segments = random(6, len(positions)), [(random(2, rows), random(2, rows)) for rows in (130, 81)]
+    new, slots = (random(2, len(positions)), random(2, len(positions))), torch.arange(len(positions)).flip(0)
     outputs = []
     for computing in (kernel, TorchAttention()):
         output = query.new_empty(len(positions), 6, 64)
         plan = computing.plan(views, positions)
+        pool = new[0].new_empty(new[0].shape), new[1].new_empty(new[1].shape)
+        computing.write(plan, *new, slots, None, pool)
         computing.attend(plan, query, segments, None, AttentionOptions(scale=0.125), output=output)
-        outputs.append(output.float())
+        outputs.append(torch.cat([part.float().flatten() for part in (output, *pool)]))
     ours, expected = outputs
     error = float((ours - expected).norm() / expected.norm())
     if not error <= LARGEST_ERROR:

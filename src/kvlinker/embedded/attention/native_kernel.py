@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvlinker.embedded import native
 from kvlinker.embedded.attention.bundles import Bundle, bundle_views
-from kvlinker.embedded.attention.views import AttentionPlan, Segments, View
+from kvlinker.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.embedded.model.rotary import Rotary
 from kvlinker.embedded.native import NativeUnavailableError
 from kvlinker.engine.attention import AttentionOptions
@@ -33,17 +33,38 @@ class NativeAttention:
             raise NativeUnavailableError("the CPU has no AVX512-BF16")
         if torch.cpu._is_amx_tile_supported():
             raise NativeUnavailableError("the CPU has AMX, which PyTorch's kernels use")
-        self._compute = native.load_library(Path(native.__file__).with_name("attention.cpp")).kvlinker_attention
-        self._compute.argtypes = [ctypes.POINTER(_Call)]
-        self._compute.restype = None
+        library = native.load_library(Path(native.__file__).with_name("attention.cpp"))
+        self._compute, self._write = library.kvlinker_attention, library.kvlinker_write
+        self._compute.argtypes, self._write.argtypes = [ctypes.POINTER(_Call)], [ctypes.POINTER(_Write)]
+        self._compute.restype = self._write.restype = None
 
     def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> NativePlan:
         seen = AttentionPlan.of(views, positions)
+        positions = np.ascontiguousarray(positions)
         return NativePlan(
             seen.views,
-            np.ascontiguousarray(positions),
-            _Table(bundle_views(seen.views)),
+            positions,
+            _Table(bundle_views(seen.views), positions),
             farthest=max((_farthest(view, positions) for view in seen.views), default=0),
+            last=int(positions.max(initial=0)),
+        )
+
+    def write(
+        self, plan: AttentionPlan, key: Tensor, value: Tensor, slots: Tensor, rotary: Rotary | None, into: KeyValue
+    ) -> None:
+        assert isinstance(plan, NativePlan), plan
+        rotation = _Rotation.of(rotary, plan.last + 1)
+        self._write(
+            _Write(
+                key=_Heads(*_heads(key)),
+                value=_Heads(*_heads(value)),
+                pool_key=_Heads(*_heads(into[0])),
+                pool_value=_Heads(*_heads(into[1])),
+                positions=plan.table.positions,
+                slots=slots.data_ptr(),
+                rotation=rotation,
+                threads=torch.get_num_threads(),
+            )
         )
 
     def attend(
@@ -58,23 +79,20 @@ class NativeAttention:
     ) -> None:
         assert isinstance(plan, NativePlan), plan
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        tables = None if rotary is None else rotary.tables(plan.farthest + 1)
+        rotation = _Rotation.of(rotary, plan.farthest + 1)
         table = plan.table
         layer = np.array([_heads(key) + _heads(value) for key, value in segments], np.int64)
         call = _Call(
             query=_Heads(*_heads(query)),
             output=_Heads(*_heads(output.transpose(0, 1))),
-            positions=plan.positions.ctypes.data,
-            cos=None if tables is None else tables[0].data_ptr(),
-            sin=None if tables is None else tables[1].data_ptr(),
-            pairs=0 if tables is None else tables[0].shape[1],
-            interleaved=rotary is not None and rotary.pairing == "interleaved",
+            positions=plan.table.positions,
+            rotation=rotation,
             segments=layer.ctypes.data,
-            views=table.views.ctypes.data,
-            visits=table.visits.ctypes.data,
-            members=table.members.ctypes.data,
-            bundles=table.bundles.ctypes.data,
-            bundle_count=len(table.bundles),
+            views=table.views,
+            visits=table.visits,
+            members=table.members,
+            bundles=table.bundles,
+            bundle_count=table.bundle_count,
             sinks=None if sinks is None else sinks.data_ptr(),
             scale=options.scale,
             softcap=options.softcap or 0.0,
@@ -92,6 +110,9 @@ class NativePlan(AttentionPlan):
     farthest: int
     """The most positions, in either direction, by which a query is rotated."""
 
+    last: int
+    """The last position of a query."""
+
 
 def _farthest(view: View, positions: NDArray[np.int64]) -> int:
     first, last = int(positions[view.rows.start]), int(positions[view.rows.stop - 1])
@@ -99,13 +120,14 @@ def _farthest(view: View, positions: NDArray[np.int64]) -> int:
 
 
 class _Table:
-    """Bundles as attention.cpp reads them: structures whose members all have 64 bits, as rows of integers.
+    """Bundles as attention.cpp reads them: structures whose members all have 64 bits.
 
-    It holds the memory that they point to.
+    It holds the memory that they point to; all attributes are addresses, but for the number of bundles.
     """
 
-    def __init__(self, bundles: Sequence[Bundle]) -> None:
+    def __init__(self, bundles: Sequence[Bundle], positions: NDArray[np.int64]) -> None:
         self._held: list[NDArray[np.generic]] = []
+        self.positions = self._address(positions)
         views: list[tuple[int, ...]] = []
         visits: list[tuple[int, ...]] = []
         members: list[tuple[int, ...]] = []
@@ -117,10 +139,10 @@ class _Table:
                 first, last = min(view.first for view in visit), max(view.last for view in visit)
                 visits.append((visit[0].segment, first, last, len(views)))
                 views.extend(self._row(view) for view in visit)
-        self.views = np.array(views, np.int64)
-        self.visits = np.array(visits, np.int64)
-        self.members = np.array(members, np.int64)
-        self.bundles = np.array(sizes, np.int64)
+        self.views, self.visits, self.members, self.bundles = (
+            self._address(np.array(rows, np.int64)) for rows in (views, visits, members, sizes)
+        )
+        self.bundle_count = len(sizes)
 
     def _row(self, view: View) -> tuple[int, ...]:
         hidden = positions = 0
@@ -159,6 +181,44 @@ class _Heads(ctypes.Structure):
     )
 
 
+class _Rotation(ctypes.Structure):
+    """``Rotation`` of attention.cpp."""
+
+    tables: tuple[Tensor, Tensor]
+
+    _fields_ = (
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("pairs", ctypes.c_int64),
+        ("interleaved", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, rotary: Rotary | None, length: int) -> _Rotation:
+        """Return the tables of positions [0, length), and hold their memory."""
+        if rotary is None:
+            return cls()
+        cos, sin = rotary.tables(length)
+        rotation = cls(cos.data_ptr(), sin.data_ptr(), cos.shape[1], rotary.pairing == "interleaved")
+        rotation.tables = cos, sin
+        return rotation
+
+
+class _Write(ctypes.Structure):
+    """``Write`` of attention.cpp."""
+
+    _fields_ = (
+        ("key", _Heads),
+        ("value", _Heads),
+        ("pool_key", _Heads),
+        ("pool_value", _Heads),
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("rotation", _Rotation),
+        ("threads", ctypes.c_int64),
+    )
+
+
 class _Call(ctypes.Structure):
     """``Call`` of attention.cpp."""
 
@@ -166,10 +226,7 @@ class _Call(ctypes.Structure):
         ("query", _Heads),
         ("output", _Heads),
         ("positions", ctypes.c_void_p),
-        ("cos", ctypes.c_void_p),
-        ("sin", ctypes.c_void_p),
-        ("pairs", ctypes.c_int64),
-        ("interleaved", ctypes.c_int64),
+        ("rotation", _Rotation),
         ("segments", ctypes.c_void_p),
         ("views", ctypes.c_void_p),
         ("visits", ctypes.c_void_p),

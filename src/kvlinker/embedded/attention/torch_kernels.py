@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.embedded.attention.grouping import Call, group_queries
-from kvlinker.embedded.attention.views import AttentionPlan, Segments, View
+from kvlinker.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.embedded.model.rotary import Rotary
 from kvlinker.engine.attention import QUERY_BLOCK, AttentionOptions, attention_scores
 
@@ -29,12 +29,28 @@ class TorchPlan(AttentionPlan):
     calls: dict[tuple[int | None, bool], PreparedCalls] = field(default_factory=dict)
     """By window, and whether no kernel computes them."""
 
+    angles: dict[Rotary, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Cos and sin of the queries' positions."""
+
 
 class TorchAttention:
     """Implements ``AttentionKernel`` with PyTorch's kernels."""
 
     def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> TorchPlan:
         return TorchPlan.of(views, positions)
+
+    def write(
+        self, plan: AttentionPlan, key: Tensor, value: Tensor, slots: Tensor, rotary: Rotary | None, into: KeyValue
+    ) -> None:
+        assert isinstance(plan, TorchPlan), plan
+        if rotary is not None:
+            if rotary not in plan.angles:
+                plan.angles[rotary] = rotary.at(torch.from_numpy(plan.positions).to(key.device))
+            rotated = torch.empty_like(key, memory_format=torch.contiguous_format)
+            rotary.rotate(key, *plan.angles[rotary], out=rotated)
+            key = rotated
+        for new, pool in zip((key, value), into, strict=True):
+            pool.index_copy_(1, slots, new)
 
     def attend(
         self,

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-Segments = Sequence[tuple[Tensor, Tensor]]
+KeyValue = tuple[Tensor, Tensor]
+
+Segments = Sequence[KeyValue]
 """A layer's segments: key [kv_heads, keys, key_dim], with rotary embedding, and value [kv_heads, keys, value_dim]."""
 
 

@@ -52,19 +52,19 @@ class SharedMatrix(nn.Module):
         self._sizes = [linear.out_features for linear in linears]
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
-        self._latest: tuple[Tensor, list[Tensor | None]] | None = None
+        self._held: list[tuple[Tensor, list[Tensor | None]] | None] = [None]  # setting attributes of modules is slow
 
     def part(self, index: int, inputs: Tensor) -> Tensor:
         """Return the output [..., out_features] of the layer with this index for ``inputs`` [..., in_features]."""
-        latest = self._latest
+        latest = self._held[0]
         output = latest[1][index] if latest is not None and latest[0] is inputs else None
         if latest is None or output is None:
             outputs = self.matrix.multiply(inputs, self.bias).split_with_sizes(self._sizes, dim=-1)
             output, latest = outputs[index], (inputs, list(outputs))
-            self._latest = latest
+            self._held[0] = latest
         latest[1][index] = None  # whoever has it may change it
         if not any(part is not None for part in latest[1]):
-            self._latest = None
+            self._held[0] = None
         return output
 
     def weight_of(self, index: int) -> Tensor:

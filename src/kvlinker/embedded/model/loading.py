@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 from kvlinker.config import Settings, WeightFormat
 from kvlinker.embedded.model.anatomy import LayerShape, context_window, trace_layers
 from kvlinker.embedded.model.interception import ATTENTION_NAME
+from kvlinker.embedded.model.norms import quicken_norms
 from kvlinker.embedded.model.rotary import RotatedKeys
 from kvlinker.embedded.model.selftest import require_exact
 from kvlinker.embedded.model.weights import arrange_weights, watch_linears
@@ -75,6 +76,7 @@ def prepare_model(model: Any, tokenizer: Any, *, weights: WeightFormat = "auto")
     cost = CostModel(model, layers)
     name = fingerprint_with(fingerprint(model), weights)
     arrange_weights(model, linear_calls, weights)
+    quicken_norms(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

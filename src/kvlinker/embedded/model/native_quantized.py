@@ -49,7 +49,7 @@ class BlockedMatrix(Matrix):
         """Return the codes [padded outputs, inputs], unsigned; a group's header has this many bytes."""
         words = self.blocks[:, :, headers:].contiguous().view(torch.int16).int()
         pairs = 16 // self.BITS
-        apart = torch.stack([words >> self.BITS * pair for pair in range(pairs)], dim=-1) & (2**self.BITS - 1)
+        apart = torch.stack([words >> self.BITS * pair & 2**self.BITS - 1 for pair in range(pairs)], dim=-1)
         lanes = apart.view(len(words), -1, BLOCK // LANES, LANES, 2, pairs)  # blocks, steps, vectors, outputs, inputs
         return lanes.permute(0, 2, 3, 1, 5, 4).reshape(len(words) * BLOCK, self.inputs)
 

@@ -87,11 +87,12 @@ def arrange_weights(model: Any, seen: LinearCalls, weights: WeightFormat = "auto
     Each plain weight is freed as soon as there is another. A layer is left as it is where it was not called although
     the module around it ran, for that may read the weight by itself; and where packing would take too much memory, as
     with the tied embeddings of a small model. In 8 and 4 bits are the decoder layers' weights, except routers; the head
-    and embeddings are not. In bf16, what comes out is bit-identical to what plain weights give.
+    and embeddings are not.
 
     Raises ModelLoadError for a format that needs a library which is not installed.
     """
     return_freed()  # what checking the model took
+    most = int((1 + SPARE_SHARE) * _size(model))
     first = next(model.parameters())
     groups = _groups(model, seen)
     if weights in QUANTISED:
@@ -110,7 +111,11 @@ def arrange_weights(model: Any, seen: LinearCalls, weights: WeightFormat = "auto
             for group in taken:
                 _replace(model, group, kind)
     if packs(first.dtype, first.device):
-        _pack(model, groups)
+        _pack(model, groups, spare=most - _size(model))
+
+
+def _size(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _quantises(linear: nn.Linear, inside: Collection[nn.Module], expert_counts: Collection[int]) -> bool:
@@ -123,9 +128,8 @@ def _expert_counts(config: Any) -> set[int]:
     return {value for name, value in values if name.startswith(("n_", "num_")) and "expert" in name}
 
 
-def _pack(model: nn.Module, groups: Iterable[Sequence[_Place]]) -> None:
-    """Pack the weights of the groups for which there is enough memory."""
-    spare = int(SPARE_SHARE * sum(weight.nbytes for weight in model.parameters()))
+def _pack(model: nn.Module, groups: Iterable[Sequence[_Place]], *, spare: int) -> None:
+    """Pack the weights of the groups for which ``spare`` bytes of memory are enough."""
     users = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     for group in groups:
         weights = [place.linear.weight for place in group]

@@ -19,6 +19,7 @@
 namespace {
 
 constexpr int SHARES_PER_THREAD = 4;  // as large as the largest item is, so many make up a thread's work
+constexpr int FEW_COPIES = 1024;      // that one thread writes to the pool
 constexpr int SHORTEST_PART = 256;    // keys of a bundle that are not divided any further
 
 // A tile of a bundle's rows for one key head, over a part of the keys.
@@ -156,6 +157,23 @@ void merge(const Call& call, const Partials& partials, const std::vector<int64_t
 }
 
 }  // namespace
+
+extern "C" void kvlinker_write(const Write* write) {
+    const int64_t heads = write->key.heads, items = heads * write->key.rows;
+    const auto copy = [](const Heads& from, const Heads& to, int64_t head, int64_t token, int64_t slot) {
+        std::memcpy(to.at(head, slot), from.at(head, token), from.dim * sizeof(bf16));
+    };
+#pragma omp parallel for num_threads(static_cast<int>(write->threads)) if (items > FEW_COPIES) schedule(static)
+    for (int64_t item = 0; item < items; ++item) {
+        const int64_t token = item / heads, head = item % heads, slot = write->slots[token];
+        if (write->rotation.pairs)
+            rotate(write->rotation, write->key.at(head, token), write->key.dim, write->positions[token],
+                   write->pool_key.at(head, slot));
+        else
+            copy(write->key, write->pool_key, head, token, slot);
+        copy(write->value, write->pool_value, head, token, slot);
+    }
+}
 
 extern "C" void kvlinker_attention(const Call* call) {
     const Division division(*call);

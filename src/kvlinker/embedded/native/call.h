@@ -13,6 +13,14 @@ struct Heads {
     bf16* at(int64_t head, int64_t row) const { return data + head * head_stride + row * row_stride; }
 };
 
+// Rotary embedding.
+struct Rotation {
+    const float* cos;  // [positions, pairs]; of a negative position: cos(-p) = cos(p), sin(-p) = -sin(p)
+    const float* sin;
+    int64_t pairs;        // pairs of dimensions that are rotated, from dimension 0 on
+    int64_t interleaved;  // 1: pair i is dimensions 2i and 2i + 1; 0: i and i + pairs
+};
+
 struct Segment {
     Heads key, value;  // key.dim is even
 };
@@ -43,10 +51,7 @@ struct Bundle {
 struct Call {
     Heads query, output;       // [heads, queries, dim]; the query has no rotary embedding
     const int64_t* positions;  // [queries], ascending within a member
-    const float* cos;          // [positions, pairs]; of a negative position: cos(-p) = cos(p), sin(-p) = -sin(p)
-    const float* sin;
-    int64_t pairs;        // pairs of dimensions that are rotated, from dimension 0 on
-    int64_t interleaved;  // 1: pair i is dimensions 2i and 2i + 1; 0: i and i + pairs
+    Rotation rotation;
     const Segment* segments;
     const View* views;
     const Visit* visits;
@@ -57,5 +62,13 @@ struct Call {
     float scale;
     float softcap;   // 0: none
     int64_t window;  // a query sees keys behind position - window; 0: all
+    int64_t threads;
+};
+
+// New keys and values [heads, tokens, dim], to be written to slots of a pool [heads, slots, dim].
+struct Write {
+    Heads key, value, pool_key, pool_value;  // new keys have no rotary embedding, those of the pool have
+    const int64_t *positions, *slots;        // [tokens]
+    Rotation rotation;
     int64_t threads;
 };

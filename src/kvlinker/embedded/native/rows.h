@@ -15,11 +15,11 @@ inline uint64_t bits_at(const uint64_t* words, int64_t first) {
     return first % 64 ? low | words[first / 64 + 1] << (64 - first % 64) : low;
 }
 
-// A query with the rotary embedding of `position`, rounded.
-inline void rotate(const Call& call, const bf16* query, int64_t position, bf16* rotated) {
-    const int64_t pairs = call.pairs;
-    const float* cos = call.cos + std::abs(position) * pairs;
-    const float* sin = call.sin + std::abs(position) * pairs;
+// A query or key of `dim` numbers with the rotary embedding of `position`, rounded.
+inline void rotate(const Rotation& rotation, const bf16* from, int64_t dim, int64_t position, bf16* rotated) {
+    const int64_t pairs = rotation.pairs;
+    const float* cos = rotation.cos + std::abs(position) * pairs;
+    const float* sin = rotation.sin + std::abs(position) * pairs;
     const __m512 sign = _mm512_set1_ps(position < 0 ? -1.0f : 1.0f);
     for (int64_t pair = 0; pair < pairs; pair += LANES) {
         const __mmask16 lanes = lanes_below(pairs - pair);
@@ -30,8 +30,8 @@ inline void rotate(const Call& call, const bf16* query, int64_t position, bf16* 
             y = _mm512_fmadd_ps(x, s, _mm512_mul_ps(y, c));
             x = turned;
         };
-        if (call.interleaved) {
-            const __m512i both = _mm512_maskz_loadu_epi32(lanes, query + 2 * pair);
+        if (rotation.interleaved) {
+            const __m512i both = _mm512_maskz_loadu_epi32(lanes, from + 2 * pair);
             __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
             __m512 y = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(0xffff0000)));
             turn(x, y);
@@ -39,14 +39,14 @@ inline void rotate(const Call& call, const bf16* query, int64_t position, bf16* 
             const __m512i in_pairs = _mm512_permutexvar_epi16(alternating(0, LANES), packed);
             _mm512_mask_storeu_epi32(rotated + 2 * pair, lanes, in_pairs);
         } else {
-            __m512 x = load_bf16(query + pair, lanes), y = load_bf16(query + pair + pairs, lanes);
+            __m512 x = load_bf16(from + pair, lanes), y = load_bf16(from + pair + pairs, lanes);
             turn(x, y);
             store_bf16(rotated + pair, lanes, x);
             store_bf16(rotated + pair + pairs, lanes, y);
         }
     }
-    const int64_t passed = call.query.dim - 2 * pairs;
-    if (passed) std::memcpy(rotated + 2 * pairs, query + 2 * pairs, passed * sizeof(bf16));
+    const int64_t passed = dim - 2 * pairs;
+    if (passed) std::memcpy(rotated + 2 * pairs, from + 2 * pairs, passed * sizeof(bf16));
 }
 
 // Partial results: for every place and head, outputs [value_dim] relative to a maximum, that maximum, and the sum of
@@ -117,8 +117,9 @@ class Rows {
             if (!is_rotated(visits[i])) {
                 for (int64_t row = 0; row < count; ++row) {
                     offsets[row] = view_of(visits[i], row).offset;
-                    const int64_t position = call.pairs ? call.positions[query_of[row]] - offsets[row] : 0;
-                    rotate(call, call.query.at(head_of[row], query_of[row]), position, tile.query(row));
+                    const int64_t position = call.rotation.pairs ? call.positions[query_of[row]] - offsets[row] : 0;
+                    rotate(call.rotation, call.query.at(head_of[row], query_of[row]), call.query.dim, position,
+                           tile.query(row));
                 }
                 tile.take_queries();
                 rotated = true;
@@ -131,7 +132,7 @@ class Rows {
     const View& view_of(const Visit& visit, int64_t row) const { return call.views[visit.first_view + member_of[row]]; }
 
     bool is_rotated(const Visit& visit) const {
-        if (!rotated || call.pairs == 0) return rotated;
+        if (!rotated || call.rotation.pairs == 0) return rotated;
         for (int64_t row = 0; row < count; ++row)
             if (offsets[row] != view_of(visit, row).offset) return false;
         return true;

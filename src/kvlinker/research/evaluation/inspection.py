@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvlinker.embedded.attention.kernels import AttentionKernel
 from kvlinker.embedded.attention.position_scores import position_weights
-from kvlinker.embedded.attention.views import AttentionPlan, Segments, View
+from kvlinker.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.embedded.engine import EmbeddedEngine
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.embedded.model.rotary import Rotary
@@ -125,6 +125,11 @@ class _RecordingKernel:
 
     def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> AttentionPlan:
         return self.inner.plan(views, positions)
+
+    def write(
+        self, plan: AttentionPlan, key: Tensor, value: Tensor, slots: Tensor, rotary: Rotary | None, into: KeyValue
+    ) -> None:
+        self.inner.write(plan, key, value, slots, rotary, into)
 
     def attend(
         self,
