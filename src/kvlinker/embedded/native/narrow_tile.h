@@ -7,6 +7,7 @@
 #include "rows.h"
 
 constexpr int NARROW_ROWS = 4;
+constexpr int CACHE_LINE = 64;  // bytes
 
 // One thread's memory, large enough for every narrow tile of a call.
 class NarrowScratch {
@@ -38,6 +39,14 @@ class BlockRows {
     BlockRows(const Heads& source, const Block& block, int64_t head)
         : first(source.at(head, NEIGHBOURS ? block.keys[0] : 0)), stride(source.row_stride), last(block.count - 1),
           keys(block.keys) {}
+
+    // Has the memory of a neighbour, which may be behind the block's last, fetched ahead.
+    void prefetch(int64_t index, int64_t dim) const {
+        if (!NEIGHBOURS) return;
+        const char* row = reinterpret_cast<const char*>(first + stride * index);
+        for (int64_t byte = 0; byte < dim * static_cast<int64_t>(sizeof(bf16)); byte += CACHE_LINE)
+            _mm_prefetch(row + byte, _MM_HINT_T0);
+    }
 
     const bf16* operator[](int64_t index) const {
         return first + stride * (NEIGHBOURS ? std::min(index, last) : keys[index]);
@@ -100,50 +109,67 @@ class NarrowTile {
 
   private:
     static constexpr int64_t DIMS = 4 * LANES;  // value dims that are summed at once
+    static constexpr int KEYS = LANES / ROWS;   // that are scored at once
 
     template <bool NEIGHBOURS>
     void compute(const Segment& segment, const Block& block) {
         const BlockRows<NEIGHBOURS> keys(segment.key, block, rows.head), values(segment.value, block, rows.head);
         const int64_t count = round_up(block.count, 2 * LANES);
-        for (int64_t key = 0; key < count; key += LANES) score(keys, block, key);
+        for (int64_t key = 0; key < count; key += KEYS) {
+            for (int64_t ahead = key; ahead < key + KEYS; ++ahead) values.prefetch(ahead, call.output.dim);
+            score(keys, block, key);
+        }
         for (int64_t row = 0; row < ROWS; ++row) weigh(row, count);
-        for (int64_t dim = 0; dim < scratch.value_dim; dim += DIMS) accumulate(values, block.count, dim);
+        for (int64_t dim = 0; dim < scratch.value_dim; dim += DIMS) accumulate(keys, values, block.count, dim);
     }
 
-    // Scores of 16 keys of a block, -inf where hidden.
+    // Scores of KEYS keys of a block for all rows, -inf where hidden.
     template <bool NEIGHBOURS>
     void score(const BlockRows<NEIGHBOURS>& block_keys, const Block& block, int64_t begin) {
-        const bf16* keys[LANES];
-        for (int64_t i = 0; i < LANES; ++i) keys[i] = block_keys[begin + i];
-        for (int64_t row = 0; row < ROWS; ++row) {
-            __m512 sums[LANES] = {};
-            for (int64_t dim = 0; dim < call.query.dim; dim += 2 * LANES) {
-                const auto query = (__m512bh)_mm512_load_si512(scratch.query + row * scratch.key_dim + dim);
+        __m512 sums[LANES];  // of row and key: row * KEYS + key
 #pragma GCC unroll 16
-                for (int i = 0; i < LANES; ++i) {
-                    const auto key = (__m512bh)load_row(keys[i] + dim, call.query.dim - dim);
-                    sums[i] = _mm512_dpbf16_ps(sums[i], key, query);
+        for (int i = 0; i < LANES; ++i) sums[i] = _mm512_setzero_ps();
+        for (int64_t dim = 0; dim < call.query.dim; dim += 2 * LANES) {
+            __m512bh queries[ROWS];
+#pragma GCC unroll 4
+            for (int row = 0; row < ROWS; ++row)
+                queries[row] = (__m512bh)_mm512_load_si512(scratch.query + row * scratch.key_dim + dim);
+            const auto add = [&](__mmask32 dims) {
+#pragma GCC unroll 16
+                for (int i = 0; i < KEYS; ++i) {
+                    const auto key = (__m512bh)_mm512_maskz_loadu_epi16(dims, block_keys[begin + i] + dim);
+#pragma GCC unroll 4
+                    for (int row = 0; row < ROWS; ++row)
+                        sums[row * KEYS + i] = _mm512_dpbf16_ps(sums[row * KEYS + i], key, queries[row]);
                 }
-            }
-            __m512 found = sums_of(sums);
-            if (call.softcap) {
-                found = tanh(_mm512_mul_ps(found, _mm512_set1_ps(call.scale / call.softcap)));
-                found = _mm512_mul_ps(found, _mm512_set1_ps(call.softcap * LOG2E));
-            } else {
-                found = _mm512_mul_ps(found, _mm512_set1_ps(call.scale * LOG2E));
-            }
-            if (block.some_hidden)
-                found = _mm512_mask_mov_ps(_mm512_set1_ps(-HUGE_VALF), seen_by(row, block.seen + begin), found);
-            _mm512_store_ps(scratch.scores + row * KEY_BLOCK + begin, found);
+            };
+            const int64_t left = call.query.dim - dim;
+            if (left >= 2 * LANES)
+                add(~__mmask32{0});
+            else
+                add((__mmask32{1} << left) - 1);
+        }
+        __m512 found = sums_of(sums);
+        if (call.softcap) {
+            found = tanh(_mm512_mul_ps(found, _mm512_set1_ps(call.scale / call.softcap)));
+            found = _mm512_mul_ps(found, _mm512_set1_ps(call.softcap * LOG2E));
+        } else {
+            found = _mm512_mul_ps(found, _mm512_set1_ps(call.scale * LOG2E));
+        }
+        if (block.some_hidden)
+            found = _mm512_mask_mov_ps(_mm512_set1_ps(-HUGE_VALF), seen_at(block.seen + begin), found);
+        for (int64_t row = 0; row < ROWS; ++row) {
+            const auto its = static_cast<__mmask16>(((1u << KEYS) - 1) << row * KEYS);
+            _mm512_mask_storeu_ps(scratch.scores + row * KEY_BLOCK + begin - row * KEYS, its, found);
         }
     }
 
-    // Which of 16 keys the row sees.
-    static __mmask16 seen_by(int64_t row, const uint64_t* seen) {
-        const __m512i bit = _mm512_set1_epi64(1 << row);
-        const __mmask8 low = _mm512_test_epi64_mask(_mm512_load_si512(seen), bit);
-        const __mmask8 high = _mm512_test_epi64_mask(_mm512_load_si512(seen + LANES / 2), bit);
-        return low | high << LANES / 2;
+    // Which keys each row sees, in the order of `score`.
+    static __mmask16 seen_at(const uint64_t* seen) {
+        uint32_t found = 0;
+        for (int row = 0; row < ROWS; ++row)
+            for (int key = 0; key < KEYS; ++key) found |= static_cast<uint32_t>(seen[key] >> row & 1) << (row * KEYS + key);
+        return static_cast<__mmask16>(found);
     }
 
     // A row's scores become weights relative to their maximum; total and output follow.
@@ -166,7 +192,8 @@ class NarrowTile {
     }
 
     template <bool NEIGHBOURS>
-    void accumulate(const BlockRows<NEIGHBOURS>& values, int64_t keys, int64_t dim) {
+    void accumulate(const BlockRows<NEIGHBOURS>& block_keys, const BlockRows<NEIGHBOURS>& values, int64_t keys,
+                    int64_t dim) {
         const __m512i low = alternating(0, 2 * LANES), high = alternating(LANES, 2 * LANES);
         __m512 sums[ROWS][4];
 #pragma GCC unroll 4
@@ -177,6 +204,10 @@ class NarrowTile {
                                              _mm512_set1_ps(shrink[row]));
         const int64_t dims = call.output.dim - dim;
         for (int64_t key = 0; key < keys; key += 2) {  // one behind the last has weight 0
+            if (dim == 0) {
+                block_keys.prefetch(key + KEY_BLOCK, call.query.dim);
+                block_keys.prefetch(key + 1 + KEY_BLOCK, call.query.dim);
+            }
             const bf16* even = values[key] + dim;
             const bf16* odd = values[key + 1] + dim;
             __m512bh pairs[4];

@@ -200,10 +200,20 @@ class Rows {
     // Fills the block with keys from `first` on. Returns where the next begins.
     int64_t collect(int64_t first, const uint64_t* left_out) {
         const __m512i counted = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        if (!left_out) {
+            block.count = std::min<int64_t>(highest_high - first, KEY_BLOCK);
+            block.neighbours = true;
+            for (int64_t i = 0; i < KEY_BLOCK; i += LANES) {
+                const int64_t key = std::min(first + i, highest_high - 1);
+                const __m512i keys = _mm512_add_epi32(counted, _mm512_set1_epi32(static_cast<int32_t>(key)));
+                const __m512i last = _mm512_set1_epi32(static_cast<int32_t>(first + block.count - 1));
+                _mm512_storeu_si512(block.keys + i, _mm512_min_epi32(keys, last));
+            }
+            return first + block.count;
+        }
         block.count = 0;
         while (first < highest_high && block.count < KEY_BLOCK) {
-            uint32_t kept = lanes_below(highest_high - first);
-            if (left_out) kept &= ~bits_at(left_out, first);
+            uint32_t kept = lanes_below(highest_high - first) & ~bits_at(left_out, first);
             const __m512i keys = _mm512_add_epi32(counted, _mm512_set1_epi32(static_cast<int32_t>(first)));
             const int64_t begin = std::exchange(first, first + LANES);
             while (__builtin_popcount(kept) > KEY_BLOCK - block.count) {  // the last of them do not fit any more

@@ -82,6 +82,7 @@ inline __m512i load_row(const bf16* from, int64_t count) {
 // The sum of each of 16 vectors.
 inline __m512 sums_of(const __m512 (&vectors)[LANES]) {
     __m512 quarters[4];  // of four vectors each, a sum per quarter
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
         const __m512 *four = vectors + 4 * i;
         const __m512 first = _mm512_add_ps(_mm512_unpacklo_ps(four[0], four[1]), _mm512_unpackhi_ps(four[0], four[1]));
