@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvlinker.embedded.batch import Batch, OwnTokens, Run, SharedChunk, Sight
 from kvlinker.embedded.pool import SlotSpan
-from kvlinker.embedded.throughput import ComputeThroughput, throughput_name
+from kvlinker.embedded.throughput import ComputeThroughput, TokenCost, throughput_name
 from kvlinker.engine.cost import CostModel
 from kvlinker.store import Speeds
 from kvlinker.store.loading.arriving import ArrivingKV
@@ -36,6 +36,21 @@ def batch(*ranges, shared=(), **options):
         Run(np.arange(end - begin), begin, np.zeros(end - begin, dtype=np.int64), **options) for begin, end in ranges
     )
     return Batch(runs, {None: Sight(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))})
+
+
+def decoding(*positions, beside=()):
+    """A step in which requests decode at ``positions``, ``beside`` a prompt of these ranges."""
+    runs = [
+        Run(np.arange(1), at, np.zeros(1, dtype=np.int64), wants_logits=True, owner=number)
+        for number, at in enumerate(positions)
+    ]
+    runs += [
+        Run(np.arange(end - begin), begin, np.zeros(end - begin, dtype=np.int64), owner="prompt")
+        for begin, end in beside
+    ]
+    own = np.arange(1)
+    sight = Sight((), (SlotSpan(0, 1),), own, OwnTokens(own, ()))
+    return Batch(tuple(runs), {run.owner: sight for run in runs})
 
 
 def prefill_seconds(throughput: ComputeThroughput, tokens: int) -> float:
@@ -123,7 +138,8 @@ def test_expectations_are_never_negative(steps):
 def test_steps_that_tell_nothing_of_prompts_do_not_count():
     throughput = ComputeThroughput(Cost())
     throughput.note(batch((0, 512)), 1.0)
-    throughput.note(batch(*[(200, 201)] * 64), 50.0)  # decoding
+    throughput.note(decoding(*[200] * 64, beside=[(0, 4)]), 50.0)
+    throughput.note(batch((0, 4)), 50.0)
     throughput.note(batch((0, 512), refinement=object()), 50.0)
     kv = ArrivingKV(layer_count=2, tokens=5, nbytes=1)
     throughput.note(batch((5, 512), shared=(SharedChunk(kv, 0, 0, 0, 5),)), 50.0)
@@ -137,7 +153,7 @@ def test_what_another_process_measured_is_where_this_one_begins(tmp_path):
     again = Speeds(tmp_path / "speeds.json")
     assert ComputeThroughput(Cost(), again, "one").prefill_seconds(512) == pytest.approx(1.0)
     assert ComputeThroughput(Cost(), again, "another").prefill_seconds(512) is None
-    again.note("one", [1.0])  # not two numbers: as if nothing was measured
+    again.note("prefill one", [1.0])  # not two numbers: as if nothing was measured
     assert ComputeThroughput(Cost(), again, "one").prefill_seconds(512) is None
 
 
@@ -146,3 +162,66 @@ def test_a_name_tells_models_apart():
     assert throughput_name(one) != throughput_name(other)
     assert one.fingerprint in throughput_name(one)
     assert "float32" in throughput_name(one)
+
+
+CONSTANT = 0.05
+
+
+def taught(strain=1.0):
+    """Throughput that has seen prompts alone, decoding alone, and both together, ``strain`` times as slow."""
+    throughput = ComputeThroughput(Cost())
+    for turn in range(300):
+        ranges = [(0, 512), (3584, 4096), (0, 2048), (1000, 1600)][turn % 4]
+        throughput.note(batch(ranges), CONSTANT + truth(ranges))
+        throughput.note(decoding(turn), CONSTANT + truth((turn, turn + 1)))
+        beside = (turn, turn + 64)
+        alone = CONSTANT + truth((500, 501))
+        throughput.note(decoding(500, beside=[beside]), alone + strain * truth(beside))
+    return throughput
+
+
+def test_decoding_teaches_what_reading_the_weights_takes():
+    throughput = ComputeThroughput(Cost())
+    assert throughput.decode_seconds([(5, 6)]) is None
+    throughput.note(decoding(5), CONSTANT)
+    assert throughput.decode_seconds([(5, 6)]) == pytest.approx(CONSTANT)
+    throughput = taught()
+    for positions in ([(900, 901)], [(at, at + 1) for at in range(100, 900, 100)]):
+        assert throughput.decode_seconds(positions) == pytest.approx(CONSTANT + truth(*positions), rel=0.05)
+    assert throughput.seconds([(0, 512)]) == pytest.approx(CONSTANT + truth((0, 512)), rel=0.05)
+
+
+@pytest.mark.parametrize("strain", [0.5, 1.0, 2.5])
+def test_steps_of_both_teach_what_prompts_take_beside_decoding(strain):
+    throughput = taught(strain)
+    cost = throughput.cost_beside_decoding()
+    assert cost is not None
+    assert cost.of([(300, 364)]) == pytest.approx(strain * truth((300, 364)), rel=0.1)
+    assert throughput.prefill_seconds(2048) == pytest.approx(CONSTANT + truth((0, 2048)), rel=0.05), "it stays"
+
+
+def test_a_disturbed_step_says_little():
+    throughput = taught()
+    before = throughput.decode_seconds([(500, 501)]), throughput.cost_beside_decoding()
+    throughput.note(decoding(500), 1e3)
+    throughput.note(decoding(500, beside=[(0, 64)]), 1e3)
+    assert throughput.decode_seconds([(500, 501)]) < 2 * before[0]
+    assert throughput.cost_beside_decoding().per_token < 2 * before[1].per_token
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 900)), max_size=6),
+    st.floats(0, 5),
+    st.sampled_from([TokenCost(PER_TOKEN, PER_PAIR), TokenCost(0.01, 0.0), TokenCost(0.0, 1e-5)]),
+)
+def test_what_is_affordable_is_as_much_as_fits(parts, budget, cost):
+    ranges, start = [], 0
+    for gap, length in parts:
+        ranges.append((start + gap, start + gap + length))
+        start = ranges[-1][1]
+    count = cost.affordable(ranges, budget)
+    positions = [position for begin, end in ranges for position in range(begin, end)]
+    taken, more = ([(p, p + 1) for p in positions[:n]] for n in (count, count + 1))
+    assert 0 <= count <= len(positions)
+    assert cost.of(taken) <= budget * (1 + 1e-6) + 1e-9
+    assert count == len(positions) or cost.of(more) >= budget * (1 - 1e-6)
