@@ -120,6 +120,15 @@ class Settings(BaseSettings):
     max_step_tokens: int = Field(default=2048, ge=1, description="Most tokens computed in one step.")
     max_running: int = Field(default=64, ge=1, description="Most requests computed in one step.")
     max_waiting: int = Field(default=256, ge=1, description="Longer queues answer 429.")
+    slo_tpot: float | None = Field(
+        default=None,
+        gt=0,
+        description="Most milliseconds per token of answers under way: prompts beside them are computed in pieces that "
+        "fit; by default 2.25 times what a step takes without prompts.",
+    )
+    slo_ttft: float | None = Field(
+        default=None, gt=0, description="Requests that would wait longer for their first token, in seconds, answer 429."
+    )
     threads: int | None = Field(default=None, ge=1, description="CPU threads for the model; all by default.")
 
     native_attention: bool = Field(

@@ -1,8 +1,14 @@
 """A scheduler with the engine's own loop, over a runner without a model: slots remember which tokens lie in them."""
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,18 +20,25 @@ from kvlinker.embedded.loop import EngineLoop
 from kvlinker.embedded.pool import KVPool
 from kvlinker.embedded.requests import Kind, Request
 from kvlinker.embedded.runner import Runner
-from kvlinker.embedded.scheduler import Scheduler
-from kvlinker.embedded.sequence import TokenSequence
+from kvlinker.embedded.scheduling.admission import Admission
+from kvlinker.embedded.scheduling.composition import StepComposer
+from kvlinker.embedded.scheduling.scheduler import Scheduler
+from kvlinker.embedded.sequence import Refining, TokenSequence
 from kvlinker.embedded.slots import SequenceSlots
-from kvlinker.embedded.throughput import ComputeThroughput
+from kvlinker.embedded.throughput import ComputeThroughput, TokenCost
+from kvlinker.engine.cost import CostModel
 from kvlinker.events import Events
-from kvlinker.store import HostTier, LayerKV
-from kvlinker.store.holds import Hold, Holds
+from kvlinker.linking.plan import Range
+from kvlinker.linking.refinement import Refinement
+from kvlinker.store import HostTier, LayerKV, Speeds
+from kvlinker.store.holds import Holds
 from kvlinker.store.loading.arriving import ArrivingKV
 
 LAYERS = 3
 CHUNK_BYTES = 4
 LAYER = LayerKV(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
+NOTHING_DROPPED = SimpleNamespace(dropped=(), error=None)
+"""What stands for a refinement that keeps all tokens."""
 _names = count(1)
 
 
@@ -34,10 +47,14 @@ class Work(Request):
 
     kind = Kind.ANSWER
 
-    def __init__(self, length=10, output=1, *, n=1, runs=None, identity=None, urgent=False, chunks=""):
-        """``chunks`` are the keys, a character each, of what it keeps in memory."""
+    def __init__(
+        self, length=10, output=1, *, n=1, runs=None, identity=None, urgent=False, chunks="", tenant="", refines=False
+    ):
+        """``chunks`` are the keys, a character each, of what it keeps in memory. With ``refines``, its prompt is
+        indivisible."""
         super().__init__()
-        self.chunks = chunks
+        self.chunk_bytes = dict.fromkeys(chunks, CHUNK_BYTES)
+        self.tenant, self.refines = tenant, refines
         self.identity, self.urgent = identity, urgent
         self.name = next(_names)
         self.length, self.output, self.runs = length, output, runs or [(0, length)]
@@ -45,9 +62,13 @@ class Work(Request):
         self.lost, self.started = 0, 0
         self.unforked: list[Work] = []
         if n > 1:
-            self.unforked = [Work(length, output) for _ in range(n - 1)]
+            self.unforked = [Work(length, output, tenant=tenant) for _ in range(n - 1)]
             for choice, work in enumerate(self.all_choices()):
                 work.choice, work.choices = choice, self.all_choices()
+
+    @property
+    def computed(self):
+        return self.runs if self.sequence is None else self.sequence.pending
 
     def all_choices(self):
         return [self, *self.unforked]
@@ -60,7 +81,8 @@ class Work(Request):
             shared.append(SharedChunk(kv, start, start, 0, kv.tokens))
             start += kv.tokens
         runs = [(start, self.length)] if kvs else self.runs
-        return TokenSequence(tokens, runs, shared=shared, most_tokens=self.length + self.output)
+        refine = (lambda: Refining(cast(Refinement, NOTHING_DROPPED), None)) if self.refines else None
+        return TokenSequence(tokens, runs, shared=shared, most_tokens=self.length + self.output, refine=refine)
 
     def fork(self):
         assert self.sequence is not None
@@ -99,8 +121,8 @@ class ChunkWork(Work):
 
     kind = Kind.CHUNK
 
-    def __init__(self, length, *, identity=None, urgent=False):
-        super().__init__(length, identity=identity, urgent=urgent)
+    def __init__(self, length, *, identity=None, urgent=False, tenant=""):
+        super().__init__(length, identity=identity, urgent=urgent, tenant=tenant)
         self.sequence = self.make_sequence()
 
 
@@ -121,14 +143,16 @@ class FakePool(KVPool):
 class FakeRunner(Runner):
     """Computes nothing, and notes whose KV does not lie where it should when its logits are wanted."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, timing: Timing) -> None:
         """Make a pool of so many ``slots``; whatever else a runner has needs a model, and there is none."""
         self.pool: FakePool = FakePool(slots)
+        self.timing = timing
         self.steps: list[Batch] = []
         self.misplaced: list[TokenSequence] = []
 
     def step(self, batch: Batch, wait: WaitInStep = never_wait) -> StepResult:
         self.steps.append(batch)
+        self.timing.compute(batch)
         slots = self.pool.tokens
         left: dict[object, int] = {}
         for owner, chunk in batch.shared():
@@ -154,6 +178,52 @@ def owner_of(entry: Run) -> TokenSequence:
     return entry.owner
 
 
+class FakeCost(CostModel):
+    """Counts so many operations per token and pair."""
+
+    per_token = 1.0
+    per_pair = 0.001
+
+    def __init__(self) -> None:
+        """Skip the counting of weights: there is no model."""
+
+
+@dataclass
+class Timing:
+    """A clock that computing moves on, by what steps are said to take: ``constant``, and so much per token and pair;
+    prompts take ``strain`` times as long beside decoding."""
+
+    constant: float = 0.1
+    per_token: float = 0.01
+    per_pair: float = 1e-5
+    per_read: float = 1e-6
+    strain: float = 1.0
+    now: float = 1000.0
+    taken: list[float] = field(default_factory=list)
+    """The seconds of all steps so far."""
+
+    def compute(self, batch: Batch) -> None:
+        """Let the time pass that the step takes."""
+        cost = TokenCost(self.per_token, self.per_pair)
+        beside = TokenCost(self.strain * self.per_token, self.strain * self.per_pair, self.per_read)
+        prompts: dict[object, list[Range]] = {}
+        for run in batch.runs:
+            if not decodes(run):
+                prompts.setdefault(run.owner, []).append((run.start, run.end))
+        decoded = [(run.start, run.end) for run in batch.runs if decodes(run)]
+        seconds = cost.of(decoded) + sum((beside if decoded else cost).of(ranges) for ranges in prompts.values())
+        self.taken.append(self.constant + seconds)
+        self.now += self.taken[-1]
+
+    def clock(self) -> float:
+        return self.now
+
+
+def decodes(run: Run) -> bool:
+    """Tell whether a run is the last token of a request that decodes."""
+    return run.wants_logits and len(run.tokens) == 1
+
+
 class NoThroughput(ComputeThroughput):
     """Predicts nothing."""
 
@@ -163,30 +233,68 @@ class NoThroughput(ComputeThroughput):
     def note(self, batch: Batch, seconds: float) -> None:
         """Forget it."""
 
+    def seconds(self, ranges: Sequence[Range]) -> float | None:
+        return None
+
+    def cost_beside_decoding(self) -> TokenCost | None:
+        return None
+
 
 class Simulation:
-    """Takes steps when the test says so, and has KV come when the test says so."""
+    """Takes steps when the test says so, and has KV come when the test says so.
 
-    def __init__(self, slots, *, max_step_tokens=16, max_running=8, max_waiting=1000, memory=0):
+    With a ``timing``, steps take that time, and the scheduler measures it; without one, it predicts nothing, and all
+    happens at once.
+    """
+
+    def __init__(
+        self,
+        slots,
+        *,
+        max_step_tokens=16,
+        max_running=8,
+        max_waiting=1000,
+        memory=0,
+        timing=None,
+        known=False,
+        slo_ttft=None,
+        seconds_per_token=None,
+        resident="",
+    ):
+        """``known`` says that the ``timing`` was measured before. ``resident`` are the keys of the chunks that are in
+        memory whether they are held or not."""
         self.loads: list[Work] = []
         self.slots = SequenceSlots(slots)
         self.holds = Holds([HostTier(memory, Events())])
+        self.timing = timing or Timing(0, 0, 0)
+        speeds = Speeds()
+        if known:
+            speeds.note("prefill model", [timing.per_token, timing.per_pair])
+            speeds.note("decode model", [timing.constant])
+            speeds.note("beside model", [1.0, timing.per_read])
+        self.throughput = ComputeThroughput(FakeCost(), speeds) if timing else NoThroughput()
         self.scheduler = Scheduler(
             self.slots,
             self.note_load,
-            hold=self.hold,
-            max_step_tokens=max_step_tokens,
+            hold=lambda request: self.holds.take(request.chunk_bytes),
+            is_resident=lambda request: set(request.chunk_bytes) <= set(resident),
+            admission=Admission(
+                self.throughput.seconds, max_waiting=max_waiting, slo_ttft=slo_ttft, clock=self.timing.clock
+            ),
+            composer=StepComposer(
+                self.throughput, max_step_tokens=max_step_tokens, seconds_per_token=seconds_per_token
+            ),
             max_running=max_running,
-            max_waiting=max_waiting,
         )
         self.max_step_tokens = max_step_tokens
-        self.runner = FakeRunner(slots)
-        self.loop = EngineLoop(self.scheduler, self.runner, NoThroughput(), computing=contextlib.nullcontext)
-
-    def hold(self, request: Request) -> Hold | None:
-        """Keep the work's chunks in memory, ``CHUNK_BYTES`` each."""
-        assert isinstance(request, Work)
-        return self.holds.take(dict.fromkeys(request.chunks, CHUNK_BYTES))
+        self.runner = FakeRunner(slots, self.timing)
+        self.loop = EngineLoop(
+            self.scheduler,
+            self.runner,
+            self.throughput,
+            computing=contextlib.nullcontext,
+            clock=self.timing.clock,
+        )
 
     def note_load(self, request: Request) -> None:
         """Note that the scheduler wants the KV of this work."""
@@ -228,7 +336,8 @@ class Simulation:
         if len(self.runner.steps) == before:
             return None
         batch = self.runner.steps[-1]
-        assert len(batch.tokens) <= self.max_step_tokens
+        indivisible = sum(len(run.tokens) for run in batch.runs if run.refinement is not None)
+        assert len(batch.tokens) - indivisible <= self.max_step_tokens
         return batch
 
     def run(self):

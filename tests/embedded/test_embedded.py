@@ -62,6 +62,31 @@ def test_a_full_pool_preempts_and_resumes(bench, family):
     assert made.engine.load().slots_used == 0
 
 
+@pytest.mark.parametrize("milliseconds", [1e-3, 5, 1e4])
+def test_answers_are_the_same_whatever_time_a_step_may_take(bench, milliseconds):
+    expected = alone(bench, "llama", 12)
+    made = bench(max_step_tokens=256, kv_slots=8192, slo_tpot=milliseconds)
+    neighbour, handle = made.submit(linked_prompt(60, seed=77), max_tokens=1900)
+    neighbour.wait_for_token()
+    works = [*requests(), (linked_prompt(50, 60, seed=78), "cacheblend-20")]
+    single = made.answer(*works[-1], max_tokens=12)
+    outcomes = [made.submit(prompt, policy, max_tokens=12)[0] for prompt, policy in works]
+    for outcome, one in zip(outcomes, [*expected, single], strict=True):
+        same(outcome.wait(), one)
+    handle.cancel()
+
+
+def test_a_long_queue_is_refused_by_the_time_that_it_would_take(bench):
+    made = bench(kv_slots=8192, slo_ttft=1e-4)
+    made.answer(linked_prompt(fresh=400), "full", max_tokens=1)
+    first, handle = made.submit(linked_prompt(fresh=1900, seed=1), "full", max_tokens=1)
+    with pytest.raises(OverloadedError, match="The first token is expected") as caught:
+        made.submit(linked_prompt(fresh=1900, seed=2), "full", max_tokens=1)
+    assert caught.value.retry_after >= 1
+    handle.cancel()
+    first.wait()
+
+
 def test_cancelled_neighbours_disturb_nobody_and_free_their_slots(bench):
     expected = alone(bench, "llama", 20)
     made = bench(max_step_tokens=64, kv_slots=8192)

@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from kvlinker.embedded import scheduler
 from kvlinker.embedded.requests import Kind
+from kvlinker.embedded.scheduling import scheduler
 from kvlinker.embedded.sequence import TokenSequence
 from kvlinker.errors import EngineClosedError
 from kvlinker.store.loading import prompt_load
@@ -120,7 +120,7 @@ def test_the_late_and_its_neighbours_answer_as_the_model_does(bench, family, lea
         tiers.append(LayerGatedTier(events))
         return tiers
 
-    made = bench(family, slower=slower, max_step_tokens=512)
+    made = bench(family, slower=slower, max_step_tokens=512, slo_tpot=1e6)  # all share a step
     tokens, logprobs = full_forward(family, PROMPT, 4)
     for chunk, kv in zip(PROMPT.chunks, true_chunk_kv(made.loaded, PROMPT), strict=True):
         made.store.put(chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default"), kv)

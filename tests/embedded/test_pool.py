@@ -62,6 +62,15 @@ class AllocatorMachine(RuleBasedStateMachine):
         spans = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.allocator.release(spans)
 
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def imagine_a_release(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.held) - 1))
+        spans = self.held.pop(index)
+        without = self.taken()
+        self.held.insert(index, spans)
+        assert self.allocator.free_without(spans) == SLOTS - len(without)
+
     @invariant()
     def counts_agree(self) -> None:
         self.allocator.check_integrity([span for spans in self.held for span in spans])

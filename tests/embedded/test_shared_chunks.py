@@ -16,6 +16,7 @@ from kvlinker.embedded.runner import Runner
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.store import HostTier
 from kvlinker.store.chunk_kv import changed
+from kvlinker.types.chunk_scores import SCORE_BYTES_PER_TOKEN
 from kvlinker.types.chunks import Chunk, chunk_key
 from tests.embedded.conftest import full_forward, linked_prompt, random_tokens
 from tests.embedded.test_oracle import true_chunk_kv
@@ -35,7 +36,8 @@ def prompt_of(order, seed, header=0):
 
 
 def bytes_of(made, *chunks):
-    return sum(len(chunk) for chunk in chunks) * made.engine.kv_bytes_per_token
+    """The bytes of chunks in memory, with their scores."""
+    return sum(len(chunk) for chunk in chunks) * (made.engine.kv_bytes_per_token + SCORE_BYTES_PER_TOKEN)
 
 
 def assert_alike(outcome, alone):

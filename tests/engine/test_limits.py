@@ -1,7 +1,7 @@
 import pytest
 
 from kvlinker.engine.contract import GenerationRequest
-from kvlinker.engine.limits import check_room, check_supported
+from kvlinker.engine.limits import check_room, check_supported, check_wait
 from kvlinker.errors import InvalidRequestError, OverloadedError, PolicyError
 from kvlinker.linking import parse_policy
 from kvlinker.types.sampling import SamplingParams
@@ -45,3 +45,15 @@ def test_each_choice_has_its_own_seed():
 def test_at_least_one_choice_is_wanted(n):
     with pytest.raises(InvalidRequestError, match=f"n is {n}"):
         GenerationRequest(chunk_prompt(4), parse_policy("naive"), n=n)
+
+
+@pytest.mark.parametrize(("before", "own"), [(0, 0), (0, 50), (4, 6), (9.9, 0)])
+def test_who_is_in_time_or_alone_may_wait(before, own):
+    check_wait(before, own, most=10)
+
+
+@pytest.mark.parametrize(("before", "own", "retry_after"), [(8, 4, 2), (0.1, 10, 1), (30, 1, 21), (5, 60, 5)])
+def test_who_would_be_late_is_told_when_to_come_back(before, own, retry_after):
+    with pytest.raises(OverloadedError, match=f"after {before + own:.1f} seconds") as info:
+        check_wait(before, own, most=10)
+    assert info.value.retry_after == retry_after

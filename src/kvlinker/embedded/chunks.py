@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlinker.embedded.batch import Capture
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.embedded.requests import Ending, Kind, LinkedRequest, Request
-from kvlinker.embedded.scheduler import Scheduler
+from kvlinker.embedded.scheduling.scheduler import Scheduler
 from kvlinker.embedded.sequence import TokenSequence
 from kvlinker.embedded.throughput import ComputeThroughput
 from kvlinker.engine.contract import GenerationRequest
@@ -30,9 +30,9 @@ from kvlinker.linking.refinement import Refinement
 from kvlinker.prompt.segments import Prompt, ReusedPrefix
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
-from kvlinker.store.holds import Hold
 from kvlinker.store.loading.arriving import KV
 from kvlinker.store.loading.throughput import LoadTime
+from kvlinker.types.chunk_scores import SCORE_BYTES_PER_TOKEN
 from kvlinker.types.chunks import Chunk, chunk_key
 
 logger = logging.getLogger(__name__)
@@ -93,11 +93,14 @@ class ChunkRequest(CaptureRequest):
         contents: Sequence[str],
         *,
         with_scores: bool,
+        tenant: str,
         urgent: bool,
     ) -> None:
-        """``keys`` are the chunks' keys in ``store``. ``urgent`` is true if an answer waits for the chunks."""
+        """``keys`` are the chunks' keys in ``store``. ``tenant`` asks for them; ``urgent`` is true if an answer of its
+        waits for them."""
         super().__init__(loaded, tokens, spans, contents, with_scores=with_scores)
         self.identity = keys
+        self.tenant = tenant
         self.urgent = urgent
         self._keys = keys
         self._store = store
@@ -120,24 +123,27 @@ class ChunkBuilder:
         self._longest = longest
         self._with_scores = with_scores
 
-    def build(self, key: str, chunk: Chunk, *, urgent: bool = False) -> Future[ChunkKV]:
+    def build(self, key: str, chunk: Chunk, *, tenant: str, urgent: bool = False) -> Future[ChunkKV]:
         """Return the chunk's resident KV, once it is computed and stored under ``key``. ``urgent`` says that an answer
-        waits for it.
+        to ``tenant`` waits for it.
 
         Raises ContextLengthError and EngineClosedError.
         """
         tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)
         spans = [(len(chunk.prefix), len(tokens))]
-        return gather([self._build((key,), tokens, spans, [chunk.content], urgent=urgent)], lambda built: built[0][0])
+        building = self._build((key,), tokens, spans, [chunk.content], tenant=tenant, urgent=urgent)
+        return gather([building], lambda built: built[0][0])
 
-    def build_prompt(self, keys: Sequence[str], prompt: Prompt) -> Future[tuple[ChunkKV, ...]]:
+    def build_prompt(self, keys: Sequence[str], prompt: Prompt, *, tenant: str) -> Future[tuple[ChunkKV, ...]]:
         """Return the KV of all chunks at their positions in ``prompt``, one key each, once it is computed and stored.
         Their scores tell how much attention the chunks pay to one another.
 
         Raises ContextLengthError and EngineClosedError.
         """
         spans = [(span.start, span.end) for span in prompt.spans]
-        return self._build(tuple(keys), prompt.tokens[: spans[-1][1]], spans, prompt.contents, urgent=False)
+        return self._build(
+            tuple(keys), prompt.tokens[: spans[-1][1]], spans, prompt.contents, tenant=tenant, urgent=False
+        )
 
     def _build(
         self,
@@ -146,6 +152,7 @@ class ChunkBuilder:
         spans: Sequence[tuple[int, int]],
         contents: Sequence[str],
         *,
+        tenant: str,
         urgent: bool,
     ) -> Future[tuple[ChunkKV, ...]]:
         if len(tokens) > self._longest:
@@ -153,7 +160,15 @@ class ChunkBuilder:
                 f"A chunk has {len(tokens)} tokens with what stands before it, but the model takes {self._longest}."
             )
         wanted = ChunkRequest(
-            self._loaded, self._store, keys, tokens, spans, contents, with_scores=self._with_scores, urgent=urgent
+            self._loaded,
+            self._store,
+            keys,
+            tokens,
+            spans,
+            contents,
+            with_scores=self._with_scores,
+            tenant=tenant,
+            urgent=urgent,
         )
         return self._scheduler.enter(wanted).future
 
@@ -196,9 +211,10 @@ class LinkLoader:
         self._variants = variants
         self._offer = offer
 
-    def hold(self, request: LinkedRequest) -> Hold | None:
-        """Keep the prompt's chunks in memory for the request; None where those that others use leave no room."""
-        return self._store.hold(self._sizes(request.request.prompt.chunks, request.request.tenant))
+    def sizes(self, chunks: Sequence[Chunk], tenant: str) -> dict[str, int]:
+        """Return the bytes of the chunks in memory, KV and scores, by key."""
+        sizes = [len(chunk) * (self._token_bytes + SCORE_BYTES_PER_TOKEN) for chunk in chunks]
+        return dict(zip(self._keys(chunks, tenant), sizes, strict=True))
 
     def load(self, request: LinkedRequest) -> None:
         """Begin the request's link and fetch the KV of its chunks. The thread that gets the last chunk, maybe while
@@ -207,7 +223,7 @@ class LinkLoader:
             link = self._begin(request)
             hold = request.hold
             if hold is not None:  # else the request has ended
-                hold.extend(self._sizes(link.chunks, request.request.tenant))
+                hold.extend(self.sizes(link.chunks, request.request.tenant))
             done = gather(self._fetch(request, link), partial(self._complete, request, link))
         except Exception as error:
             self._fail(request, error)
@@ -256,12 +272,12 @@ class LinkLoader:
             urgency = self._throughput.urgency(link.computed, cached=cached, decided=decided, alone=alone)
             found = self._store.load(keys, urgency)
         return [
-            or_else(kv, partial(self._build, key, chunk))
+            or_else(kv, partial(self._build, key, chunk, tenant))
             for kv, key, chunk in zip(found, keys, link.chunks, strict=True)
         ]
 
-    def _build(self, key: str, chunk: Chunk) -> Future[KV]:
-        return gather([self._builder.build(key, chunk, urgent=True)], lambda built: built[0])
+    def _build(self, key: str, chunk: Chunk, tenant: str) -> Future[KV]:
+        return gather([self._builder.build(key, chunk, tenant=tenant, urgent=True)], lambda built: built[0])
 
     def _complete(self, request: LinkedRequest, begun: Link, kvs: Sequence[KV]) -> None:
         link = begun.with_scores([kv.scores for kv in kvs])
@@ -285,11 +301,6 @@ class LinkLoader:
         if load is None:
             return Forecast(None, prefill)
         return Forecast(load.seconds, prefill, overlaps=load.waits or not self._throughput.on_host)
-
-    def _sizes(self, chunks: Sequence[Chunk], tenant: str) -> dict[str, int]:
-        """Return the bytes of the chunks' KV in memory, by key."""
-        sizes = [len(chunk) * self._token_bytes for chunk in chunks]
-        return dict(zip(self._keys(chunks, tenant), sizes, strict=True))
 
     def _keys(self, chunks: Sequence[Chunk], tenant: str) -> list[str]:
         return [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import psutil
@@ -20,7 +20,9 @@ from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.embedded.pool import KVPool
 from kvlinker.embedded.requests import Explaining, Generation, LinkedRequest, Request, Scoring
 from kvlinker.embedded.runner import Runner
-from kvlinker.embedded.scheduler import Scheduler
+from kvlinker.embedded.scheduling.admission import Admission
+from kvlinker.embedded.scheduling.composition import StepComposer
+from kvlinker.embedded.scheduling.scheduler import Scheduler
 from kvlinker.embedded.slots import SequenceSlots
 from kvlinker.embedded.throughput import ComputeThroughput, throughput_name
 from kvlinker.embedded.variants import VariantBuilder, VariantLibrary
@@ -36,6 +38,8 @@ from kvlinker.store import ChunkStore, Speeds
 from kvlinker.threads import compute_serially
 from kvlinker.types.answers import PromptLogprobs
 from kvlinker.types.chunks import Chunk, chunk_key
+
+L = TypeVar("L", bound=LinkedRequest)
 
 POOL_SHARE = 0.25
 """The share of the available memory that the pool takes."""
@@ -104,10 +108,15 @@ class EmbeddedEngine:
         self._scheduler = Scheduler(
             SequenceSlots(slots, keeps_prefixes=settings.prefix_cache == "on"),
             lambda request: self._loaders.submit(self._links.load, cast(LinkedRequest, request)),
-            hold=lambda request: self._links.hold(cast(LinkedRequest, request)),
-            max_step_tokens=settings.max_step_tokens,
+            hold=lambda request: store.hold(request.chunk_bytes),
+            is_resident=lambda request: all(map(store.is_resident, request.chunk_bytes)),
+            admission=Admission(throughput.seconds, max_waiting=settings.max_waiting, slo_ttft=settings.slo_ttft),
+            composer=StepComposer(
+                throughput,
+                max_step_tokens=settings.max_step_tokens,
+                seconds_per_token=None if settings.slo_tpot is None else settings.slo_tpot / 1e3,
+            ),
             max_running=settings.max_running,
-            max_waiting=settings.max_waiting,
         )
         self._chunks = ChunkBuilder(loaded, store, self._scheduler, longest=longest, with_scores=settings.chunk_scores)
         builder = None
@@ -151,7 +160,7 @@ class EmbeddedEngine:
         stored = self._store.nbytes(key)
         if stored is not None:
             return resolved(stored)
-        return gather([self._chunks.build(key, chunk)], lambda computed: computed[0].nbytes)
+        return gather([self._chunks.build(key, chunk, tenant=tenant)], lambda computed: computed[0].nbytes)
 
     def cache_prompt(self, prompt: Prompt, *, tenant: str) -> Future[Prompt]:
         """Compute and store the KV of all chunks of ``prompt`` at their positions there, each behind the ones before
@@ -163,7 +172,7 @@ class EmbeddedEngine:
         self._limits.check_vocabulary(prompt.tokens, param="prompt")
         known = prompt.with_chunks(prompt.variant(index) for index in range(len(prompt.chunks)))
         keys = [chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant) for chunk in known.chunks]
-        return gather([self._chunks.build_prompt(keys, known)] if keys else [], lambda _: known)
+        return gather([self._chunks.build_prompt(keys, known, tenant=tenant)] if keys else [], lambda _: known)
 
     def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
         generation = Generation(
@@ -175,13 +184,13 @@ class EmbeddedEngine:
             linked=self._note_use,
             cancel=self._scheduler.cancel,
         )
-        self._scheduler.enter(generation)
+        self._enter(generation)
         return _Handle(self._scheduler, generation.choices)
 
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         self._limits.max_tokens(request)
         explaining = Explaining(request, layers=len(self._loaded.layers), cost=self._cost)
-        return self._scheduler.enter(explaining).future
+        return self._enter(explaining).future
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
         self._limits.check_scorable(request.prompt)
@@ -192,7 +201,7 @@ class EmbeddedEngine:
             vocabulary=self._loaded.vocabulary,
             linked=self._note_use,
         )
-        return self._scheduler.enter(scoring).future
+        return self._enter(scoring).future
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -211,6 +220,10 @@ class EmbeddedEngine:
         self._loaders.shutdown()
         self._background.shutdown()
         atexit.unregister(self.close)
+
+    def _enter(self, request: L) -> L:
+        request.chunk_bytes = self._links.sizes(request.request.prompt.chunks, request.tenant)
+        return self._scheduler.enter(request)
 
     def _note_use(self, request: LinkedRequest) -> None:
         assert request.link is not None

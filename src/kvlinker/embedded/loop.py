@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlinker.embedded.batch import StepResult
 from kvlinker.embedded.requests import Ending, Request, State
 from kvlinker.embedded.runner import Runner
-from kvlinker.embedded.scheduler import Scheduler, Step
+from kvlinker.embedded.scheduling.scheduler import Scheduler, Step
 from kvlinker.embedded.throughput import ComputeThroughput
 from kvlinker.engine.limits import engine_closed
 from kvlinker.errors import KVLinkerError
@@ -38,12 +38,15 @@ class EngineLoop:
         throughput: ComputeThroughput,
         *,
         computing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``throughput`` is told how long steps take; ``computing`` is a context entered around each step."""
+        """``throughput`` is told how long steps take, by the ``clock``; ``computing`` is a context entered around each
+        step."""
         self._scheduler = scheduler
         self._runner = runner
         self._throughput = throughput
         self._computing = computing
+        self._clock = clock
         self._thread = threading.Thread(target=self._loop, name="kvlinker-engine", daemon=True)
 
     @property
@@ -82,7 +85,7 @@ class EngineLoop:
         for _, chunk in step.batch.shared():
             if isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete:
                 chunk.kv.subscribe(self._scheduler.wake)
-        begin = time.perf_counter()
+        begin = self._clock()
         try:
             with self._computing():
                 result = self._runner.step(step.batch, self._scheduler.wait_in_step)
@@ -92,7 +95,7 @@ class EngineLoop:
                 failed = KVLinkerError(f"The model failed on this request: {type(error).__name__}.")
                 self._end(request, self._failure(request, failed))
             return
-        self._throughput.note(step.batch, time.perf_counter() - begin)
+        self._throughput.note(step.batch, self._clock() - begin)
         self._tell_cancelled()
         for request in step.requests:
             if request.state is State.RUNNING:

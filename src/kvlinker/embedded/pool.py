@@ -47,6 +47,13 @@ class SlotAllocator:
         """The number of slots that somebody uses."""
         return int(np.count_nonzero(self._users))
 
+    def free_without(self, spans: Iterable[SlotSpan]) -> int:
+        """Return the number of slots that would be free if each of these spans had one user less."""
+        users = self._users.copy()
+        for span in spans:
+            users[span.slot : span.end] -= 1
+        return self.slots - int(np.count_nonzero(users))
+
     def allocate(self, size: int) -> tuple[SlotSpan, ...] | None:
         """Return ``size`` slots with one user: one span from the smallest gap that holds them, or, where none does,
         several from the largest gaps on; None where fewer are free."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
@@ -27,7 +28,7 @@ from kvlinker.errors import EngineClosedError, KVLinkerError
 from kvlinker.events import Events
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.link import Link
-from kvlinker.linking.plan import Placement
+from kvlinker.linking.plan import Placement, Range, ranges
 from kvlinker.linking.refinement import Refinement
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store.holds import Hold
@@ -38,6 +39,9 @@ T = TypeVar("T")
 
 Ending = Callable[[], None]
 """Reports to the caller how the request ended. Called once, after its slots are free."""
+
+CHUNK_DELAY = 10.0
+"""The seconds that chunks for which no answer waits give to answers that arrive later."""
 
 Linked = Callable[["LinkedRequest"], object]
 """Takes a request whose prompt has just been computed; called once per prompt, in the engine's thread."""
@@ -72,9 +76,15 @@ class Kind(Enum):
 
 class Request(ABC):
     """One thing to compute, from its arrival to its end. The scheduler alone writes its state, number, urgency
-    and hold."""
+    and hold, and what it predicts of it."""
 
     kind: ClassVar[Kind]
+
+    tenant = ""
+    """The tenant whose share of the engine it takes."""
+
+    chunk_bytes: Mapping[str, int] = {}
+    """The bytes of the chunks that its prompt names, by key."""
 
     choice = 0
     """The index of this request among the answers to one prompt; the first one links the prompt for all."""
@@ -94,6 +104,21 @@ class Request(ABC):
         self.number: int | None = None
         """The order of arrival; None before that."""
 
+        self.arrived = 0.0
+        """The time of arrival, in seconds on the scheduler's clock."""
+
+        self.backlog = 0.0
+        """The predicted seconds of the prompts of its tenant that come before it."""
+
+        self.prompt_seconds = 0.0
+        """The predicted seconds of computing its prompt."""
+
+        self.seconds_left = 0.0
+        """The predicted seconds of computing what is left of its prompt."""
+
+        self.gave_way = False
+        """True if it once gave its slots up to another tenant's request."""
+
         self.urgent = False
         """True if an answer waits for it."""
 
@@ -101,12 +126,34 @@ class Request(ABC):
         """Keeps the chunks that it uses in memory, from before they are fetched until the request ends."""
 
     @property
-    def order(self) -> tuple[int, ...]:
+    def deferral(self) -> float:
+        """The seconds for which it lets answers come first that arrive later."""
+        if self.kind is Kind.VARIANT:
+            return math.inf
+        return CHUNK_DELAY if self.kind is Kind.CHUNK and not self.urgent else 0.0
+
+    @property
+    def due(self) -> float:
+        """The time, on the scheduler's clock, that orders the requests of one tenant."""
+        return self.arrived + self.deferral + self.prompt_seconds
+
+    @property
+    def turn(self) -> float:
+        """The time, on the scheduler's clock, from which on nobody who arrives is admitted before it."""
+        return self.due + self.backlog
+
+    @property
+    def computed(self) -> Sequence[Range]:
+        """The positions [begin, end) of its prompt that are left to compute, as far as they are known."""
+        return () if self.sequence is None else self.sequence.pending
+
+    @property
+    def order(self) -> tuple[float, ...]:
         """Its place among waiting requests of its kind: the smallest comes first."""
         assert self.number is not None
         if self.kind is Kind.VARIANT:
             return (-self.number,)  # what was asked for last is likeliest to be asked for again
-        return (not self.urgent, self.number, self.choice)
+        return (not self.urgent, self.turn, self.number, self.choice)
 
     def mark_started(self) -> None:  # noqa: B027
         """Note that a step with the request's tokens begins."""
@@ -153,6 +200,7 @@ class LinkedRequest(Request):
         called when the prompt is computed."""
         super().__init__()
         self.request = request
+        self.tenant = request.tenant
         self.clock = RequestClock()
         self.link: Link | None = None
         self.resident_only = False
@@ -162,6 +210,11 @@ class LinkedRequest(Request):
         self._layers = layers
         self._max_tokens = max_tokens
         self._linked = linked
+
+    @property
+    def computed(self) -> Sequence[Range]:
+        """The positions that are left to compute; before the prompt is linked, its fresh tokens."""
+        return ranges(~self.request.prompt.cached) if self.sequence is None else self.sequence.pending
 
     @property
     def refinement(self) -> Refinement | None:

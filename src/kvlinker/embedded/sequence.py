@@ -137,6 +137,16 @@ class TokenSequence:
         return self._tokens[: self.length]
 
     @property
+    def pending(self) -> Sequence[Range]:
+        """The positions [begin, end) that are left to compute, ascending."""
+        return tuple(self._pending)
+
+    @property
+    def indivisible(self) -> bool:
+        """True if all that is left of the prompt is taken at once: a policy that refines has to see it whole."""
+        return self._refine is not None and not self._begun
+
+    @property
     def computed(self) -> bool:
         """True if nothing is left to compute until a token is appended."""
         return not self._pending
@@ -222,8 +232,8 @@ class TokenSequence:
     def take(self, budget: int) -> tuple[list[Run], Sight]:
         """Return the next runs, of at most ``budget`` tokens in all, and what they see, and mark them as done.
 
-        A prompt whose policy refines is taken whole and alone, since what it keeps depends on all of its tokens and on
-        no others.
+        A prompt whose policy refines (``indivisible``) is taken whole, whatever the budget, since what it keeps depends
+        on all of its tokens and on no others.
         """
         assert self.spans is not None
         refining: Refining | None = None

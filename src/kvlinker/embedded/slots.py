@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -64,6 +65,11 @@ class SequenceSlots:
         else:
             sequence.adopt(there)
         return True
+
+    def would_fit(self, sequence: TokenSequence, without: Iterable[TokenSequence]) -> bool:
+        """Return whether there would be slots for the sequence if those ``without`` gave their own up."""
+        given_up = chain.from_iterable(other.spans or () for other in without)
+        return self._allocator.free_without([*self._prefixes.spans, *given_up]) >= _wanted(sequence)
 
     def grow(self, sequence: TokenSequence) -> bool:
         """Make sure that the sequence holds slots for all of its tokens; False where there are too few."""

@@ -9,7 +9,7 @@ from functools import partial
 from kvlinker.embedded.chunks import CaptureRequest
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.embedded.requests import Kind
-from kvlinker.embedded.scheduler import Scheduler
+from kvlinker.embedded.scheduling.scheduler import Scheduler
 from kvlinker.errors import EngineClosedError
 from kvlinker.linking.evidence import Variant
 from kvlinker.prompt.segments import Prompt

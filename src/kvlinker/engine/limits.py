@@ -3,6 +3,7 @@ queued."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +41,20 @@ def check_room(queued: int, choices: int, *, most: int) -> None:
         raise OverloadedError(
             f"{queued} requests are queued already, and there is room for {most}. Try again later.",
             retry_after=RETRY_AFTER_SECONDS,
+        )
+
+
+def check_wait(before: float, own: float, *, most: float) -> None:
+    """Check that a request gives its first token within ``most`` seconds: its prompt takes ``own`` seconds, and those
+    ``before`` it. A prompt that takes longer alone is accepted where nobody is before it.
+
+    Raises OverloadedError, to be tried again when so much of the others is done that it would be in time.
+    """
+    if before > 0 and before + own > most:
+        raise OverloadedError(
+            f"The first token is expected after {before + own:.1f} seconds, but this server answers within {most:g}. "
+            "Try again later.",
+            retry_after=max(RETRY_AFTER_SECONDS, math.ceil(min(before, before + own - most))),
         )
 
 

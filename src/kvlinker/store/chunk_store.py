@@ -148,7 +148,7 @@ class ChunkStore:
         tier has not been measured. Chunks in memory, or in no tier, take no time. Does not count as a use."""
         times = []
         for key in set(keys):
-            if self._is_resident(key):
+            if self.is_resident(key):
                 continue
             for tier in self._tiers[1:]:
                 nbytes = tier.nbytes(key)
@@ -213,11 +213,17 @@ class ChunkStore:
         for tier in self._all_tiers:
             tier.note_use(key, use_weight(recomputed))
 
+    def is_resident(self, key: str) -> bool:
+        """Return whether ``get_resident`` would find the chunk. Does not count as a use."""
+        if self._device is not None and self._device.contains(key):
+            return True
+        return self._tiers[0].contains(key) or self._waiting(key) is not None
+
     def tier_of(self, key: str) -> str | None:
         """Return the name of the fastest tier that has the chunk. Does not count as a use."""
         if self._device is not None and self._device.contains(key):
             return self._device.name
-        if self._is_resident(key):
+        if self.is_resident(key):
             return self._tiers[0].name
         return next((tier.name for tier in self._tiers[1:] if tier.contains(key)), None)
 
@@ -342,12 +348,6 @@ class ChunkStore:
         if missing:
             self._loader.load(missing, replace(urgency, prefill=share * len(missing)), ahead=ahead)
         return [chunk.begun for chunk in chunks]
-
-    def _is_resident(self, key: str) -> bool:
-        """Return whether ``get_resident`` would find the chunk."""
-        if self._device is not None and self._device.contains(key):
-            return True
-        return self._tiers[0].contains(key) or self._waiting(key) is not None
 
     def _begun(self, key: str, prefill_seconds: float) -> ChunkLoad:
         """Return a chunk that is found or missed already, or is to be read from a tier that delivers it in the time in

@@ -9,6 +9,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+SCORE_BYTES_PER_TOKEN = 8
+"""The bytes that a chunk's scores take per token: two numbers in fp32."""
+
 
 @dataclass(frozen=True, slots=True)
 class ContextChunk:

@@ -7,12 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvlinker.embedded import scheduler as scheduling
 from kvlinker.embedded import slots as slots_module
 from kvlinker.embedded.requests import State
-from kvlinker.embedded.scheduler import MOST_VARIANTS, PREFETCHED
+from kvlinker.embedded.scheduling import scheduler as scheduling
+from kvlinker.embedded.scheduling.fetching import PREFETCHED
+from kvlinker.embedded.scheduling.scheduler import MOST_VARIANTS
 from kvlinker.errors import EngineClosedError, KVLinkerError, OverloadedError
-from tests.embedded.fake_runner import CHUNK_BYTES, LAYER, LAYERS, ChunkWork, Simulation, VariantWork, Work, arriving
+from tests.embedded.fake_runner import (
+    CHUNK_BYTES,
+    LAYER,
+    LAYERS,
+    ChunkWork,
+    Simulation,
+    Timing,
+    VariantWork,
+    Work,
+    arriving,
+)
 
 
 def owners(batch):
@@ -485,7 +496,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.growth, slots_module.GROWTH = slots_module.GROWTH, 3  # so that requests outgrow their slots
-        self.simulation = Simulation(100, max_step_tokens=9, max_running=5, max_waiting=12, memory=2 * CHUNK_BYTES)
+        self.simulation = Simulation(
+            100,
+            max_step_tokens=9,
+            max_running=5,
+            max_waiting=12,
+            memory=2 * CHUNK_BYTES,
+            timing=Timing(),
+            known=True,
+            resident="d",
+        )
         self.works = []
         self.kvs = []
 
@@ -503,9 +523,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         output=st.integers(1, 40),
         n=st.sampled_from([1, 1, 1, 2, 4]),
         chunks=st.sampled_from(["", "a", "ab", "bc", "d", "abc"]),
+        tenant=st.sampled_from("xyz"),
+        refines=st.booleans(),
     )
-    def answer(self, length, output, n, chunks):
-        self.enter(Work(length, output, n=n, chunks=chunks))
+    def answer(self, length, output, n, chunks, tenant, refines):
+        self.enter(Work(length, output, n=n, chunks=chunks, tenant=tenant, refines=refines))
+
+    @rule(seconds=st.floats(0, 20))
+    def wait(self, seconds):
+        self.simulation.timing.now += seconds
 
     @rule(length=st.integers(1, 60), name=st.sampled_from("ab"), urgent=st.booleans())
     def chunk(self, length, name, urgent):
@@ -556,6 +582,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def everything_is_where_it_should_be(self):
         self.simulation.scheduler.check_integrity()
         assert all(len(work.told) <= 1 for work in self.works)
+
+    @invariant()
+    def turns_follow_arrivals(self):
+        waiting = [work for work in self.works if work.state in (State.READY, State.PREEMPTED)]
+        assert all(work.seconds_left >= 0 and work.turn >= work.arrived for work in waiting)
 
     @invariant()
     def what_is_used_fits_in_memory(self):

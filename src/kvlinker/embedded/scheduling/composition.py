@@ -1,0 +1,171 @@
+"""Composes a step: which tokens of which running requests it computes, by the time that they take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvlinker.embedded.batch import Batch, Run, Sight
+from kvlinker.embedded.requests import Request
+from kvlinker.embedded.sequence import TokenSequence
+from kvlinker.embedded.throughput import ComputeThroughput, TokenCost
+
+IDLE_MULTIPLE = 2.25
+"""The duration of a step with prompts where no target is set, as a multiple of a step that only decodes."""
+
+LEAST_PIECE = 4
+"""The fewest tokens that one prompt gets in a step, whatever they take: reading the KV before them costs the same for
+one token."""
+
+MIXED_STEPS = 15
+"""The most steps in a row with prompts beside decoding; the one that follows only decodes, and measures how long that
+takes now."""
+
+LEAST_PROMPT_SHARE = 0.25
+"""The least time that prompts get in a step, as a share of a step that only decodes, however tight the target."""
+
+ELDEST_SHARE = 0.25
+"""The share of what prompts get that goes to the one whose turn came first, however long it is."""
+
+ONE_PER_TOKEN = TokenCost(1.0, 0.0)
+"""Counts tokens instead of time."""
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What prompts may take of a step: a cost, and a number of tokens."""
+
+    cost: TokenCost
+    amount: float
+    tokens: int
+
+    def fitting(self, request: Request, share: float = 1.0) -> int:
+        """Return how many of the request's next tokens fit into this share; of an indivisible prompt all, if anything
+        is left."""
+        sequence = sequence_of(request)
+        if self.amount <= 0 or self.tokens <= 0:
+            return 0
+        if sequence.indivisible:
+            return sequence.own_in_prompt
+        return min(self.cost.affordable(sequence.pending, share * self.amount), int(share * self.tokens))
+
+    def spend(self, request: Request, tokens: int) -> None:
+        """Take the cost of the request's next ``tokens`` out of the budget; a negative number gives it back."""
+        taken = self.cost.of(first_positions(sequence_of(request), abs(tokens)))
+        self.amount -= taken if tokens > 0 else -taken
+        self.tokens -= tokens
+
+
+class StepComposer:
+    """Fills steps. Every request that decodes is in every step; prompts get what is left of the step's time.
+
+    While requests decode, a step is to take no longer than the target: the setting, or a multiple of the step that only
+    decodes. While nobody does, a step holds as many tokens as memory is made for. What prompts get goes to the shortest
+    first, fairly between tenants, but a share of it to the prompt whose turn came first, so that none stands still.
+
+    An indivisible prompt may exceed the budget. Then prompts wait until decoding has caught up with its target, so that
+    the mean time per token keeps it.
+
+    The scheduler calls the methods under its lock.
+    """
+
+    def __init__(
+        self, throughput: ComputeThroughput, *, max_step_tokens: int, seconds_per_token: float | None = None
+    ) -> None:
+        """``max_step_tokens`` is the most tokens of a step, ``seconds_per_token`` the target for requests that
+        decode; None to take ``IDLE_MULTIPLE``."""
+        self._throughput = throughput
+        self._max_step_tokens = max_step_tokens
+        self._seconds_per_token = seconds_per_token
+        self._mixed = 0  # steps in a row with prompts beside decoding
+        self._owed = 0.0  # seconds by which prompts have exceeded their time
+        self.prompt_share = 1.0
+        """The share of the last step's time that was for prompts."""
+
+    def compose(self, running: Sequence[Request]) -> tuple[Batch, tuple[Request, ...]]:
+        """Take the next tokens of ``running`` requests, and mark them as done; return them, and whose they are."""
+        decoding = [request for request in running if sequence_of(request).decoding][: self._max_step_tokens]
+        prompts = [request for request in running if sequence_of(request).pending and request not in decoding]
+        budget = self._budget(decoding)
+        granted = [(request, 1) for request in decoding]
+        if prompts:
+            shared = _divide(budget, _shortest_first(prompts))
+            self._mixed = self._mixed + 1 if decoding and shared else 0
+            if any(sequence_of(request).indivisible for request, _ in shared) and decoding:
+                self._owed += max(0.0, -budget.amount)
+            granted += shared
+        runs: list[Run] = []
+        sights: dict[object, Sight] = {}
+        for request, tokens in granted:
+            sequence = sequence_of(request)
+            taken, sights[sequence] = sequence.take(tokens)
+            runs += taken
+        return Batch(tuple(runs), sights), tuple(request for request, _ in granted)
+
+    def _budget(self, decoding: Sequence[Request]) -> _Budget:
+        """Return what prompts get beside the requests that decode."""
+        tokens = self._max_step_tokens - len(decoding)
+        cost = self._throughput.cost_beside_decoding()
+        self.prompt_share = 1.0
+        if not decoding or cost is None:
+            self._owed = 0.0
+            return _Budget(ONE_PER_TOKEN, tokens, tokens)
+        positions = [part for request in decoding for part in sequence_of(request).pending]
+        idle = self._throughput.decode_seconds(positions)
+        if idle is None or self._mixed >= MIXED_STEPS:
+            return _Budget(cost, 0.0, tokens)  # this step measures it
+        target = self._seconds_per_token or IDLE_MULTIPLE * idle
+        seconds = max(target - idle, LEAST_PROMPT_SHARE * idle)
+        self.prompt_share = seconds / (idle + seconds)
+        paid = min(self._owed, seconds)
+        self._owed -= paid
+        return _Budget(cost, seconds - paid, tokens)
+
+
+def sequence_of(request: Request) -> TokenSequence:
+    """Return the sequence of a request that is loaded."""
+    assert request.sequence is not None
+    return request.sequence
+
+
+def first_positions(sequence: TokenSequence, tokens: int) -> list[tuple[int, int]]:
+    """Return the first ``tokens`` positions that the sequence has to compute."""
+    found = []
+    for begin, end in sequence.pending:
+        if tokens <= 0:
+            break
+        found.append((begin, min(end, begin + tokens)))
+        tokens -= end - begin
+    return found
+
+
+def _divide(budget: _Budget, prompts: Sequence[Request]) -> list[tuple[Request, int]]:
+    """Divide the budget among ``prompts``, the first ones first; at least ``LEAST_PIECE`` tokens go to one."""
+    if budget.amount <= 0 or budget.tokens <= 0:
+        return []
+    eldest = min(prompts, key=lambda request: request.turn)
+    reserved = max(min(LEAST_PIECE, budget.tokens), budget.fitting(eldest, ELDEST_SHARE))
+    budget.spend(eldest, reserved)
+    granted = []
+    for request in prompts:
+        if request is eldest:
+            budget.spend(eldest, -reserved)
+            tokens = max(reserved, budget.fitting(eldest))
+        else:
+            tokens = budget.fitting(request)
+        if tokens:
+            budget.spend(request, tokens)
+            granted.append((request, tokens))
+    return granted
+
+
+def _shortest_first(prompts: Sequence[Request]) -> list[Request]:
+    """Order prompts by the seconds left of them and of the shorter ones of the same tenant, so that a tenant's many
+    short ones do not all come before another's longer one."""
+    before: defaultdict[str, float] = defaultdict(float)
+    demand = {}
+    for request in sorted(prompts, key=lambda request: (request.deferral + request.seconds_left, request.number)):
+        before[request.tenant] += request.seconds_left
+        demand[request] = request.deferral + before[request.tenant]
+    return sorted(demand, key=lambda request: demand[request])
