@@ -18,6 +18,7 @@ from kvlinker.research.bench.decode import run_decode
 from kvlinker.research.bench.isolation import run_isolation
 from kvlinker.research.bench.measurement import Workload, in_turn, median_step, peak_memory
 from kvlinker.research.bench.memory import run_memory
+from kvlinker.research.bench.neighbour import run_neighbour
 from kvlinker.research.bench.overhead import run_overhead
 from kvlinker.research.bench.report import Report
 from kvlinker.research.bench.shapes import byte_tokenizer, random_model
@@ -158,6 +159,14 @@ def test_processes_that_have_ended_have_no_memory():
     assert peak_memory(process.pid) == 0  # nobody has asked for its status yet
     process.wait()
     assert peak_memory(process.pid) == 0
+
+
+def test_a_neighbour_is_measured_alone_and_beside_a_prompt(subject):
+    whole, cut = (run_neighbour(subject, [300], most_tokens=most, slo_tpot=1e-3).rows[0] for most in (10_000, 2))
+    assert whole["prefill_s"] > 0
+    assert whole["worst_ms"] >= whole["beside_p99_ms"] >= whole["beside_p50_ms"] > 0
+    assert whole["worst_ratio"] == pytest.approx(whole["worst_ms"] / whole["idle_ms"])
+    assert cut["prefill_s"] is None or cut["steps"] <= 2
 
 
 def test_overhead_asks_the_same_both_ways(subject):
