@@ -30,7 +30,7 @@ WARM_UP_TOKENS = 512
 """The prompt that is computed first, alone, so that the engine knows how long prompts take."""
 
 
-@benchmark("neighbour")
+@benchmark("neighbour", settings=("slo_tpot",))
 def neighbour(
     setup: Setup,
     *,
