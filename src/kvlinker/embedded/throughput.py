@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import platform
+import statistics
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -48,14 +50,15 @@ _LEAST_TOKENS = 8
 _LEAST_CONSTANT = 0.1
 """The smallest constant, as a share of a step that only decodes."""
 
-_DECODING_WEIGHT = 0.2
-"""The weight of a new measurement of decoding, alone or beside prompts, against all earlier ones."""
+_RECENT_STEPS = 5
+"""The last steps that only decode, whose median is c: one that was disturbed says nothing."""
 
-_MOST_CHANGE = 4.0
-"""The most by which one step that only decodes may deviate from c; what is further off is a disturbance."""
+_MIXED_WEIGHT = 0.2
+"""The weight of a new measurement of prompts beside decoding against all earlier ones."""
 
 _MOST_STRAIN = 2.0
-"""The most by which prompts beside decoding may deviate from their prediction in one step, likewise."""
+"""The most by which prompts beside decoding may deviate from their prediction in one step; what is further off is a
+disturbance."""
 
 _READ_PAIRS = 4.0
 """The time of reading a token's KV, in pairs, until it is measured."""
@@ -123,6 +126,7 @@ class ComputeThroughput:
         self._lock = threading.Lock()
         self._squares: Vector = np.zeros((2, 2))
         self._sums: Vector = np.zeros(2)
+        self._constants: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def note(self, batch: Batch, seconds: float) -> None:
         """Note that a step computed ``batch`` in ``seconds``. Steps with prompts whose policies dropped tokens, or that
@@ -194,11 +198,10 @@ class ComputeThroughput:
         """Update c by a step that only decodes."""
         known, constant = self._known(), self._constant()
         rest = 0.0 if known is None else float(known @ _amounts(decoded))
-        measured = max(seconds - rest, _LEAST_CONSTANT * seconds)
-        if constant is not None:
-            measured = min(max(measured, constant / _MOST_CHANGE), constant * _MOST_CHANGE)
-            measured = constant + _DECODING_WEIGHT * (measured - constant)
-        self._speeds.note(self._decode, [measured])
+        if constant is not None and not self._constants:
+            self._constants.append(constant)  # what another process measured
+        self._constants.append(max(seconds - rest, _LEAST_CONSTANT * seconds))
+        self._speeds.note(self._decode, [statistics.median(self._constants)])
 
     def _note_mixed(self, decoded: Sequence[Range], prompts: Vector, read: int, seconds: float) -> None:
         """Update what pieces of prompts take by a step beside decoding; the less of them, the less it says."""
@@ -209,7 +212,7 @@ class ComputeThroughput:
         parts = costs * np.array([known @ prompts, read])
         expected = parts.sum()
         ratio = min(max((seconds - alone) / expected, 1 / _MOST_STRAIN), _MOST_STRAIN)
-        weight = _DECODING_WEIGHT * min(1.0, expected / alone)
+        weight = _MIXED_WEIGHT * min(1.0, expected / alone)
         changed = costs * ratio ** (weight * parts / expected)  # each as far as it has a part in the error
         self._speeds.note(self._beside, changed.tolist())
 
