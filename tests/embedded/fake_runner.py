@@ -67,7 +67,7 @@ class Work(Request):
                 work.choice, work.choices = choice, self.all_choices()
 
     @property
-    def computed(self):
+    def pending(self):
         return self.runs if self.sequence is None else self.sequence.pending
 
     def all_choices(self):

@@ -76,6 +76,27 @@ def test_answers_are_the_same_whatever_time_a_step_may_take(bench, milliseconds)
     handle.cancel()
 
 
+@pytest.mark.parametrize("prefix_cache", ["on", "off"])
+def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(bench, prefix_cache):
+    expected = alone(bench, "llama", 80)
+    made = bench(max_step_tokens=64, kv_slots=400, slo_tpot=1e-3, prefix_cache=prefix_cache)
+    neighbours = [
+        made.submit(linked_prompt(50, fresh=40, seed=s), tenant="many", max_tokens=150) for s in (50, 51, 52, 53)
+    ]
+    neighbours[0][0].wait_for_token()
+    outcomes = [
+        made.submit(prompt, policy, tenant=f"tenant-{number % 3}", max_tokens=80)[0]
+        for number, (prompt, policy) in enumerate(requests())
+    ]
+    for _, handle in neighbours[1:3]:
+        handle.cancel()
+    for outcome, single in zip(outcomes, expected, strict=True):
+        same(outcome.wait(), single)
+    assert [outcome.wait().finished.reason for outcome, _ in neighbours] == ["length", *2 * ["cancelled"], "length"]
+    assert made.engine.scheduler.preemptions > 0
+    assert made.engine.load().slots_used == 0
+
+
 def test_a_long_queue_is_refused_by_the_time_that_it_would_take(bench):
     made = bench(kv_slots=8192, slo_ttft=1e-4)
     made.answer(linked_prompt(fresh=400), "full", max_tokens=1)

@@ -143,7 +143,12 @@ class Request(ABC):
         return self.due + self.backlog
 
     @property
-    def computed(self) -> Sequence[Range]:
+    def waits(self) -> bool:
+        """True for an answer that has no slots and has not ended."""
+        return self.kind is Kind.ANSWER and self.state not in (State.RUNNING, State.FINISHED)
+
+    @property
+    def pending(self) -> Sequence[Range]:
         """The positions [begin, end) of its prompt that are left to compute, as far as they are known."""
         return () if self.sequence is None else self.sequence.pending
 
@@ -212,7 +217,7 @@ class LinkedRequest(Request):
         self._linked = linked
 
     @property
-    def computed(self) -> Sequence[Range]:
+    def pending(self) -> Sequence[Range]:
         """The positions that are left to compute; before the prompt is linked, its fresh tokens."""
         return ranges(~self.request.prompt.cached) if self.sequence is None else self.sequence.pending
 

@@ -44,8 +44,16 @@ def test_short_prompts_are_fetched_before_long_ones_that_were_fetched_ahead():
 def test_few_are_fetched_ahead_however_short_they_are():
     simulation = measured(max_running=1)
     for length in range(4000, 1000, -100):
-        simulation.enter(length, tenant=str(length))
+        simulation.enter(length)
     assert len(simulation.loads) == 2 * PREFETCHED
+
+
+def test_of_each_tenant_one_is_fetched_ahead_however_many_others_have():
+    simulation = measured(max_running=1)
+    for length in range(4000, 1000, -100):
+        simulation.enter(length, tenant="many")
+    few = [simulation.enter(4000, tenant=tenant) for tenant in ("few", "fewer", "few")]
+    assert simulation.loads[2 * PREFETCHED :] == few[:2]
 
 
 def test_a_tenants_hundred_requests_do_not_hold_up_anothers_one():
@@ -63,15 +71,27 @@ def test_a_tenants_hundred_requests_do_not_hold_up_anothers_one():
     assert sum(work.told == ["finished"] for work in hundred) < 20
 
 
-def test_tenants_who_flood_the_queue_get_the_same_time():
-    simulation = measured(max_running=2)
-    works = [simulation.enter(length, tenant=tenant) for _ in range(60) for tenant, length in (("a", 300), ("b", 100))]
-    simulation.load_all()
-    for _ in range(40):
+@settings(max_examples=10, deadline=None)
+@given(
+    lengths=st.tuples(st.integers(100, 400), st.integers(100, 400)),
+    neighbour=st.booleans(),
+)
+def test_tenants_who_flood_the_queue_get_the_same_time(lengths, neighbour):
+    """As long as both have prompts waiting, and but for the few that were admitted last."""
+    simulation = measured(max_running=8)
+    if neighbour:
+        decoding(simulation, tenant="other")
+    works: dict[str, list[Work]] = {"a": [], "b": []}
+    for index in range(100):
+        for (tenant, own), length in zip(works.items(), lengths, strict=True):
+            if index * length < 10_000:
+                own.append(simulation.enter(length, tenant=tenant))
+    while all(own[-1].waits for own in works.values()):
         simulation.load_all()
         simulation.step()
-    computed = {tenant: sum(w.length for w in works if w.tenant == tenant and w.told) for tenant in "ab"}
-    assert 0 < computed["a"] < 2 * computed["b"] < 4 * computed["a"]
+    done = {tenant: sum(work.prompt_seconds for work in own if not work.waits) for tenant, own in works.items()}
+    longest = max(own[0].prompt_seconds for own in works.values())
+    assert abs(done["a"] - done["b"]) <= 3 * longest
 
 
 def test_who_has_taken_all_places_gives_one_up_to_a_tenant_that_has_none():
@@ -88,6 +108,43 @@ def test_who_has_taken_all_places_gives_one_up_to_a_tenant_that_has_none():
     assert all(work.told == ["finished"] for work in (other, *again))
     assert [work.state for work in works] == [State.RUNNING] * 4
     assert simulation.scheduler.preemptions <= 3, "each gives way once, and one of them never"
+
+
+def test_a_tenant_gets_a_place_though_another_has_all_places_and_many_waiting():
+    """Prompts are short, so that those of the one have early turns, and answers long, so that none of them ends."""
+    simulation = measured(max_running=4)
+    for _ in range(3 * PREFETCHED):
+        simulation.enter(2, 50_000, tenant="many")
+    for _ in range(20):
+        simulation.load_all()
+        simulation.step()
+    one = simulation.add(20, 3, tenant="few")
+    for _ in range(10):
+        simulation.step()
+    assert one.told == ["finished"]
+
+
+def test_a_tenant_with_nothing_in_a_full_queue_is_let_in():
+    simulation = measured(max_running=1, max_waiting=3)
+    for _ in range(4):
+        simulation.add(20, 50, tenant="many")
+        simulation.step()
+    with pytest.raises(OverloadedError, match="3 requests are queued already"):
+        simulation.enter(20, tenant="many")
+    simulation.enter(20, tenant="few")
+    with pytest.raises(OverloadedError):
+        simulation.enter(20, tenant="few")
+
+
+def test_what_is_cancelled_holds_up_nobody_of_its_tenant():
+    simulation = measured(max_running=1)
+    first = simulation.add(50, 3)
+    simulation.step()
+    cancelled = [simulation.add(300, tenant="many") for _ in range(4)]
+    again = simulation.add(310, tenant="many")
+    other = simulation.add(400, tenant="few")
+    simulation.scheduler.cancel(cancelled)
+    assert admitted(simulation, [first, again, other]) == [first, again, other]
 
 
 def test_those_without_a_token_give_way_first():

@@ -113,6 +113,27 @@ def test_no_step_takes_longer_than_thrice_an_idle_one(constant, per_token, per_p
     assert max(simulation.timing.taken[first:]) <= 3 * idle
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    target=st.none() | st.floats(0.05, 1),
+    neighbours=st.integers(1, 4),
+    arrivals=st.lists(
+        st.tuples(st.integers(1, 400), st.integers(1, 5), st.sampled_from("ab"), st.integers(0, 6)), max_size=12
+    ),
+)
+def test_what_decodes_keeps_its_target_whatever_prompts_come(target, neighbours, arrivals):
+    simulation = measured(seconds_per_token=target)
+    decoding(simulation, neighbours)
+    for length, output, tenant, steps in [*arrivals, (1, 1, "a", 30)]:
+        simulation.add(length, output, tenant=tenant)
+        for _ in range(steps):
+            batch = simulation.step()
+            idle = simulation.timing.constant + simulation.timing.per_token * sum(map(decodes, batch.runs))
+            if prompt_tokens(batch) > LEAST_PIECE:
+                allowed = max(target or IDLE_MULTIPLE * idle, (1 + LEAST_PROMPT_SHARE) * idle)
+                assert simulation.timing.taken[-1] <= 1.05 * allowed
+
+
 @settings(max_examples=10, deadline=None)
 @given(strain=st.floats(0.3, 3))
 def test_what_prompts_take_beside_decoding_is_learnt(strain):

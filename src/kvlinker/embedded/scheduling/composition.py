@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,7 +46,7 @@ class _Budget:
         if self.amount <= 0 or self.tokens <= 0:
             return 0
         if sequence.indivisible:
-            return sequence.own_in_prompt
+            return sum(end - begin for begin, end in sequence.pending if begin < sequence.prompt_length)
         return min(self.cost.affordable(sequence.pending, share * self.amount), int(share * self.tokens))
 
     def spend(self, request: Request, tokens: int) -> None:
@@ -61,8 +60,9 @@ class StepComposer:
     """Fills steps. Every request that decodes is in every step; prompts get what is left of the step's time.
 
     While requests decode, a step is to take no longer than the target: the setting, or a multiple of the step that only
-    decodes. While nobody does, a step holds as many tokens as memory is made for. What prompts get goes to the shortest
-    first, fairly between tenants, but a share of it to the prompt whose turn came first, so that none stands still.
+    decodes. While nobody does, a step holds as many tokens as memory is made for. What prompts get goes first to the
+    tenant that has got least so far, and to the shortest of its prompts; but a share of it to the prompt whose turn
+    came first, so that none stands still.
 
     An indivisible prompt may exceed the budget. Then prompts wait until decoding has caught up with its target, so that
     the mean time per token keeps it.
@@ -80,6 +80,8 @@ class StepComposer:
         self._seconds_per_token = seconds_per_token
         self._mixed = 0  # steps in a row with prompts beside decoding
         self._owed = 0.0  # seconds by which prompts have exceeded their time
+        self._served: dict[str, float] = {}  # seconds of prompts, by tenant; who comes anew begins with the least
+        self._least_served = 0.0
         self.prompt_share = 1.0
         """The share of the last step's time that was for prompts."""
 
@@ -90,7 +92,8 @@ class StepComposer:
         budget = self._budget(decoding)
         granted = [(request, 1) for request in decoding]
         if prompts:
-            shared = _divide(budget, _shortest_first(prompts))
+            shared = _divide(budget, self._in_order(prompts))
+            self._note_served(shared)
             self._mixed = self._mixed + 1 if decoding and shared else 0
             if any(sequence_of(request).indivisible for request, _ in shared) and decoding:
                 self._owed += max(0.0, -budget.amount)
@@ -121,6 +124,27 @@ class StepComposer:
         paid = min(self._owed, seconds)
         self._owed -= paid
         return _Budget(cost, seconds - paid, tokens)
+
+    def _in_order(self, prompts: Sequence[Request]) -> list[Request]:
+        """Order prompts: those of the tenant that was served least come first, of one tenant's the shortest, and chunks
+        for which no answer waits behind all answers."""
+        tenants = {request.tenant for request in prompts}
+        for tenant in tenants:
+            self._served[tenant] = max(self._served.get(tenant, 0.0), self._least_served)
+        self._least_served = min(self._served[tenant] for tenant in tenants)
+
+        def order(request: Request) -> tuple[float, ...]:
+            assert request.number is not None
+            return request.deferral, self._served[request.tenant], request.seconds_left, request.number
+
+        return sorted(prompts, key=order)
+
+    def _note_served(self, granted: Sequence[tuple[Request, int]]) -> None:
+        """Note what tenants get of a step."""
+        cost = self._throughput.cost_beside_decoding()
+        if cost is not None:
+            for request, tokens in granted:
+                self._served[request.tenant] += cost.of(first_positions(sequence_of(request), tokens))
 
 
 def sequence_of(request: Request) -> TokenSequence:
@@ -158,14 +182,3 @@ def _divide(budget: _Budget, prompts: Sequence[Request]) -> list[tuple[Request, 
             budget.spend(request, tokens)
             granted.append((request, tokens))
     return granted
-
-
-def _shortest_first(prompts: Sequence[Request]) -> list[Request]:
-    """Order prompts by the seconds left of them and of the shorter ones of the same tenant, so that a tenant's many
-    short ones do not all come before another's longer one."""
-    before: defaultdict[str, float] = defaultdict(float)
-    demand = {}
-    for request in sorted(prompts, key=lambda request: (request.deferral + request.seconds_left, request.number)):
-        before[request.tenant] += request.seconds_left
-        demand[request] = request.deferral + before[request.tenant]
-    return sorted(demand, key=lambda request: demand[request])

@@ -10,7 +10,8 @@ from kvlinker.embedded.scheduling.admission import Admission
 from kvlinker.store.holds import Hold
 
 PREFETCHED = 8
-"""The number of waiting requests whose chunks' KV is fetched ahead of those behind them; twice as many in all."""
+"""The number of waiting requests whose chunks' KV is fetched ahead of those behind them; twice as many in all, and one
+of each tenant."""
 
 
 class FetchQueue:
@@ -101,10 +102,10 @@ class FetchQueue:
     def _next(self, ready: Sequence[Request]) -> Request | None:
         """Return the request to fetch next, which now holds its chunks; None if none may be fetched."""
         ahead = self._ahead(ready)
-        if len(ahead) >= 2 * PREFETCHED:
-            return None
-        for request in self._admission.candidates(self._unfetched, self._is_resident):
-            if sum(other.order <= request.order for other in ahead) < PREFETCHED:
+        for request in self._admission.candidates(self._unfetched, ahead, self._is_resident):
+            before = sum(other.order <= request.order for other in ahead)
+            has_some = any(other.tenant == request.tenant for other in ahead)
+            if not has_some or (before < PREFETCHED and len(ahead) < 2 * PREFETCHED):
                 request.hold = request.hold or self._hold(request)
                 if request.hold is not None:
                     return request

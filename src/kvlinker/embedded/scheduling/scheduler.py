@@ -140,14 +140,14 @@ class Scheduler:
             if twin is not None:
                 self._hurry(twin, request)
                 return cast(R, twin)
+            self._arrived += 1
+            request.number = self._arrived
             others = self._everything()
             self._admission.place(request, others)
             if request.kind is Kind.ANSWER:
                 share = self._composer.prompt_share
                 self._admission.check(request, others, waiting=self._count_waiting(), prompt_share=share)
-            self._push_back(request)
-            self._arrived += 1
-            request.number = self._arrived
+            self._push_back(request, request.seconds_left)
             if request.identity is not None:
                 self._by_identity[request.identity] = request
             if request.sequence is None:
@@ -167,9 +167,10 @@ class Scheduler:
         with self._changed:
             self._fetches.report(request)
             if request.state is State.LOADING:
-                request.sequence = sequence
-                self._admission.predict(request)
-                self._admission.count_before(request, self._everything())
+                expected, request.sequence = request.pending, sequence
+                if tuple(request.pending) != tuple(expected):
+                    self._admission.predict_anew(request, self._everything())
+                    self._sort()
                 self._move(request, State.READY)
             self._fetch_next()
 
@@ -333,6 +334,8 @@ class Scheduler:
             if request.hold is not None:
                 request.hold.release()
                 request.hold = None
+            if request.seconds_left:
+                self._push_back(request, -request.seconds_left)
         self._fetch_next()
         self._changed.notify_all()
 
@@ -356,13 +359,18 @@ class Scheduler:
     def _hurry(self, twin: Request, request: Request) -> None:
         """Move ``twin`` to the front of its queue if an answer waits for ``request``, which has the same identity."""
         if request.urgent and not twin.urgent:
+            self._push_back(twin, -twin.seconds_left)
             twin.urgent = True
             self._admission.count_before(twin, self._everything())
-            self._push_back(twin)
+            self._push_back(twin, twin.seconds_left)
 
-    def _push_back(self, request: Request) -> None:
-        """Have those of its tenant that come after the request wait for it."""
-        self._admission.push_back(request, self._everything())
+    def _push_back(self, request: Request, seconds: float) -> None:
+        """Have those of its tenant that come after the request wait for so many seconds more, or less."""
+        self._admission.push_back(request, self._everything(), seconds)
+        self._sort()
+
+    def _sort(self) -> None:
+        """Bring waiting requests, whose turns have changed, into order."""
         self._fetches.sort()
         for queue in self._waiting.values():
             queue.sort(key=order_of)
