@@ -188,7 +188,7 @@ def test_another_question_is_linked_anew_where_policies_look_at_it(bench) -> Non
         following = prompt_of(HEADER, 0, 1, (*SECOND, *outcome.tokens, *FIRST))
         assert made.answer(following, policy).finished.usage.exact_cached_tokens == len(other) + 7
         assert made.answer(following, policy).finished.usage.exact_cached_tokens == len(following) - 1
-    (tree,) = [made.engine.scheduler._slots._prefixes]
+    (tree,) = [made.engine.scheduler._places.slots._prefixes]
     assert set(tree._names.values()) == set(tree._chunks) == {name for name, uses in tree._name_uses.items() if uses}
 
 

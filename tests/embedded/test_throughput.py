@@ -200,6 +200,13 @@ def test_steps_of_both_teach_what_prompts_take_beside_decoding(strain):
     assert throughput.prefill_seconds(2048) == pytest.approx(CONSTANT + truth((0, 2048)), rel=0.05), "it stays"
 
 
+def test_disturbed_steps_do_not_change_what_decoding_takes():
+    throughput = ComputeThroughput(Cost())
+    for seconds in (CONSTANT, 5 * CONSTANT, 0.9 * CONSTANT, 4 * CONSTANT, CONSTANT):
+        throughput.note(decoding(5), seconds)
+    assert throughput.decode_seconds([(5, 6)]) == pytest.approx(CONSTANT)
+
+
 def test_a_disturbed_step_says_little():
     throughput = taught()
     before = throughput.decode_seconds([(500, 501)]), throughput.cost_beside_decoding()
