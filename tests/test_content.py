@@ -1,47 +1,19 @@
-"""What callers write into prompts becomes typed values, and these become prompts with chunks in their places."""
+"""What callers write into prompts becomes typed values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
-from kvlinker.content import ContentReader, parse_messages, parse_prompt
-from kvlinker.errors import ContextCacheNotFoundError, InvalidRequestError
+from kvlinker.content import parse_documents, parse_implicit, parse_messages, parse_prompt
+from kvlinker.errors import InvalidRequestError
 from kvlinker.store import ContextCache
 from kvlinker.types.chunks import Chunk
-from kvlinker.types.messages import ChatMessage, ContextCacheReference, TokenIds
+from kvlinker.types.messages import ChatMessage, ContextCacheReference, Document, Implicit, MarkedText, TokenIds
 
 CACHE = ContextCache("cc_1", "default", "tiny", "fingerprint", Chunk((1, 2)), "key", 0.0)
 ONE = ContextCacheReference("cc_1")
-
-
-class Caches:
-    """Context caches as ``ContentReader`` asks for them: ``known`` by id. Notes what is asked."""
-
-    def __init__(self, known: dict[str, Chunk]) -> None:
-        self.known = known
-        self.asked: list[tuple[str, ...]] = []
-
-    def chunks(self, cache_ids: Iterable[str], *, tenant: str) -> dict[str, Chunk]:
-        assert tenant == "anna"
-        wanted = tuple(cache_ids)
-        self.asked.append(wanted)
-        for cache_id in wanted:
-            if cache_id not in self.known:
-                raise ContextCacheNotFoundError(cache_id)
-        return {cache_id: self.known[cache_id] for cache_id in wanted}
-
-
-class Builder:
-    """Gives back what it is to build a prompt of."""
-
-    def chat(self, messages: Sequence[ChatMessage[Chunk]]) -> Any:
-        return list(messages)
-
-    def completion(self, prompt: Any) -> Any:
-        return prompt
 
 
 @pytest.mark.parametrize(
@@ -53,6 +25,13 @@ class Builder:
         (["a", CACHE, "b"], ("a", ONE, "b")),
         ([{"type": "text", "text": "a", "cache_control": {}}, {"type": "context_cache", "id": "cc_1"}], ("a", ONE)),
         ((ONE, "a"), (ONE, "a")),
+        ([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}], (MarkedText("a"),)),
+        (
+            [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral", "ttl": "5m"}}],
+            (MarkedText("a", 300.0),),
+        ),
+        ([{"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}], (MarkedText("a"),)),
+        ([MarkedText("a", 5.0)], (MarkedText("a", 5.0),)),
     ],
 )
 def test_messages_become_values(content: Any, parsed: tuple[Any, ...]) -> None:
@@ -105,41 +84,30 @@ def test_mistakes_in_prompts_are_named(prompt: Any, words: str) -> None:
     assert caught.value.param == "prompt"
 
 
-def reader(*ids: str) -> tuple[Any, Caches]:
-    """A ContentReader, whose prompts are what its builder was given."""
-    caches = Caches({cache_id: Chunk((number,)) for number, cache_id in enumerate(ids)})
-    return ContentReader(Builder(), caches), caches  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("mark", "words"),
+    [
+        ({"cache_control": {"type": "eternal"}}, "'cache_control' is {'type': 'eternal'}"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "0m"}}, "'0m' is no time to live"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "25h"}}, "'25h' is longer than a day"),
+        ({"prompt_cache_breakpoint": {"mode": "x"}}, "must be {'mode': 'explicit'}"),
+    ],
+)
+def test_mistakes_in_marks_are_named(mark: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        parse_messages([{"role": "user", "content": [{"type": "text", "text": "a", **mark}]}])
 
 
-def test_chunks_take_the_places_of_references() -> None:
-    reading, caches = reader("cc_1", "cc_2")
-    two = ContextCacheReference("cc_2")
-    messages = [ChatMessage("system", (two, "a", ONE)), ChatMessage("user", ("b", two), "ann")]
-    read = reading.chat(messages, tenant="anna")
-    assert read.prompt == [
-        ChatMessage("system", (Chunk((1,)), "a", Chunk((0,)))),
-        ChatMessage("user", ("b", Chunk((1,))), "ann"),
-    ]
-    assert read.chunks == {"cc_2": Chunk((1,)), "cc_1": Chunk((0,))}
-    assert caches.asked == [("cc_2", "cc_1")], "once, and each id once"
-    assert reading.completion((ONE, "a"), tenant="anna").prompt == (Chunk((0,)), "a")
+def test_documents_become_values() -> None:
+    parsed = (Document(MarkedText("a"), {"title": "One", "source": "web"}),)
+    assert parse_documents([{"text": "a", "title": "One", "source": "web"}]) == parsed
+    assert parse_documents(parsed) == parsed
+    assert parsed[0].title == "One"
+    with pytest.raises(InvalidRequestError, match="Document 1 is"):
+        parse_documents([{"text": "a"}, {"title": "b"}])
 
 
-def test_content_without_context_caches_asks_for_none() -> None:
-    reading, caches = reader()
-    assert reading.chat([ChatMessage("user", ("a",))], tenant="anna") == ([ChatMessage("user", ("a",))], {})
-    assert reading.completion(("a",), tenant="anna") == (("a",), {})
-    assert reading.completion(TokenIds((1,)), tenant="anna") == ((1,), {})
-    assert caches.asked == []
-
-
-def test_the_first_place_of_an_unknown_id_is_named() -> None:
-    reading, _ = reader("cc_1")
-    lost = ContextCacheReference("cc_2")
-    messages = [ChatMessage("user", (ONE,)), ChatMessage("user", ("a", ONE, lost)), ChatMessage("user", (lost,))]
-    with pytest.raises(ContextCacheNotFoundError) as caught:
-        reading.chat(messages, tenant="anna")
-    assert (caught.value.cache_id, caught.value.param) == ("cc_2", "messages.1.content.2.id")
-    with pytest.raises(ContextCacheNotFoundError) as caught:
-        reading.completion(("a", lost), tenant="anna")
-    assert caught.value.param == "prompt.1.id"
+def test_modes_have_names() -> None:
+    assert parse_implicit("auto") is Implicit.AUTO
+    with pytest.raises(InvalidRequestError, match="'sometimes', but must be one of auto, marked, off"):
+        parse_implicit("sometimes")

@@ -9,6 +9,7 @@ from typing import Self
 
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle, Sink
 from kvlinker.types.answers import Delta, Finished, Timing, TokenLogprob, Usage
+from kvlinker.types.context_cache import LinkedCache
 
 ChoiceSink = Sink
 
@@ -23,6 +24,9 @@ class Answer:
     usage: Usage
     timing: Timing
     logprobs: tuple[TokenLogprob, ...] = ()
+
+    context_caches: tuple[LinkedCache, ...] = ()
+    """The context caches in its prompt, those of texts that became chunks on the way included."""
 
     @classmethod
     def from_events(cls, deltas: Sequence[Delta], finished: Finished) -> Self:

@@ -112,6 +112,21 @@ class Settings(BaseSettings):
         default=64, ge=0, description="Variants of chunks that are kept for cachecraft and prefix policies; 0: none."
     )
 
+    implicit: Literal["auto", "marked", "off"] = Field(
+        default="marked",
+        description="Texts that become chunks without an id: marked (documents, and parts with cache_control), auto "
+        "(also long ones that come again, and known ones inside others), off.",
+    )
+    implicit_policy: str | None = Field(
+        default=None, description="Linking policy of prompts none of whose chunks has an id; policy by default."
+    )
+    implicit_ttl: float = Field(
+        default=3600.0, gt=0, description="Seconds that chunks without an id live from their last use."
+    )
+    implicit_caches: int = Field(
+        default=1000, ge=0, description="Most chunks without an id that a tenant keeps; those used last stay."
+    )
+
     max_model_len: int | None = Field(default=None, ge=8, description="Tokens; the model's own limit by default.")
     kv_slots: int | None = Field(default=None, ge=16, description="Tokens that the KV pool holds.")
     prefix_cache: Literal["on", "off"] = Field(
@@ -283,10 +298,13 @@ class Settings(BaseSettings):
             raise ValueError(f"it must be one of {', '.join(known)}")
         return value
 
-    @field_validator("policy")
+    @field_validator("policy", "implicit_policy")
     @classmethod
-    def _known_policy(cls, value: str) -> str:
-        return parse_policy(value).name
+    def _known_policy(cls, value: str | None, info: ValidationInfo) -> str | None:
+        try:
+            return None if value is None else parse_policy(value).name
+        except PolicyError as error:
+            raise PolicyError(error.message, param=info.field_name) from error
 
     @classmethod
     def settings_customise_sources(
@@ -335,7 +353,8 @@ def read_settings(options: Mapping[str, Any], *, source: Callable[[str], str]) -
         complaints = " ".join(_complaint(entry, origin(str(entry["loc"][0]))) for entry in errors)
         raise InvalidRequestError(complaints, param=str(errors[0]["loc"][0])) from None  # its text tells secrets
     except PolicyError as error:
-        raise PolicyError(f"{error.message} It comes from {origin('policy')}.", param="policy") from error
+        name = error.param or "policy"
+        raise PolicyError(f"{error.message} It comes from {origin(name)}.", param=name) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"{file} is not valid TOML: {error}") from error
 

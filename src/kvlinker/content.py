@@ -1,20 +1,26 @@
-"""Parses the content of the Python API's calls, and looks up context caches, to make prompts for all callers."""
+"""Parses the content of the Python API's calls into the values that HTTP bodies become, too."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvlinker.context_caches import ContextCaches
-from kvlinker.errors import ContextCacheModelError, ContextCacheNotFoundError, InvalidRequestError
-from kvlinker.prompt.builder import PromptBuilder
-from kvlinker.prompt.segments import Prompt
+from kvlinker.errors import InvalidRequestError
+from kvlinker.implicit.marks import marked_text
 from kvlinker.store import ContextCache
-from kvlinker.types.chunks import Chunk
-from kvlinker.types.messages import ChatMessage, CompletionPrompt, Content, ContextCacheReference, TokenIds
+from kvlinker.types.messages import (
+    CachedPart,
+    ChatMessage,
+    CompletionPrompt,
+    ContextCacheReference,
+    Document,
+    Implicit,
+    MarkedText,
+    TokenIds,
+)
 from kvlinker.types.texts import SearchHit
 
-ContentPart = str | ContextCache | SearchHit | ContextCacheReference | Mapping[str, Any]
+ContentPart = str | ContextCache | SearchHit | CachedPart | Mapping[str, Any]
 """A text, a context cache, or one of the HTTP API's content parts."""
 
 Message = Mapping[str, Any]
@@ -25,8 +31,8 @@ CompletionContent = str | TokenIds | Sequence[int | ContentPart]
 
 
 def parse_messages(
-    messages: Sequence[Message | ChatMessage[ContextCacheReference]],
-) -> tuple[ChatMessage[ContextCacheReference], ...]:
+    messages: Sequence[Message | ChatMessage[CachedPart]],
+) -> tuple[ChatMessage[CachedPart], ...]:
     """Parse a conversation; messages that are typed already stay as they are. Raises InvalidRequestError."""
     return tuple(
         message if isinstance(message, ChatMessage) else _parse_message(index, message)
@@ -34,7 +40,7 @@ def parse_messages(
     )
 
 
-def parse_prompt(prompt: CompletionContent) -> CompletionPrompt[ContextCacheReference]:
+def parse_prompt(prompt: CompletionContent) -> CompletionPrompt[CachedPart]:
     """Parse the prompt of a completion. Raises InvalidRequestError."""
     if isinstance(prompt, TokenIds):
         return prompt
@@ -48,63 +54,35 @@ def parse_prompt(prompt: CompletionContent) -> CompletionPrompt[ContextCacheRefe
     return tuple(_parse_part(part, "prompt") for part in prompt if not isinstance(part, int))
 
 
-class ReadPrompt(NamedTuple):
-    """A prompt, and the chunks in it by the id of the context cache that names each."""
-
-    prompt: Prompt
-    chunks: Mapping[str, Chunk]
-
-
-class ContentReader:
-    """Makes prompts of typed content, with the chunks of the tenant's context caches in their places.
-
-    Each prompt takes one look at the catalog, however many context caches it has. Both methods raise
-    ContextCacheNotFoundError and ContextCacheModelError with the place of the id as ``param``, and InvalidRequestError.
-    """
-
-    def __init__(self, builder: PromptBuilder, caches: ContextCaches) -> None:
-        self._builder = builder
-        self._caches = caches
-
-    def chat(self, messages: Sequence[ChatMessage[ContextCacheReference]], *, tenant: str) -> ReadPrompt:
-        """Read a conversation."""
-        places: dict[str, str] = {}
-        for index, message in enumerate(messages):
-            _note_places(message.content, f"messages.{index}.content", places)
-        chunks = self._look_up(places, tenant)
-        linked = [ChatMessage(m.role, _with_chunks(m.content, chunks), m.name) for m in messages]
-        return ReadPrompt(self._builder.chat(linked), chunks)
-
-    def completion(self, prompt: CompletionPrompt[ContextCacheReference], *, tenant: str) -> ReadPrompt:
-        """Read the prompt of a completion."""
-        if isinstance(prompt, TokenIds):
-            return ReadPrompt(self._builder.completion(prompt.ids), {})
-        places: dict[str, str] = {}
-        _note_places(prompt, "prompt", places)
-        chunks = self._look_up(places, tenant)
-        return ReadPrompt(self._builder.completion(_with_chunks(prompt, chunks)), chunks)
-
-    def _look_up(self, places: Mapping[str, str], tenant: str) -> dict[str, Chunk]:
-        """The chunks by id; ``places`` tells where each id stands first."""
-        try:
-            return self._caches.chunks(places, tenant=tenant) if places else {}
-        except (ContextCacheNotFoundError, ContextCacheModelError) as error:
-            error.param = places[error.cache_id]
-            raise
+def parse_documents(documents: Sequence[Mapping[str, Any] | Document[CachedPart]]) -> tuple[Document[CachedPart], ...]:
+    """Parse documents, each with a ``text`` and what else chat templates may show, such as ``title``; typed ones stay
+    as they are. Raises InvalidRequestError."""
+    return tuple(
+        document if isinstance(document, Document) else _parse_document(index, document)
+        for index, document in enumerate(documents)
+    )
 
 
-def _note_places(content: Content[ContextCacheReference], path: str, places: dict[str, str]) -> None:
-    """Add the path of each id that is not in ``places`` yet, such as ``messages.0.content.1.id``."""
-    for index, part in enumerate(content):
-        if isinstance(part, ContextCacheReference):
-            places.setdefault(part.id, f"{path}.{index}.id")
+def parse_implicit(name: str) -> Implicit:
+    """Return the mode of this name. Raises InvalidRequestError for others."""
+    try:
+        return Implicit(name)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"'implicit' is {name!r}, but must be one of {', '.join(Implicit)}.", param="link.implicit"
+        ) from error
 
 
-def _with_chunks(content: Content[ContextCacheReference], chunks: Mapping[str, Chunk]) -> Content[Chunk]:
-    return tuple(chunks[part.id] if isinstance(part, ContextCacheReference) else part for part in content)
+def _parse_document(index: int, document: Mapping[str, Any]) -> Document[CachedPart]:
+    text = document.get("text") if isinstance(document, Mapping) else None
+    if not isinstance(text, str):
+        raise InvalidRequestError(
+            f"Document {index} is {document!r}, but must be a mapping with a 'text'.", param="documents"
+        )
+    return Document(MarkedText(text), {name: value for name, value in document.items() if name != "text"})
 
 
-def _parse_message(index: int, message: Message) -> ChatMessage[ContextCacheReference]:
+def _parse_message(index: int, message: Message) -> ChatMessage[CachedPart]:
     role = message.get("role")
     if not isinstance(role, str):
         raise InvalidRequestError(
@@ -120,14 +98,14 @@ def _parse_message(index: int, message: Message) -> ChatMessage[ContextCacheRefe
     return ChatMessage(role, tuple(_parse_part(part, "messages") for part in parts), message.get("name"))
 
 
-def _parse_part(part: ContentPart, param: str) -> str | ContextCacheReference:
+def _parse_part(part: ContentPart, param: str) -> str | CachedPart:
     match part:
-        case str() | ContextCacheReference():
+        case str() | ContextCacheReference() | MarkedText():
             return part
         case ContextCache() | SearchHit():
             return ContextCacheReference(part.id)
         case {"type": "text", "text": str(text)}:
-            return text
+            return marked_text(part, text, param=param)
         case {"type": "context_cache", "id": str(cache_id)}:
             return ContextCacheReference(cache_id)
         case {"type": "text" | "context_cache" as kind}:

@@ -4,39 +4,53 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvlinker.answer import Answer, ChoiceSink, wait_for_answer
 from kvlinker.config import Settings, load_settings
-from kvlinker.content import CompletionContent, ContentPart, ContentReader, Message, parse_messages, parse_prompt
+from kvlinker.content import (
+    CompletionContent,
+    ContentPart,
+    Message,
+    parse_documents,
+    parse_implicit,
+    parse_messages,
+    parse_prompt,
+)
 from kvlinker.context_caches import CachesUsage, ChunkTexts, ContextCaches, Metadata
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
-from kvlinker.linking import Explanation, Policy, as_policy, describe_policies
+from kvlinker.implicit.caches import ImplicitCaches
+from kvlinker.linking import Explanation, Policy, as_policy, describe_policies, parse_policy
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.segments import Prompt
+from kvlinker.reading import ContentReader, Reading, ReadingDefaults, ReadPrompt
 from kvlinker.splitting import split_text
 from kvlinker.startup import EmbeddedSource, EngineSource, engine_source, open_state
 from kvlinker.store import UNCHANGED, ContextCache, Page, Speeds, TierUsage, Unchanged
 from kvlinker.store.loading.speeds import FILE_NAME
 from kvlinker.types.answers import PromptLogprobs
 from kvlinker.types.chunks import GenerationContext, parse_context
-from kvlinker.types.messages import ChatMessage, CompletionPrompt, ContextCacheReference
+from kvlinker.types.messages import CachedPart, ChatMessage, CompletionPrompt, Document, Implicit
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tenants import DEFAULT_TENANT, Scope, parse_scope
 from kvlinker.types.texts import CacheContent, Piece, SearchHit
 
-__all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Explanation", "Message", "Prompt"]
+__all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Explanation", "Message", "Prompt", "ReadPrompt"]
 
 PREFILL_TOKENS = 1024
 """The length of the prompt that ``LLM.prefill_rate`` tells the rate of."""
 
-Messages = Sequence[Message | ChatMessage[ContextCacheReference]]
+Messages = Sequence[Message | ChatMessage[CachedPart]]
 """A conversation, as dictionaries or as typed messages."""
+
+Documents = Sequence[Mapping[str, Any] | Document[CachedPart]]
+"""Documents beside a conversation: each has a ``text``, and perhaps a ``title`` and more that chat templates show."""
 
 
 class LLM:
@@ -104,7 +118,19 @@ class LLM:
             ),
             quotas=settings.quotas,
         )
-        self._content = ContentReader(self.builder, self.caches)
+        policy = parse_policy(settings.policy)
+        self._content = ContentReader(
+            self.builder,
+            self.caches,
+            ImplicitCaches(
+                self.builder, self.caches, self.catalog, ttl=settings.implicit_ttl, most=settings.implicit_caches
+            ),
+            ReadingDefaults(
+                policy=policy,
+                implicit=Implicit(settings.implicit),
+                implicit_policy=policy if settings.implicit_policy is None else parse_policy(settings.implicit_policy),
+            ),
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -188,27 +214,35 @@ class LLM:
         self,
         messages: Messages | Prompt,
         *,
+        documents: Documents = (),
         policy: str | Policy | None = None,
+        implicit: Implicit | str | None = None,
         tenant: str = DEFAULT_TENANT,
         **sampling: Any,
     ) -> Answer:
         """Answer a conversation whose content mixes text and context caches, in any order, or a prompt made of one.
 
-        ``policy``: a name, or a policy, which need not be registered. ``sampling`` are the fields of SamplingParams,
-        such as ``max_tokens`` and ``temperature``.
+        ``documents`` and marked parts become chunks, as ``implicit`` says: "auto", "marked" or "off". ``policy``: a
+        name, or a policy, which need not be registered. ``sampling`` are the fields of SamplingParams, such as
+        ``max_tokens`` and ``temperature``.
         """
-        return self._answer(self.chat_prompt(messages, tenant=tenant), policy, tenant, sampling)
+        if isinstance(messages, Prompt):
+            return self._answer(self._given(messages, policy), tenant, sampling)
+        read = self.read_chat(messages, documents=documents, policy=policy, implicit=implicit, tenant=tenant)
+        return self._answer(read, tenant, sampling)
 
     def completion(
         self,
         prompt: CompletionContent,
         *,
         policy: str | Policy | None = None,
+        implicit: Implicit | str | None = None,
         tenant: str = DEFAULT_TENANT,
         **sampling: Any,
     ) -> Answer:
         """Continue a text, token ids, or a list of texts and context caches; no chat template."""
-        return self._answer(self.completion_prompt(prompt, tenant=tenant), policy, tenant, sampling)
+        read = self.read_completion(prompt, policy=policy, implicit=implicit, tenant=tenant)
+        return self._answer(read, tenant, sampling)
 
     def score(
         self,
@@ -223,16 +257,18 @@ class LLM:
         ``prompt`` is one of ``completion``; nothing is generated. ``logprobs``: how many of the most likely tokens to
         tell beside each. Raises what ``completion`` does, and InvalidRequestError where there is nothing to score.
         """
-        built = self.completion_prompt(prompt, tenant=tenant)
-        request = self._request(built, policy, tenant, SamplingParams(logprobs=logprobs))
+        read = self.read_completion(prompt, policy=policy, tenant=tenant)
+        request = GenerationRequest(read.prompt, read.policy, SamplingParams(logprobs=logprobs), tenant)
         return self.engine.score(request).result()
 
     def explain(
         self,
         messages: Messages | None = None,
         *,
-        prompt: CompletionContent | CompletionPrompt[ContextCacheReference] | None = None,
+        documents: Documents = (),
+        prompt: CompletionContent | CompletionPrompt[CachedPart] | None = None,
         policy: str | Policy | None = None,
+        implicit: Implicit | str | None = None,
         tenant: str = DEFAULT_TENANT,
     ) -> Explanation:
         """Tell how a conversation, or a completion's ``prompt``, is linked: segments, recomputed tokens by layer, the
@@ -243,11 +279,11 @@ class LLM:
         if (messages is None) == (prompt is None):
             raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
         if messages is not None:
-            read = self._content.chat(parse_messages(messages), tenant=tenant)
+            read = self.read_chat(messages, documents=documents, policy=policy, implicit=implicit, tenant=tenant)
         else:
-            read = self._content.completion(parse_prompt(prompt or ""), tenant=tenant)
-        explained = self.engine.explain(self._request(read.prompt, policy, tenant, SamplingParams())).result()
-        return explained.with_context_caches({chunk.content: cache_id for cache_id, chunk in read.chunks.items()})
+            read = self.read_completion(prompt or "", policy=policy, implicit=implicit, tenant=tenant)
+        request = GenerationRequest(read.prompt, read.policy, SamplingParams(), tenant)
+        return self.engine.explain(request).result().with_context_caches(read.ids)
 
     def expire_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> None:
         """Delete a context cache; its KV goes when no other holds it."""
@@ -325,22 +361,44 @@ class LLM:
         return self.caches.usage(tenant=tenant, scope=parse_scope(scope))
 
     def chat_prompt(self, messages: Messages | Prompt, *, tenant: str = DEFAULT_TENANT) -> Prompt:
-        """Build the prompt of a conversation; a prompt stays as it is.
-
-        Raises InvalidRequestError, and ContextCacheNotFoundError whose ``param`` is the place of the id.
-        """
-        if isinstance(messages, Prompt):
-            return messages
-        return self._content.chat(parse_messages(messages), tenant=tenant).prompt
+        """Build the prompt of a conversation; a prompt stays as it is. Raises what ``read_chat`` does."""
+        return messages if isinstance(messages, Prompt) else self.read_chat(messages, tenant=tenant).prompt
 
     def completion_prompt(
-        self,
-        prompt: CompletionContent | CompletionPrompt[ContextCacheReference],
-        *,
-        tenant: str = DEFAULT_TENANT,
+        self, prompt: CompletionContent | CompletionPrompt[CachedPart], *, tenant: str = DEFAULT_TENANT
     ) -> Prompt:
-        """Build the prompt of a completion. Raises what ``chat_prompt`` does."""
-        return self._content.completion(parse_prompt(prompt), tenant=tenant).prompt
+        """Build the prompt of a completion. Raises what ``read_chat`` does."""
+        return self.read_completion(prompt, tenant=tenant).prompt
+
+    def read_chat(
+        self,
+        messages: Messages,
+        *,
+        documents: Documents = (),
+        policy: str | Policy | None = None,
+        implicit: Implicit | str | None = None,
+        keeps: bool = True,
+        tenant: str = DEFAULT_TENANT,
+    ) -> ReadPrompt:
+        """Build the prompt of a conversation about documents, and choose its policy.
+
+        Texts that become chunks get context caches, unless ``keeps`` is False. Raises InvalidRequestError, PolicyError,
+        and ContextCacheNotFoundError whose ``param`` is the place of the id.
+        """
+        how = _reading(policy, implicit, keeps, tenant)
+        return self._content.chat(parse_messages(messages), how, parse_documents(documents))
+
+    def read_completion(
+        self,
+        prompt: CompletionContent | CompletionPrompt[CachedPart],
+        *,
+        policy: str | Policy | None = None,
+        implicit: Implicit | str | None = None,
+        keeps: bool = True,
+        tenant: str = DEFAULT_TENANT,
+    ) -> ReadPrompt:
+        """Build the prompt of a completion, and choose its policy. Raises what ``read_chat`` does."""
+        return self._content.completion(parse_prompt(prompt), _reading(policy, implicit, keeps, tenant))
 
     def submit(
         self,
@@ -357,7 +415,8 @@ class LLM:
         With a seed, choice i uses seed + i. When one choice cannot be queued, none is. The handle cancels all. Raises
         PolicyError, and what ``Engine.generate`` does.
         """
-        return self.engine.generate(self._request(prompt, policy, tenant, sampling, n=n), sink)
+        chosen = as_policy(self.settings.policy if policy is None else policy)
+        return self.engine.generate(GenerationRequest(prompt, chosen, sampling, tenant, n), sink)
 
     def close(self) -> None:
         """Stop the engine and write what is still to be written. Idempotent."""
@@ -375,16 +434,24 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _answer(self, prompt: Prompt, policy: str | Policy | None, tenant: str, sampling: Mapping[str, Any]) -> Answer:
-        return wait_for_answer(
-            lambda sink: self.submit(prompt, SamplingParams(**sampling), sink, policy=policy, tenant=tenant)
+    def _answer(self, read: ReadPrompt, tenant: str, sampling: Mapping[str, Any]) -> Answer:
+        answer = wait_for_answer(
+            lambda sink: self.submit(read.prompt, SamplingParams(**sampling), sink, policy=read.policy, tenant=tenant)
         )
+        return replace(answer, context_caches=read.linked)
 
-    def _request(
-        self, prompt: Prompt, policy: str | Policy | None, tenant: str, sampling: SamplingParams, *, n: int = 1
-    ) -> GenerationRequest:
-        chosen = as_policy(self.settings.policy if policy is None else policy)
-        return GenerationRequest(prompt, chosen, sampling, tenant, n)
+    def _given(self, prompt: Prompt, policy: str | Policy | None) -> ReadPrompt:
+        return ReadPrompt(prompt, as_policy(self.settings.policy if policy is None else policy), {})
+
+
+def _reading(policy: str | Policy | None, implicit: Implicit | str | None, keeps: bool, tenant: str) -> Reading:
+    """Raises PolicyError and InvalidRequestError."""
+    return Reading(
+        tenant,
+        policy=None if policy is None else as_policy(policy),
+        implicit=None if implicit is None else parse_implicit(implicit),
+        keeps=keeps,
+    )
 
 
 def _expiry(ttl: float) -> float:

@@ -46,6 +46,7 @@ def test_creation(served: Served) -> None:
         "expires_at": None,
         "metadata": {"k": "v"},
         "pinned": False,
+        "implicit": False,
         "scope": "private",
         "usable": True,
     }

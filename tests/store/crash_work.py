@@ -241,7 +241,7 @@ def _one(state: State, randomness: random.Random) -> ContextCache | None:
 
 def _use(state: State, randomness: random.Random, tell: Callable[..., None]) -> None:
     if cache := _one(state, randomness):
-        state.engine.use(state.caches.chunks([cache.id], tenant=cache.tenant)[cache.id], cache.tenant)
+        state.engine.use(state.caches.usable([cache.id], tenant=cache.tenant)[cache.id].chunk, cache.tenant)
 
 
 def _update(state: State, randomness: random.Random, tell: Callable[..., None]) -> None:

@@ -144,7 +144,7 @@ class CachesMachine(RuleBasedStateMachine):
         cache_id, held = self.picked(pick)
         state = self.states[instance]
         for tenant in TENANTS if held.owner == SHARED_TENANT else [held.owner]:
-            chunk = state.caches.chunks([cache_id], tenant=tenant)[cache_id]
+            chunk = state.caches.usable([cache_id], tenant=tenant)[cache_id].chunk
             assert same_kv(state.engine.use(chunk, tenant), kv_of(chunk_of(held.number)))
         self.no_use_to_others(state.caches, cache_id, held)
         self.settle()
@@ -153,7 +153,7 @@ class CachesMachine(RuleBasedStateMachine):
         shared = held.owner == SHARED_TENANT
         for tenant in set(TENANTS) - {held.owner}:
             for attempt in (
-                lambda tenant=tenant: caches.chunks([cache_id], tenant=tenant)[cache_id],
+                lambda tenant=tenant: caches.usable([cache_id], tenant=tenant)[cache_id].chunk,
                 lambda tenant=tenant: caches.update(cache_id, tenant=tenant, name="mine"),
                 lambda tenant=tenant: caches.delete(cache_id, tenant=tenant),
             ):
@@ -350,7 +350,7 @@ class CachesMachine(RuleBasedStateMachine):
             self.settle()
             for cache_id, held in self.held.items():
                 for state in self.states:
-                    chunk = state.caches.chunks([cache_id], tenant=held.owner)[cache_id]
+                    chunk = state.caches.usable([cache_id], tenant=held.owner)[cache_id].chunk
                     assert same_kv(state.engine.use(chunk, held.owner), kv_of(chunk_of(held.number)))
         finally:
             for state in self.states:

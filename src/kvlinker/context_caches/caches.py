@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
@@ -119,6 +119,27 @@ class ContextCaches:
             pinned=pinned,
         )
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the model that computes the chunks."""
+        return self._engine.fingerprint
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a chunk may have, with those that it is computed behind."""
+        return self._engine.max_model_len
+
+    def enter_implicit(
+        self, chunk: Chunk, *, tenant: str, ttl: float, most: int, kept: Collection[str]
+    ) -> tuple[ContextCache, bool] | None:
+        """Record an implicit context cache, unless the tenant has one of this chunk by now; returns it, and whether it
+        is new. None where the tenant's quota has no room for it.
+
+        It lives ``ttl`` seconds from its last use. A tenant has at most ``most``, of which those that were used longest
+        ago make room, but for the ids in ``kept``. The KV is computed when a prompt first needs it.
+        """
+        return self._creation.enter_implicit(chunk, owner=tenant, ttl=ttl, most=most, kept=kept)
+
     def get(self, cache_id: str, *, tenant: str) -> ContextCache:
         """Return the tenant's own or a shared one.
 
@@ -130,9 +151,9 @@ class ContextCaches:
         return found
 
     def content(self, cache_id: str, *, tenant: str) -> CacheContent:
-        """Read the text and the token ids of one. Raises what ``chunks`` does."""
-        found = self.get(cache_id, tenant=tenant)
-        tokens = self._usable_chunk(cache_id, found).tokens
+        """Read the text and the token ids of one. Raises what ``usable`` does."""
+        found = self._usable(cache_id, self.get(cache_id, tenant=tenant))
+        tokens = found.chunk.tokens
         return CacheContent(cache_id, self._texts.text(tokens), tokens, found.metadata)
 
     def search(
@@ -156,15 +177,15 @@ class ContextCaches:
         """Return False for a context cache that was made with another model than the one served now."""
         return cache.fingerprint == self._engine.fingerprint
 
-    def chunks(self, cache_ids: Iterable[str], *, tenant: str) -> dict[str, Chunk]:
-        """Return the chunks that context caches stand for in a prompt, by id, in the order given.
+    def usable(self, cache_ids: Iterable[str], *, tenant: str) -> dict[str, ContextCache]:
+        """Return the context caches whose chunks may stand in a prompt, by id, in the order given.
 
         The catalog is asked once. Raises for the first id that has none: ContextCacheNotFoundError as ``get`` does, and
         ContextCacheModelError for a context cache that was made with another model.
         """
         wanted = tuple(dict.fromkeys(cache_ids))
         found = self._catalog.get_many(wanted, tenant, time.time())
-        return {cache_id: self._usable_chunk(cache_id, found.get(cache_id)) for cache_id in wanted}
+        return {cache_id: self._usable(cache_id, found.get(cache_id)) for cache_id in wanted}
 
     def list(
         self,
@@ -287,12 +308,12 @@ class ContextCaches:
         _check_rights(found.scope, admin)
         return found.tenant
 
-    def _usable_chunk(self, cache_id: str, found: ContextCache | None) -> Chunk:
+    def _usable(self, cache_id: str, found: ContextCache | None) -> ContextCache:
         if found is None:
             raise ContextCacheNotFoundError(cache_id)
         if not self.is_usable(found):
             raise ContextCacheModelError(cache_id, made_with=found.model, served=self._model)
-        return found.chunk
+        return found
 
 
 def _owner(scope: Scope, tenant: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +20,9 @@ from kvlinker.types.tenants import SHARED_TENANT, UNLIMITED
 
 MAX_CHUNKS = 10_000
 """The most chunks that one call creates context caches of."""
+
+EVICTED_AT_ONCE = 16
+"""The number of implicit context caches that make room at a time for those that are created by name."""
 
 Metadata = Mapping[str, str] | Sequence[Mapping[str, str]]
 """The metadata of several context caches: one for all of them, or one for each in order."""
@@ -69,32 +72,55 @@ class Creation:
         chunks = [replace(self._encoded(index, text, context), shared=shared) for index, text in enumerate(texts)]
         created = time.time()
         records = tuple(
-            ContextCache(
-                id=new_context_cache_id(),
-                tenant=owner,
-                model=self._model,
+            replace(
+                self._describe(chunk, owner=owner, created_at=created, expires_at=expires_at),
                 name=name,
-                chunk=chunk,
-                chunk_key=chunk_key(chunk, fingerprint=self._engine.fingerprint, tenant=owner),
-                fingerprint=self._engine.fingerprint,
-                created_at=created,
-                expires_at=expires_at,
                 metadata=label,
                 pinned=pinned,
-                kv_bytes=len(chunk) * self._engine.kv_bytes_per_token,
             )
             for chunk, label in zip(chunks, labels, strict=True)
         )
         if pinned or self._limits.quotas.of(owner) != UNLIMITED:
-            self._with_room(lambda: self._catalog.check_room(records, self._limits))
+            self._with_room(owner, lambda: self._catalog.check_room(records, self._limits))
         entered: Future[tuple[ContextCache, ...]] = Future()
         computed = gather([self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks], len)
         computed.add_done_callback(lambda done: self._computed(done, records, entered))
         return entered
 
+    def enter_implicit(
+        self, chunk: Chunk, *, owner: str, ttl: float, most: int, kept: Collection[str]
+    ) -> tuple[ContextCache, bool] | None:
+        """Do what ``ContextCaches.enter_implicit`` tells."""
+        created = time.time()
+        record = replace(
+            self._describe(chunk, owner=owner, created_at=created, expires_at=created + ttl), implicit_ttl=ttl
+        )
+        for _ in range(2):
+            entered = self._catalog.implicit.enter(record, self._limits, now=time.time(), most=most, kept=kept)
+            if entered is not None:
+                self._upkeep.drop(entered.released)
+                return entered.cache, entered.created
+            if not self._upkeep.sweep():
+                break
+        return None
+
     def close(self) -> None:
         """Finish what is being entered."""
         self._writer.shutdown()
+
+    def _describe(self, chunk: Chunk, *, owner: str, created_at: float, expires_at: float | None) -> ContextCache:
+        """Describe a new context cache of a chunk, under a new id. Times are in Unix seconds."""
+        return ContextCache(
+            id=new_context_cache_id(),
+            tenant=owner,
+            model=self._model,
+            chunk=chunk,
+            chunk_key=chunk_key(chunk, fingerprint=self._engine.fingerprint, tenant=owner),
+            fingerprint=self._engine.fingerprint,
+            created_at=created_at,
+            expires_at=expires_at,
+            kv_bytes=len(chunk) * self._engine.kv_bytes_per_token,
+        )
 
     def _encoded(self, index: int, text: str, context: GenerationContext | None) -> Chunk:
         """Return the chunk of the text at ``index``, which errors name."""
@@ -125,7 +151,7 @@ class Creation:
 
     def _enter(self, records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]) -> None:
         try:
-            self._with_room(lambda: self._catalog.add(records, self._limits))
+            self._with_room(records[0].tenant, lambda: self._catalog.add(records, self._limits))
             self._catalog.persist()
             if records[0].pinned:
                 self._upkeep.pin()
@@ -137,14 +163,24 @@ class Creation:
                 self._upkeep.drop(self._catalog.unheld(record.chunk_key for record in records))
             entered.set_exception(error)
 
-    def _with_room(self, enter: Callable[[], None]) -> None:
-        """Enter; where a limit is in the way, expired context caches that remain make room."""
+    def _with_room(self, owner: str, enter: Callable[[], None]) -> None:
+        """Enter; where a limit is in the way, expired context caches that remain make room, and then implicit ones."""
         try:
-            enter()
-        except (QuotaExceededError, PinLimitError):
+            return enter()
+        except PinLimitError:
             if not self._upkeep.sweep():
                 raise
-            enter()
+            return enter()
+        except QuotaExceededError:
+            self._upkeep.sweep()
+        while True:
+            try:
+                return enter()
+            except QuotaExceededError:
+                count, released = self._catalog.implicit.evict(owner, EVICTED_AT_ONCE, time.time())
+                self._upkeep.drop(released)
+                if not count:
+                    raise
 
 
 def _labels(metadata: Metadata | None, count: int) -> Sequence[Mapping[str, str]]:

@@ -123,15 +123,20 @@ class ChunkBuilder:
         self._longest = longest
         self._with_scores = with_scores
 
-    def build(self, key: str, chunk: Chunk, *, tenant: str, urgent: bool = False) -> Future[ChunkKV]:
+    def build(
+        self, key: str, chunk: Chunk, *, tenant: str, urgent: bool = False, with_scores: bool = True
+    ) -> Future[ChunkKV]:
         """Return the chunk's resident KV, once it is computed and stored under ``key``. ``urgent`` says that an answer
-        to ``tenant`` waits for it.
+        to ``tenant`` waits for it. Without ``with_scores``, which take a good part of the time for a long chunk, none
+        are collected.
 
         Raises ContextLengthError and EngineClosedError.
         """
         tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)
         spans = [(len(chunk.prefix), len(tokens))]
-        building = self._build((key,), tokens, spans, [chunk.content], tenant=tenant, urgent=urgent)
+        building = self._build(
+            (key,), tokens, spans, [chunk.content], tenant=tenant, urgent=urgent, with_scores=with_scores
+        )
         return gather([building], lambda built: built[0][0])
 
     def build_prompt(self, keys: Sequence[str], prompt: Prompt, *, tenant: str) -> Future[tuple[ChunkKV, ...]]:
@@ -142,7 +147,13 @@ class ChunkBuilder:
         """
         spans = [(span.start, span.end) for span in prompt.spans]
         return self._build(
-            tuple(keys), prompt.tokens[: spans[-1][1]], spans, prompt.contents, tenant=tenant, urgent=False
+            tuple(keys),
+            prompt.tokens[: spans[-1][1]],
+            spans,
+            prompt.contents,
+            tenant=tenant,
+            urgent=False,
+            with_scores=True,
         )
 
     def _build(
@@ -154,11 +165,13 @@ class ChunkBuilder:
         *,
         tenant: str,
         urgent: bool,
+        with_scores: bool,
     ) -> Future[tuple[ChunkKV, ...]]:
         if len(tokens) > self._longest:
             raise ContextLengthError(
                 f"A chunk has {len(tokens)} tokens with what stands before it, but the model takes {self._longest}."
             )
+        with_scores = with_scores and self._with_scores
         wanted = ChunkRequest(
             self._loaded,
             self._store,
@@ -166,7 +179,7 @@ class ChunkBuilder:
             tokens,
             spans,
             contents,
-            with_scores=self._with_scores,
+            with_scores=with_scores,
             tenant=tenant,
             urgent=urgent,
         )
@@ -272,12 +285,13 @@ class LinkLoader:
             urgency = self._throughput.urgency(link.computed, cached=cached, decided=decided, alone=alone)
             found = self._store.load(keys, urgency)
         return [
-            or_else(kv, partial(self._build, key, chunk, tenant))
+            or_else(kv, partial(self._build, key, chunk, tenant, with_scores=link.policy.needs.scores))
             for kv, key, chunk in zip(found, keys, link.chunks, strict=True)
         ]
 
-    def _build(self, key: str, chunk: Chunk, tenant: str) -> Future[KV]:
-        return gather([self._builder.build(key, chunk, tenant=tenant, urgent=True)], lambda built: built[0])
+    def _build(self, key: str, chunk: Chunk, tenant: str, *, with_scores: bool) -> Future[KV]:
+        building = self._builder.build(key, chunk, tenant=tenant, urgent=True, with_scores=with_scores)
+        return gather([building], lambda built: built[0])
 
     def _complete(self, request: LinkedRequest, begun: Link, kvs: Sequence[KV]) -> None:
         link = begun.with_scores([kv.scores for kv in kvs])

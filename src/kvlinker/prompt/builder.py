@@ -12,7 +12,7 @@ from kvlinker.prompt.encoding import TextEncoder, require_unicode
 from kvlinker.prompt.length import LengthLimit
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.types.chunks import Chunk, GenerationContext
-from kvlinker.types.messages import ChatMessage
+from kvlinker.types.messages import ChatMessage, Document
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -74,7 +74,7 @@ class PromptBuilder:
         """Encode a text as a chunk's. Raises what ``encode_chunk`` does, but for an empty one, with ``param`` as the
         field at fault."""
         require_unicode(text, param=param)
-        self._check_texts([text], param=param)
+        self.check_texts([text], param=param)
         return self.encoder.encode_data(text, param=param)
 
     def chunk_from_tokens(self, ids: Sequence[int], context: GenerationContext | None = None) -> Chunk:
@@ -97,8 +97,8 @@ class PromptBuilder:
             case GenerationContext.PREFIX:
                 return Chunk(tokens, prefix=self.prefix)
 
-    def chat(self, messages: Sequence[ChatMessage[Chunk]]) -> Prompt:
-        """Build the prompt of a conversation, up to where the assistant's answer begins.
+    def chat(self, messages: Sequence[ChatMessage[Chunk]], documents: Sequence[Document[Chunk]] = ()) -> Prompt:
+        """Build the prompt of a conversation about documents, up to where the assistant's answer begins.
 
         Messages of text alone give exactly the ids of the tokenizer's ``apply_chat_template``.
         Raises InvalidRequestError (``messages``) for no messages, text that is not valid Unicode, and messages that the
@@ -109,8 +109,9 @@ class PromptBuilder:
         if not any(message.role in ("system", "developer") for message in messages):
             messages = (*self._system, *messages)
         texts = [part for m in messages for part in (m.name or "", *m.content) if isinstance(part, str)]
-        self._check_texts(texts, param="messages")
-        return self._prompt(self._template.render(messages), param="messages")
+        texts += [document.text for document in documents if isinstance(document.text, str)]
+        self.check_texts(texts, param="messages")
+        return self._prompt(self._template.render(messages, documents), param="messages")
 
     def completion(self, prompt: str | Sequence[int] | Sequence[str | Chunk]) -> Prompt:
         """Build the prompt of a completion. Token ids are taken as they are; texts and chunks stand one after the
@@ -139,6 +140,12 @@ class PromptBuilder:
             texts_and_chunks, param="prompt", opening=self.encoder.opening, closing=self.encoder.closing
         )
 
+    def check_texts(self, texts: Sequence[str], *, param: str) -> None:
+        """Check texts that are to stand in one prompt together, in little time. Raises ContextLengthError (``param``)
+        where they are far too long for the model."""
+        if self._limit is not None:
+            self._limit.check_texts(texts, param=param)
+
     def _prompt(
         self,
         parts: Sequence[str | Chunk],
@@ -150,7 +157,7 @@ class PromptBuilder:
         """Join texts and chunks, with special tokens around them, into segments; neighbouring fresh tokens share
         one."""
         joined = _join_texts(parts)
-        self._check_texts([part for part in joined if isinstance(part, str)], param=param)
+        self.check_texts([part for part in joined if isinstance(part, str)], param=param)
         first = joined[0] if joined else ""
         if isinstance(first, Chunk) and first.tokens[: len(opening)] == opening:
             opening = ()
@@ -170,10 +177,6 @@ class PromptBuilder:
         if not segments:
             raise InvalidRequestError("The prompt is empty: it encodes to no tokens.", param=param)
         return Prompt(tuple(segments))
-
-    def _check_texts(self, texts: Sequence[str], *, param: str) -> None:
-        if self._limit is not None:
-            self._limit.check_texts(texts, param=param)
 
     def _checked_ids(self, ids: Sequence[object], *, param: str) -> tuple[int, ...]:
         if not ids:

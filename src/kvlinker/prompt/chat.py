@@ -6,14 +6,15 @@ import hashlib
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 
 from kvlinker.errors import InvalidRequestError, ModelLoadError
+from kvlinker.prompt.documents import with_documents
 from kvlinker.prompt.encoding import require_unicode
 from kvlinker.types.chunks import Chunk
-from kvlinker.types.messages import ChatMessage
+from kvlinker.types.messages import ChatMessage, Document
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -42,45 +43,49 @@ class ChatTemplate:
         """True if the model has a chat template."""
         return self._template is not None
 
-    def render(self, messages: Sequence[ChatMessage[Chunk]]) -> list[str | Chunk]:
+    def render(
+        self, messages: Sequence[ChatMessage[Chunk]], documents: Sequence[Document[Chunk]] = ()
+    ) -> list[str | Chunk]:
         """Return the prompt's texts and chunks in order, up to where the assistant's answer begins.
 
-        Raises InvalidRequestError (``messages``) when there is no template, when it raises, or when it does not show
-        every chunk exactly once.
+        Documents go where the template shows them; into the messages where it does not show each of them once. Raises
+        InvalidRequestError (``messages``) when there is no template, when it raises, or when it does not show every
+        chunk exactly once.
         """
-        texts = [
-            text for m in messages for text in (m.role, m.name or "", *(p for p in m.content if isinstance(p, str)))
-        ]
-        for text in texts:
-            require_unicode(text, param="messages")
-        word = _chunk_word(texts)
-        chunks: list[Chunk] = []
-        plain = []
-        for message in messages:
-            content = ""
-            for part in message.content:
-                if isinstance(part, Chunk):
-                    content += f"{word}{len(chunks)}z"
-                    chunks.append(part)
-                else:
-                    content += part
-            name = {} if message.name is None else {"name": message.name}
-            plain.append({"role": message.role, "content": content} | name)
-        pieces = re.split(f"{word}([0-9]+)z", self._render_text(plain))
-        shown = [int(index) for index in pieces[1::2]]
-        if sorted(shown) != list(range(len(chunks))):
+        if documents:
+            shown = self._with_documents(messages, documents) if self._takes_documents else None
+            return shown or self.render(with_documents(messages, documents))
+        pieces = _Pieces(messages)
+        plain = [_plain(message, pieces) for message in messages]
+        parts, shown_pieces = pieces.cut(self._render_text(plain))
+        if sorted(shown_pieces) != list(range(len(pieces))):
             raise InvalidRequestError(
-                f"The chat template drops or repeats content: it shows {len(set(shown))} of {len(chunks)} context "
-                f"caches, {len(shown)} times in all. Place them in messages that it shows once, or use "
+                f"The chat template drops or repeats content: it shows {len(set(shown_pieces))} of {len(pieces)} "
+                f"context caches, {len(shown_pieces)} times in all. Place them in messages that it shows once, or use "
                 "/v1/completions.",
                 param="messages",
             )
-        parts: list[str | Chunk] = [*pieces[:1]]
-        for index, text in zip(shown, pieces[2::2], strict=True):
-            parts += [chunks[index], text]
         return parts
 
-    def _render_text(self, messages: list[dict[str, str]]) -> str:
+    @property
+    def _takes_documents(self) -> bool:
+        return self._template is not None and re.search(r"\bdocuments\b", self._template) is not None
+
+    def _with_documents(
+        self, messages: Sequence[ChatMessage[Chunk]], documents: Sequence[Document[Chunk]]
+    ) -> list[str | Chunk] | None:
+        """Return the prompt's parts with the documents where the template puts them; None where it does not show each
+        of them once."""
+        pieces = _Pieces(messages, documents)
+        plain = [_plain(message, pieces) for message in messages]
+        described = [{**document.fields, "text": pieces.word(document.text)} for document in documents]
+        try:
+            parts, shown = pieces.cut(self._render_text(plain, described))
+        except InvalidRequestError:
+            return None
+        return parts if sorted(shown) == list(range(len(pieces))) else None
+
+    def _render_text(self, messages: list[dict[str, str]], documents: list[dict[str, Any]] | None = None) -> str:
         if self._template is None:
             raise InvalidRequestError(
                 "This model has no chat template. Use /v1/completions, or configure a chat template.",
@@ -88,7 +93,11 @@ class ChatTemplate:
             )
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
+                messages,
+                chat_template=self._template,
+                documents=documents,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except TemplateSyntaxError as error:
             raise ModelLoadError(f"The chat template is not valid Jinja: line {error.lineno}: {error}") from error
@@ -97,6 +106,48 @@ class ChatTemplate:
                 f"The chat template does not accept these messages: {error}", param="messages"
             ) from error
         return text
+
+
+class _Pieces:
+    """Stands in for parts of a prompt with words, which none of its texts contains, and puts them back."""
+
+    def __init__(self, messages: Sequence[ChatMessage[Chunk]], documents: Sequence[Document[Chunk]] = ()) -> None:
+        """Raises InvalidRequestError for text that is not valid Unicode."""
+        texts = [
+            text for m in messages for text in (m.role, m.name or "", *(p for p in m.content if isinstance(p, str)))
+        ]
+        for text in texts:
+            require_unicode(text, param="messages")
+        beside = [repr(document.fields) for document in documents]
+        beside += [document.text for document in documents if isinstance(document.text, str)]
+        for text in beside:
+            require_unicode(text, param="documents")
+        self._word = _chunk_word([*texts, *beside])
+        self._parts: list[str | Chunk] = []
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def word(self, part: str | Chunk) -> str:
+        """Return the word that stands for a part."""
+        self._parts.append(part)
+        return f"{self._word}{len(self._parts) - 1}z"
+
+    def cut(self, text: str) -> tuple[list[str | Chunk], list[int]]:
+        """Return the rendered text with the parts in place of their words, and the numbers of those parts in order."""
+        pieces = re.split(f"{self._word}([0-9]+)z", text)
+        shown = [int(index) for index in pieces[1::2]]
+        parts: list[str | Chunk] = [*pieces[:1]]
+        for index, between in zip(shown, pieces[2::2], strict=True):
+            parts += [self._parts[index], between]
+        return parts, shown
+
+
+def _plain(message: ChatMessage[Chunk], pieces: _Pieces) -> dict[str, str]:
+    """Return the message as templates take it."""
+    content = "".join(pieces.word(part) if isinstance(part, Chunk) else part for part in message.content)
+    name = {} if message.name is None else {"name": message.name}
+    return {"role": message.role, "content": content} | name
 
 
 def _chunk_word(texts: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from kvlinker.errors import KVLinkerError
-from kvlinker.llm import Answer, Prompt
+from kvlinker.llm import Answer, ReadPrompt
 from kvlinker.server.access_log import note_tokens
 from kvlinker.server.bodies import ResponseBody, SamplingBody
 from kvlinker.server.choices import Choices
@@ -46,6 +46,21 @@ class UsageBody(ResponseBody):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class LinkedCacheBody(ResponseBody):
+    """A context cache in the prompt; ``created`` is true if this request brought its text first."""
+
+    id: str
+    tokens: int
+    created: bool
+
+
+class LinkBody(ResponseBody):
+    """How the prompt was linked: the policy, and the context caches in it in the order in which they stand there."""
+
+    policy: str
+    context_caches: list[LinkedCacheBody]
 
 
 class AnswerFormat(Protocol):
@@ -89,7 +104,7 @@ async def respond(
     service: Service,
     request: Request,
     body: SamplingBody,
-    build: Callable[[], Mapping[str, Prompt]],
+    build: Callable[[], Mapping[str, ReadPrompt]],
     sampling: SamplingParams,
     answer_format: AnswerFormat,
     *,
@@ -103,7 +118,7 @@ async def respond(
     loop = asyncio.get_running_loop()
 
     def begin() -> Choices:
-        return Choices(service.llm, build(), sampling, policy=body.policy, n=body.choices, tenant=tenant, loop=loop)
+        return Choices(service.llm, build(), sampling, n=body.choices, tenant=tenant, loop=loop)
 
     choices = await service.encoding.run(request, begin)
     if body.stream:
@@ -112,8 +127,11 @@ async def respond(
         answers = await choices.answers()
     usage = usage_body([answer.usage for answer in answers], choices.n)
     note_tokens(request.scope, usage.prompt_tokens, usage.completion_tokens)
+    answer = answer_format.answer(answers, usage)
+    link = link_body(choices.prompts)
+    told = answer.model_dump(exclude={"link"}) | ({} if link is None else {"link": link.model_dump()})
     return JSONResponse(
-        answer_format.answer(answers, usage).model_dump(),
+        told,
         headers={"Server-Timing": server_timing([answer.timing for answer in answers])},
     )
 
@@ -130,6 +148,7 @@ class EventStream(EventSourceResponse):
         self._choices = choices
         self._format = answer_format
         self._include_usage = include_usage
+        self._link = link_body(choices.prompts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -158,8 +177,10 @@ class EventStream(EventSourceResponse):
         yield "[DONE]"
 
     def _chunk(self, choice: BaseModel) -> str:
-        chunk = self._format.chunk([choice])
-        return _encoded(chunk.model_copy(update={"usage": None}) if self._include_usage else chunk)
+        added: dict[str, Any] = {"usage": None} if self._include_usage else {}
+        if self._link is not None:  # the first chunk tells it
+            added["link"], self._link = self._link, None
+        return _encoded(self._format.chunk([choice]).model_copy(update=added))
 
 
 def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
@@ -177,6 +198,16 @@ def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
             recomputed_tokens=sum(usage.recomputed_tokens for usage in prompts),
         ),
     )
+
+
+def link_body(prompts: Sequence[ReadPrompt]) -> LinkBody | None:
+    """Tell how prompts were linked; None where no chunk took part. Each context cache is told of once."""
+    linked = [prompt for prompt in prompts if prompt.linked]
+    caches: dict[str, LinkedCacheBody] = {}
+    for cache in (each for prompt in linked for each in prompt.linked):
+        body = LinkedCacheBody(id=cache.id, tokens=cache.tokens, created=cache.created)
+        caches.setdefault(cache.id, body)
+    return LinkBody(policy=linked[0].policy.name, context_caches=list(caches.values())) if linked else None
 
 
 def server_timing(timings: Sequence[Timing]) -> str:

@@ -22,13 +22,15 @@ from pydantic import (
     StringConstraints,
     Tag,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.types.messages import Content, ContextCacheReference
+from kvlinker.implicit.marks import TTL_PATTERN, ttl_seconds
+from kvlinker.types.messages import CachedPart, Content, ContextCacheReference, Document, MarkedText
 from kvlinker.types.sampling import SamplingParams
 
 MAX_CHOICES = 128
@@ -116,13 +118,48 @@ class ResponseBody(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _check_ttl(text: str) -> str:
+    try:
+        ttl_seconds(text)
+    except ValueError as error:
+        raise PydanticCustomError("ttl_format", "Input is wrong: {reason}", {"reason": str(error)}) from error
+    return text
+
+
+_MarkTtl = Annotated[
+    Text, AfterValidator(_check_ttl), WithJsonSchema({"type": "string", "pattern": f"^{TTL_PATTERN}$"})
+]
+
+
+class CacheControl(RequestBody):
+    """Marks a text part as a chunk, in Anthropic's form; ``ttl`` is how long it lives from its last use: "5m", "1h"."""
+
+    type: Literal["ephemeral"]
+    ttl: _MarkTtl | None = None
+
+
+class PromptCacheBreakpoint(RequestBody):
+    """Marks a text part as a chunk, in OpenAI's form."""
+
+    mode: Literal["explicit"]
+
+
 class TextPart(BaseModel):
-    """Fresh text. Fields of other providers, such as ``cache_control``, are ignored."""
+    """Text: fresh, or a chunk that is found by what it says where one of the marks is given."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     type: Literal["text"]
     text: Text
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+    def content(self) -> str | MarkedText:
+        """Return the text as the library takes it."""
+        if self.cache_control is None and self.prompt_cache_breakpoint is None:
+            return self.text
+        ttl = self.cache_control.ttl if self.cache_control else None
+        return MarkedText(self.text, None if ttl is None else ttl_seconds(ttl))
 
 
 class ContextCachePart(BaseModel):
@@ -155,10 +192,10 @@ Part = Annotated[
 ]
 
 
-def content_of(parts: Sequence[Part]) -> Content[ContextCacheReference]:
+def content_of(parts: Sequence[Part]) -> Content[CachedPart]:
     """Return the parts of a message or a prompt as the library takes them."""
     return tuple(
-        part.text if isinstance(part, TextPart) else ContextCacheReference(part.id)
+        part.content() if isinstance(part, TextPart) else ContextCacheReference(part.id)
         for part in parts
         if not isinstance(part, UnknownPart)
     )
@@ -172,10 +209,27 @@ _Stop = Annotated[
 ]
 
 
+class DocumentBody(RequestBody):
+    """A document that the conversation is about, which becomes a chunk. Chat templates that take documents also get
+    its other fields, such as ``title``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    text: Text
+    title: Text | None = None
+
+    def document(self) -> Document[CachedPart]:
+        """Return the document as the library takes it."""
+        title = {} if self.title is None else {"title": self.title}
+        return Document(MarkedText(self.text), title | (self.model_extra or {}))
+
+
 class LinkOptions(RequestBody):
-    """Options of linking cached chunks; ``policy`` such as ``legolink-16``."""
+    """Options of linking cached chunks; ``policy`` such as ``legolink-16``. ``implicit`` says which texts become chunks
+    without an id."""
 
     policy: Annotated[str, StringConstraints(min_length=1), Unicode] | None = None
+    implicit: Literal["auto", "marked", "off"] | None = None
 
 
 class StreamOptions(RequestBody):
@@ -239,6 +293,11 @@ class SamplingBody(RequestBody):
     def policy(self) -> str | None:
         """The policy that is asked for; None for the server's own."""
         return self.link.policy if self.link else None
+
+    @property
+    def implicit(self) -> str | None:
+        """The texts that are to become chunks without an id; None for the server's own setting."""
+        return self.link.implicit if self.link else None
 
     @property
     def include_usage(self) -> bool:

@@ -11,14 +11,14 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.llm import Answer, Prompt
+from kvlinker.llm import Answer, ReadPrompt
 from kvlinker.server.access import TenantParam
-from kvlinker.server.answering import UsageBody, completion_responses, finite, respond
-from kvlinker.server.bodies import Part, RequestBody, ResponseBody, SamplingBody, Text, content_of
+from kvlinker.server.answering import LinkBody, UsageBody, completion_responses, finite, respond
+from kvlinker.server.bodies import DocumentBody, Part, RequestBody, ResponseBody, SamplingBody, Text, content_of
 from kvlinker.server.errors import blaming
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.answers import Delta, Finished, TokenLogprob
-from kvlinker.types.messages import ChatMessage, ContextCacheReference
+from kvlinker.types.messages import CachedPart, ChatMessage
 from kvlinker.types.sampling import SamplingParams
 
 router = APIRouter(tags=["completions"])
@@ -39,7 +39,7 @@ class MessageBody(RequestBody):
     content: _Content
     name: Text | None = None
 
-    def message(self) -> ChatMessage[ContextCacheReference]:
+    def message(self) -> ChatMessage[CachedPart]:
         """Return the message as the library takes it. ``developer`` becomes ``system``, since few chat templates know
         that newer role."""
         content = (self.content,) if isinstance(self.content, str) else content_of(self.content)
@@ -63,6 +63,7 @@ class ChatCompletionRequest(SamplingBody):
     }
 
     messages: list[MessageBody] = Field(min_length=1)
+    documents: list[DocumentBody] | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -120,7 +121,7 @@ class ChatChoice(ResponseBody):
 
 
 class ChatCompletion(ResponseBody):
-    """The whole answer."""
+    """The whole answer; ``link`` is there where chunks took part."""
 
     id: str
     created: int
@@ -128,6 +129,7 @@ class ChatCompletion(ResponseBody):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: UsageBody
+    link: LinkBody | None = None
 
 
 class ChatDelta(ResponseBody):
@@ -147,7 +149,8 @@ class ChatChunkChoice(ResponseBody):
 
 
 class ChatCompletionChunk(ResponseBody):
-    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null but in the last."""
+    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null but in the last;
+    ``link`` is in the first, where chunks took part."""
 
     id: str
     created: int
@@ -155,6 +158,7 @@ class ChatCompletionChunk(ResponseBody):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: UsageBody | None = None
+    link: LinkBody | None = None
 
 
 @router.post(
@@ -166,10 +170,14 @@ async def create_chat_completion(
     """Answer a conversation; message content mixes text and context caches, in any order."""
     service.check_model(body.model)
     messages = [message.message() for message in body.messages]
+    documents = [document.document() for document in body.documents or ()]
     answer_format = ChatFormat(service.llm.model_name, logprobs=bool(body.logprobs))
 
-    def build() -> dict[str, Prompt]:
-        return {"messages": service.llm.chat_prompt(messages, tenant=tenant)}
+    def build() -> dict[str, ReadPrompt]:
+        read = service.llm.read_chat(
+            messages, documents=documents, policy=body.policy, implicit=body.implicit, tenant=tenant
+        )
+        return {"messages": read}
 
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):

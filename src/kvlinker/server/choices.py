@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from starlette.types import Receive
 
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
-from kvlinker.llm import LLM, Answer, ChoiceSink, Prompt
+from kvlinker.llm import LLM, Answer, ChoiceSink, ReadPrompt
 from kvlinker.server.errors import blaming
 from kvlinker.types.answers import Delta, Finished
 from kvlinker.types.sampling import SamplingParams
@@ -24,10 +24,9 @@ class Choices:
     def __init__(
         self,
         llm: LLM,
-        prompts: Mapping[str, Prompt],
+        prompts: Mapping[str, ReadPrompt],
         sampling: SamplingParams,
         *,
-        policy: str | None,
         n: int,
         tenant: str,
         loop: asyncio.AbstractEventLoop,
@@ -39,6 +38,7 @@ class Choices:
         Planning takes a while for long prompts: call it in a thread.
         """
         self.n = n
+        self.prompts = prompts
         self._count = len(prompts) * n
         self._loop = loop
         self._events: asyncio.Queue[tuple[int, GenerationEvent]] = asyncio.Queue()
@@ -47,7 +47,8 @@ class Choices:
             for number, (field, prompt) in enumerate(prompts.items()):
                 sink = self._sink(number * n)
                 with blaming(field):
-                    self._handles.append(llm.submit(prompt, sampling, sink, policy=policy, n=n, tenant=tenant))
+                    handle = llm.submit(prompt.prompt, sampling, sink, policy=prompt.policy, n=n, tenant=tenant)
+                    self._handles.append(handle)
 
     def __len__(self) -> int:
         return self._count

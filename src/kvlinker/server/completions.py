@@ -12,14 +12,14 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.llm import Answer, Prompt
+from kvlinker.llm import Answer, ReadPrompt
 from kvlinker.server.access import TenantParam
-from kvlinker.server.answering import UsageBody, completion_responses, finite, respond
+from kvlinker.server.answering import LinkBody, UsageBody, completion_responses, finite, respond
 from kvlinker.server.bodies import MAX_CHOICES, Part, ResponseBody, SamplingBody, Text, content_of
 from kvlinker.server.errors import blaming
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.answers import Delta, Finished, TokenLogprob
-from kvlinker.types.messages import CompletionPrompt, ContextCacheReference, TokenIds
+from kvlinker.types.messages import CachedPart, CompletionPrompt, TokenIds
 from kvlinker.types.sampling import SamplingParams
 
 router = APIRouter(tags=["completions"])
@@ -57,7 +57,7 @@ PromptBody = Annotated[
 ]
 
 
-def prompts_of(body: PromptBody) -> list[CompletionPrompt[ContextCacheReference]]:
+def prompts_of(body: PromptBody) -> list[CompletionPrompt[CachedPart]]:
     """Return the prompts as the library takes them: one, unless it is a list of texts or a list of lists of token
     ids."""
     if isinstance(body, str):
@@ -74,7 +74,7 @@ def has_several(body: PromptBody) -> bool:
     return isinstance(body, list) and isinstance(body[0], str | list)
 
 
-def single_prompt(body: PromptBody) -> CompletionPrompt[ContextCacheReference]:
+def single_prompt(body: PromptBody) -> CompletionPrompt[CachedPart]:
     """Return the prompt of a body that takes only one. Raises InvalidRequestError for several."""
     if has_several(body) and len(body) > 1:
         raise InvalidRequestError("'prompt' must be one prompt here.", param="prompt")
@@ -127,7 +127,7 @@ class CompletionChoice(ResponseBody):
 
 
 class Completion(ResponseBody):
-    """The whole answer."""
+    """The whole answer; ``link`` is there where chunks took part."""
 
     id: str
     object: Literal["text_completion"]
@@ -135,10 +135,12 @@ class Completion(ResponseBody):
     model: str
     choices: list[CompletionChoice]
     usage: UsageBody
+    link: LinkBody | None = None
 
 
 class CompletionChunk(ResponseBody):
-    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null but in the last."""
+    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null but in the last;
+    ``link`` is in the first, where chunks took part."""
 
     id: str
     object: Literal["text_completion"]
@@ -146,6 +148,7 @@ class CompletionChunk(ResponseBody):
     model: str
     choices: list[CompletionChoice]
     usage: UsageBody | None = None
+    link: LinkBody | None = None
 
 
 @router.post("/v1/completions", response_model=Completion, responses=completion_responses(CompletionChunk.__name__))
@@ -156,12 +159,14 @@ async def create_completion(
     service.check_model(body.model)
     answer_format = CompletionFormat(service.llm.model_name, logprobs=body.logprobs is not None)
 
-    def build() -> dict[str, Prompt]:
+    def build() -> dict[str, ReadPrompt]:
         built = {}
         for index, prompt in enumerate(prompts_of(body.prompt)):
             field = f"prompt.{index}" if has_several(body.prompt) else "prompt"
             with blaming(field):
-                built[field] = service.llm.completion_prompt(prompt, tenant=tenant)
+                built[field] = service.llm.read_completion(
+                    prompt, policy=body.policy, implicit=body.implicit, tenant=tenant
+                )
         return built
 
     return await respond(service, request, body, build, body.sampling_params(), answer_format, tenant=tenant)

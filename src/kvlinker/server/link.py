@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import Explanation
 from kvlinker.server.access import TenantParam
-from kvlinker.server.bodies import LinkOptions, RequestBody, ResponseBody, Text, exactly_one
+from kvlinker.server.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
 from kvlinker.server.chat import MessageBody
 from kvlinker.server.completions import PromptBody, single_prompt
 from kvlinker.server.errors import blaming, error_responses
@@ -73,6 +73,7 @@ class ExplainRequest(RequestBody):
 
     model: Text | None = None
     messages: list[MessageBody] | None = Field(default=None, min_length=1)
+    documents: list[DocumentBody] | None = None
     prompt: PromptBody | None = None
     link: LinkOptions | None = None
 
@@ -176,10 +177,12 @@ async def explain_link(body: ExplainRequest, request: Request, service: ServiceP
 
 def _explain(service: Service, body: ExplainRequest, tenant: str) -> Explanation:
     policy = body.link.policy if body.link else None
+    implicit = body.link.implicit if body.link else None
     if body.messages is not None:
         messages = [message.message() for message in body.messages]
+        documents = [document.document() for document in body.documents or ()]
         with blaming("messages"):
-            return service.llm.explain(messages, policy=policy, tenant=tenant)
+            return service.llm.explain(messages, documents=documents, policy=policy, implicit=implicit, tenant=tenant)
     prompt = single_prompt(body.prompt or "")
     with blaming("prompt"):
-        return service.llm.explain(prompt=prompt, policy=policy, tenant=tenant)
+        return service.llm.explain(prompt=prompt, policy=policy, implicit=implicit, tenant=tenant)

@@ -9,7 +9,7 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import Prompt
 from kvlinker.server.access import TenantParam
 from kvlinker.server.access_log import note_tokens
-from kvlinker.server.bodies import RequestBody, ResponseBody, Text, exactly_one
+from kvlinker.server.bodies import DocumentBody, RequestBody, ResponseBody, Text, exactly_one
 from kvlinker.server.chat import MessageBody
 from kvlinker.server.completions import PromptBody, single_prompt
 from kvlinker.server.errors import error_responses
@@ -27,6 +27,7 @@ class TokenizeRequest(RequestBody):
     text: Text | None = None
     prompt: PromptBody | None = None
     messages: list[MessageBody] | None = Field(default=None, min_length=1)
+    documents: list[DocumentBody] | None = None
 
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeRequest:
@@ -63,8 +64,10 @@ def _token_ids(service: Service, body: TokenizeRequest, tenant: str) -> list[int
     if body.text is not None:
         return list(llm.token_ids(body.text))
     if body.messages is not None:
-        return _ids(llm.chat_prompt([message.message() for message in body.messages], tenant=tenant))
-    return _ids(llm.completion_prompt(single_prompt(body.prompt or ""), tenant=tenant))
+        messages = [message.message() for message in body.messages]
+        documents = [document.document() for document in body.documents or ()]
+        return _ids(llm.read_chat(messages, documents=documents, keeps=False, tenant=tenant).prompt)
+    return _ids(llm.read_completion(single_prompt(body.prompt or ""), keeps=False, tenant=tenant).prompt)
 
 
 def _ids(prompt: Prompt) -> list[int]:

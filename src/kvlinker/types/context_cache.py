@@ -50,6 +50,10 @@ class ContextCache:
     kv_bytes: int = 0
     """Bytes of its KV as computed; in a tier it may take fewer."""
 
+    implicit_ttl: float | None = None
+    """Seconds that it lives from its last use, where a prompt's text was cached on the way; None where it was created
+    by name."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
 
@@ -62,6 +66,19 @@ class ContextCache:
     def tokens(self) -> int:
         """The number of prompt tokens that it stands for."""
         return len(self.chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedCache:
+    """A context cache whose chunk stands in a prompt."""
+
+    id: str
+
+    tokens: int
+    """The number of prompt tokens that it stands for."""
+
+    created: bool
+    """True if this prompt brought its text first."""
 
 
 class Unchanged(Enum):

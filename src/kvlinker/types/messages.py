@@ -1,16 +1,18 @@
 """Typed values for all that callers put into prompts: texts, token ids, and cached text at its place among them.
 
 HTTP bodies and the Python API's dictionaries become these values at the library's edge (``kvlinker.content`` parses the
-latter). There cached text is still a ``ContextCacheReference``; ``ContentReader`` puts the chunks in their place.
+latter). There cached text is still a ``CachedPart``; ``ContentReader`` puts the chunks in their place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
 
 Cached = TypeVar("Cached")
-"""The type that stands for cached text: ``ContextCacheReference``, or ``Chunk`` once that is looked up."""
+"""The type that stands for cached text: ``CachedPart``, or ``Chunk`` once that is looked up."""
 
 Content = tuple[str | Cached, ...]
 """Fresh texts and cached text in the order in which the model reads them; nothing is added between two parts."""
@@ -21,6 +23,48 @@ class ContextCacheReference:
     """Names a context cache by its ``id``; its chunk is to stand in this place."""
 
     id: str
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedText:
+    """A text that its author marked as worth caching: it is to be a chunk, found by what it says."""
+
+    text: str
+
+    ttl: float | None = None
+    """The seconds that its context cache is to live from its last use; None for the server's own time."""
+
+
+CachedPart = ContextCacheReference | MarkedText
+"""A part of a prompt that is, or is to be, a chunk."""
+
+
+class Implicit(StrEnum):
+    """Tells which texts of a prompt become chunks although nobody names a context cache."""
+
+    AUTO = "auto"
+    """Marked texts and documents, and any long text that comes again, or that is known."""
+
+    MARKED = "marked"
+    """Marked texts and documents."""
+
+    OFF = "off"
+    """None: marks mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document(Generic[Cached]):
+    """A document that a conversation is about, beside its messages."""
+
+    text: str | Cached
+
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """All else that chat templates may show of it, such as ``title``."""
+
+    @property
+    def title(self) -> str:
+        """The title, empty where it has none."""
+        return str(self.fields.get("title") or "")
 
 
 @dataclass(frozen=True, slots=True)

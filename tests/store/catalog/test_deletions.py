@@ -78,7 +78,7 @@ def test_a_deletion_that_becomes_visible_late(tmp_path: Path, clock: Clock) -> N
     """Its time is that before the transaction; another process sweeps in between."""
     with closing(open_state(tmp_path)) as one, closing(open_state(tmp_path)) as other:
         (cache_id,) = create(one, 1)
-        other.engine.use(one.caches.chunks([cache_id], tenant="anna")[cache_id], "anna")
+        other.engine.use(one.caches.usable([cache_id], tenant="anna")[cache_id].chunk, "anna")
         before = clock.now
         clock.now += LONGEST_TRANSACTION_SECONDS - 1
         other.caches.sweep()

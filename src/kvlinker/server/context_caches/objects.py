@@ -76,7 +76,8 @@ class Lifetime(RequestBody):
 class ContextCacheObject(ResponseBody):
     """A context cache. ``bytes`` and ``tier`` tell where its KV lies now: 0 and null while it was evicted.
 
-    ``usable`` is false where it was made with another model, or other weights, than are served now.
+    ``usable`` is false where it was made with another model, or other weights, than are served now; ``implicit`` is
+    true for one that a prompt's text brought, which lives on with every use.
     """
 
     id: str
@@ -92,6 +93,7 @@ class ContextCacheObject(ResponseBody):
     pinned: bool
     scope: Scope
     usable: bool
+    implicit: bool
 
 
 class ContextCacheList(ResponseBody):
@@ -121,4 +123,5 @@ def describe(service: Service, cache: ContextCache) -> ContextCacheObject:
         pinned=cache.pinned,
         scope=cache.scope,
         usable=service.llm.caches.is_usable(cache),
+        implicit=cache.implicit_ttl is not None,
     )

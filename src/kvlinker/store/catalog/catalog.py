@@ -16,6 +16,7 @@ from kvlinker.errors import ContextCacheNotFoundError
 from kvlinker.store.catalog.check import check_catalog
 from kvlinker.store.catalog.database import Database, StateLock
 from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted, tokens_of
+from kvlinker.store.catalog.implicit import ImplicitIndex
 from kvlinker.store.catalog.limits import (
     NO_LIMITS,
     PINNED_BYTES,
@@ -73,6 +74,7 @@ class Catalog:
             self._close = stack.pop_all().close
         self.variants = VariantIndex(self._database, self._blobs)
         self.search = SearchIndex(self._database)
+        self.implicit = ImplicitIndex(self._database, self._blobs)
 
     def add(self, records: Sequence[ContextCache], limits: Limits = NO_LIMITS) -> None:
         """Record context caches and the chunks they hold: all of them or, on an error, none.
@@ -158,7 +160,8 @@ class Catalog:
         pinned: bool | Unchanged = UNCHANGED,
         limits: Limits = NO_LIMITS,
     ) -> ContextCache:
-        """Change the given fields; returns the result. Raises ContextCacheNotFoundError and PinLimitError."""
+        """Change the given fields; returns the result. An implicit one whose lifetime is changed, or that is pinned, is
+        its owner's from then on. Raises ContextCacheNotFoundError and PinLimitError."""
         changes = {
             "expires_at": expires_at,
             "name": name,
@@ -166,6 +169,8 @@ class Catalog:
             "pinned": pinned,
         }
         changes = {column: value for column, value in changes.items() if value is not UNCHANGED}
+        if "expires_at" in changes or pinned is True:
+            changes["implicit_ttl"] = None
         with self._database.transaction() as connection:
             row = connection.execute(
                 f"SELECT c.number, c.chunk_key FROM {BY_OWNER} WHERE c.tenant = :tenant AND c.id = :id AND {LIVE}",

@@ -16,7 +16,7 @@ from kvlinker.types.context_cache import ContextCache
 from kvlinker.types.tenants import SHARED_TENANT
 
 COLUMNS = """c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned, c.chunk_key,
-    k.fingerprint, k.tokens, k.prefix, k.nbytes"""
+    c.implicit_ttl, k.fingerprint, k.tokens, k.prefix, k.nbytes"""
 """Names the columns that ``read_row`` takes, of context caches ``c`` that are joined with ``CHUNK``."""
 
 CHUNK = "JOIN chunks k ON k.key = c.chunk_key"
@@ -81,9 +81,20 @@ def insert_rows(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequ
         metadata = pack_metadata(r.metadata)
         number = connection.execute(
             "INSERT INTO context_caches"
-            " (id, tenant, model, name, metadata, created_at, expires_at, pinned, chunk_key)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (r.id, r.tenant, r.model, r.name, metadata, r.created_at, r.expires_at, r.pinned, r.chunk_key),
+            " (id, tenant, model, name, metadata, created_at, expires_at, pinned, chunk_key,"
+            " implicit_ttl) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                r.id,
+                r.tenant,
+                r.model,
+                r.name,
+                metadata,
+                r.created_at,
+                r.expires_at,
+                r.pinned,
+                r.chunk_key,
+                r.implicit_ttl,
+            ),
         ).lastrowid
         assert number is not None
         index_metadata(connection, number, r.metadata)
@@ -92,8 +103,8 @@ def insert_rows(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequ
 def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
     """Return the context cache of a row of ``COLUMNS``. Raises StoreError where its token ids were changed from
     outside."""
-    cache_id, tenant, model, name, metadata, created_at, expires_at, pinned, *chunk = row
-    chunk_key, fingerprint, tokens, prefix, nbytes = chunk
+    cache_id, tenant, model, name, metadata, created_at, expires_at, pinned, chunk_key, implicit_ttl, *chunk = row
+    fingerprint, tokens, prefix, nbytes = chunk
     if not is_genuine(blobs, chunk_key, fingerprint, tenant, tokens, prefix):
         raise changed_entry(tokens_of(chunk_key), "its token ids are not those that it is named by")
     return ContextCache(
@@ -113,6 +124,7 @@ def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
         metadata=json.loads(metadata),
         pinned=bool(pinned),
         kv_bytes=nbytes,
+        implicit_ttl=implicit_ttl,
     )
 
 

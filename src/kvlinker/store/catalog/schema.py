@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from kvlinker.types.chunks import content_of
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 _FIRST = (
     """CREATE TABLE chunks (
@@ -126,6 +126,13 @@ _FIFTH = (
     "CREATE TABLE search_indexes (number INTEGER PRIMARY KEY, tenant TEXT NOT NULL UNIQUE)",
 )
 
+_SIXTH = (
+    # seconds to live from the last use, of those that a prompt brought; NULL: created by name
+    "ALTER TABLE context_caches ADD COLUMN implicit_ttl REAL",
+    "CREATE INDEX context_caches_implicit ON context_caches (tenant, expires_at - implicit_ttl)"
+    " WHERE implicit_ttl IS NOT NULL",
+)
+
 
 def upgrade(connection: sqlite3.Connection, version: int) -> None:
     """Bring the file from ``version`` (0: empty) to SCHEMA_VERSION, inside the caller's transaction."""
@@ -143,6 +150,8 @@ def upgrade(connection: sqlite3.Connection, version: int) -> None:
         _run(connection, _FOURTH)
     if version < 5:
         _run(connection, _FIFTH)
+    if version < 6:
+        _run(connection, _SIXTH)
     if version < SCHEMA_VERSION:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 

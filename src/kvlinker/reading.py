@@ -1,0 +1,201 @@
+"""Makes prompts of typed content for all callers: looks up context caches, and those that marked texts are to have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from kvlinker.context_caches import ContextCaches
+from kvlinker.errors import ContextCacheModelError, ContextCacheNotFoundError, InvalidRequestError
+from kvlinker.implicit.caches import FoundChunk, ImplicitCaches
+from kvlinker.linking import Policy
+from kvlinker.prompt.builder import PromptBuilder
+from kvlinker.prompt.segments import Prompt
+from kvlinker.types.chunks import Chunk
+from kvlinker.types.context_cache import LinkedCache
+from kvlinker.types.messages import (
+    CachedPart,
+    ChatMessage,
+    CompletionPrompt,
+    Content,
+    ContextCacheReference,
+    Document,
+    Implicit,
+    MarkedText,
+    TokenIds,
+)
+
+_Chunks = Mapping[CachedPart, Chunk]
+"""The chunks of parts; a marked text that is not among them stays text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """A prompt, how it is to be linked, and the context caches that stand in it."""
+
+    prompt: Prompt
+
+    policy: Policy
+    """The policy that the request asks for, or that applies to a prompt with these chunks."""
+
+    caches: Mapping[str, FoundChunk]
+    """By id, in the order in which the prompt first has them."""
+
+    @property
+    def linked(self) -> tuple[LinkedCache, ...]:
+        """The context caches, as answers tell of them."""
+        return tuple(LinkedCache(id, len(each.chunk), each.created) for id, each in self.caches.items())
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """The ids of the context caches, by their chunks' content."""
+        return {each.chunk.content: id for id, each in self.caches.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a request wants its content read; None means as the settings say."""
+
+    tenant: str
+    policy: Policy | None = None
+    implicit: Implicit | None = None
+
+    keeps: bool = True
+    """False where no answer is asked for: marked texts become chunks, but no context caches are entered."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingDefaults:
+    """What applies where a request does not say."""
+
+    policy: Policy
+    implicit: Implicit
+    implicit_policy: Policy
+    """The policy of prompts none of whose chunks was named by id."""
+
+
+class ContentReader:
+    """Makes prompts of typed content, with chunks in the places of context caches and of marked texts.
+
+    Each prompt takes one look at the catalog for all ids, and one for all texts. Texts that are far too long for the
+    model are refused before any of them is encoded. A text for which there is no room in
+    the tenant's quota stays text, and so do all where the policy would compute everything again anyway. The methods
+    raise ContextCacheNotFoundError and ContextCacheModelError with the place of the id as ``param``, and
+    InvalidRequestError.
+    """
+
+    def __init__(
+        self, builder: PromptBuilder, caches: ContextCaches, implicit: ImplicitCaches, defaults: ReadingDefaults
+    ) -> None:
+        self._builder = builder
+        self._caches = caches
+        self._implicit = implicit
+        self._defaults = defaults
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage[CachedPart]],
+        how: Reading,
+        documents: Sequence[Document[CachedPart]] = (),
+    ) -> ReadPrompt:
+        """Read a conversation about documents."""
+        places: dict[str, str] = {}
+        for index, message in enumerate(messages):
+            _note_places(message.content, f"messages.{index}.content", places)
+        parts: list[str | CachedPart] = [document.text for document in documents]
+        parts += chain.from_iterable(message.content for message in messages)
+        self._builder.check_texts(_texts(parts), param="messages")
+
+        def build(chunks: _Chunks) -> Prompt:
+            linked = [ChatMessage(m.role, _placed(m.content, chunks), m.name) for m in messages]
+            beside = [Document(_chunk_or_text(each.text, chunks), each.fields) for each in documents]
+            return self._builder.chat(linked, beside)
+
+        return self._read(parts, places, how, build)
+
+    def completion(self, prompt: CompletionPrompt[CachedPart], how: Reading) -> ReadPrompt:
+        """Read the prompt of a completion."""
+        if isinstance(prompt, TokenIds):
+            return ReadPrompt(self._builder.completion(prompt.ids), how.policy or self._defaults.policy, {})
+        places: dict[str, str] = {}
+        _note_places(prompt, "prompt", places)
+        self._builder.check_texts(_texts(prompt), param="prompt")
+        return self._read(prompt, places, how, lambda chunks: self._builder.completion(_placed(prompt, chunks)))
+
+    def _read(
+        self,
+        parts: Iterable[str | CachedPart],
+        places: Mapping[str, str],
+        how: Reading,
+        build: Callable[[_Chunks], Prompt],
+    ) -> ReadPrompt:
+        """Read a prompt of these parts; ``places`` tells where each id stands first."""
+        cached = list(dict.fromkeys(part for part in parts if not isinstance(part, str)))
+        named = self._look_up(places, how.tenant)
+        chunks: dict[CachedPart, Chunk] = {part: found.chunk for part, found in named.items()}
+        marked: Mapping[CachedPart, FoundChunk] = {}
+        unnamed = how.policy or self._defaults.implicit_policy
+        if (how.implicit or self._defaults.implicit) is not Implicit.OFF and not unnamed.exact:
+            encoded = self._encode(cached)
+            marked = self._find(encoded, how)
+            chunks |= {part: marked[part].chunk for part in encoded if part in marked}
+            chunks |= {} if how.keeps else {part: chunk for part, chunk in encoded.items() if part not in marked}
+        try:
+            prompt = build(chunks)
+        except InvalidRequestError:
+            if len(chunks) == len(named):
+                raise
+            marked = {}  # the chat template may not show each text once, which is nobody's mistake
+            prompt = build({part: found.chunk for part, found in named.items()})
+        found = {**named, **marked}
+        policy = how.policy or (self._defaults.implicit_policy if marked and not named else self._defaults.policy)
+        uses = [found[part] for part in cached if part in found]
+        return ReadPrompt(prompt, policy, {each.cache.id: each for each in uses})
+
+    def _encode(self, parts: Iterable[CachedPart]) -> dict[MarkedText, Chunk]:
+        """Return the chunks of those marked texts that can be some."""
+        texts = [part for part in parts if isinstance(part, MarkedText)]
+        return {text: chunk for text in texts if (chunk := self._implicit.encode(text.text)) is not None}
+
+    def _find(self, encoded: Mapping[MarkedText, Chunk], how: Reading) -> dict[CachedPart, FoundChunk]:
+        """Return the chunks that have context caches now, by their texts."""
+        if how.keeps:
+            found = self._implicit.use({chunk: text for text, chunk in encoded.items()}, tenant=how.tenant)
+        else:
+            found = self._implicit.find(tuple(encoded.values()), tenant=how.tenant)
+        return {text: found[chunk] for text, chunk in encoded.items() if chunk in found}
+
+    def _look_up(self, places: Mapping[str, str], tenant: str) -> dict[CachedPart, FoundChunk]:
+        """Return the chunks of the ids, of which those that are implicit live on."""
+        try:
+            caches = self._caches.usable(places, tenant=tenant) if places else {}
+        except (ContextCacheNotFoundError, ContextCacheModelError) as error:
+            error.param = places[error.cache_id]
+            raise
+        self._implicit.extend(dict.fromkeys(caches.values()))
+        return {ContextCacheReference(id): FoundChunk(cache.chunk, cache, False) for id, cache in caches.items()}
+
+
+def _note_places(content: Content[CachedPart], path: str, places: dict[str, str]) -> None:
+    """Add the path of each id that is not in ``places`` yet, such as ``messages.0.content.1.id``."""
+    for index, part in enumerate(content):
+        if isinstance(part, ContextCacheReference):
+            places.setdefault(part.id, f"{path}.{index}.id")
+
+
+def _texts(parts: Iterable[str | CachedPart]) -> list[str]:
+    """Return all texts among the parts, marked or not."""
+    return [
+        part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ContextCacheReference)
+    ]
+
+
+def _placed(content: Content[CachedPart], chunks: _Chunks) -> Content[Chunk]:
+    return tuple(_chunk_or_text(part, chunks) for part in content)
+
+
+def _chunk_or_text(part: str | CachedPart, chunks: _Chunks) -> str | Chunk:
+    if isinstance(part, MarkedText):
+        return chunks.get(part, part.text)
+    return part if isinstance(part, str) else chunks[part]

@@ -1,0 +1,345 @@
+"""Texts become chunks on the way: marked parts and documents, over HTTP on the real engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvlinker.llm import LLM
+from tests.server.serving import TEMPLATE, Served, serving, tiny_model, tiny_settings
+
+CHAT = "/v1/chat/completions"
+EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+QUESTION = "\nWhere is the cat?"
+TEMPLATE_WITH_DOCUMENTS = "{% for d in documents %}[{{ d.title }}|{{ d.source }}|{{ d.text }}]{% endfor %}" + TEMPLATE
+
+
+def text(name: str, words: int = 40) -> str:
+    """A text of its own, of so many words of five letters."""
+    return " ".join(f"{name}{number:03d}" for number in range(words))
+
+
+def part(text: str, mark: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "text", "text": text, **(mark or {})}
+
+
+def body(*parts: Any, role: str = "user", **fields: Any) -> dict[str, Any]:
+    messages = [{"role": role, "content": list(parts)}, {"role": "user", "content": QUESTION}]
+    return {"messages": messages, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
+
+
+def ask(served: Served, *parts: Any, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+    answer = served.post(CHAT, body(*parts, **fields), headers=headers)
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+def created(answer: dict[str, Any]) -> list[bool]:
+    return [cache["created"] for cache in answer["link"]["context_caches"]]
+
+
+def ids(answer: dict[str, Any]) -> list[str]:
+    return [cache["id"] for cache in answer["link"]["context_caches"]]
+
+
+def cached(answer: dict[str, Any]) -> int:
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def server(folder: Path, **options: Any) -> Any:
+    settings = tiny_settings(folder, **options)
+    return serving(LLM.from_model(tiny_model(), settings), settings)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server without prefix reuse, so that what is cached comes from chunks."""
+    with server(tmp_path_factory.mktemp("state"), prefix_cache="off") as running:
+        yield running
+
+
+@pytest.mark.parametrize("mark", [EPHEMERAL, BREAKPOINT, {"cache_control": {"type": "ephemeral", "ttl": "1h"}}])
+@pytest.mark.parametrize("role", ["user", "system", "tool", "assistant"])
+def test_marked_parts_are_found_by_content_in_any_order(apart: Served, mark: dict[str, Any], role: str) -> None:
+    a, b = text(f"{role[0]}a{len(str(mark))}"), text(f"{role[0]}b{len(str(mark))}")
+    first = ask(apart, part(a, mark), part(b, mark), role=role)
+    second = ask(apart, part("Listen: "), part(b, mark), part(a, mark), role=role)
+    assert created(first) == [True, True]
+    assert created(second) == [False, False]
+    assert ids(second) == ids(first)[::-1], "in the order of the prompt"
+    sizes = [apart.post("/tokenize", {"text": each}).json()["count"] for each in (a, b)]
+    assert [cache["tokens"] for cache in first["link"]["context_caches"]] == sizes
+    assert first["link"]["policy"] == "legolink-4"
+    assert min(cached(first), cached(second)) > sum(sizes) - 20
+
+
+def test_marks_answer_as_ids_do(apart: Served) -> None:
+    a, b = text("ia"), text("ib")
+    marked = ask(apart, part(a, EPHEMERAL), part(b, EPHEMERAL))
+    named = ask(apart, *({"type": "context_cache", "id": each} for each in ids(marked)))
+    assert marked["choices"][0]["message"] == named["choices"][0]["message"]
+    assert marked["usage"] == named["usage"]
+    assert ids(named) == ids(marked)
+    assert created(named) == [False, False]
+
+
+def test_a_context_cache_that_was_created_by_name_is_found(apart: Served) -> None:
+    a = text("na")
+    (cache_id,) = apart.cache(a)
+    assert ids(ask(apart, part(a, EPHEMERAL))) == [cache_id]
+    assert apart.get(f"/v1/context_caches/{cache_id}").json()["implicit"] is False
+
+
+def test_without_marks_nothing_becomes_a_chunk(apart: Served) -> None:
+    answer = ask(apart, part(text("pl")), part(text("pm")))
+    assert "link" not in answer
+    assert cached(answer) == 0
+
+
+def test_documents_become_chunks(apart: Served) -> None:
+    a, b = text("da"), text("db")
+    first = ask(apart, part("Think."), documents=[{"text": a, "title": "One"}, {"text": b}])
+    second = ask(apart, part("Think."), documents=[{"text": b}, {"text": a, "title": "One"}])
+    assert (created(first), created(second)) == ([True, True], [False, False])
+    assert cached(second) > len(a)
+    plain = ask(apart, part(f"One\n{a}\n\n{b}\n\nThink."))
+    assert plain["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
+
+
+def test_documents_without_a_user_are_refused(apart: Served) -> None:
+    asked = {"messages": [{"role": "system", "content": "Hi"}], "documents": [{"text": "a"}]}
+    answer = apart.post(CHAT, asked)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents")
+
+
+def test_documents_stand_where_the_template_puts_them(tmp_path: Path) -> None:
+    a = text("ta")
+    documents = [{"text": a, "title": "One", "source": "web"}]
+    with server(tmp_path, chat_template=TEMPLATE_WITH_DOCUMENTS) as served:
+        tokens = {}
+        for implicit in ("marked", "off"):
+            asked = body(part("Think."), documents=documents, link={"implicit": implicit})
+            tokens[implicit] = served.post(CHAT, asked).json()["usage"]["prompt_tokens"]
+        messages = {"messages": body(part("Think."))["messages"], "documents": documents}
+        ids = served.post("/tokenize", messages).json()["tokens"]
+    assert tokens["marked"] == tokens["off"] == len(ids)
+    assert served.llm.tokenizer.decode(ids).startswith(f"[One|web|{a}]")
+
+
+def test_completions_take_marks(apart: Served) -> None:
+    a = text("ca")
+    asked = {"prompt": [part("Read: "), part(a, EPHEMERAL), part("\nSo")], "max_tokens": 2}
+    first, second = (apart.post("/v1/completions", asked).json() for _ in range(2))
+    assert (created(first), created(second)) == ([True], [False])
+    assert cached(second) > 0
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_streams_tell_of_the_link_once(apart: Served, path: str) -> None:
+    a = text(f"s{len(path)}")
+    asked: dict[str, Any] = {"max_tokens": 3, "stream": True, "ignore_eos": True}
+    asked |= {"prompt": [part(a, EPHEMERAL)]} if path != CHAT else {"messages": body(part(a, EPHEMERAL))["messages"]}
+    events = [line[6:] for line in apart.post(path, asked).text.splitlines() if line.startswith("data: {")]
+    links = [chunk["link"] for event in events if "link" in (chunk := json.loads(event))]
+    assert "link" in json.loads(events[0])
+    assert [[cache["created"] for cache in link["context_caches"]] for link in links] == [[True]]
+
+
+@pytest.mark.parametrize(
+    ("mark", "param"),
+    [
+        ({"cache_control": {"type": "persistent"}}, "cache_control.type"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "soon"}}, "cache_control.ttl"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "30h"}}, "cache_control.ttl"),
+        ({"cache_control": {"type": "ephemeral", "scope": "global"}}, "cache_control.scope"),
+        ({"prompt_cache_breakpoint": {"mode": "auto"}}, "prompt_cache_breakpoint.mode"),
+    ],
+)
+def test_marks_of_other_forms_are_refused(apart: Served, mark: dict[str, Any], param: str) -> None:
+    answer = apart.post(CHAT, body(part("a", mark)))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == f"messages.0.content.0.{param}"
+
+
+def test_an_empty_part_is_no_chunk(apart: Served) -> None:
+    assert "link" not in ask(apart, part("", EPHEMERAL), part("Hi"))
+
+
+def test_implicit_off(apart: Served) -> None:
+    answer = ask(apart, part(text("of"), EPHEMERAL), documents=[{"text": text("og")}], link={"implicit": "off"})
+    assert "link" not in answer
+    assert apart.post(CHAT, body(part("a"), link={"implicit": "some"})).status_code == 400
+
+
+def test_what_is_marked_lives_on_with_every_use(tmp_path: Path) -> None:
+    a, b, short = text("la"), text("lb"), {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+    with server(tmp_path, implicit_ttl=2000) as served:
+        begun = time.time()
+        (long_id, short_id) = ids(ask(served, part(a, EPHEMERAL), part(b, short)))
+
+        def life(cache_id: str) -> float:
+            expires: float = served.get(f"/v1/context_caches/{cache_id}").json()["expires_at"]
+            return expires - begun
+
+        assert life(long_id) == pytest.approx(2000, abs=20)
+        assert life(short_id) == pytest.approx(300, abs=20)
+        catalog = served.llm.catalog
+        with catalog._database.transaction() as connection:  # as if time had passed
+            connection.execute("UPDATE context_caches SET expires_at = expires_at - 200")
+        ask(served, part(a, EPHEMERAL), part(b, short))
+        assert life(long_id) == pytest.approx(2000, abs=20)
+        assert life(short_id) == pytest.approx(300, abs=20)
+        ask(served, part(b, {"cache_control": {"type": "ephemeral", "ttl": "1h"}}))
+        assert life(short_id) == pytest.approx(3600, abs=20)
+        changed = served.http.patch(f"/v1/context_caches/{short_id}", json={"ttl": 60}).json()
+        assert changed["implicit"] is False
+        ask(served, part(b, EPHEMERAL))
+        assert life(short_id) == pytest.approx(60, abs=20), "who sets a time has it"
+
+
+def test_the_quota_never_makes_a_request_fail(tmp_path: Path) -> None:
+    with server(tmp_path, tenant_quota_caches=2) as served:
+        served.cache(text("qa"))
+        first = ask(served, part(text("qb"), EPHEMERAL), part(text("qc"), EPHEMERAL))
+        assert created(first) == [True], "the other is text"
+        second = ask(served, part(text("qd"), EPHEMERAL))
+        assert created(second) == [True], "the one that was used longest ago makes room"
+        assert served.get(f"/v1/context_caches/{ids(first)[0]}").status_code == 404
+        served.cache(text("qe"))
+        assert served.get(f"/v1/context_caches/{ids(second)[0]}").status_code == 404, "names come first"
+        third = ask(served, part(text("qf"), EPHEMERAL))
+        assert "link" not in third
+        assert served.post("/v1/context_caches", {"chunks": ["a"]}).status_code == 403
+
+
+def test_a_tenant_has_so_many_implicit_ones(tmp_path: Path) -> None:
+    with server(tmp_path, implicit_caches=3) as served:
+        named = served.cache(*(text(f"e{number}") for number in range(5)))
+        for number in range(6):
+            ask(served, part(text(f"m{number}"), EPHEMERAL))
+        kept = served.get("/v1/context_caches").json()["data"]
+        assert [each["implicit"] for each in kept] == [True] * 3 + [False] * 5
+        assert {each["id"] for each in kept[3:]} == set(named)
+        assert all(each["tier"] for each in kept[3:]), "their KV is there, too"
+
+
+def test_one_computation_for_all_who_bring_the_same_text(tmp_path: Path) -> None:
+    a = text("pa", words=150)
+    with server(tmp_path, prefix_cache="off") as served:
+        builder = served.llm.engine._chunks  # type: ignore[attr-defined]
+        computed: list[str] = []
+        put = served.llm.store.put
+
+        def counted(key: str, kv: Any) -> Any:
+            computed.append(key)
+            return put(key, kv)
+
+        builder._store.put = counted
+        with ThreadPoolExecutor(6) as threads:
+            answers = list(threads.map(lambda _: ask(served, part(a, EPHEMERAL)), range(6)))
+        assert len({each for answer in answers for each in ids(answer)}) == 1
+        assert sum(sum(created(answer)) for answer in answers) == 1
+        assert len(computed) == 1
+        assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1
+
+
+def test_chunks_bear_no_traces_of_the_prompt_they_came_in(tmp_path: Path) -> None:
+    """An implicit chunk's KV is the same bits as that of one which was created by name, whatever stood before it."""
+    import torch
+
+    a = text("ha")
+    kvs = []
+    for folder, before in (("one", "A secret about Anna."), ("two", "Something else entirely.")):
+        with server(tmp_path / folder) as served:
+            (cache_id,) = ids(ask(served, part(before), part(a, EPHEMERAL)))
+            cache = served.llm.caches.get(cache_id, tenant="default")
+            kvs.append(served.llm.store.get(cache.chunk_key))
+            assert cache.chunk.prefix == served.llm.builder.prefix, "the header, not the conversation"
+    with server(tmp_path / "three") as served:
+        (cache_id,) = served.cache(a)
+        kvs.append(served.llm.store.get(served.llm.caches.get(cache_id, tenant="default").chunk_key))
+    for kv in kvs[1:]:
+        assert kv is not None
+        for mine, theirs in zip(kvs[0].layers, kv.layers, strict=True):
+            assert torch.equal(mine.key, theirs.key)
+            assert torch.equal(mine.value, theirs.value)
+
+
+def test_tenants_share_nothing(keyed: Served) -> None:
+    a = text("xa")
+    alpha, beta = ({"Authorization": f"Bearer key-{name}"} for name in ("alpha", "beta"))
+    first = ask(keyed, part(a, EPHEMERAL), headers=alpha)
+    second = ask(keyed, part(a, EPHEMERAL), headers=beta)
+    assert (created(first), created(second)) == ([True], [True])
+    assert set(ids(first)).isdisjoint(ids(second))
+    caches = keyed.llm.catalog
+    from kvlinker.types.tenants import tenant_of_key
+
+    keys = {name: caches.keys_of(tenant_of_key(f"key-{name}")) for name in ("alpha", "beta")}
+    assert keys["alpha"].isdisjoint(keys["beta"])
+    assert keyed.get(f"/v1/context_caches/{ids(first)[0]}", headers=beta).status_code == 404
+
+
+def test_a_policy_for_what_nobody_named(tmp_path: Path) -> None:
+    a = text("fa")
+    with server(tmp_path, implicit_policy="naive") as served:
+        unnamed = ask(served, part(a, EPHEMERAL))
+        assert unnamed["link"]["policy"] == "naive"
+        (cache_id,) = ids(unnamed)
+        named = ask(served, {"type": "context_cache", "id": cache_id}, part(text("fb"), EPHEMERAL))
+        assert named["link"]["policy"] == "legolink-4"
+        chosen = ask(served, part(a, EPHEMERAL), link={"policy": "legolink-8"})
+        assert chosen["link"]["policy"] == "legolink-8"
+
+
+def test_full_keeps_answers_exact_and_reuses_what_begins_alike(tmp_path: Path) -> None:
+    a, b = text("ga"), text("gb")
+    with server(tmp_path, implicit_policy="full") as served:
+        plain = ask(served, part(a), part(b), link={"implicit": "off"})
+        marked = ask(served, part(a, EPHEMERAL), part(b, EPHEMERAL))
+        assert "link" not in marked
+        assert marked["choices"] == plain["choices"]
+        details = marked["usage"]["prompt_tokens_details"]
+        assert details["exact_cached_tokens"] == details["cached_tokens"] > len(a)
+        assert served.get("/v1/context_caches").json()["data"] == []
+
+
+def test_tokenize_and_explain_see_what_an_answer_does(apart: Served) -> None:
+    a = text("ka")
+    asked = body(part("Listen: "), part(a, EPHEMERAL))["messages"]
+    before = apart.get("/v1/context_caches/usage").json()["caches"]
+    count = apart.post("/tokenize", {"messages": asked}).json()["count"]
+    assert apart.get("/v1/context_caches/usage").json()["caches"] == before, "nothing is entered"
+    explained = apart.post("/v1/link/explain", {"messages": asked}).json()
+    answer = ask(apart, part("Listen: "), part(a, EPHEMERAL))
+    assert count == explained["tokens"] == answer["usage"]["prompt_tokens"]
+    (chunk,) = (segment for segment in explained["segments"] if segment["type"] == "chunk")
+    assert [chunk["context_cache"]] == ids(answer)
+
+
+def test_a_template_that_drops_a_marked_text_answers_all_the_same(tmp_path: Path) -> None:
+    template = "{{ messages[-1]['content'] }}"
+    with server(tmp_path, chat_template=template) as served:
+        answer = ask(served, part(text("va"), EPHEMERAL))
+        assert "link" not in answer
+        assert answer["usage"]["prompt_tokens"] == served.post("/tokenize", {"text": QUESTION}).json()["count"]
+
+
+def test_python_says_the_same(apart: Served) -> None:
+    a = text("ya")
+    messages = [{"role": "user", "content": [{"type": "text", "text": a, **EPHEMERAL}, QUESTION]}]
+    first = apart.llm.chat_completion(messages, documents=[{"text": text("yb")}], max_tokens=2)
+    second = apart.llm.chat_completion(messages, max_tokens=2)
+    assert [each.created for each in first.context_caches] == [True, True]
+    assert [each.created for each in second.context_caches] == [False]
+    assert second.usage.cached_tokens > 0
+    assert apart.llm.chat_completion(messages, implicit="off", max_tokens=2).context_caches == ()
