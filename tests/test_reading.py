@@ -90,10 +90,26 @@ class Builder:
             raise ContextLengthError("too long", param=param)
 
 
+class Finder:
+    """A recognizer that finds the text ``found``, and notes what it may remember."""
+
+    def __init__(self) -> None:
+        self.noted: list[bool] = []
+
+    def mark(self, messages: Any, *, tenant: str, notes: bool) -> Any:
+        assert tenant == "anna"
+        self.noted.append(notes)
+        return [
+            ChatMessage(m.role, tuple(MarkedText(part) if part == "found" else part for part in m.content), m.name)
+            for m in messages
+        ]
+
+
 def reader(*ids: str) -> tuple[Any, Caches, Implicits]:
     """A ContentReader, whose prompts are what its builder was given."""
     caches, implicit = Caches(ids), Implicits()
-    return ContentReader(Builder(), caches, implicit, DEFAULTS), caches, implicit  # type: ignore[arg-type]
+    made: Any = ContentReader(Builder(), caches, implicit, Finder(), DEFAULTS)  # type: ignore[arg-type]
+    return made, caches, implicit
 
 
 def test_chunks_take_the_places_of_references() -> None:
@@ -140,6 +156,18 @@ def test_chunks_take_the_places_of_marked_texts() -> None:
     read = reading.chat([ChatMessage("user", ("a", MarkedText("x")))], ANNA, [document])
     assert read.prompt[1] == [Document(Chunk((122,)), {"title": "Z"})]
     assert [each.id for each in read.linked] == ["cc_z", "cc_x"]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_is_recognised_takes_the_places_of_text(keeps: bool) -> None:
+    reading, _, _ = reader("cc_1")
+    how = Reading("anna", implicit=Implicit.AUTO, keeps=keeps)
+    found = Chunk(tuple(map(ord, "found")))
+    read = reading.chat([ChatMessage("user", ("found", ONE, "a"))], how)
+    assert read.prompt[0] == [ChatMessage("user", (found, Chunk((0,)), "a"))]
+    assert reading.completion(("found", "b"), how).prompt == (found, "b")
+    assert reading._recognizer.noted == [keeps, keeps]
+    assert reading.completion(("found",), ANNA).prompt == ("found",), "only where that is wanted"
 
 
 @pytest.mark.parametrize("how", [Reading("anna", implicit=Implicit.OFF), Reading("anna", policy=parse_policy("full"))])

@@ -26,6 +26,7 @@ from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, Requ
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
 from kvlinker.implicit.caches import ImplicitCaches
+from kvlinker.implicit.recognition import Recognizer
 from kvlinker.linking import Explanation, Policy, as_policy, describe_policies, parse_policy
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.segments import Prompt
@@ -125,6 +126,7 @@ class LLM:
             ImplicitCaches(
                 self.builder, self.caches, self.catalog, ttl=settings.implicit_ttl, most=settings.implicit_caches
             ),
+            Recognizer(self.catalog, self.builder.encoder, fingerprint=self.engine.fingerprint),
             ReadingDefaults(
                 policy=policy,
                 implicit=Implicit(settings.implicit),

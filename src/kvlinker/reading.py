@@ -9,6 +9,7 @@ from itertools import chain
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import ContextCacheModelError, ContextCacheNotFoundError, InvalidRequestError
 from kvlinker.implicit.caches import FoundChunk, ImplicitCaches
+from kvlinker.implicit.recognition import Recognizer
 from kvlinker.linking import Policy
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.segments import Prompt
@@ -86,11 +87,17 @@ class ContentReader:
     """
 
     def __init__(
-        self, builder: PromptBuilder, caches: ContextCaches, implicit: ImplicitCaches, defaults: ReadingDefaults
+        self,
+        builder: PromptBuilder,
+        caches: ContextCaches,
+        implicit: ImplicitCaches,
+        recognizer: Recognizer,
+        defaults: ReadingDefaults,
     ) -> None:
         self._builder = builder
         self._caches = caches
         self._implicit = implicit
+        self._recognizer = recognizer
         self._defaults = defaults
 
     def chat(
@@ -103,9 +110,10 @@ class ContentReader:
         places: dict[str, str] = {}
         for index, message in enumerate(messages):
             _note_places(message.content, f"messages.{index}.content", places)
-        parts: list[str | CachedPart] = [document.text for document in documents]
-        parts += chain.from_iterable(message.content for message in messages)
-        self._builder.check_texts(_texts(parts), param="messages")
+        beside = [document.text for document in documents]
+        self._builder.check_texts(_texts(chain(beside, *(m.content for m in messages))), param="messages")
+        messages = self._marked(messages, how)
+        parts = [*beside, *chain.from_iterable(message.content for message in messages)]
 
         def build(chunks: _Chunks) -> Prompt:
             linked = [ChatMessage(m.role, _placed(m.content, chunks), m.name) for m in messages]
@@ -121,6 +129,7 @@ class ContentReader:
         places: dict[str, str] = {}
         _note_places(prompt, "prompt", places)
         self._builder.check_texts(_texts(prompt), param="prompt")
+        prompt = self._marked([ChatMessage("user", prompt)], how)[0].content
         return self._read(prompt, places, how, lambda chunks: self._builder.completion(_placed(prompt, chunks)))
 
     def _read(
@@ -135,8 +144,7 @@ class ContentReader:
         named = self._look_up(places, how.tenant)
         chunks: dict[CachedPart, Chunk] = {part: found.chunk for part, found in named.items()}
         marked: Mapping[CachedPart, FoundChunk] = {}
-        unnamed = how.policy or self._defaults.implicit_policy
-        if (how.implicit or self._defaults.implicit) is not Implicit.OFF and not unnamed.exact:
+        if self._mode(how) is not Implicit.OFF:
             encoded = self._encode(cached)
             marked = self._find(encoded, how)
             chunks |= {part: marked[part].chunk for part in encoded if part in marked}
@@ -152,6 +160,17 @@ class ContentReader:
         policy = how.policy or (self._defaults.implicit_policy if marked and not named else self._defaults.policy)
         uses = [found[part] for part in cached if part in found]
         return ReadPrompt(prompt, policy, {each.cache.id: each for each in uses})
+
+    def _mode(self, how: Reading) -> Implicit:
+        """Return which texts become chunks: none where all of it would be computed again."""
+        policy = how.policy or self._defaults.implicit_policy
+        return Implicit.OFF if policy.exact else how.implicit or self._defaults.implicit
+
+    def _marked(self, messages: Sequence[ChatMessage[CachedPart]], how: Reading) -> Sequence[ChatMessage[CachedPart]]:
+        """Return the messages with the texts marked that are recognised, where that is wanted."""
+        if self._mode(how) is not Implicit.AUTO:
+            return messages
+        return self._recognizer.mark(messages, tenant=how.tenant, notes=how.keeps)
 
     def _encode(self, parts: Iterable[CachedPart]) -> dict[MarkedText, Chunk]:
         """Return the chunks of those marked texts that can be some."""

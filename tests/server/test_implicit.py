@@ -343,3 +343,75 @@ def test_python_says_the_same(apart: Served) -> None:
     assert [each.created for each in second.context_caches] == [False]
     assert second.usage.cached_tokens > 0
     assert apart.llm.chat_completion(messages, implicit="off", max_tokens=2).context_caches == ()
+
+
+AUTO: dict[str, Any] = {"link": {"implicit": "auto"}}
+
+
+def lines(name: str) -> str:
+    return "\n".join(f"Line {number} of document {name}, as it is retrieved." for number in range(8))
+
+
+def joined(*documents: str, question: str = "Who?") -> str:
+    return "Use the context:\n\n" + "\n\n".join(documents) + f"\n\nQuestion: {question}"
+
+
+def test_unmarked_texts_become_chunks_at_their_second_sight(apart: Served) -> None:
+    a, b, c = (lines(f"auto-{name}") for name in "abc")
+    first = ask(apart, part(joined(a, b, c)), **AUTO)
+    second = ask(apart, part(joined(c, b, a)), **AUTO)
+    third = ask(apart, part(joined(b, c, a)), role="tool", **AUTO)
+    assert "link" not in first
+    assert created(second) == [True] * 3
+    assert created(third) == [False] * 3
+    assert [ids(second)[index] for index in (1, 0, 2)] == ids(third)
+    assert cached(third) > 0.8 * sum(cache["tokens"] for cache in third["link"]["context_caches"])
+    assert "link" not in ask(apart, part(joined(c, a, b))), "only where it is asked for"
+
+
+def test_known_texts_are_recognised_inside_strings(apart: Served) -> None:
+    a = text("known")
+    (cache_id,) = apart.cache(a)
+    asked = {"messages": [{"role": "user", "content": f"Read this: {a}\nWho?"}], "max_tokens": 2, **AUTO}
+    answer = apart.post(CHAT, asked).json()
+    assert (ids(answer), created(answer)) == ([cache_id], [False])
+    prompt = {"prompt": f"Read this: {a}\nWho?", "max_tokens": 2, **AUTO}
+    assert ids(apart.post("/v1/completions", prompt).json()) == [cache_id]
+
+
+def test_a_conversation_that_goes_on_makes_no_chunks(served: Served) -> None:
+    turns: list[dict[str, str]] = []
+    for turn in range(3):
+        turns.append({"role": "user", "content": lines(f"turn-{turn}")})
+        asked = {"messages": turns, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **AUTO}
+        answer = served.post(CHAT, asked).json()
+        assert "link" not in answer
+        if turn:
+            assert answer["usage"]["prompt_tokens_details"]["exact_cached_tokens"] > 0
+        turns.append(answer["choices"][0]["message"])
+        turns[-1] = {name: turns[-1][name] for name in ("role", "content")}
+
+
+def test_other_tenants_texts_are_not_recognised(keyed: Served) -> None:
+    a = lines("of-a-tenant")
+    alpha, beta = ({"Authorization": f"Bearer key-{name}"} for name in ("alpha", "beta"))
+    for _ in range(3):
+        told = ask(keyed, part(joined(a)), headers=alpha, **AUTO)
+    assert created(told) == [False]
+    assert "link" not in ask(keyed, part(joined(a)), headers=beta, **AUTO)
+
+
+def test_auto_may_be_the_servers_setting(tmp_path: Path) -> None:
+    a, b = lines("set-a"), lines("set-b")
+    with server(tmp_path, implicit="auto") as served:
+        ask(served, part(joined(a, b)))
+        assert created(ask(served, part(joined(b, a)))) == [True, True]
+        for name in "cdefgh":
+            ask(served, part(joined(lines(f"churn-{name}"))))
+        assert len(served.get("/v1/context_caches").json()["data"]) == 2, "what is seen once is not kept"
+        ask(served, part("Hi"), link={"implicit": "marked"})
+        count = served.post("/tokenize", {"messages": body(part(joined(a, b)))["messages"]}).json()["count"]
+        assert count == ask(served, part(joined(a, b)))["usage"]["prompt_tokens"]
+    with server(tmp_path, implicit="auto") as served:
+        told = ask(served, part(joined(b, a)))
+        assert created(told) == [False, False], "they are known after a restart"

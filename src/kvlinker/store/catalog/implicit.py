@@ -14,6 +14,7 @@ from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.limits import Limits, check_added
 from kvlinker.store.catalog.releases import release
 from kvlinker.store.catalog.rows import CHUNK, COLUMNS, LIVE, insert_rows, read_row
+from kvlinker.types.chunks import Chunk
 from kvlinker.types.context_cache import ContextCache
 from kvlinker.types.tenants import SHARED_TENANT
 
@@ -59,6 +60,28 @@ class ImplicitIndex:
             cache = read_row(row, self._blobs)
             found[cache.chunk.content].append(cache)
         return found
+
+    def chunks_since(self, number: int, tenant: str, fingerprint: str, *, limit: int) -> tuple[int, list[Chunk]]:
+        """Return the number of the last context cache, whosever it is, and the chunks of those that were entered after
+        ``number``, the tenant's and shared ones: the newest ``limit`` of them, the last one last."""
+        ((last,),) = self._database.query(
+            "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'context_caches'", {}
+        )
+        if last <= number:
+            return number, []
+        rows = self._database.query(
+            f"SELECT {COLUMNS} FROM context_caches c {CHUNK} WHERE c.number > :number AND c.number <= :last"
+            " AND c.tenant IN (:tenant, :shared) AND k.fingerprint = :fingerprint ORDER BY c.number DESC LIMIT :limit",
+            {
+                "number": number,
+                "last": last,
+                "tenant": tenant,
+                "shared": SHARED_TENANT,
+                "fingerprint": fingerprint,
+                "limit": limit,
+            },
+        )
+        return last, [read_row(row, self._blobs).chunk for row in reversed(rows)]
 
     def enter(
         self, record: ContextCache, limits: Limits, *, now: float, most: int, kept: Collection[str]
