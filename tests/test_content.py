@@ -99,7 +99,7 @@ def test_mistakes_in_marks_are_named(mark: dict[str, Any], words: str) -> None:
 
 
 def test_documents_become_values() -> None:
-    parsed = (Document(MarkedText("a"), {"title": "One", "source": "web"}),)
+    parsed: tuple[Document[Any], ...] = (Document(MarkedText("a"), {"title": "One", "source": "web"}),)
     assert parse_documents([{"text": "a", "title": "One", "source": "web"}]) == parsed
     assert parse_documents(parsed) == parsed
     assert parsed[0].title == "One"

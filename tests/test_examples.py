@@ -80,3 +80,12 @@ def test_every_example_is_tested() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert names == {name.removeprefix("test_") for name in globals() if name.removeprefix("test_") in names}
     assert all(20 <= len(path.read_text().splitlines()) <= 45 for path in EXAMPLES.glob("*.py"))
+
+
+def test_langchain_chain(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("langchain_openai")
+    settings = load_settings(implicit="auto")
+    with serving(LLM.from_settings(settings), settings) as served:
+        text = printed_by("langchain_chain.py", capsys, served.url)
+    _, *later = re.findall(r"(\d+) prompt tokens, (\d+) of them cached", text)
+    assert all(int(cached) > 0.7 * int(prompt) for prompt, cached in later)

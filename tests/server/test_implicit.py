@@ -235,7 +235,7 @@ def test_a_tenant_has_so_many_implicit_ones(tmp_path: Path) -> None:
 def test_one_computation_for_all_who_bring_the_same_text(tmp_path: Path) -> None:
     a = text("pa", words=150)
     with server(tmp_path, prefix_cache="off") as served:
-        builder = served.llm.engine._chunks  # type: ignore[attr-defined]
+        builder = served.llm.engine._chunks
         computed: list[str] = []
         put = served.llm.store.put
 

@@ -54,7 +54,7 @@ class Recognizer:
             old = next(
                 (count for count in range(len(states) - 1, 0, -1) if states[count - 1] in texts.conversations), 0
             )
-            marked = []
+            marked: list[ChatMessage[CachedPart]] = []
             for index, message in enumerate(messages):
                 content = texts.mark(message.content, again=index >= old, notes=notes)
                 marked.append(ChatMessage(message.role, content, message.name))
