@@ -7,6 +7,7 @@ import pytest
 
 from kvlinker.errors import KVLinkerError, PolicyError
 from kvlinker.linking import Forecast, Link, Needs, Policy, Variant, parse_policy
+from kvlinker.prompt.segments import Prompt
 from kvlinker.types.answers import Usage
 from kvlinker.types.chunk_scores import ChunkScores, Contextualization
 from kvlinker.types.chunks import Chunk
@@ -50,6 +51,18 @@ def test_a_policy_that_needs_nothing_is_planned_at_once():
     assert link.with_scores([None, None]) is link
     assert link.usage() == Usage(5, 4, 5)
     assert link.refinement(LAYERS) is None
+
+
+def test_what_was_computed_for_the_request_itself_is_fresh():
+    prompt = chunk_prompt(5, 4, header=2)
+    first, second = prompt.chunks
+    link = begin("legolink-2", prompt)
+    assert link.usage(made={first}) == Usage(2, 4, 8)
+    assert link.usage(made={first, second}) == Usage(0, 4, 10)
+    assert link.usage(made={Chunk((1, 2))}) == Usage(5, 4, 5)
+    assert link.usage(made={first}, linked=False) == Usage(0, 9, 5)
+    twice = Prompt((*prompt.segments, *prompt.segments))
+    assert begin("naive", twice).usage(made={first}) == Usage(13, 0, 15), "the second place reuses the first"
 
 
 def test_chunks_that_are_not_placed_are_not_fetched():
@@ -150,6 +163,7 @@ def test_refinements_count_in_usage_uses_and_explanations():
     recomputed = round(4 - dropped * 3 / 4)
     assert link.usage(refinement, output_tokens=7) == Usage(12 - recomputed, recomputed, 3, 7)
     assert link.usage() == Usage(8, 4, 3)
+    assert link.usage(refinement, made=set(link.prompt.chunks)) == Usage(0, recomputed, 15 - recomputed)
     assert [use.recomputed for use in link.uses(LAYERS, refinement)] == [0, (4 + (4 - dropped) * 3) / 16]
     explanation = link.explanation(refinement, layers=LAYERS, cost=Cost())
     assert explanation.cost.recomputed_tokens == recomputed

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +109,16 @@ class ChunkRequest(CaptureRequest):
         return tuple(self._store.put(key, kv) for key, kv in zip(self._keys, kvs, strict=True))
 
 
+class Building(NamedTuple):
+    """Chunks that are being computed."""
+
+    kvs: Future[tuple[ChunkKV, ...]]
+    """Their resident KV, once it is computed and stored."""
+
+    begun: bool
+    """False where somebody else had begun it already, and both wait for the same computation."""
+
+
 class ChunkBuilder:
     """Has chunks computed by the engine, and stored. Methods may be called from any thread."""
 
@@ -125,19 +135,19 @@ class ChunkBuilder:
 
     def build(
         self, key: str, chunk: Chunk, *, tenant: str, urgent: bool = False, with_scores: bool = True
-    ) -> Future[ChunkKV]:
-        """Return the chunk's resident KV, once it is computed and stored under ``key``. ``urgent`` says that an answer
-        to ``tenant`` waits for it. Without ``with_scores``, which take a good part of the time for a long chunk, none
-        are collected.
+    ) -> Building:
+        """Have the chunk computed, and stored under ``key``.
+
+        ``urgent`` says that an answer to ``tenant`` waits for it. Without ``with_scores``, which take a good part of
+        the time for a long chunk, none are collected.
 
         Raises ContextLengthError and EngineClosedError.
         """
         tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)
         spans = [(len(chunk.prefix), len(tokens))]
-        building = self._build(
+        return self._build(
             (key,), tokens, spans, [chunk.content], tenant=tenant, urgent=urgent, with_scores=with_scores
         )
-        return gather([building], lambda built: built[0][0])
 
     def build_prompt(self, keys: Sequence[str], prompt: Prompt, *, tenant: str) -> Future[tuple[ChunkKV, ...]]:
         """Return the KV of all chunks at their positions in ``prompt``, one key each, once it is computed and stored.
@@ -154,7 +164,7 @@ class ChunkBuilder:
             tenant=tenant,
             urgent=False,
             with_scores=True,
-        )
+        ).kvs
 
     def _build(
         self,
@@ -166,7 +176,7 @@ class ChunkBuilder:
         tenant: str,
         urgent: bool,
         with_scores: bool,
-    ) -> Future[tuple[ChunkKV, ...]]:
+    ) -> Building:
         if len(tokens) > self._longest:
             raise ContextLengthError(
                 f"A chunk has {len(tokens)} tokens with what stands before it, but the model takes {self._longest}."
@@ -183,7 +193,8 @@ class ChunkBuilder:
             tenant=tenant,
             urgent=urgent,
         )
-        return self._scheduler.enter(wanted).future
+        entered = self._scheduler.enter(wanted)
+        return Building(entered.future, entered is wanted)
 
 
 class Variants(Protocol):
@@ -285,13 +296,18 @@ class LinkLoader:
             urgency = self._throughput.urgency(link.computed, cached=cached, decided=decided, alone=alone)
             found = self._store.load(keys, urgency)
         return [
-            or_else(kv, partial(self._build, key, chunk, tenant, with_scores=link.policy.needs.scores))
+            or_else(kv, partial(self._build, request, key, chunk, with_scores=link.policy.needs.scores))
             for kv, key, chunk in zip(found, keys, link.chunks, strict=True)
         ]
 
-    def _build(self, key: str, chunk: Chunk, tenant: str, *, with_scores: bool) -> Future[KV]:
-        building = self._builder.build(key, chunk, tenant=tenant, urgent=True, with_scores=with_scores)
-        return gather([building], lambda built: built[0])
+    def _build(self, request: LinkedRequest, key: str, chunk: Chunk, *, with_scores: bool) -> Future[KV]:
+        """Have the chunk computed that the store lacks."""
+        building = self._builder.build(
+            key, chunk, tenant=request.request.tenant, urgent=True, with_scores=with_scores
+        )
+        if building.begun:
+            request.made.add(chunk)
+        return gather([building.kvs], lambda built: built[0][0])
 
     def _complete(self, request: LinkedRequest, begun: Link, kvs: Sequence[KV]) -> None:
         link = begun.with_scores([kv.scores for kv in kvs])

@@ -160,7 +160,7 @@ class EmbeddedEngine:
         stored = self._store.nbytes(key)
         if stored is not None:
             return resolved(stored)
-        return gather([self._chunks.build(key, chunk, tenant=tenant)], lambda computed: computed[0].nbytes)
+        return gather([self._chunks.build(key, chunk, tenant=tenant).kvs], lambda computed: computed[0][0].nbytes)
 
     def cache_prompt(self, prompt: Prompt, *, tenant: str) -> Future[Prompt]:
         """Compute and store the KV of all chunks of ``prompt`` at their positions there, each behind the ones before

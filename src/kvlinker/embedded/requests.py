@@ -34,6 +34,7 @@ from kvlinker.prompt.segments import Prompt
 from kvlinker.store.holds import Hold
 from kvlinker.store.loading.arriving import KV
 from kvlinker.types.answers import Delta, PromptLogprobs, Usage
+from kvlinker.types.chunks import Chunk
 
 T = TypeVar("T")
 
@@ -212,6 +213,9 @@ class LinkedRequest(Request):
         """True if chunks that are not in memory are computed rather than loaded, since loading them has failed
         before."""
 
+        self.made: set[Chunk] = set()
+        """The chunks whose KV was computed for this very request."""
+
         self._layers = layers
         self._max_tokens = max_tokens
         self._linked = linked
@@ -274,7 +278,7 @@ class LinkedRequest(Request):
         """Count the prompt's tokens by how they were computed; zeros before the first step."""
         if self.clock.started is None or self.link is None:
             return Usage(0, 0, 0)
-        usage = self.link.usage(self.refinement, output_tokens=output_tokens)
+        usage = self.link.usage(self.refinement, output_tokens=output_tokens, made=self.made)
         missed = 0 if self.sequence is None else self.sequence.missed
         return replace(
             usage,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -14,7 +14,17 @@ from numpy.typing import NDArray
 from kvlinker.errors import KVLinkerError
 from kvlinker.linking.evidence import Forecast, Library, NoVariants, PromptEvidence
 from kvlinker.linking.explanation import Explanation, PromptCost, explain_plan
-from kvlinker.linking.plan import ChunkUse, LinkPlan, Placement, Range, chunk_uses, make_plan, probe_plan, ranges
+from kvlinker.linking.plan import (
+    ChunkUse,
+    LinkPlan,
+    Placement,
+    Range,
+    chunk_uses,
+    layer_masks,
+    make_plan,
+    probe_plan,
+    ranges,
+)
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.refinement import ChunkAttention, Refinement
 from kvlinker.prompt.segments import Prompt, ReusedPrefix
@@ -140,18 +150,29 @@ class Link:
             return None
         return Refinement(self._plan, layers, watch=watch, explains=explains)
 
-    def usage(self, refinement: Refinement | None = None, *, output_tokens: int = 0, linked: bool = True) -> Usage:
+    def usage(
+        self,
+        refinement: Refinement | None = None,
+        *,
+        output_tokens: int = 0,
+        linked: bool = True,
+        made: Collection[Chunk] = (),
+    ) -> Usage:
         """Count the prompt's tokens by how they are computed; all are zero while there is no plan.
 
-        ``linked`` is False where the engine computed the whole prompt in the end.
+        ``linked`` is False where the engine computed the whole prompt in the end. ``made`` are the chunks whose KV was
+        computed for this very request: what is kept of them counts as fresh, where they stand first.
         """
         plan = self.plan
         if plan is None:
             return Usage(0, 0, 0, output_tokens)
         held = plan.cached_tokens + plan.recomputed_tokens
-        recomputed = held if not linked else _recomputed(plan, refinement)
-        reused = self.prompt.reused_tokens if linked else 0
-        return Usage(held - recomputed, recomputed, plan.fresh_tokens, output_tokens, reused)
+        if not linked:
+            return Usage(0, held, plan.fresh_tokens, output_tokens)
+        recomputed = _recomputed(plan, refinement)
+        new, reused = min(self._kept(made, refinement), held - recomputed), self.prompt.reused_tokens
+        cached = held - recomputed - new
+        return Usage(cached, recomputed, plan.fresh_tokens + new, output_tokens, min(reused, cached))
 
     def uses(self, layers: int, refinement: Refinement | None = None) -> tuple[ChunkUse, ...]:
         """Return the share of each placed chunk that was computed again, averaged over the model's ``layers``."""
@@ -175,6 +196,16 @@ class Link:
     def failed(self, error: Exception) -> KVLinkerError:
         """Return the error for a request whose policy raised ``error``, which is logged."""
         return policy_failed(self.asked, error)
+
+    def _kept(self, chunks: Collection[Chunk], refinement: Refinement | None) -> int:
+        """Count the tokens of these chunks that are not computed again, averaged over the layers; of a chunk that
+        stands several times, only the first ones."""
+        places = {p.chunk: p.start for p in reversed(self._plan.placements) if p.chunk in chunks}
+        if not places:
+            return 0
+        dropped, layers = ((), 1) if refinement is None else (refinement.dropped, refinement.layers)
+        computed = np.mean(layer_masks(self._plan, layers, dropped), axis=0)
+        return round(sum(float((1 - computed[at : at + len(chunk)]).sum()) for chunk, at in places.items()))
 
     @property
     def _plan(self) -> LinkPlan:

@@ -61,6 +61,11 @@ class Refinement:
         """The exception that the policy raised; None if it raised none."""
 
     @property
+    def layers(self) -> int:
+        """The number of the model's layers."""
+        return self._layers
+
+    @property
     def dropped(self) -> Sequence[DroppedTokens]:
         """The tokens that were dropped so far, layers ascending."""
         return self._dropped

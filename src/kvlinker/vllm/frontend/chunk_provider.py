@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvlinker.errors import ContextLengthError
 from kvlinker.store import ChunkStore, StoreError
@@ -31,6 +31,16 @@ FILE_OVERHEAD_BYTES = 1 << 14
 
 class ChunkNotStoredError(StoreError):
     """Raised when a chunk is not in the store's folder although it has just been computed for it."""
+
+
+class Provided(NamedTuple):
+    """A chunk whose file is stored, where the store has room for it."""
+
+    scores: ChunkScores | None
+    """The scores that are stored with its KV, if any."""
+
+    made: bool
+    """True if it was computed for this call, and nobody else had begun that."""
 
 
 class ChunkProvider:
@@ -74,8 +84,8 @@ class ChunkProvider:
                 stored = await self._in_executor(self._store.nbytes, key)
         return stored or 0
 
-    async def provide(self, chunk: Chunk, tenant: str) -> ChunkScores | None:
-        """Make sure that the chunk's file is stored, and return the scores that are stored with its KV, if any.
+    async def provide(self, chunk: Chunk, tenant: str) -> Provided:
+        """Make sure that the chunk's file is stored.
 
         Where the store has no room for the file, there is none: vLLM's scheduler sees that, and has the request
         computed in full.
@@ -84,14 +94,16 @@ class ChunkProvider:
         """
         key = self.key(chunk, tenant)
         found, scores = await self._in_executor(self._fetch, key)
+        made = False
         if not found:
+            made = key not in self._building
             try:
                 await self._build(key, chunk)
             except ChunkNotStoredError as error:
                 self._note_refused(error)
-                return None
+                return Provided(None, made)
             found, scores = await self._in_executor(self._fetch, key)
-        return scores
+        return Provided(scores, made)
 
     def cancel(self) -> None:
         """Cancel the chunks that are being computed."""

@@ -17,6 +17,7 @@ from kvlinker.linking.link import Link
 from kvlinker.linking.plan import ChunkUse, LinkPlan, layer_masks, ranges
 from kvlinker.linking.refinement import Refinement
 from kvlinker.types.answers import Usage
+from kvlinker.types.chunks import Chunk
 from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.vllm.frontend.client import VLLMClient
 from kvlinker.vllm.protocol.transfer_plan import (
@@ -45,6 +46,9 @@ class LinkedPrompt:
 
     refinement: Refinement | None = None
 
+    made: frozenset[Chunk] = frozenset()
+    """The chunks whose KV was computed for this very request."""
+
     @property
     def plan(self) -> LinkPlan:
         """The link's plan."""
@@ -62,7 +66,7 @@ class LinkedPrompt:
     def usage(self, output_tokens: int, *, linked: bool) -> Usage:
         """Count the prompt's tokens by how they were computed. ``linked`` is False where vLLM computed all of them
         itself."""
-        return self.link.usage(self.refinement, output_tokens=output_tokens, linked=linked)
+        return self.link.usage(self.refinement, output_tokens=output_tokens, linked=linked, made=self.made)
 
     def uses(self) -> tuple[ChunkUse, ...]:
         """Return the share of each placed chunk that is computed again."""
@@ -92,10 +96,11 @@ class VLLMLinker:
         link = await self._run(partial(Link.begin, request.prompt, request.policy))
         chunks = tuple(dict.fromkeys(link.chunks))
         found = await asyncio.gather(*(self._chunks.provide(chunk, request.tenant) for chunk in chunks))
-        scores = dict(zip(chunks, found, strict=True))
-        link = await self._run(lambda: link.with_scores([scores[chunk] for chunk in link.chunks]))
+        provided = dict(zip(chunks, found, strict=True))
+        link = await self._run(lambda: link.with_scores([provided[chunk].scores for chunk in link.chunks]))
         placed = link.placed([self._chunks.key(chunk, request.tenant) for chunk in link.chunks])
-        return LinkedPrompt(link, self._layers, tuple(key for _, key in placed))
+        made = frozenset(chunk for chunk, each in provided.items() if each.made)
+        return LinkedPrompt(link, self._layers, tuple(key for _, key in placed), made=made)
 
     async def refine(self, linked: LinkedPrompt, *, explains: bool = False) -> LinkedPrompt:
         """Have a policy that refines see how the KV of its tokens deviates, and drop some of them.
