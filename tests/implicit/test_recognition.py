@@ -98,7 +98,7 @@ def test_a_prompt_is_not_its_own_second_sight() -> None:
 def test_other_parts_stay() -> None:
     reader = Reader()
     a = document("a")
-    reader.marked(a)
+    reader.marked("Hi.", a)
     content = (ContextCacheReference("cc_1"), MarkedText(a), f"{a}\n\n?")
     told = reader.recognizer.mark([ChatMessage("user", content, "ann")], tenant="anna")
     assert told == [ChatMessage("user", (*content[:2], MarkedText(a), "\n\n?"), "ann")]
@@ -113,6 +113,21 @@ def test_a_conversation_that_goes_on_is_one_sight() -> None:
     assert reader.marked("Hi.", a) == [a], "in another conversation"
 
 
+def test_what_begins_as_an_earlier_prompt_is_reused_and_not_linked() -> None:
+    """A prompt that is asked again, or begins with the same instructions, finds what was computed in just this
+    sequence."""
+    reader = Reader()
+    a, b, c = map(document, "abc")
+    for _ in range(3):
+        assert reader.marked(joined(a, b, question="Who?")) == []
+    assert reader.marked(joined(a, b, question="Why?")) == []
+    assert reader.marked(joined(a, c, b, question="Why?")) == [b]
+    assert reader.marked(joined(a, c, question="Where?")) == []
+    assert reader.marked(ChatMessage("system", (joined(a, b, question="Who?"),))) == [joined(a, b, question="Who?")]
+    reader.catalog.enter(a)
+    assert reader.marked(joined(a, b, question="When?")) == [a], "what is known is recognised anywhere"
+
+
 def test_what_is_not_noted_was_not_seen() -> None:
     reader = Reader()
     for _ in range(3):
@@ -124,8 +139,8 @@ def test_tenants_see_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader()
     a = document("a")
     assert reader.marked(a) == reader.marked(a, tenant="bert") == []
-    assert reader.marked(a, tenant="bert") == [a]
-    assert reader.marked(a) == [], "forgotten for another tenant"
+    assert reader.marked(f"See:\n{a}", tenant="bert") == [a]
+    assert reader.marked(f"See:\n{a}") == [], "forgotten for another tenant"
 
 
 def test_it_takes_at_most_three_milliseconds_for_ten_thousand_characters() -> None:

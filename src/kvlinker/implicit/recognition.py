@@ -17,16 +17,20 @@ from kvlinker.implicit.sights import LEAST_CHARACTERS, Sights, Unit, units_of
 from kvlinker.implicit.windows import WINDOW, WindowHash
 from kvlinker.prompt.encoding import TextEncoder
 from kvlinker.store import Catalog
-from kvlinker.types.messages import CachedPart, ChatMessage, Content, MarkedText
+from kvlinker.types.messages import CachedPart, ChatMessage, Content, MarkedText, TextSource
 
 MOST_TENANTS = 64
 """The most tenants whose texts are remembered; of the others, those that asked longest ago are forgotten."""
 
-MOST_CONVERSATIONS = 1024
-"""The most conversations of one tenant that are known when they go on."""
+MOST_BEGINNINGS = 16_384
+"""The most beginnings of prompts, each up to the end of a line, that are remembered of one tenant; those that were seen
+last stay."""
 
 MOST_LOADED = 2048
 """The most chunks that are read from the catalog at once; of more, the newest."""
+
+PART_END = "\0"
+"""Stands behind each part of a prompt in what is hashed of it."""
 
 
 class Recognizer:
@@ -44,22 +48,16 @@ class Recognizer:
     ) -> list[ChatMessage[CachedPart]]:
         """Return the messages with known texts and passages that come again marked, and remember all others.
 
-        Messages with which an earlier conversation ended, so that this one goes on, are not seen again by that. Without
-        ``notes``, nothing is remembered.
+        What a prompt has in common with the beginning of an earlier one does not come again by that: it is reused as it
+        was computed. Without ``notes``, nothing is remembered.
         """
-        states = _states(messages)
         texts = self._texts_of(tenant)
         with texts.lock:
             self._load(texts, tenant)
-            old = next(
-                (count for count in range(len(states) - 1, 0, -1) if states[count - 1] in texts.conversations), 0
-            )
-            marked: list[ChatMessage[CachedPart]] = []
-            for index, message in enumerate(messages):
-                content = texts.mark(message.content, again=index >= old, notes=notes)
-                marked.append(ChatMessage(message.role, content, message.name))
+            reading = _Reading(texts)
+            marked = [ChatMessage(message.role, reading.mark(message), message.name) for message in messages]
             if notes:
-                texts.finish(states[-1] if states else b"")
+                texts.remember(reading)
             return marked
 
     def _texts_of(self, tenant: str) -> _TenantTexts:
@@ -85,62 +83,82 @@ class _TenantTexts:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.known = KnownTexts(WindowHash())
-        self.conversations: OrderedDict[bytes, None] = OrderedDict()
+        self.sights = Sights()
+        self.beginnings: OrderedDict[bytes, None] = OrderedDict()
+        """The SHA-256 of prompts up to the ends of lines."""
+
         self.loaded = 0
         """The number of the last context cache whose text is known."""
-        self._sights = Sights()
-        self._fresh: list[list[Unit]] = []  # of the prompt that is being read
 
-    def mark(self, content: Content[CachedPart], *, again: bool, notes: bool) -> Content[CachedPart]:
-        """Return a message's content with texts marked; passages that come ``again``, too."""
+    def remember(self, reading: _Reading) -> None:
+        """Remember what a prompt brought, once it is read: it does not come again within itself."""
+        for units in reading.fresh:
+            self.sights.note(units)
+        for beginning in reading.beginnings:
+            self.beginnings[beginning] = None
+            self.beginnings.move_to_end(beginning)
+        while len(self.beginnings) > MOST_BEGINNINGS:
+            self.beginnings.popitem(last=False)
+
+
+class _Reading:
+    """One prompt while it is read, message by message."""
+
+    def __init__(self, texts: _TenantTexts) -> None:
+        self.fresh: list[list[Unit]] = []
+        """The units behind what began as an earlier prompt did, in rows."""
+
+        self.beginnings: list[bytes] = []
+        """The SHA-256 of all that was read up to the end of each unit."""
+
+        self._texts = texts
+        self._digest = hashlib.sha256()
+
+    def mark(self, message: ChatMessage[CachedPart]) -> Content[CachedPart]:
+        """Return a message's content with texts marked."""
+        self._read(repr((message.role, message.name)) + PART_END)
         parts: list[str | CachedPart] = []
-        for part in content:
-            parts += self._cut(part, again=again, notes=notes) if isinstance(part, str) else [part]
+        for part in message.content:
+            if isinstance(part, str):
+                parts += self._cut(part)
+            else:
+                self._read(repr(part))
+                parts.append(part)
+            self._read(PART_END)
         return tuple(parts)
 
-    def finish(self, state: bytes) -> None:
-        """Remember what the prompt that was read brought: only now, so that it does not come again within itself."""
-        for units in self._fresh:
-            self._sights.note(units)
-        self._fresh.clear()
-        self.conversations[state] = None
-        self.conversations.move_to_end(state)
-        if len(self.conversations) > MOST_CONVERSATIONS:
-            self.conversations.popitem(last=False)
-
-    def _cut(self, text: str, *, again: bool, notes: bool) -> list[str | CachedPart]:
-        if len(text) < WINDOW:
-            return [text]
-        spans = self.known.find(text)
-        if again and len(text) >= LEAST_CHARACTERS:
-            spans = sorted([*spans, *self._passages(text, spans, notes=notes)])
-        return _marked(text, spans)
-
-    def _passages(self, text: str, known: Sequence[Span], *, notes: bool) -> list[Span]:
-        """Return the passages outside known texts that were seen before."""
+    def _cut(self, text: str) -> list[str | CachedPart]:
+        """Return the text with known texts in it marked, and passages that come again."""
+        spans = self._texts.known.find(text) if len(text) >= WINDOW else []
+        if len(text) < LEAST_CHARACTERS:
+            self._read(text)
+            return _marked(text, spans)
         passages: list[Span] = []
-        for (_, begin), (end, _) in pairwise([(0, 0), *known, (len(text), len(text))]):
-            units = units_of(text, begin, end)
-            passages += self._sights.seen(units)
-            if notes:
-                self._fresh.append(units)
-        return passages
+        end = 0
+        for (_, before), (begin, behind) in pairwise([(0, 0), *spans, (len(text), len(text))]):
+            units = units_of(text, before, begin)
+            new = []
+            for unit in units:
+                self._read(text[end : unit.end])
+                end = unit.end
+                beginning = self._digest.digest()
+                self.beginnings.append(beginning)
+                if beginning not in self._texts.beginnings:
+                    new.append(unit)
+            passages += self._texts.sights.seen(new)
+            self.fresh.append(new)
+            self._read(text[end:behind])
+            end = behind
+        return _marked(text, sorted([*spans, *passages]))
+
+    def _read(self, text: str) -> None:
+        self._digest.update(text.encode(errors="surrogatepass"))
 
 
 def _marked(text: str, spans: Iterable[Span]) -> list[str | CachedPart]:
     parts: list[str | CachedPart] = []
     done = 0
     for begin, end in spans:
-        parts += [text[done:begin], MarkedText(text[begin:end])]
+        parts += [text[done:begin], MarkedText(text[begin:end], source=TextSource.RECOGNITION)]
         done = end
     return [part for part in [*parts, text[done:]] if part != ""]
-
-
-def _states(messages: Sequence[ChatMessage[CachedPart]]) -> list[bytes]:
-    """Return the SHA-256 of the conversation up to each message."""
-    digest, states = hashlib.sha256(), []
-    for message in messages:
-        told = repr((message.role, message.name, message.content)).encode(errors="surrogatepass")
-        digest.update(len(told).to_bytes(8, "little") + told)
-        states.append(digest.digest())
-    return states
