@@ -1,4 +1,4 @@
-"""Measures conversations, whose every turn repeats all that was said before, with and without reuse of prefixes."""
+"""Measures with and without reuse what repeats itself: conversations, and prompts that are asked again."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ def conversation(
     policy: Annotated[str | None, typer.Option(help="How chunks are linked; by default as requests are.")] = None,
     repeat: Repeat = 3,
 ) -> Report:
-    """Measure a conversation over linked chunks, and a prompt that is asked twice, with and without reuse of prefixes.
+    """Measure a conversation over linked chunks, a prompt that is asked twice, and one of new documents, with and
+    without reuse.
 
     A turn takes as long as its first token. The third way computes each token once and nothing else: all that was said
-    before is a chunk, cached beforehand.
+    before is a chunk, cached beforehand. The chunks of new documents are computed on the way, where a request without
+    reuse has a full prefill.
     """
     named = policy or setup.settings.policy
     subject = setup.subject(repeat=repeat, policy=named, turns=turns, turn_tokens=turn_tokens)
@@ -82,6 +84,10 @@ def run_conversation(
             found["the same prompt again", "no reuse"] = _seconds(computing, [asked], policy)
             fresh = Prompt((asked.segments[-1],))
             found["the same prompt again", "its fresh tokens alone"] = _seconds(computing, [fresh], "full")
+            new = replace(workload, fresh_tokens=QUESTION_TOKENS).prompt(vocabulary, seed=2000 + turn)
+            progress(f"turn {turn} of {repeat}: new documents")
+            found["new documents", "reuse"] = _seconds(reusing, [new], policy)
+            found["new documents", "no reuse"] = _seconds(computing, [new], "full")
             if turn:
                 for key, seconds in found.items():
                     taken.setdefault(key, []).append(seconds)

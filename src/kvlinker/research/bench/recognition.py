@@ -1,0 +1,216 @@
+"""Measures what is recognised of passages that a framework joined into one text, and what the seams cost."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvlinker.errors import InvalidRequestError, KVLinkerError
+from kvlinker.research.bench.benchmark import ChunkTokens, Setup, benchmark
+from kvlinker.research.bench.report import Report, Row
+from kvlinker.research.bench.subject import Subject
+from kvlinker.research.evaluation.contexts import ContextSplitter
+from kvlinker.research.evaluation.datasets import load_dataset
+from kvlinker.research.evaluation.examples import REFERENCE, Question
+from kvlinker.research.evaluation.joining import Joined, Recognised, Template, find_template, recognise
+from kvlinker.research.evaluation.metrics import METRICS, NextToken, agree, best_score, kl_divergence
+from kvlinker.research.evaluation.statistics import mean_interval
+from kvlinker.research.progress import Progress, silent
+from kvlinker.types.tenants import DEFAULT_TENANT
+
+if TYPE_CHECKING:
+    from kvlinker.implicit.recognition import Recognizer
+    from kvlinker.llm import LLM, Prompt
+
+COLUMNS = (
+    "dataset",
+    "template",
+    "n",
+    "second_sight",
+    "known",
+    "whole",
+    "outside",
+    "tokens",
+    "metric",
+    "joined",
+    "split",
+    "vs_joined",
+    "agreement",
+    "kl",
+)
+LOGPROBS = 100
+LIFE_SECONDS = 24 * 3600.0
+MOST_KNOWN = 100_000
+
+
+@benchmark("recognition")
+def recognition(
+    setup: Setup,
+    *,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Questions about passages, as bench quality takes them: reader (the default), a file, or a folder of "
+            "texts; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    template: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How passages are joined: plain (the default), langchain or llama-index (if installed), or a text "
+            "with {context} and {question}; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most questions of each data set.")] = 50,
+    chunk_tokens: ChunkTokens = 512,
+) -> Report:
+    """Measure what implicit=auto recognises of joined passages, and what answers lose by tokens that are cut at seams.
+
+    Both answers are computed in full, so that nothing but the tokens at the seams differs.
+    """
+    subject = setup.subject(limit=limit)
+    templates = [find_template(name) for name in dict.fromkeys(template or ("plain",))]
+    return run_recognition(
+        subject,
+        tuple(dict.fromkeys(dataset or ("reader",))),
+        templates,
+        limit=limit,
+        chunk_tokens=chunk_tokens,
+        progress=setup.progress,
+    )
+
+
+def run_recognition(
+    subject: Subject,
+    datasets: Sequence[str],
+    templates: Sequence[Template],
+    *,
+    limit: int,
+    chunk_tokens: int,
+    progress: Progress = silent,
+) -> Report:
+    """Measure every data set in every template. Raises InvalidRequestError for data that cannot be read or asked."""
+    rows: list[Row] = []
+    for name in datasets:
+        for template in templates:
+            with subject.llm(disk_space=0) as llm:
+                splitter = ContextSplitter(llm.builder.encoder, max_tokens=chunk_tokens)
+                found = load_dataset(name, splitter, limit=limit)
+                questions = [example for example in found.examples if isinstance(example, Question)]
+                if not questions:
+                    raise InvalidRequestError(f"{found.name} has no questions to ask.", param="dataset")
+                rows.append(
+                    {"dataset": found.name, "template": template.name} | _measured(llm, questions, template, progress)
+                )
+    return replace(subject.report(rows), columns=COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """One question, answered from the joined text and from the one that is split at its passages."""
+
+    joined: float
+    split: float
+    tokens: float
+    """The tokens of the split text over those of the joined one."""
+
+    agreement: bool
+    kl: float
+
+
+def _measured(llm: LLM, questions: Sequence[Question], template: Template, progress: Progress) -> Row:
+    from kvlinker.implicit.recognition import Recognizer
+
+    recognizer = Recognizer(llm.catalog, llm.builder.encoder, fingerprint=llm.engine.fingerprint)
+    seconds: list[float] = []
+    again = [_second_sight(recognizer, question, template, seconds) for question in questions]
+    known: list[Recognised] = []
+    answers: list[_Answered] = []
+    for number, question in enumerate(questions, 1):
+        progress(f"{question.dataset}, {template.name}", number, len(questions))
+        try:
+            _enter(llm, question.passages)
+            joined = template.join(question.passages, question.question)
+            answers.append(_answered(llm, question, joined))
+        except KVLinkerError:  # over the window
+            continue
+        known.append(recognise(recognizer, joined, tenant=DEFAULT_TENANT))
+    if not answers:
+        raise InvalidRequestError(f"No question of {questions[0].dataset} fits into the window.", param="dataset")
+    differences = [answer.split - answer.joined for answer in answers]
+    low, high = mean_interval(differences)
+    passages = sum(len(question.passages) for question in questions)
+    return {
+        "n": len(answers),
+        "second_sight": _share(again),
+        "known": _share(known),
+        "whole": sum(each.whole for each in again) / passages,
+        "outside": sum(each.outside for each in again) / max(1, sum(each.inside + each.outside for each in again)),
+        "ms_per_10k_characters": 1e3 * statistics.median(seconds),
+        "tokens": fmean(answer.tokens for answer in answers),
+        "metric": questions[0].metric,
+        "joined": fmean(answer.joined for answer in answers),
+        "split": fmean(answer.split for answer in answers),
+        "vs_joined": fmean(differences),
+        "vs_joined_low": low,
+        "vs_joined_high": high,
+        "agreement": fmean(answer.agreement for answer in answers),
+        "kl": fmean(answer.kl for answer in answers),
+    }
+
+
+def _second_sight(recognizer: Recognizer, question: Question, template: Template, seconds: list[float]) -> Recognised:
+    """Return what is recognised of passages that come in another order; adds the seconds for 10,000 characters."""
+    first = template.join(question.passages, question.question)
+    second = template.join(question.passages[::-1], question.question)
+    recognise(recognizer, first, tenant="second sight")
+    begun = time.thread_time()
+    found = recognise(recognizer, second, tenant="second sight")
+    seconds.append((time.thread_time() - begun) / len(second.text) * 10_000)
+    return found
+
+
+def _answered(llm: LLM, question: Question, joined: Joined) -> _Answered:
+    messages = [{"role": "user", "content": joined.text}]
+    whole = llm.read_chat(messages, implicit="off", policy=REFERENCE).prompt
+    split = llm.read_chat(messages, implicit="auto", policy="naive", keeps=False).prompt
+    scores, tokens = [], []
+    for prompt in (whole, split):
+        score, token = _ask(llm, question, prompt)
+        scores.append(score)
+        tokens.append(token)
+    return _Answered(*scores, len(split) / len(whole), agree(*tokens), kl_divergence(*tokens))
+
+
+def _ask(llm: LLM, question: Question, prompt: Prompt) -> tuple[float, NextToken]:
+    """Return the answer's score, and its first token's distribution."""
+    answer = llm.chat_completion(
+        prompt, policy=REFERENCE, max_tokens=question.max_tokens, temperature=0, logprobs=LOGPROBS, ignore_eos=False
+    )
+    text = answer.text.strip()
+    if question.first_line:
+        text = text.split("\n", 1)[0].strip()
+    if not answer.logprobs:  # it ended at once
+        answer = llm.chat_completion(
+            prompt, policy=REFERENCE, max_tokens=1, temperature=0, logprobs=LOGPROBS, ignore_eos=True
+        )
+    return best_score(METRICS[question.metric], text, question.answers), NextToken.of(answer.logprobs[0].top)
+
+
+def _enter(llm: LLM, passages: Sequence[str]) -> None:
+    """Have the passages be known, without computing any KV."""
+    for passage in passages:
+        chunk = llm.builder.encode_chunk(passage.strip())
+        llm.caches.enter_implicit(chunk, tenant=DEFAULT_TENANT, ttl=LIFE_SECONDS, most=MOST_KNOWN, kept=())
+
+
+def _share(found: Sequence[Recognised]) -> float:
+    return sum(each.inside for each in found) / max(1, sum(each.passages for each in found))
