@@ -16,6 +16,7 @@ from kvlinker.types.messages import (
     Document,
     Implicit,
     MarkedText,
+    TextSource,
     TokenIds,
 )
 from kvlinker.types.texts import SearchHit
@@ -79,7 +80,10 @@ def _parse_document(index: int, document: Mapping[str, Any]) -> Document[CachedP
         raise InvalidRequestError(
             f"Document {index} is {document!r}, but must be a mapping with a 'text'.", param="documents"
         )
-    return Document(MarkedText(text), {name: value for name, value in document.items() if name != "text"})
+    return Document(
+        MarkedText(text, source=TextSource.DOCUMENT),
+        {name: value for name, value in document.items() if name != "text"},
+    )
 
 
 def _parse_message(index: int, message: Message) -> ChatMessage[CachedPart]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
+
+from kvlinker.types.messages import TextSource
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,23 @@ class TierUnavailable:
 
 
 @dataclass(frozen=True, slots=True)
+class ImplicitText:
+    """A text that no id names was to be a chunk, for the reason that ``source`` tells."""
+
+    source: TextSource
+
+    outcome: Literal["hit", "created", "refused"]
+    """``hit``: there was a context cache of it; ``refused``: there was no room for one, and it stayed text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImplicitEvicted:
+    """So many implicit context caches were removed to make room."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     """A request produced its first token, ``seconds`` after it was submitted."""
 
@@ -75,7 +95,17 @@ class RequestFinished:
     output_tokens: int
 
 
-Event = ChunkLookup | ChunkLoaded | ChunkEvicted | ChunkDamaged | TierUnavailable | FirstToken | RequestFinished
+Event = (
+    ChunkLookup
+    | ChunkLoaded
+    | ChunkEvicted
+    | ChunkDamaged
+    | TierUnavailable
+    | ImplicitText
+    | ImplicitEvicted
+    | FirstToken
+    | RequestFinished
+)
 Listener = Callable[[Event], None]
 
 

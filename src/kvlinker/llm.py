@@ -117,6 +117,7 @@ class LLM:
                 fingerprint=self.engine.fingerprint,
                 searchable=settings.searchable,
             ),
+            events=self.events,
             quotas=settings.quotas,
         )
         policy = parse_policy(settings.policy)
@@ -124,7 +125,12 @@ class LLM:
             self.builder,
             self.caches,
             ImplicitCaches(
-                self.builder, self.caches, self.catalog, ttl=settings.implicit_ttl, most=settings.implicit_caches
+                self.builder,
+                self.caches,
+                self.catalog,
+                self.events,
+                ttl=settings.implicit_ttl,
+                most=settings.implicit_caches,
             ),
             Recognizer(self.catalog, self.builder.encoder, fingerprint=self.engine.fingerprint),
             ReadingDefaults(

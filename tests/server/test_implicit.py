@@ -56,7 +56,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def server(folder: Path, **options: Any) -> Any:
-    settings = tiny_settings(folder, **options)
+    settings = tiny_settings(folder, **{"prefix_cache": "on"} | options)
     return serving(LLM.from_model(tiny_model(), settings), settings)
 
 
@@ -64,6 +64,13 @@ def server(folder: Path, **options: Any) -> Any:
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server without prefix reuse, so that what is cached comes from chunks."""
     with server(tmp_path_factory.mktemp("state"), prefix_cache="off") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with prefix reuse."""
+    with server(tmp_path_factory.mktemp("state")) as running:
         yield running
 
 
@@ -79,7 +86,8 @@ def test_marked_parts_are_found_by_content_in_any_order(apart: Served, mark: dic
     sizes = [apart.post("/tokenize", {"text": each}).json()["count"] for each in (a, b)]
     assert [cache["tokens"] for cache in first["link"]["context_caches"]] == sizes
     assert first["link"]["policy"] == "legolink-4"
-    assert min(cached(first), cached(second)) > sum(sizes) - 20
+    assert cached(first) == 0, "this request computed it"
+    assert cached(second) > sum(sizes) - 20
 
 
 def test_marks_answer_as_ids_do(apart: Served) -> None:
@@ -87,7 +95,8 @@ def test_marks_answer_as_ids_do(apart: Served) -> None:
     marked = ask(apart, part(a, EPHEMERAL), part(b, EPHEMERAL))
     named = ask(apart, *({"type": "context_cache", "id": each} for each in ids(marked)))
     assert marked["choices"][0]["message"] == named["choices"][0]["message"]
-    assert marked["usage"] == named["usage"]
+    assert marked["usage"]["prompt_tokens"] == named["usage"]["prompt_tokens"]
+    assert (cached(marked), cached(named) > 100) == (0, True)
     assert ids(named) == ids(marked)
     assert created(named) == [False, False]
 
@@ -379,12 +388,12 @@ def test_known_texts_are_recognised_inside_strings(apart: Served) -> None:
     assert ids(apart.post("/v1/completions", prompt).json()) == [cache_id]
 
 
-def test_a_conversation_that_goes_on_makes_no_chunks(served: Served) -> None:
+def test_a_conversation_that_goes_on_makes_no_chunks(talking: Served) -> None:
     turns: list[dict[str, str]] = []
     for turn in range(3):
         turns.append({"role": "user", "content": lines(f"turn-{turn}")})
         asked = {"messages": turns, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **AUTO}
-        answer = served.post(CHAT, asked).json()
+        answer = talking.post(CHAT, asked).json()
         assert "link" not in answer
         if turn:
             assert answer["usage"]["prompt_tokens_details"]["exact_cached_tokens"] > 0
@@ -395,10 +404,77 @@ def test_a_conversation_that_goes_on_makes_no_chunks(served: Served) -> None:
 def test_other_tenants_texts_are_not_recognised(keyed: Served) -> None:
     a = lines("of-a-tenant")
     alpha, beta = ({"Authorization": f"Bearer key-{name}"} for name in ("alpha", "beta"))
-    for _ in range(3):
-        told = ask(keyed, part(joined(a)), headers=alpha, **AUTO)
+    for question in ("Who?", "Why?", "Where?"):
+        told = ask(keyed, part(f"{question}\n{joined(a)}"), headers=alpha, **AUTO)
     assert created(told) == [False]
     assert "link" not in ask(keyed, part(joined(a)), headers=beta, **AUTO)
+
+
+def test_a_prompt_that_is_asked_again_is_reused_as_it_was_computed(talking: Served) -> None:
+    asked = joined(*(lines(f"again-{name}") for name in "ab"))
+    answers = [ask(talking, part(asked), **AUTO) for _ in range(3)]
+    for answer in answers:
+        assert "link" not in answer
+        assert answer["choices"] == answers[0]["choices"]
+    details = answers[2]["usage"]["prompt_tokens_details"]
+    assert details["exact_cached_tokens"] == answers[2]["usage"]["prompt_tokens"] - 1
+
+
+def test_what_a_request_computes_is_not_counted_as_cached(apart: Served) -> None:
+    a, b = text("nc"), text("nd")
+    first = ask(apart, part(a, EPHEMERAL), part(a, EPHEMERAL), link={"policy": "naive"})
+    size = first["link"]["context_caches"][0]["tokens"]
+    assert cached(first) == size, "the second place is linked with what the first one needed"
+    mixed = ask(apart, part(b, EPHEMERAL), part(a, EPHEMERAL), link={"policy": "naive"})
+    assert cached(mixed) == size
+    again = ask(apart, part(b, EPHEMERAL), part(a, EPHEMERAL), link={"policy": "naive"})
+    assert cached(again) == size + mixed["link"]["context_caches"][0]["tokens"]
+    assert again["usage"]["prompt_tokens"] == mixed["usage"]["prompt_tokens"]
+
+
+def test_what_was_evicted_is_counted_as_fresh(apart: Served) -> None:
+    a = text("ne")
+    (cache_id,) = apart.cache(a)
+    named = {"type": "context_cache", "id": cache_id}
+    key = apart.llm.caches.get(cache_id, tenant="default").chunk_key
+    apart.llm.store.delete(key)
+    assert cached(ask(apart, named)) == 0
+    assert cached(ask(apart, named)) > 0
+
+
+def test_metrics_tell_of_texts_and_of_what_they_take_up(tmp_path: Path) -> None:
+    def figures(served: Served) -> dict[str, float]:
+        shown = (line.rsplit(" ", 1) for line in served.get("/metrics").text.splitlines() if "implicit" in line)
+        return {name.removeprefix("kvlinker:implicit_"): float(value) for name, value in shown if name[0] != "#"}
+
+    with server(tmp_path, implicit_caches=2) as served:
+        assert set(figures(served).values()) == {0.0}
+        a, b = text("ma"), lines("metrics")
+        ask(served, part(a, EPHEMERAL))
+        ask(served, part("Listen."), part(a, EPHEMERAL), documents=[{"text": a}, {"text": text("mb")}])
+        ask(served, part(b), **AUTO)
+        found = ask(served, part(f"Hm.\n{b}"), part(a, EPHEMERAL), **AUTO)
+        told = figures(served)
+        tokens = sum(cache["tokens"] for cache in found["link"]["context_caches"])
+        assert told["bytes"] == tokens * served.llm.engine.kv_bytes_per_token
+    assert told["caches"] == 2
+    assert told["evictions_total"] == 1
+    assert {name: value for name, value in told.items() if name.startswith("texts") and value} == {
+        'texts_total{result="created",source="mark"}': 1,
+        'texts_total{result="hit",source="mark"}': 1,
+        'texts_total{result="created",source="document"}': 1,
+        'texts_total{result="created",source="recognition"}': 1,
+    } | {'texts_total{result="hit",source="document"}': 1}
+
+
+def test_search_leaves_them_out(apart: Served) -> None:
+    a, search = "Aardvarks dig. " + text("sa"), "/v1/context_caches/search"
+    (cache_id,) = ids(ask(apart, part(a, EPHEMERAL)))
+    apart.llm.caches.sweep()
+    assert apart.post(search, {"query": "aardvarks"}).json()["data"] == []
+    apart.http.patch(f"/v1/context_caches/{cache_id}", json={"ttl": 60})
+    apart.llm.caches.sweep()
+    assert [hit["id"] for hit in apart.post(search, {"query": "aardvarks"}).json()["data"]] == [cache_id]
 
 
 def test_auto_may_be_the_servers_setting(tmp_path: Path) -> None:

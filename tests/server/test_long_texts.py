@@ -15,9 +15,24 @@ from tests.server.serving import Served
 LONG = "word and other " * 700_000
 """A text of 10 MB."""
 
+USER = {"role": "user", "content": "a"}
+AUTO = {"link": {"implicit": "auto"}}
+
+
+def marked(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+
+
 BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "name": LONG}]}, "messages"),
+    ("/v1/chat/completions", {"messages": [USER], "documents": [{"text": LONG}]}, "messages"),
+    ("/v1/chat/completions", {"messages": [USER], "documents": [{"text": LONG[:60_000]}] * 100}, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [marked(LONG)]}]}, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [marked(LONG[:60_000])] * 100}]}, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], **AUTO}, "messages"),
+    ("/v1/completions", {"prompt": [marked(LONG[:60_000])] * 100}, "prompt"),
+    ("/v1/completions", {"prompt": LONG, **AUTO}, "prompt"),
     ("/v1/completions", {"prompt": LONG}, "prompt"),
     ("/v1/completions", {"prompt": ["a", LONG]}, "prompt.1"),
     ("/v1/completions", {"prompt": [5] * 500_000}, "prompt"),
@@ -26,6 +41,7 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {"text": LONG}, "text"),
     ("/tokenize", {"prompt": LONG}, "prompt"),
     ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+    ("/tokenize", {"messages": [USER], "documents": [{"text": LONG}]}, "messages"),
 ]
 
 

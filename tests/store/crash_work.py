@@ -160,6 +160,7 @@ def open_state(folder: Path, shared: Shared = ALONE, quotas: Quotas = NO_QUOTAS,
             fingerprint=engine.fingerprint,
             searchable=cipher is None,
         ),
+        events=Events(),
         quotas=quotas,
     )
     return State(catalog, store, engine, caches)

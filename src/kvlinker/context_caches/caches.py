@@ -18,6 +18,7 @@ from kvlinker.errors import (
     InvalidRequestError,
     PermissionDeniedError,
 )
+from kvlinker.events import Events
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.store import (
     UNCHANGED,
@@ -67,6 +68,7 @@ class ContextCaches:
         catalog: Catalog,
         store: ChunkStore,
         texts: ChunkTexts,
+        events: Events,
         quotas: Quotas = NO_QUOTAS,
     ) -> None:
         """Also finishes the deletions that the last process on this catalog was in the midst of."""
@@ -85,6 +87,7 @@ class ContextCaches:
             texts=texts,
             limits=self._limits,
             upkeep=self._upkeep,
+            events=events,
         )
         catalog.set_sizes(engine.fingerprint, engine.kv_bytes_per_token)
         self.sweep()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -12,6 +12,7 @@ from kvlinker.context_caches.texts import ChunkTexts
 from kvlinker.context_caches.upkeep import Upkeep
 from kvlinker.engine.contract import Engine
 from kvlinker.errors import ContextLengthError, InvalidRequestError, PinLimitError, QuotaExceededError
+from kvlinker.events import Events, ImplicitEvicted
 from kvlinker.futures import gather
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.store import Catalog, ContextCache, Limits, StoreError, new_context_cache_id
@@ -41,6 +42,7 @@ class Creation:
         texts: ChunkTexts,
         limits: Limits,
         upkeep: Upkeep,
+        events: Events,
     ) -> None:
         self._model = model
         self._builder = builder
@@ -49,6 +51,7 @@ class Creation:
         self._texts = texts
         self._limits = limits
         self._upkeep = upkeep
+        self._events = events
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-catalog")
 
     def begin(
@@ -98,7 +101,7 @@ class Creation:
         for _ in range(2):
             entered = self._catalog.implicit.enter(record, self._limits, now=time.time(), most=most, kept=kept)
             if entered is not None:
-                self._upkeep.drop(entered.released)
+                self._dropped(entered.evicted, entered.released)
                 return entered.cache, entered.created
             if not self._upkeep.sweep():
                 break
@@ -178,9 +181,15 @@ class Creation:
                 return enter()
             except QuotaExceededError:
                 count, released = self._catalog.implicit.evict(owner, EVICTED_AT_ONCE, time.time())
-                self._upkeep.drop(released)
+                self._dropped(count, released)
                 if not count:
                     raise
+
+    def _dropped(self, count: int, released: Iterable[str]) -> None:
+        """Note that so many implicit context caches made room, and delete the chunks that they alone held."""
+        self._upkeep.drop(released)
+        if count:
+            self._events.publish(ImplicitEvicted(count))
 
 
 def _labels(metadata: Metadata | None, count: int) -> Sequence[Mapping[str, str]]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import InvalidRequestError
+from kvlinker.events import Events, ImplicitText
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.store import Catalog, ContextCache
 from kvlinker.types.chunks import Chunk
@@ -38,13 +39,21 @@ class ImplicitCaches:
     """Finds or enters context caches for texts, each tenant's apart. Methods may be called from any thread."""
 
     def __init__(
-        self, builder: PromptBuilder, caches: ContextCaches, catalog: Catalog, *, ttl: float, most: int
+        self,
+        builder: PromptBuilder,
+        caches: ContextCaches,
+        catalog: Catalog,
+        events: Events,
+        *,
+        ttl: float,
+        most: int,
     ) -> None:
         """``ttl``: seconds that an implicit context cache lives from its last use. ``most``: how many of them a tenant
         has at a time; those that were used longest ago make room for others."""
         self._builder = builder
         self._caches = caches
         self._catalog = catalog
+        self._events = events
         self._ttl = ttl
         self._most = most
 
@@ -84,7 +93,9 @@ class ImplicitCaches:
         self.extend({each.cache: texts[chunk].ttl for chunk, each in found.items()})
         kept = {each.cache.id for each in found.values()}
         for chunk, text in texts.items():
+            outcome: Literal["hit", "created", "refused"] = "hit"
             if chunk not in found:
+                outcome = "refused"
                 entered = self._caches.enter_implicit(
                     chunk, tenant=tenant, ttl=text.ttl or self._ttl, most=self._most, kept=kept
                 )
@@ -92,6 +103,8 @@ class ImplicitCaches:
                     cache, created = entered
                     kept.add(cache.id)
                     found[chunk] = FoundChunk(cache.chunk, cache, created)
+                    outcome = "created" if created else "hit"
+            self._events.publish(ImplicitText(text.source, outcome))
         return found
 
     def extend(self, caches: Mapping[ContextCache, float | None]) -> None:

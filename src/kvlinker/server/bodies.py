@@ -30,7 +30,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.implicit.marks import TTL_PATTERN, ttl_seconds
-from kvlinker.types.messages import CachedPart, Content, ContextCacheReference, Document, MarkedText
+from kvlinker.types.messages import CachedPart, Content, ContextCacheReference, Document, MarkedText, TextSource
 from kvlinker.types.sampling import SamplingParams
 
 MAX_CHOICES = 128
@@ -221,7 +221,7 @@ class DocumentBody(RequestBody):
     def document(self) -> Document[CachedPart]:
         """Return the document as the library takes it."""
         title = {} if self.title is None else {"title": self.title}
-        return Document(MarkedText(self.text), title | (self.model_extra or {}))
+        return Document(MarkedText(self.text, source=TextSource.DOCUMENT), title | (self.model_extra or {}))
 
 
 class LinkOptions(RequestBody):

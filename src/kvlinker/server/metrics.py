@@ -15,10 +15,13 @@ from kvlinker.events import (
     ChunkLookup,
     Event,
     FirstToken,
+    ImplicitEvicted,
+    ImplicitText,
     RequestFinished,
     TierUnavailable,
 )
 from kvlinker.llm import LLM, PREFILL_TOKENS
+from kvlinker.types.messages import TextSource
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -59,8 +62,18 @@ class Metrics:
         self._requests = counter("requests", "Requests that ended.", "reason")
         self._lookups = counter("chunk_lookups", "Times that the store was asked for a chunk's KV.", "result", "tier")
         self._evictions = counter("evictions", "Chunks that a tier gave up for want of room.", "tier")
+        self._implicit_texts = counter(
+            "implicit_texts",
+            "Texts that were to be chunks without an id, by why and by what came of it.",
+            "source",
+            "result",
+        )
+        self._implicit_evictions = counter("implicit_evictions", "Implicit context caches that made room for others.")
         self._damaged = counter("damaged_chunks", "Stored copies that failed their checks.", "tier")
         self._tier_errors = counter("tier_errors", "Times that a tier did not answer, or refused.", "tier")
+        for text_source in TextSource:
+            for result in ("hit", "created", "refused"):
+                self._implicit_texts.labels(text_source, result)
         for source in SOURCES:
             self._prompt_tokens.labels(source)
         for tier in llm.tiers():
@@ -85,6 +98,10 @@ class Metrics:
                 self._load_seconds.labels(event.tier).observe(event.seconds)
             case ChunkEvicted():
                 self._evictions.labels(event.tier).inc()
+            case ImplicitText():
+                self._implicit_texts.labels(event.source, event.outcome).inc()
+            case ImplicitEvicted():
+                self._implicit_evictions.inc(event.count)
             case ChunkDamaged():
                 self._damaged.labels(event.tier).inc()
             case TierUnavailable():
@@ -127,6 +144,9 @@ class _Gauges(Collector):
             ("kv_slots_total", "Slots of the KV pool.", load.slots_total),
         ):
             yield GaugeMetricFamily(f"kvlinker:{name}", text, value=value)
+        count, nbytes = self._llm.catalog.implicit.total()
+        yield GaugeMetricFamily("kvlinker:implicit_caches", "Context caches that prompts' texts brought.", value=count)
+        yield GaugeMetricFamily("kvlinker:implicit_bytes", "Bytes of their chunks' KV as computed.", value=nbytes)
         stored = GaugeMetricFamily("kvlinker:store_bytes", "Bytes of KV in the store.", labels=["tier"])
         chunks = GaugeMetricFamily("kvlinker:store_chunks", "Chunks in the store.", labels=["tier"])
         for usage in self._llm.tiers():

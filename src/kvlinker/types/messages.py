@@ -25,14 +25,30 @@ class ContextCacheReference:
     id: str
 
 
+class TextSource(StrEnum):
+    """Tells why a text is to be a chunk."""
+
+    MARK = "mark"
+    """Its author marked it."""
+
+    DOCUMENT = "document"
+    """It came as a document, beside the messages."""
+
+    RECOGNITION = "recognition"
+    """Nobody said so: it is known, or comes again."""
+
+
 @dataclass(frozen=True, slots=True)
 class MarkedText:
-    """A text that its author marked as worth caching: it is to be a chunk, found by what it says."""
+    """A text that is to be a chunk, found by what it says: one that its author marked, a document, or one that was
+    recognised."""
 
     text: str
 
     ttl: float | None = None
     """The seconds that its context cache is to live from its last use; None for the server's own time."""
+
+    source: TextSource = field(default=TextSource.MARK, compare=False)
 
 
 CachedPart = ContextCacheReference | MarkedText

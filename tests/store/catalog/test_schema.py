@@ -10,7 +10,7 @@ import pytest
 
 from kvlinker.store import Catalog, TenantUsage
 from kvlinker.store.catalog.encryption import TokenBlobs
-from kvlinker.store.catalog.schema import _FIRST, _FOURTH, _SECOND, _THIRD, SCHEMA_VERSION, index_metadata
+from kvlinker.store.catalog.schema import _FIFTH, _FIRST, _FOURTH, _SECOND, _THIRD, SCHEMA_VERSION, index_metadata
 from kvlinker.types.chunks import Chunk, chunk_key
 
 NOW = 1000.0
@@ -23,7 +23,7 @@ KEYS = {
 def older(path: Path, version: int) -> None:
     """Three context caches of two tenants, two of which hold the same chunk, as the older version recorded them."""
     with sqlite3.connect(path) as raw:
-        for step in (_FIRST, _SECOND, _THIRD, _FOURTH)[:version]:
+        for step in (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH)[:version]:
             for statement in step:
                 raw.execute(statement)
         for tenant, tokens in (("anna", (1, 2, 3)), ("bert", (4, 5))):
@@ -59,7 +59,7 @@ def older(path: Path, version: int) -> None:
     raw.close()
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
 def test_upgrade(tmp_path: Path, version: int) -> None:
     path = tmp_path / "catalog.sqlite"
     older(path, version)
@@ -68,6 +68,7 @@ def test_upgrade(tmp_path: Path, version: int) -> None:
         first = catalog.get("cc_1", "anna", NOW)
         assert first is not None
         assert (first.chunk, first.pinned, first.kv_bytes) == (Chunk((1, 2, 3), (9,)), False, 0)
+        assert first.implicit_ttl is None
         assert catalog.usage("anna") == TenantUsage(caches=2, chunks=1, tokens=3, bytes=0)
         assert catalog.usage("bert") == TenantUsage(caches=1, chunks=1, tokens=2, bytes=0)
         found = catalog.list("anna", NOW, limit=9, metadata={"färbe": "grün\0gelb", "a": "1"}).items

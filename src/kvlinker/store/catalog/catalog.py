@@ -263,11 +263,13 @@ class Catalog:
     def without_text(self, fingerprint: str, *, limit: int) -> dict[str, tuple[int, ...]]:
         """Return the token ids of up to ``limit`` of the model's chunks that are not in the search index, by chunk key.
 
-        Chunks whose token ids were changed from outside are left out.
+        Chunks that only implicit context caches hold do not belong there. Those whose token ids were changed from
+        outside are left out.
         """
         rows = self._database.query(
             "SELECT key, fingerprint, tenant, tokens, prefix FROM chunks INDEXED BY chunks_without_text"
-            " WHERE fingerprint = :fingerprint AND text_number IS NULL LIMIT :limit",
+            " WHERE fingerprint = :fingerprint AND text_number IS NULL AND EXISTS"
+            " (SELECT 1 FROM context_caches c WHERE c.chunk_key = key AND c.implicit_ttl IS NULL) LIMIT :limit",
             {"fingerprint": fingerprint, "limit": limit},
         )
         return {

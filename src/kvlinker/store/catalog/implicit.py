@@ -27,6 +27,9 @@ class Entered(NamedTuple):
     created: bool
     """False if there was one already."""
 
+    evicted: int
+    """The number of implicit context caches that had to go for it."""
+
     released: tuple[str, ...]
     """Chunk keys that no context cache holds any more, as ``Catalog.delete`` returns them."""
 
@@ -99,15 +102,15 @@ class ImplicitIndex:
                 {"tenant": record.tenant, "key": record.chunk_key, "now": now},
             ).fetchone()
             if row is not None:
-                return Entered(read_row(row, self._blobs), False, ())
+                return Entered(read_row(row, self._blobs), False, 0, ())
             oldest = _oldest(connection, record.tenant, kept)
-            count = _count(connection, record.tenant)
+            count = before = _count(connection, record.tenant)
             gone: list[str] = []
             connection.execute("SAVEPOINT before")
             for number in [*oldest, None]:
                 if count < most and _fits(connection, record, limits):
                     insert_rows(connection, self._blobs, [record])
-                    return Entered(record, True, tuple(gone))
+                    return Entered(record, True, before - count, tuple(gone))
                 if number is not None:
                     gone += _remove(connection, [number], now)
                     count -= 1
@@ -123,6 +126,17 @@ class ImplicitIndex:
                 " WHERE id = :id AND implicit_ttl IS NOT NULL",
                 [{"id": cache_id, "ttl": ttl, "now": now} for cache_id, ttl in lives.items()],
             )
+
+    def total(self) -> tuple[int, int]:
+        """Return how many implicit context caches there are, of all tenants, and the bytes of their chunks' KV as
+        computed."""
+        ((count, nbytes),) = self._database.query(
+            "SELECT (SELECT count(*) FROM context_caches WHERE implicit_ttl IS NOT NULL),"
+            " (SELECT coalesce(sum(nbytes), 0) FROM chunks WHERE key IN"
+            " (SELECT chunk_key FROM context_caches WHERE implicit_ttl IS NOT NULL))",
+            {},
+        )
+        return count, nbytes
 
     def evict(self, tenant: str, count: int, now: float) -> tuple[int, tuple[str, ...]]:
         """Remove up to ``count`` of the tenant's implicit context caches, those that were used longest ago first;

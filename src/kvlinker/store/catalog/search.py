@@ -42,7 +42,8 @@ class SearchIndex:
         pairs of ``metadata``; only chunks of the model with this fingerprint.
 
         A text matches that has any of the query's words; BM25 puts first those that have many and rare ones. Nothing
-        in the query is syntax. ``now``: Unix seconds. Raises InvalidRequestError for a query without a word.
+        in the query is syntax. Implicit context caches, which nobody made to be searched, are left out. ``now``: Unix
+        seconds. Raises InvalidRequestError for a query without a word.
         """
         match = _match(query)
         table = self._table(tenant)
@@ -58,7 +59,8 @@ class SearchIndex:
             f"SELECT h.id, -t.rank, t.text, k.length, h.metadata FROM {table} t"
             " CROSS JOIN chunks k ON k.tenant = :tenant AND k.text_number = t.rowid AND k.fingerprint = :fingerprint"
             " CROSS JOIN context_caches h ON h.number ="
-            f" (SELECT max(c.number) FROM context_caches c WHERE c.chunk_key = k.key AND {LIVE}{pairs})"
+            " (SELECT max(c.number) FROM context_caches c WHERE c.chunk_key = k.key AND c.implicit_ttl IS NULL"
+            f" AND {LIVE}{pairs})"
             f" WHERE {table} MATCH :match ORDER BY t.rank LIMIT :limit",
             {**values, "tenant": tenant, "fingerprint": fingerprint, "now": now, "match": match, "limit": limit},
         )
