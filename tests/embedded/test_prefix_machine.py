@@ -136,9 +136,12 @@ class ReuseMachine(RuleBasedStateMachine):
         self.talks.append(following)
         self.ask(following)
 
-    @rule(length=st.integers(50, 250))
-    def crowd(self, length) -> None:
-        """Somebody's long prompt pushes out what was kept."""
+    @rule(length=st.integers(1, 250), number=st.integers(0, 5))
+    def disturb(self, length, number) -> None:
+        """Somebody's long prompt pushes out some of what was kept, and a chunk's KV vanishes."""
+        keys = sorted(self.warm.store.keys())
+        if keys:
+            self.warm.store.delete(keys[number % len(keys)])
         self.warm.answer(
             Prompt((FreshSegment(random_tokens(length, [6, self.example, length])),)), "full", max_tokens=1
         )
@@ -150,11 +153,7 @@ class ReuseMachine(RuleBasedStateMachine):
         chosen.cancelled = True
         chosen.handle.cancel()
 
-    @precondition(lambda self: self.warm.store.keys())
-    @rule(data=st.data())
-    def lose_chunk(self, data) -> None:
-        self.warm.store.delete(data.draw(st.sampled_from(sorted(self.warm.store.keys()))))
-
+    @precondition(lambda self: self.running)
     @rule()
     def join(self) -> None:
         """Wait for all that is under way, and compare it."""
@@ -185,8 +184,7 @@ class ReuseMachine(RuleBasedStateMachine):
         before = self.said.setdefault(talk.tenant, [])
         assert outcome.failed is None, outcome.failed
         assert outcome.finished is not None
-        if outcome.finished.reason == "cancelled":
-            assert running.cancelled
+        if running.cancelled:  # maybe too late
             before.append(np.array([*running.prompt.tokens, *outcome.tokens]))
             return
         usage = outcome.finished.usage
@@ -221,10 +219,10 @@ def _engines() -> Iterator[None]:
     ReuseMachine.warm = Bench(prefix_cache="on", kv_slots=700, max_step_tokens=50)
     ReuseMachine.cold = Bench()
     yield
-    assert ReuseMachine.reused > 20
+    assert ReuseMachine.reused > 5
     ReuseMachine.warm.close()
     ReuseMachine.cold.close()
 
 
 TestReuse = ReuseMachine.TestCase
-TestReuse.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestReuse.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)

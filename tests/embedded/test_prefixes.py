@@ -316,6 +316,13 @@ def test_prefixes_make_room_for_requests(bench):
     assert made.answer(prompts[0], "full").finished.usage.exact_cached_tokens == 0
 
 
+def test_a_chunk_may_stand_twice_in_what_is_given_up(bench):
+    made = bench(prefix_cache="on", kv_slots=300)
+    made.answer(prompt_of(HEADER, 0, 0, FIRST), "naive")
+    made.answer(prompt_of(random_tokens(290, 5)), "full")
+    assert made.answer(prompt_of(HEADER, 0, 0, FIRST), "naive").finished.usage.exact_cached_tokens == 0
+
+
 def test_a_failed_or_cancelled_request_leaves_nothing_wrong(bench):
     made, cold = bench(prefix_cache="on", max_step_tokens=16), bench()
     prompt = prompt_of(HEADER, 0, FIRST)

@@ -240,7 +240,7 @@ class PrefixTree:
         del self._used[node]
         self._allocator.release(node.spans)
         self._name_uses.subtract(_names(node))
-        for name in [name for name in _names(node) if self._name_uses[name] <= 0]:
+        for name in {name for name in _names(node) if self._name_uses[name] <= 0}:
             del self._name_uses[name]
             self._names.pop(self._chunks.pop(name), None)
 
