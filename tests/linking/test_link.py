@@ -7,7 +7,7 @@ import pytest
 
 from kvlinker.errors import KVLinkerError, PolicyError
 from kvlinker.linking import Forecast, Link, Needs, Policy, Variant, parse_policy
-from kvlinker.prompt.segments import Prompt
+from kvlinker.prompt.segments import Prompt, ReusedPrefix
 from kvlinker.types.answers import Usage
 from kvlinker.types.chunk_scores import ChunkScores, Contextualization
 from kvlinker.types.chunks import Chunk
@@ -107,6 +107,22 @@ def test_the_questions_attention_takes_a_first_pass():
     assert second.plan.recomputed_tokens == 2
     assert np.flatnonzero(second.plan.selections[0]).tolist() == [3, 9]
     assert second.chunks == link.chunks
+
+
+def test_nothing_is_measured_where_there_is_nothing_to_choose():
+    """The attention costs a pass, which a chunk that is exact and one that is reused do not need."""
+    exact = chunk_prompt(5, header=2, first_prefix="header")
+    link = begin("query-20+legolink-2", exact)
+    assert not link.probing
+    assert link.usage() == Usage(5, 0, 5)
+    assert link.explanation(layers=LAYERS, cost=Cost()).scores == ()
+    assert link.explanation(layers=LAYERS, cost=Cost()).cost.flops == 5 * LAYERS
+    prompt = chunk_prompt(5, 4, header=2)
+    reused = ReusedPrefix(11, np.arange(2))
+    going = begin("query-20", prompt, reuse=lambda prompt, policy: reused)
+    assert not going.probing
+    assert going.usage() == Usage(11, 0, 3, exact_cached_tokens=11)
+    assert begin("query-20", prompt, reuse=lambda prompt, policy: ReusedPrefix(7, np.arange(2))).probing
 
 
 def test_scores_come_before_the_first_pass_where_both_are_needed():

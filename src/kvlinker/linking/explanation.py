@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.linking.evidence import Forecast
-from kvlinker.linking.plan import DroppedTokens, LinkPlan, Range, layer_masks, probe_plan, ranges
+from kvlinker.linking.plan import DroppedTokens, LinkPlan, Range, layer_masks, probe_plan, ranges, takes_first_pass
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.selection import Score
 from kvlinker.prompt.segments import CachedSegment, Prompt
@@ -167,7 +167,7 @@ def explain_plan(
     """
     masks = layer_masks(plan, layers, dropped)
     flops = cost.flops(masks)
-    if plan.policy.needs.question_attention:
+    if takes_first_pass(plan.policy, plan.prompt):
         flops += cost.flops(layer_masks(probe_plan(plan.prompt, plan.policy), layers))
     return Explanation(
         policy=asked.name,

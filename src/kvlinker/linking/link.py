@@ -24,6 +24,7 @@ from kvlinker.linking.plan import (
     make_plan,
     probe_plan,
     ranges,
+    takes_first_pass,
 )
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.refinement import ChunkAttention, Refinement
@@ -105,7 +106,7 @@ class Link:
     @property
     def probing(self) -> bool:
         """True if the plan is that of a first pass, which measures the question's attention."""
-        return self.policy.needs.question_attention and self.evidence.attention is None
+        return takes_first_pass(self.policy, self.prompt) and self.evidence.attention is None
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -181,7 +182,7 @@ class Link:
     def explanation(self, refinement: Refinement | None = None, *, layers: int, cost: PromptCost) -> Explanation:
         """Explain what the policy did to the prompt, and why, in a model of so many ``layers``."""
         with _asking(self.asked):
-            explained = self.policy.explain(self.prompt, self.evidence)
+            explained = () if self._nothing_to_choose else self.policy.explain(self.prompt, self.evidence)
         return explain_plan(
             self._plan,
             explained if refinement is None else (*explained, *refinement.shown),
@@ -212,10 +213,15 @@ class Link:
         assert self.plan is not None, "the chunks' scores are needed first"
         return self.plan
 
+    @property
+    def _nothing_to_choose(self) -> bool:
+        """True where the policy would look at the question's attention, but every chunk is exact or reused."""
+        return self.policy.needs.question_attention and not takes_first_pass(self.policy, self.prompt)
+
     def _planned(self, evidence: PromptEvidence) -> Link:
         link = replace(self, evidence=evidence)
         with _asking(self.asked):
-            if link.probing:
+            if link.probing or link._nothing_to_choose:
                 return replace(link, plan=probe_plan(self.prompt, self.policy))
             return replace(link, plan=make_plan(self.prompt, self.policy, evidence))
 

@@ -68,6 +68,12 @@ def make_plan(prompt: Prompt, policy: Policy, evidence: Evidence) -> LinkPlan:
     return _plan(prompt, policy, tuple(part.select(prompt, evidence) & selectable for part in policy.parts))
 
 
+def takes_first_pass(policy: Policy, prompt: Prompt) -> bool:
+    """Return whether a first pass measures the question's attention: the policy needs it, and has tokens to choose
+    from."""
+    return policy.needs.question_attention and bool(prompt.inexact.any())
+
+
 def probe_plan(prompt: Prompt, policy: Policy) -> LinkPlan:
     """Plan the first pass of a policy that needs the question's attention: only fresh tokens are computed."""
     return _plan(prompt, policy, (np.zeros(len(prompt), dtype=np.bool_),) * len(policy.parts))
