@@ -79,6 +79,7 @@ def test_one_token_each_needs_no_slots_for_the_others(bench):
 
 def test_choices_that_do_not_fit_take_over_slots(bench):
     made = bench(kv_slots=256)
+    made.cache(PROMPT)
     expected = made.answer(PROMPT, max_tokens=30)
     computed = prompt_tokens_computed(made)
     outcomes = made.submit_choices(PROMPT, 9, max_tokens=30)[0]

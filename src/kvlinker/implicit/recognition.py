@@ -17,7 +17,7 @@ from kvlinker.implicit.sights import LEAST_CHARACTERS, Sights, Unit, units_of
 from kvlinker.implicit.windows import WINDOW, WindowHash
 from kvlinker.prompt.encoding import TextEncoder
 from kvlinker.store import Catalog
-from kvlinker.types.messages import CachedPart, ChatMessage, Content, MarkedText, TextSource
+from kvlinker.types.messages import CachedPart, ChatMessage, MarkedText, TextSource
 
 MOST_TENANTS = 64
 """The most tenants whose texts are remembered; of the others, those that asked longest ago are forgotten."""
@@ -55,7 +55,7 @@ class Recognizer:
         with texts.lock:
             self._load(texts, tenant)
             reading = _Reading(texts)
-            marked = [ChatMessage(message.role, reading.mark(message), message.name) for message in messages]
+            marked = [reading.mark(message) for message in messages]
             if notes:
                 texts.remember(reading)
             return marked
@@ -114,8 +114,8 @@ class _Reading:
         self._texts = texts
         self._digest = hashlib.sha256()
 
-    def mark(self, message: ChatMessage[CachedPart]) -> Content[CachedPart]:
-        """Return a message's content with texts marked."""
+    def mark(self, message: ChatMessage[CachedPart]) -> ChatMessage[CachedPart]:
+        """Return a message with texts marked."""
         self._read(repr((message.role, message.name)) + PART_END)
         parts: list[str | CachedPart] = []
         for part in message.content:
@@ -125,7 +125,7 @@ class _Reading:
                 self._read(repr(part))
                 parts.append(part)
             self._read(PART_END)
-        return tuple(parts)
+        return ChatMessage(message.role, tuple(parts), message.name)
 
     def _cut(self, text: str) -> list[str | CachedPart]:
         """Return the text with known texts in it marked, and passages that come again."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from fastapi import Request, Response
@@ -128,7 +128,7 @@ async def respond(
     usage = usage_body([answer.usage for answer in answers], choices.n)
     note_tokens(request.scope, usage.prompt_tokens, usage.completion_tokens)
     answer = answer_format.answer(answers, usage)
-    link = link_body(choices.prompts)
+    link = link_body(choices.prompts.values())
     told = answer.model_dump(exclude={"link"}) | ({} if link is None else {"link": link.model_dump()})
     return JSONResponse(
         told,
@@ -148,7 +148,7 @@ class EventStream(EventSourceResponse):
         self._choices = choices
         self._format = answer_format
         self._include_usage = include_usage
-        self._link = link_body(choices.prompts)
+        self._link = link_body(choices.prompts.values())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -200,7 +200,7 @@ def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
     )
 
 
-def link_body(prompts: Sequence[ReadPrompt]) -> LinkBody | None:
+def link_body(prompts: Iterable[ReadPrompt]) -> LinkBody | None:
     """Tell how prompts were linked; None where no chunk took part. Each context cache is told of once."""
     linked = [prompt for prompt in prompts if prompt.linked]
     caches: dict[str, LinkedCacheBody] = {}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlinker.errors import InvalidRequestError, KVLinkerError
+from kvlinker.errors import ContextLengthError, InvalidRequestError
 from kvlinker.research.bench.benchmark import ChunkTokens, Setup, benchmark
 from kvlinker.research.bench.report import Report, Row
 from kvlinker.research.bench.subject import Subject
@@ -36,6 +37,7 @@ COLUMNS = (
     "known",
     "whole",
     "outside",
+    "answered",
     "tokens",
     "metric",
     "joined",
@@ -107,9 +109,8 @@ def run_recognition(
                 questions = [example for example in found.examples if isinstance(example, Question)]
                 if not questions:
                     raise InvalidRequestError(f"{found.name} has no questions to ask.", param="dataset")
-                rows.append(
-                    {"dataset": found.name, "template": template.name} | _measured(llm, questions, template, progress)
-                )
+                measured = _measured(llm, questions, template, progress)
+                rows.append({"dataset": found.name, "template": template.name, **measured})
     return replace(subject.report(rows), columns=COLUMNS)
 
 
@@ -131,45 +132,58 @@ def _measured(llm: LLM, questions: Sequence[Question], template: Template, progr
 
     recognizer = Recognizer(llm.catalog, llm.builder.encoder, fingerprint=llm.engine.fingerprint)
     seconds: list[float] = []
-    again = [_second_sight(recognizer, question, template, seconds) for question in questions]
+    others = [*questions[1:], questions[0]]
+    again = [
+        _second_sight(recognizer, question, other.question, template, seconds)
+        for question, other in zip(questions, others, strict=True)
+    ]
     known: list[Recognised] = []
     answers: list[_Answered] = []
     for number, question in enumerate(questions, 1):
         progress(f"{question.dataset}, {template.name}", number, len(questions))
-        try:
-            _enter(llm, question.passages)
-            joined = template.join(question.passages, question.question)
-            answers.append(_answered(llm, question, joined))
-        except KVLinkerError:  # over the window
-            continue
+        joined = template.join(question.passages, question.question)
+        _enter(llm, question.passages)
         known.append(recognise(recognizer, joined, tenant=DEFAULT_TENANT))
-    if not answers:
-        raise InvalidRequestError(f"No question of {questions[0].dataset} fits into the window.", param="dataset")
-    differences = [answer.split - answer.joined for answer in answers]
-    low, high = mean_interval(differences)
+        with suppress(ContextLengthError):
+            answers.append(_answered(llm, question, joined))
     passages = sum(len(question.passages) for question in questions)
-    return {
-        "n": len(answers),
+    row: Row = {
+        "n": len(questions),
         "second_sight": _share(again),
         "known": _share(known),
         "whole": sum(each.whole for each in again) / passages,
         "outside": sum(each.outside for each in again) / max(1, sum(each.inside + each.outside for each in again)),
         "ms_per_10k_characters": 1e3 * statistics.median(seconds),
-        "tokens": fmean(answer.tokens for answer in answers),
+        "answered": len(answers),
         "metric": questions[0].metric,
-        "joined": fmean(answer.joined for answer in answers),
-        "split": fmean(answer.split for answer in answers),
-        "vs_joined": fmean(differences),
-        "vs_joined_low": low,
-        "vs_joined_high": high,
-        "agreement": fmean(answer.agreement for answer in answers),
-        "kl": fmean(answer.kl for answer in answers),
     }
+    return {**row, **_compared(answers)}
 
 
-def _second_sight(recognizer: Recognizer, question: Question, template: Template, seconds: list[float]) -> Recognised:
-    """Return what is recognised of passages that come in another order; adds the seconds for 10,000 characters."""
-    first = template.join(question.passages, question.question)
+def _compared(answers: Sequence[_Answered]) -> Row:
+    """Compare answers to split texts with those to joined ones; all is None where none fitted into the window."""
+    names = ("tokens", "joined", "split", "vs_joined", "vs_joined_low", "vs_joined_high", "agreement", "kl")
+    if not answers:
+        return dict.fromkeys(names)
+    differences = [answer.split - answer.joined for answer in answers]
+    figures = (
+        fmean(answer.tokens for answer in answers),
+        fmean(answer.joined for answer in answers),
+        fmean(answer.split for answer in answers),
+        fmean(differences),
+        *mean_interval(differences),
+        fmean(answer.agreement for answer in answers),
+        fmean(answer.kl for answer in answers),
+    )
+    return dict(zip(names, figures, strict=True))
+
+
+def _second_sight(
+    recognizer: Recognizer, question: Question, before: str, template: Template, seconds: list[float]
+) -> Recognised:
+    """Return what is recognised of passages that came in another order with the question ``before``; adds the seconds
+    for 10,000 characters."""
+    first = template.join(question.passages, before)
     second = template.join(question.passages[::-1], question.question)
     recognise(recognizer, first, tenant="second sight")
     begun = time.thread_time()
@@ -182,12 +196,15 @@ def _answered(llm: LLM, question: Question, joined: Joined) -> _Answered:
     messages = [{"role": "user", "content": joined.text}]
     whole = llm.read_chat(messages, implicit="off", policy=REFERENCE).prompt
     split = llm.read_chat(messages, implicit="auto", policy="naive", keeps=False).prompt
-    scores, tokens = [], []
-    for prompt in (whole, split):
-        score, token = _ask(llm, question, prompt)
-        scores.append(score)
-        tokens.append(token)
-    return _Answered(*scores, len(split) / len(whole), agree(*tokens), kl_divergence(*tokens))
+    score, token = _ask(llm, question, whole)
+    split_score, split_token = _ask(llm, question, split)
+    return _Answered(
+        joined=score,
+        split=split_score,
+        tokens=len(split) / len(whole),
+        agreement=agree(token, split_token),
+        kl=kl_divergence(token, split_token),
+    )
 
 
 def _ask(llm: LLM, question: Question, prompt: Prompt) -> tuple[float, NextToken]:
