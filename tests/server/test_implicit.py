@@ -410,6 +410,26 @@ def test_other_tenants_texts_are_not_recognised(keyed: Served) -> None:
     assert "link" not in ask(keyed, part(joined(a)), headers=beta, **AUTO)
 
 
+def test_recognised_chunks_bear_no_traces_either(tmp_path: Path) -> None:
+    """What was joined with other texts is computed alone, as if it had been created by name."""
+    import torch
+
+    a, kvs = lines("hb"), []
+    with server(tmp_path / "one") as served:
+        ask(served, part(joined("A secret about Anna.", a)), **AUTO)
+        told = ask(served, part(joined(a, "Something else entirely.")), **AUTO)
+        kvs.append(served.llm.store.get(served.llm.caches.get(ids(told)[0], tenant="default").chunk_key))
+    with server(tmp_path / "two") as served:
+        (cache_id,) = served.cache(a)
+        kvs.append(served.llm.store.get(served.llm.caches.get(cache_id, tenant="default").chunk_key))
+    mine, theirs = kvs
+    assert mine is not None
+    assert theirs is not None
+    for one, other in zip(mine.layers, theirs.layers, strict=True):
+        assert torch.equal(one.key, other.key)
+        assert torch.equal(one.value, other.value)
+
+
 def test_a_prompt_that_is_asked_again_is_reused_as_it_was_computed(talking: Served) -> None:
     asked = joined(*(lines(f"again-{name}") for name in "ab"))
     answers = [ask(talking, part(asked), **AUTO) for _ in range(3)]
