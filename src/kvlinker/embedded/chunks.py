@@ -133,9 +133,7 @@ class ChunkBuilder:
         self._longest = longest
         self._with_scores = with_scores
 
-    def build(
-        self, key: str, chunk: Chunk, *, tenant: str, urgent: bool = False, with_scores: bool = True
-    ) -> Building:
+    def build(self, key: str, chunk: Chunk, *, tenant: str, urgent: bool = False, with_scores: bool = True) -> Building:
         """Have the chunk computed, and stored under ``key``.
 
         ``urgent`` says that an answer to ``tenant`` waits for it. Without ``with_scores``, which take a good part of
@@ -302,9 +300,7 @@ class LinkLoader:
 
     def _build(self, request: LinkedRequest, key: str, chunk: Chunk, *, with_scores: bool) -> Future[KV]:
         """Have the chunk computed that the store lacks."""
-        building = self._builder.build(
-            key, chunk, tenant=request.request.tenant, urgent=True, with_scores=with_scores
-        )
+        building = self._builder.build(key, chunk, tenant=request.request.tenant, urgent=True, with_scores=with_scores)
         if building.begun:
             request.made.add(chunk)
         return gather([building.kvs], lambda built: built[0][0])
