@@ -124,7 +124,9 @@ def test_evicted_and_damaged_kv_is_computed_again(make_llm, tmp_path):
     files[2].write_bytes(damaged)
     after = ask(llm, caches)
     assert after.token_ids == before.token_ids
-    assert after.usage == before.usage
+    assert after.usage.recomputed_tokens == before.usage.recomputed_tokens
+    assert (before.usage.cached_tokens > 0, after.usage.cached_tokens) == (True, 0), "all of it was computed for this"
+    assert ask(llm, caches).usage == before.usage
 
 
 def test_the_same_content_shares_its_kv_until_nobody_holds_it(make_llm):

@@ -99,6 +99,7 @@ def test_together_is_alone(bench, monkeypatch):
 
 def test_what_a_score_says_of_usage_is_what_a_generation_says(bench):
     made = bench()
+    made.cache(PROMPT)
     for policy in EVERY_POLICY:
         usage = made.answer(PROMPT, policy, max_tokens=1).finished.usage
         scored = score(made, PROMPT, policy).usage

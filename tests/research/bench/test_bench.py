@@ -121,6 +121,8 @@ def test_conversations_are_held_in_every_way(subject):
         ("the same prompt again", "reuse"),
         ("the same prompt again", "no reuse"),
         ("the same prompt again", "its fresh tokens alone"),
+        ("new documents", "reuse"),
+        ("new documents", "no reuse"),
     ]
     assert all(row["seconds"] > 0 for row in rows)
     assert rows[0]["ratio_to_reuse"] == rows[3]["ratio_to_reuse"] == 1
