@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvlinker.types.messages import TextSource
-
 logger = logging.getLogger(__name__)
 
 
@@ -58,7 +56,8 @@ class TierUnavailable:
 class ImplicitText:
     """A text that no id names was to be a chunk, for the reason that ``source`` tells."""
 
-    source: TextSource
+    source: str
+    """``mark``, ``document`` or ``recognition``."""
 
     outcome: Literal["hit", "created", "refused"]
     """``hit``: there was a context cache of it; ``refused``: there was no room for one, and it stayed text."""
