@@ -255,6 +255,22 @@ def test_of_similar_requests_those_whose_chunks_are_in_memory_are_fetched_first(
     assert simulation.loads[0] is second
 
 
+def test_who_lost_a_chunk_is_fetched_before_those_who_wait_for_its_memory():
+    simulation = measured(memory=2 * CHUNK_BYTES)
+    kv = arriving(1)
+    long, short = simulation.enter(200, chunks="a"), simulation.enter(1, chunks="bc")
+    simulation.load(long, kv)
+    kv.give_up()
+    simulation.step()
+    assert simulation.loads == [long]
+    simulation.load_all()
+    simulation.run()
+    assert long.told == ["finished"]
+    simulation.load_all()
+    simulation.run()
+    assert short.told == ["finished"]
+
+
 def test_of_similar_requests_those_that_share_chunks_with_running_ones_are_admitted_first():
     simulation = measured(memory=10 * CHUNK_BYTES, max_running=2)
     running = [simulation.add(20, 30, chunks="a"), simulation.add(20, 10, chunks="b")]

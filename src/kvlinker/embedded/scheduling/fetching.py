@@ -101,12 +101,15 @@ class FetchQueue:
 
     def _next(self, ready: Sequence[Request]) -> Request | None:
         """Return the request to fetch next, which now holds its chunks; None if none may be fetched."""
+        holding = next((request for request in self._unfetched if request.hold is not None), None)
+        if holding is not None:
+            return holding  # it lost a chunk, and others may wait for the memory of those that it still holds
         ahead = self._ahead(ready)
         for request in self._admission.candidates(self._unfetched, ahead, self._is_resident):
             before = sum(other.order <= request.order for other in ahead)
             has_some = any(other.tenant == request.tenant for other in ahead)
             if not has_some or (before < PREFETCHED and len(ahead) < 2 * PREFETCHED):
-                request.hold = request.hold or self._hold(request)
+                request.hold = self._hold(request)
                 if request.hold is not None:
                     return request
         return None
