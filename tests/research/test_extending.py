@@ -105,7 +105,7 @@ def test_benchmarks_are_listed_as_they_are_without_being_imported() -> None:
     declared = benchmark.declared_benchmarks()
     assert (
         " ".join(declared)
-        == "codecs conversation creation decode isolation load memory overhead peers quality recognition store ttft"
+        == "codecs conversation creation decode isolation load memory neighbour overhead peers quality recognition store ttft"
     )
     for name, one in declared.items():
         assert benchmark.find_benchmark(name).summary == one.summary
