@@ -294,7 +294,7 @@ class LinkLoader:
             urgency = self._throughput.urgency(link.computed, cached=cached, decided=decided, alone=alone)
             found = self._store.load(keys, urgency)
         return [
-            or_else(kv, partial(self._build, request, key, chunk, with_scores=link.policy.needs.scores))
+            or_else(kv, partial(self._build, request, key, chunk, with_scores=chunk.scored or link.policy.needs.scores))
             for kv, key, chunk in zip(found, keys, link.chunks, strict=True)
         ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from kvlinker.context_caches import ContextCaches
@@ -63,7 +64,7 @@ class ImplicitCaches:
         if not text:
             return None
         try:
-            chunk = self._builder.encode_chunk(text)
+            chunk = replace(self._builder.encode_chunk(text), scored=False)
         except InvalidRequestError:
             return None
         fits = len(chunk.prefix) + len(chunk) + SPARE_TOKENS <= self._caches.longest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -54,6 +54,10 @@ class Chunk:
 
     shared: bool = False
     """True if all tenants share its KV."""
+
+    scored: bool = field(default=True, compare=False)
+    """False if attention scores are collected with its KV only where the policy that links it needs them: a text that a
+    prompt brought is computed while its answer waits."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -116,6 +116,7 @@ def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
             blobs.unpack(tokens, tokens_of(chunk_key)),
             blobs.unpack(prefix, prefix_of(chunk_key)),
             shared=tenant == SHARED_TENANT,
+            scored=implicit_ttl is None,
         ),
         chunk_key=chunk_key,
         created_at=created_at,
