@@ -6,8 +6,8 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 TOOLS_VENV := .venv-tools
 TOOLS_INSTALLED := $(TOOLS_VENV)/.installed
-# One test process for each processor.
-WORKERS ?= auto
+# Three test processes for two processors: tests wait for servers, files and one another for a third of the time.
+WORKERS ?= $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )))
 PARALLEL := -n $(WORKERS) --dist loadgroup
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/types tests/prompt tests/splitting tests/linking tests/store tests/test_config.py tests/test_futures.py)

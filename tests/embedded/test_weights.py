@@ -385,7 +385,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from kvlinker.research.bench.shapes import byte_tokenizer
 
-for name, layers in (("small", 1), ("large", 16)):
+for name, layers in (("small", 1), ("large", 8)):
     config = AutoConfig.for_model("llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers,
         num_attention_heads=16, num_key_value_heads=8, vocab_size=8000, tie_word_embeddings=True)
     with torch.device("meta"):
