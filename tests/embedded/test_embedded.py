@@ -52,7 +52,7 @@ def test_requests_in_one_batch_equal_requests_alone(bench, family):
     assert made.engine.load().slots_used == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_full_pool_preempts_and_resumes(bench, family):
     expected = alone(bench, family, 100)
     made = bench(family, max_step_tokens=64, kv_slots=400)
@@ -77,7 +77,7 @@ def test_answers_are_the_same_whatever_time_a_step_may_take(bench, milliseconds)
     handle.cancel()
 
 
-@pytest.mark.parametrize("prefix_cache", ["on", "off"])
+@pytest.mark.parametrize("prefix_cache", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(bench, prefix_cache):
     expected = alone(bench, "llama", 80)
     made = bench(max_step_tokens=64, kv_slots=400, slo_tpot=1e-3, prefix_cache=prefix_cache)
@@ -99,11 +99,12 @@ def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(
 
 
 def test_a_long_queue_is_refused_by_the_time_that_it_would_take(bench):
-    made = bench(kv_slots=8192, slo_ttft=1e-4)
+    made = bench(kv_slots=8192, slo_ttft=1e-4, max_step_tokens=16)
     made.answer(linked_prompt(fresh=400), "full", max_tokens=1)
-    first, handle = made.submit(linked_prompt(fresh=1900, seed=1), "full", max_tokens=1)
+    long, other = (linked_prompt(fresh=1900, seed=seed) for seed in (1, 2))
+    first, handle = made.submit(long, "full", max_tokens=1)
     with pytest.raises(OverloadedError, match="The first token is expected") as caught:
-        made.submit(linked_prompt(fresh=1900, seed=2), "full", max_tokens=1)
+        made.submit(other, "full", max_tokens=1)
     assert caught.value.retry_after >= 1
     handle.cancel()
     first.wait()

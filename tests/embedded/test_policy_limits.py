@@ -101,7 +101,15 @@ def answers(made, prompts, max_tokens, policies=EVERY_POLICY):
     return {case: outcome.wait() for case, outcome in outcomes.items()}
 
 
-@pytest.mark.parametrize(("family", "step"), [("llama", 512), ("llama", 13), ("gemma3", 64), ("gpt_oss-sinks", 13)])
+@pytest.mark.parametrize(
+    ("family", "step"),
+    [
+        ("llama", 512),
+        ("llama", 13),
+        pytest.param("gemma3", 64, marks=pytest.mark.slow),
+        pytest.param("gpt_oss-sinks", 13, marks=pytest.mark.slow),
+    ],
+)
 def test_mixed_batches_equal_single_runs(bench, family, step):
     prompts = [linked_prompt(23, 31, 18, header=3, middle=2), linked_prompt(30, 1, 12, fresh=0, seed=1)]
     together = bench(family, max_step_tokens=step)
@@ -124,6 +132,7 @@ def test_mixed_batches_equal_single_runs(bench, family, step):
         assert mixed[case].finished.usage == expected.finished.usage, case
 
 
+@pytest.mark.slow
 def test_preempted_requests_answer_as_if_they_had_not_been(bench):
     """Of any policy that looks at evidence, in the first pass, the second or while it decodes."""
     prompts = [linked_prompt(40, 21, 30, fresh=7), linked_prompt(33, 28, fresh=0, header=5, seed=1)]

@@ -224,5 +224,5 @@ def _engines() -> Iterator[None]:
     ReuseMachine.cold.close()
 
 
-TestReuse = ReuseMachine.TestCase
+TestReuse = pytest.mark.slow(ReuseMachine.TestCase)
 TestReuse.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)

@@ -72,6 +72,8 @@ def test_two_engines_behind_one_client_share_chunks(vllm_settings, tmp_path, mon
     embedded = settings.model_copy(update={"engine": "embedded", "vllm_options": {}, "chunk_scores": False})
     with LLM.from_settings(settings) as two, LLM.from_settings(embedded) as one, ThreadPoolExecutor(6) as clients:
         prompt = linked_prompt(97, 156, 130, header=5, seed=1)
+        for each in (two, one):  # computes the chunks
+            each.chat_completion(prompt, policy="naive", **GREEDY)
         for policy in POLICIES:
             answers = [clients.submit(two.chat_completion, prompt, policy=policy, **GREEDY) for _ in range(6)]
             expected = one.chat_completion(prompt, policy=policy, **GREEDY)

@@ -120,7 +120,11 @@ def attention_weights(queries: Queries, query: Tensor, key: Tensor, options: Att
 
 def attention_scores(query: Tensor, key: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
     """Compute the logits of attention before the softmax, fp32; the matrix product has the inputs' precision."""
-    scores = torch.matmul(query, key.transpose(1, 2)).float().mul_(options.scale)
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scaled_scores(torch.matmul(query, key.transpose(1, 2)).float(), options)
     return scores if mask is None else scores + mask
+
+
+def scaled_scores(products: Tensor, options: AttentionOptions) -> Tensor:
+    """Return the logits of attention whose ``products`` of queries and keys, fp32, these are; they are changed."""
+    scores = products.mul_(options.scale)
+    return scores if options.softcap is None else options.softcap * torch.tanh(scores / options.softcap)

@@ -32,6 +32,17 @@ def test_logits_over_all_positions(variant, recompute):
     torch.testing.assert_close(scores.double(), expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_native_products_of_few_queries_are_pytorchs(variant, monkeypatch):
+    shape = Shape(**{"key_dim": 48, "value_dim": 16} | variant)
+    scene = make_scene([100, 37], [linked([0, 1], [100, 37], behind=6)], shape, dtype=torch.bfloat16)
+    rows, views = scene.sequences[0]
+    given = (views, scene.positions[rows], scene.query[:, rows], scene.segments, scene.rotary, scene.options, 143)
+    scores = position_scores(*given)
+    monkeypatch.setattr("kvlinker.embedded.attention.position_scores.dot_products", lambda query, key: None)
+    torch.testing.assert_close(scores, position_scores(*given), atol=1e-3, rtol=1e-3)
+
+
 def test_positions_that_nobody_shows_are_not_seen():
     scene = make_scene([10], [Prompt(((0, 10), (None, 2)), queries=(10, 11))])
     _, views = scene.sequences[0]

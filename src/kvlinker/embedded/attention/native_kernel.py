@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ from kvlinker.embedded.attention.views import AttentionPlan, KeyValue, Segments,
 from kvlinker.embedded.model.rotary import Rotary
 from kvlinker.embedded.native import NativeUnavailableError
 from kvlinker.engine.attention import AttentionOptions
+
+MOST_QUERIES = 8
+"""The most queries whose products with keys native code computes faster than PyTorch, which widens all keys first."""
 
 
 class NativeAttention:
@@ -33,10 +37,8 @@ class NativeAttention:
             raise NativeUnavailableError("the CPU has no AVX512-BF16")
         if torch.cpu._is_amx_tile_supported():
             raise NativeUnavailableError("the CPU has AMX, which PyTorch's kernels use")
-        library = native.load_library(Path(native.__file__).with_name("attention.cpp"))
+        library = _library()
         self._compute, self._write = library.kvlinker_attention, library.kvlinker_write
-        self._compute.argtypes, self._write.argtypes = [ctypes.POINTER(_Call)], [ctypes.POINTER(_Write)]
-        self._compute.restype = self._write.restype = None
 
     def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> NativePlan:
         seen = AttentionPlan.of(views, positions)
@@ -100,6 +102,41 @@ class NativeAttention:
             threads=torch.get_num_threads(),
         )
         self._compute(call)
+
+
+def dot_products(query: Tensor, key: Tensor) -> Tensor | None:
+    """Return the products of ``query`` [heads, queries, dim] and ``key`` [kv_heads, keys, dim], both bf16 and rotated
+    alike: [heads, queries, keys], fp32. None where native code cannot compute them, or not faster than PyTorch."""
+    if not (query.is_cpu and query.dtype == key.dtype == torch.bfloat16) or query.shape[1] > MOST_QUERIES:
+        return None
+    if not torch.cpu._is_avx512_bf16_supported():
+        return None
+    try:
+        compute = _library().kvlinker_dots
+    except NativeUnavailableError:
+        return None
+    products = torch.empty(*query.shape[:2], key.shape[1])
+    compute(
+        _Dots(
+            query=_Heads(*_heads(query)),
+            key=_Heads(*_heads(key)),
+            products=products.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+    )
+    return products
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """Raises NativeUnavailableError."""
+    library = native.load_library(Path(native.__file__).with_name("attention.cpp"))
+    functions = {"kvlinker_attention": _Call, "kvlinker_write": _Write, "kvlinker_dots": _Dots}
+    for name, argument in functions.items():
+        function = getattr(library, name)
+        function.argtypes = [ctypes.POINTER(argument)]
+        function.restype = None
+    return library
 
 
 @dataclass(frozen=True)
@@ -215,6 +252,17 @@ class _Write(ctypes.Structure):
         ("positions", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
         ("rotation", _Rotation),
+        ("threads", ctypes.c_int64),
+    )
+
+
+class _Dots(ctypes.Structure):
+    """``Dots`` of attention.cpp."""
+
+    _fields_ = (
+        ("query", _Heads),
+        ("key", _Heads),
+        ("products", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
     )
 

@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvlinker.embedded.attention.native_kernel import dot_products
 from kvlinker.embedded.attention.views import Segments, View
 from kvlinker.embedded.model.rotary import Rotary
-from kvlinker.engine.attention import AttentionOptions, attention_scores
+from kvlinker.engine.attention import AttentionOptions, scaled_scores
 
 
 def position_scores(
@@ -43,8 +44,11 @@ def position_scores(
         if view.positions is not None:
             columns = torch.from_numpy(view.positions[first:last]).to(query.device)
         key = segments[view.segment][0][:, first:last]
-        folded = rotated.view(len(key), -1, key_dim)
-        found = attention_scores(folded, key.float(), None, options).view(heads, queries, -1)
+        products = dot_products(rotated, key)
+        if products is None:
+            folded = rotated.float().view(len(key), -1, key_dim)
+            products = torch.matmul(folded, key.float().transpose(1, 2)).view(heads, queries, -1)
+        found = scaled_scores(products, options)
         if not seen.all():
             found = torch.where(torch.from_numpy(seen).to(query.device), found, scores[..., columns])
         scores[..., columns] = found
@@ -54,14 +58,14 @@ def position_scores(
 def _rotated(
     views: Sequence[View], positions: NDArray[np.int64], query: Tensor, rotary: Rotary | None
 ) -> Sequence[Tensor]:
-    """Return the queries as they ask each of the views: [heads, queries, key_dim] each, fp32."""
+    """Return the queries as they ask each of the views: [heads, queries, key_dim] each."""
     if rotary is None:
-        return [query.float().contiguous()] * len(views)
+        return [query.contiguous()] * len(views)
     distances = np.concatenate([positions - view.offset for view in views])
     repeated = query.repeat(1, len(views), 1)
     rotated = torch.empty_like(repeated)  # rounded as the attention's own queries are
     rotary.rotate(repeated, *rotary.at(torch.from_numpy(distances).to(query.device)), out=rotated)
-    return [part.contiguous() for part in torch.split(rotated.float(), query.shape[1], dim=1)]
+    return [part.contiguous() for part in torch.split(rotated, query.shape[1], dim=1)]
 
 
 def position_weights(

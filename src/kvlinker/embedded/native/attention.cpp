@@ -133,6 +133,24 @@ void compute_item(const Call& call, Scratch& scratch, const Partials& partials, 
         compute(WideTile<TILE_ROWS / LANES>(rows, scratch.wide, with_sinks));
 }
 
+// Products of a query and 16 keys, or as many as there are from `first` on.
+void multiply(const Dots& dots, int64_t head, int64_t query, int64_t first) {
+    const int64_t key_head = head / (dots.query.heads / dots.key.heads), dim = dots.key.dim;
+    __m512 sums[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i) sums[i] = _mm512_setzero_ps();
+    for (int64_t begin = 0; begin < dim; begin += 2 * LANES) {
+        const auto part = (__m512bh)load_row(dots.query.at(head, query) + begin, dim - begin);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; ++i) {
+            const int64_t key = std::min(first + i, dots.key.rows - 1);
+            sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)load_row(dots.key.at(key_head, key) + begin, dim - begin), part);
+        }
+    }
+    float* products = dots.products + (head * dots.query.rows + query) * dots.key.rows + first;
+    _mm512_mask_storeu_ps(products, lanes_below(dots.key.rows - first), sums_of(sums));
+}
+
 // One query's attention over all keys, zero if it sees none.
 void merge(const Call& call, const Partials& partials, const std::vector<int64_t>& places, int64_t query,
            int64_t head) {
@@ -173,6 +191,14 @@ extern "C" void kvlinker_write(const Write* write) {
             copy(write->key, write->pool_key, head, token, slot);
         copy(write->value, write->pool_value, head, token, slot);
     }
+}
+
+extern "C" void kvlinker_dots(const Dots* dots) {
+    const int64_t blocks = round_up(dots->key.rows, LANES) / LANES;
+#pragma omp parallel for collapse(2) num_threads(static_cast<int>(dots->threads)) schedule(static)
+    for (int64_t head = 0; head < dots->query.heads; ++head)
+        for (int64_t block = 0; block < blocks; ++block)
+            for (int64_t query = 0; query < dots->query.rows; ++query) multiply(*dots, head, query, block * LANES);
 }
 
 extern "C" void kvlinker_attention(const Call* call) {

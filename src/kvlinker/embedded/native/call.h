@@ -72,3 +72,10 @@ struct Write {
     Rotation rotation;
     int64_t threads;
 };
+
+// Products of few queries with keys, both rotated alike: [query.heads, query.rows, key.rows].
+struct Dots {
+    Heads query, key;
+    float* products;
+    int64_t threads;
+};
