@@ -5,7 +5,7 @@ import torch
 
 from kvlinker.embedded.attention import kernels
 from kvlinker.embedded.attention.kernels import choose_kernel
-from kvlinker.embedded.attention.native_kernel import NativeAttention
+from kvlinker.embedded.attention.native_kernel import NativeAttention, _library
 from kvlinker.embedded.attention.torch_kernels import TorchAttention
 from kvlinker.embedded.model.anatomy import LayerShape
 from kvlinker.embedded.native import NativeUnavailableError
@@ -26,8 +26,10 @@ def native_kernel():
 def chosen_anew():
     """The choice between kernels is remembered; forget it before and after."""
     kernels._native_or_torch.cache_clear()
+    _library.cache_clear()
     yield
     kernels._native_or_torch.cache_clear()
+    _library.cache_clear()
 
 
 def choose(*, dtype=torch.bfloat16, device=CPU, **options):
