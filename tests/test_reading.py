@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from kvlinker.types.messages import (
     Document,
     Implicit,
     MarkedText,
+    TemplateOptions,
     TokenIds,
 )
 
@@ -77,7 +79,13 @@ class Implicits:
 class Builder:
     """Gives back what it is to build a prompt of; refuses chunks in messages of the role ``picky``."""
 
-    def chat(self, messages: Sequence[ChatMessage[Chunk]], documents: Sequence[Document[Chunk]] = ()) -> Any:
+    def chat(
+        self,
+        messages: Sequence[ChatMessage[Chunk]],
+        documents: Sequence[Document[Chunk]] = (),
+        *,
+        options: TemplateOptions,
+    ) -> Any:
         if any(message.role == "picky" and not isinstance(message.content[0], str) for message in messages):
             raise InvalidRequestError("no", param="messages")
         return list(messages), list(documents)
@@ -100,7 +108,7 @@ class Finder:
         assert tenant == "anna"
         self.noted.append(notes)
         return [
-            ChatMessage(m.role, tuple(MarkedText(part) if part == "found" else part for part in m.content), m.name)
+            replace(m, content=tuple(MarkedText(part) if part == "found" else part for part in m.content))
             for m in messages
         ]
 

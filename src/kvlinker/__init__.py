@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from kvlinker.errors import KVLinkerError
     from kvlinker.llm import LLM
     from kvlinker.types.context_cache import ContextCache
+    from kvlinker.types.grammars import AnswerGrammar
     from kvlinker.types.sampling import SamplingParams
 
-__all__ = ["LLM", "AsyncClient", "Client", "ContextCache", "KVLinkerError", "SamplingParams"]
+__all__ = ["LLM", "AnswerGrammar", "AsyncClient", "Client", "ContextCache", "KVLinkerError", "SamplingParams"]
 
 _HOMES = {
     "LLM": "kvlinker.llm",
+    "AnswerGrammar": "kvlinker.types.grammars",
     "AsyncClient": "kvlinker.client",
     "Client": "kvlinker.client",
     "ContextCache": "kvlinker.types.context_cache",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle, Sink
-from kvlinker.types.answers import Delta, Finished, Timing, TokenLogprob, Usage
+from kvlinker.types.answers import Delta, Finished, PromptLogprobs, Timing, TokenLogprob, Usage
 from kvlinker.types.context_cache import LinkedCache
 
 ChoiceSink = Sink
@@ -24,6 +24,7 @@ class Answer:
     usage: Usage
     timing: Timing
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
     context_caches: tuple[LinkedCache, ...] = ()
     """The context caches in its prompt, those of texts that became chunks on the way included."""
@@ -38,6 +39,7 @@ class Answer:
             usage=finished.usage,
             timing=finished.timing,
             logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+            prompt_logprobs=finished.prompt_logprobs,
         )
 
 

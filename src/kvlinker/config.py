@@ -98,6 +98,12 @@ class Settings(BaseSettings):
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
     chat_template: str | None = Field(default=None, description="Jinja text in place of the tokenizer's own.")
     system_prompt: str | None = Field(default=None, description="Stands before conversations that bring none.")
+    generation_config: Literal["auto", "off"] = Field(
+        default="auto", description="Sampling parameters that requests leave out are the model's own recommendation."
+    )
+    max_answer_tokens: int | None = Field(
+        default=None, ge=1, description="Most tokens of an answer; the rest of the context window by default."
+    )
 
     policy: str = Field(
         default="query-5", description="Linking policy of requests that name none; legolink-16 with vLLM."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -29,6 +30,7 @@ from kvlinker.implicit.caches import ImplicitCaches
 from kvlinker.implicit.recognition import Recognizer
 from kvlinker.linking import Explanation, Policy, as_policy, describe_policies, parse_policy
 from kvlinker.prompt.builder import PromptBuilder
+from kvlinker.prompt.chat import DEFAULT_OPTIONS
 from kvlinker.prompt.segments import Prompt
 from kvlinker.reading import ContentReader, Reading, ReadingDefaults, ReadPrompt
 from kvlinker.splitting import split_text
@@ -37,7 +39,7 @@ from kvlinker.store import UNCHANGED, ContextCache, Page, Speeds, TierUsage, Unc
 from kvlinker.store.loading.speeds import FILE_NAME
 from kvlinker.types.answers import PromptLogprobs
 from kvlinker.types.chunks import GenerationContext, parse_context
-from kvlinker.types.messages import CachedPart, ChatMessage, CompletionPrompt, Document, Implicit
+from kvlinker.types.messages import CachedPart, ChatMessage, CompletionPrompt, Document, Implicit, TemplateOptions
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tenants import DEFAULT_TENANT, Scope, parse_scope
 from kvlinker.types.texts import CacheContent, Piece, SearchHit
@@ -89,6 +91,7 @@ class LLM:
         self.model_name = settings.served_name
         self.created_at = time.time()
         self.tokenizer = source.tokenizer
+        self.sampling_defaults = source.sampling_defaults if settings.generation_config == "auto" else {}
         self.speeds = Speeds(settings.state_dir / FILE_NAME)
         self.catalog, self.store = open_state(
             settings,
@@ -217,6 +220,21 @@ class LLM:
         far too long for the model.
         """
         return self.builder.token_ids(text, param="text")
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """Return sampling parameters: those that are given, those that the model's ``generation_config.json``
+        recommends, and the usual defaults, in this order. Raises InvalidRequestError."""
+        return SamplingParams(**{**self.sampling_defaults, **given})
+
+    def token_text(self, token_id: int) -> str:
+        """Decode a token alone."""
+        text: str = self.tokenizer.decode([token_id])
+        return text
+
+    def text_of(self, prompt: Prompt) -> str:
+        """Decode a prompt, without special tokens."""
+        text: str = self.tokenizer.decode(prompt.tokens.tolist(), skip_special_tokens=True)
+        return text
 
     def chat_completion(
         self,
@@ -368,9 +386,17 @@ class LLM:
         """Tell how many context caches there are, what their KV takes up, and the quota."""
         return self.caches.usage(tenant=tenant, scope=parse_scope(scope))
 
-    def chat_prompt(self, messages: Messages | Prompt, *, tenant: str = DEFAULT_TENANT) -> Prompt:
+    def chat_prompt(
+        self,
+        messages: Messages | Prompt,
+        *,
+        options: TemplateOptions = DEFAULT_OPTIONS,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Prompt:
         """Build the prompt of a conversation; a prompt stays as it is. Raises what ``read_chat`` does."""
-        return messages if isinstance(messages, Prompt) else self.read_chat(messages, tenant=tenant).prompt
+        if isinstance(messages, Prompt):
+            return messages
+        return self.read_chat(messages, options=options, tenant=tenant).prompt
 
     def completion_prompt(
         self, prompt: CompletionContent | CompletionPrompt[CachedPart], *, tenant: str = DEFAULT_TENANT
@@ -383,6 +409,7 @@ class LLM:
         messages: Messages,
         *,
         documents: Documents = (),
+        options: TemplateOptions = DEFAULT_OPTIONS,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
         keeps: bool = True,
@@ -394,7 +421,7 @@ class LLM:
         and ContextCacheNotFoundError whose ``param`` is the place of the id.
         """
         how = _reading(policy, implicit, keeps, tenant)
-        return self._content.chat(parse_messages(messages), how, parse_documents(documents))
+        return self._content.chat(parse_messages(messages), how, parse_documents(documents), options)
 
     def read_completion(
         self,
@@ -424,7 +451,9 @@ class LLM:
         PolicyError, and what ``Engine.generate`` does.
         """
         chosen = as_policy(self.settings.policy if policy is None else policy)
-        return self.engine.generate(GenerationRequest(prompt, chosen, sampling, tenant, n), sink)
+        words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
+        bad_words = tuple(chain.from_iterable(words))
+        return self.engine.generate(GenerationRequest(prompt, chosen, sampling, tenant, n, bad_words=bad_words), sink)
 
     def close(self) -> None:
         """Stop the engine and write what is still to be written. Idempotent."""
@@ -443,9 +472,8 @@ class LLM:
         self.close()
 
     def _answer(self, read: ReadPrompt, tenant: str, sampling: Mapping[str, Any]) -> Answer:
-        answer = wait_for_answer(
-            lambda sink: self.submit(read.prompt, SamplingParams(**sampling), sink, policy=read.policy, tenant=tenant)
-        )
+        params = self.sampling_params(**sampling)
+        answer = wait_for_answer(lambda sink: self.submit(read.prompt, params, sink, policy=read.policy, tenant=tenant))
         return replace(answer, context_caches=read.linked)
 
     def _given(self, prompt: Prompt, policy: str | Policy | None) -> ReadPrompt:

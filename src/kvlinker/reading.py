@@ -12,6 +12,7 @@ from kvlinker.implicit.caches import FoundChunk, ImplicitCaches
 from kvlinker.implicit.recognition import Recognizer
 from kvlinker.linking import Policy
 from kvlinker.prompt.builder import PromptBuilder
+from kvlinker.prompt.chat import DEFAULT_OPTIONS
 from kvlinker.prompt.segments import Prompt
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.context_cache import LinkedCache
@@ -24,6 +25,7 @@ from kvlinker.types.messages import (
     Document,
     Implicit,
     MarkedText,
+    TemplateOptions,
     TokenIds,
 )
 
@@ -105,6 +107,7 @@ class ContentReader:
         messages: Sequence[ChatMessage[CachedPart]],
         how: Reading,
         documents: Sequence[Document[CachedPart]] = (),
+        options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> ReadPrompt:
         """Read a conversation about documents."""
         places: dict[str, str] = {}
@@ -116,9 +119,9 @@ class ContentReader:
         parts = [*beside, *chain.from_iterable(message.content for message in messages)]
 
         def build(chunks: _Chunks) -> Prompt:
-            linked = [ChatMessage(m.role, _placed(m.content, chunks), m.name) for m in messages]
+            linked = [_with_chunks(message, chunks) for message in messages]
             beside = [Document(_chunk_or_text(each.text, chunks), each.fields) for each in documents]
-            return self._builder.chat(linked, beside)
+            return self._builder.chat(linked, beside, options=options)
 
         return self._read(parts, places, how, build)
 
@@ -208,6 +211,10 @@ def _texts(parts: Iterable[str | CachedPart]) -> list[str]:
     return [
         part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ContextCacheReference)
     ]
+
+
+def _with_chunks(message: ChatMessage[CachedPart], chunks: _Chunks) -> ChatMessage[Chunk]:
+    return ChatMessage(message.role, _placed(message.content, chunks), message.name, message.fields)
 
 
 def _placed(content: Content[CachedPart], chunks: _Chunks) -> Content[Chunk]:

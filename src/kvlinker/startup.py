@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,6 +26,11 @@ class EngineSource(Protocol):
     def tokenizer(self) -> Any: ...
 
     @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """The sampling parameters that the model's authors recommend, by name."""
+        ...
+
+    @property
     def device(self) -> torch.device | None:
         """The device on which the engine takes copies from the store; None where it takes none."""
         ...
@@ -42,6 +48,7 @@ class EmbeddedSource:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self.tokenizer = loaded.tokenizer
+        self.sampling_defaults = loaded.sampling_defaults
         self.device: torch.device | None = loaded.device
 
     def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:

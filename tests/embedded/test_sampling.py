@@ -11,8 +11,8 @@ from kvlinker.types.sampling import SamplingParams
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.5])
 
 
-def draws(count=2000, tokens=(), prompt_length=0, logits=LOGITS, **params):
-    sampler = Sampler(SamplingParams(**params), prompt_length=prompt_length)
+def draws(count=2000, tokens=(), prompt_length=0, logits=LOGITS, endings=(), bad_words=(), **params):
+    sampler = Sampler(SamplingParams(**params), prompt_length=prompt_length, endings=endings, bad_words=bad_words)
     history = torch.tensor(tokens, dtype=torch.long)
     return [sampler.sample(logits, lambda: history) for _ in range(count)]
 
@@ -111,7 +111,14 @@ def test_logprobs_only_where_wanted():
         ("repetition_penalty", 0),
         ("repetition_penalty", 1e-300),
         ("presence_penalty", 3),
-        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("prompt_logprobs", 1001),
+        ("bad_words", ("",)),
+        ("stop_token_ids", ("a",)),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {5: 101}),
+        ("logit_bias", {5: "much"}),
         ("max_tokens", True),
         ("logprobs", -1),
         ("stop", ("",)),
@@ -132,3 +139,33 @@ def test_whole_numbers_and_a_single_stop_text_will_do():
 
 def test_the_coldest_temperatures_are_greedy():
     assert set(draws(50, temperature=1e-40)) == {1}
+
+
+def test_bias_is_added_to_logits():
+    assert draws(1, temperature=0, logit_bias={0: 2.5}) == [0]
+    assert draws(1, temperature=0, logit_bias={1: -1.5}) == [2]
+    assert set(draws(200, seed=1, logit_bias={3: 100})) == {3}
+    assert 1 not in draws(200, seed=1, logit_bias={1: -100})
+
+
+def test_a_bad_word_never_becomes_whole():
+    assert draws(1, temperature=0, bad_words=[(1,)]) == [2]
+    assert draws(1, temperature=0, bad_words=[(4, 1)], tokens=[4]) == [2]
+    assert draws(1, temperature=0, bad_words=[(4, 1)], tokens=[3]) == [1]
+
+
+def test_an_answer_does_not_end_before_its_least_length():
+    ending = {"temperature": 0, "endings": {1}, "min_tokens": 2, "prompt_length": 1}
+    assert draws(1, tokens=[0], **ending) == [2]
+    assert draws(1, tokens=[0, 4], **ending) == [2]
+    assert draws(1, tokens=[0, 4, 4], **ending) == [1]
+
+
+def test_forbidding_everything_is_an_error_with_the_way_out():
+    with pytest.raises(InvalidRequestError, match=r"No token is left.*bad_words"):
+        draws(1, bad_words=[(token,) for token in range(5)])
+
+
+def test_the_least_length_is_not_more_than_the_most():
+    with pytest.raises(InvalidRequestError, match="min_tokens is 9"):
+        SamplingParams(max_tokens=8, min_tokens=9)

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import openai
 import pytest
 
 from kvlinker.server.context_caches.splitting import MAX_INPUT_CHARACTERS
@@ -99,6 +100,19 @@ CASES = [
     said("an image", "invalid_value", "messages.0.content.0.type", [{"type": "image_url", "image_url": {"url": "x"}}]),
     said("text a number", "invalid_type", "messages.0.content.0.text", [{"type": "text", "text": 5}]),
     said("text missing", "missing_required_parameter", "messages.0.content.0.text", [{"type": "text"}]),
+    said(
+        "a part with citations",
+        "unsupported_parameter",
+        "messages.0.content.0.citations",
+        [{"type": "text", "text": "a", "citations": ["b"]}],
+    ),
+    said(
+        "a part with a field",
+        "unknown_parameter",
+        "messages.0.content.0.weight",
+        [{"type": "text", "text": "a", "weight": 2}],
+    ),
+    said("thoughts", "invalid_value", "messages.0.content.0.type", [{"type": "thinking", "thinking": "a"}]),
     said("id missing", "missing_required_parameter", "messages.0.content.0.id", [{"type": "context_cache"}]),
     said("id a number", "invalid_type", "messages.0.content.0.id", [{"type": "context_cache", "id": 1}]),
     said(
@@ -181,11 +195,70 @@ CASES = [
     chat("model a number", "invalid_type", "model", model=4),
     chat("tools", "unsupported_parameter", "tools", tools=[{"type": "function", "function": {"name": "f"}}]),
     chat("functions", "unsupported_parameter", "functions", functions=[{"name": "f"}]),
-    chat("JSON mode", "unsupported_parameter", "response_format", response_format={"type": "json_object"}),
-    chat("logit_bias", "unsupported_parameter", "logit_bias", logit_bias={"5": 100}),
+    chat("an unknown form", "invalid_value", "response_format.type", response_format={"type": "xml"}),
+    chat("no schema", "invalid_value", "response_format.json_schema", response_format={"type": "json_schema"}),
+    chat(
+        "a schema that is none",
+        "invalid_type",
+        "response_format.json_schema.schema",
+        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": [1]}},
+    ),
+    chat(
+        "a schema that cannot be enforced",
+        "invalid_value",
+        "response_format.json_schema.schema",
+        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}},
+    ),
+    chat("a regex that is none", "invalid_value", "structured_outputs.regex", structured_outputs={"regex": "("}),
+    chat("a text that is no schema", "invalid_value", "structured_outputs.json", structured_outputs={"json": "{"}),
+    chat("no choice", "invalid_value", "structured_outputs.choice", structured_outputs={"choice": []}),
+    chat("two grammars", "invalid_value", "structured_outputs", structured_outputs={"regex": "a", "choice": ["a"]}),
+    chat("no grammar", "invalid_value", "structured_outputs", structured_outputs={}),
+    chat(
+        "a structural tag",
+        "unsupported_parameter",
+        "structured_outputs.structural_tag",
+        structured_outputs={"structural_tag": "{}"},
+    ),
+    chat(
+        "two forms",
+        "invalid_value",
+        "structured_outputs",
+        response_format={"type": "json_object"},
+        structured_outputs={"regex": "a"},
+    ),
+    chat("logit_bias of words", "invalid_value", "logit_bias.cat", logit_bias={"cat": 1}),
+    chat("logit_bias of 101", "invalid_value", "logit_bias.5", logit_bias={"5": 101}),
+    chat("logit_bias of a token that there is not", "invalid_value", "logit_bias", logit_bias={"99999": 1}),
+    chat("stop_token_ids that there are not", "invalid_value", "stop_token_ids", stop_token_ids=[99999]),
+    chat("stop_token_ids of text", "invalid_type", "stop_token_ids.0", stop_token_ids=["a"]),
+    chat("bad_words empty", "invalid_value", "bad_words.0", bad_words=[""]),
+    chat("min_tokens over max_tokens", "invalid_value", "min_tokens", min_tokens=2),
+    chat("prompt_logprobs 21", "invalid_value", "prompt_logprobs", prompt_logprobs=21),
+    chat("prompt_logprobs of a stream", "invalid_value", "prompt_logprobs", prompt_logprobs=1, stream=True),
+    chat("service_tier bogus", "invalid_value", "service_tier", service_tier="bogus"),
+    chat("beams", "unsupported_parameter", "use_beam_search", use_beam_search=True),
+    chat("an unknown variable", "invalid_value", "chat_template_kwargs", chat_template_kwargs={"mood": "sad"}),
+    chat(
+        "an answer to the last message and its continuation",
+        "invalid_value",
+        "continue_final_message",
+        continue_final_message=True,
+        add_generation_prompt=True,
+    ),
+    chat("a name that no template shows", "invalid_value", "messages", messages=[HELLO[0] | {"name": "ann"}]),
+    chat(
+        "a tool_call_id of a user",
+        "unsupported_parameter",
+        "messages.0.tool_call_id",
+        messages=[HELLO[0] | {"tool_call_id": "call_1"}],
+    ),
+    chat("a refusal", "unsupported_parameter", "messages.0.refusal", messages=[HELLO[0] | {"refusal": "No."}]),
+    chat("annotations", "unsupported_parameter", "messages.0.annotations", messages=[HELLO[0] | {"annotations": [1]}]),
     chat("misspelt", "unknown_parameter", "temprature", temprature=1),
     text("best_of", "unsupported_parameter", "best_of", best_of=3),
-    text("echo", "unsupported_parameter", "echo", echo=True),
+    text("echo of logprobs in a stream", "invalid_value", "echo", echo=True, logprobs=1, stream=True),
+    text("max_tokens -1", "invalid_value", "max_tokens", max_tokens=-1),
     text("suffix", "unsupported_parameter", "suffix", suffix="end"),
     # prompts
     Case("completion without prompt", "POST", TEXT, {}, 400, "missing_required_parameter", "prompt"),
@@ -351,10 +424,33 @@ def test_harmless_fields_of_openai_are_ignored(served: Served) -> None:
         "logprobs": None,
         "stop": None,
         "max_tokens": None,
+        "use_beam_search": False,
+        "top_logprobs": 0,
+        "verbosity": "medium",
+        "an_unknown_one": None,
     }
     answer = served.post(CHAT, {"messages": HELLO, "max_completion_tokens": 1, **harmless})
     assert answer.status_code == 200, answer.text
     answer = served.post(TEXT, {"prompt": "a", "max_tokens": 1, "best_of": 1, "echo": False, "suffix": None})
+    assert answer.status_code == 200, answer.text
+
+
+def test_messages_as_clients_dump_them_are_accepted(served: Served) -> None:
+    dumped = openai.types.chat.ChatCompletionMessage(role="assistant", content="Hello").model_dump()
+    assert dumped["annotations"] is None
+    empty = dumped | {"content": None, "annotations": [], "refusal": ""}
+    parts = [
+        {
+            "type": "input_text",
+            "text": "Hi",
+            "annotations": [],
+            "cache_control": {"type": "ephemeral"},
+            "citations": None,
+        },
+        {"type": "output_text", "text": "Ho", "index": 0, "logprobs": None},
+    ]
+    messages = [*HELLO, dumped, *HELLO, empty, {"role": "user", "content": parts, "weight": None}]
+    answer = served.post(CHAT, {"messages": messages, "max_tokens": 1})
     assert answer.status_code == 200, answer.text
 
 

@@ -15,6 +15,7 @@ import torch
 
 from kvlinker.config import Settings
 from kvlinker.embedded.chunks import ChunkBuilder, LinkLoader
+from kvlinker.embedded.grammars import GrammarGuides
 from kvlinker.embedded.loop import EngineLoop
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.embedded.pool import KVPool
@@ -98,12 +99,13 @@ class EmbeddedEngine:
         window = min(loaded.context_window, settings.max_model_len or loaded.context_window)
         slots = settings.kv_slots or default_slots(loaded, window)
         longest = self.max_model_len = min(window, slots)
-        self._limits = RequestLimits(loaded.vocabulary, longest)
+        self._limits = RequestLimits(loaded.vocabulary, longest, settings.max_answer_tokens)
         pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
         self._runner = Runner(loaded.model, loaded.layers, pool, native_attention=settings.native_attention)
         on_host = loaded.device.type == "cpu"
         throughput = self._throughput = ComputeThroughput(self._cost, speeds, throughput_name(loaded), on_host=on_host)
         self._loaders = ThreadPoolExecutor(LOADERS, "kvlinker-load", compute_serially)
+        self._grammars = GrammarGuides(loaded)
         self._background = ThreadPoolExecutor(1, "kvlinker-background", compute_serially)
         self._scheduler = Scheduler(
             SequenceSlots(slots, keeps_prefixes=settings.prefix_cache == "on"),
@@ -175,14 +177,18 @@ class EmbeddedEngine:
         return gather([self._chunks.build_prompt(keys, known, tenant=tenant)] if keys else [], lambda _: known)
 
     def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
+        max_tokens = self._limits.max_tokens(request)
+        grammar = request.sampling.grammar
         generation = Generation(
             request,
             sink,
             loaded=self._loaded,
-            max_tokens=self._limits.max_tokens(request),
+            max_tokens=max_tokens,
             events=self._events,
             linked=self._note_use,
             cancel=self._scheduler.cancel,
+            head=None if request.sampling.prompt_logprobs is None else self._runner.head,
+            guide=None if grammar is None else self._grammars.prepare(grammar),
         )
         self._enter(generation)
         return _Handle(self._scheduler, generation.choices)
@@ -217,6 +223,7 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         self._loop.close()
+        self._grammars.close()
         self._loaders.shutdown()
         self._background.shutdown()
         atexit.unregister(self.close)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvlinker.embedded.batch import SharedChunk
+from kvlinker.embedded.grammars import GrammarGuide
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.embedded.paths import LinkedPath, linked_path
 from kvlinker.embedded.sampling import Sampler
@@ -198,7 +199,7 @@ class LinkedRequest(Request):
     explains: ClassVar[bool] = False
     """True if the figures that a policy decides by are recorded."""
 
-    reuses: ClassVar[bool] = False
+    reuses = False
     """True if it reuses what requests before it computed, and leaves what it computes to later ones."""
 
     def __init__(self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None) -> None:
@@ -332,8 +333,6 @@ class Generation(LinkedRequest):
     The first of several answers links and computes the prompt; the others ``fork`` from it.
     """
 
-    reuses = True
-
     def __init__(
         self,
         request: GenerationRequest,
@@ -344,17 +343,30 @@ class Generation(LinkedRequest):
         events: Events,
         linked: Linked | None,
         cancel: Callable[[Sequence[Request]], None],
+        head: Head | None = None,
+        guide: Callable[[], GrammarGuide] | None = None,
         first: Generation | None = None,
         choice: int = 0,
     ) -> None:
-        """``cancel`` ends all choices when the sink fails. ``first`` is given to all choices but that one."""
+        """``cancel`` ends all choices when the sink fails. ``head`` computes the log probabilities of the prompt, all
+        of which is computed then; None where they are not asked for. ``guide`` makes what guides a choice through the
+        request's grammar. ``first`` is given to all choices but that one."""
         super().__init__(request, layers=len(loaded.layers), max_tokens=max_tokens, linked=linked)
         self.choice = choice
         if first is not None:
             self.clock = first.clock
         sampling = request.sampling_of(choice)
-        self._eos = frozenset() if sampling.ignore_eos else loaded.eos_token_ids
-        self._sampler = Sampler(sampling, prompt_length=len(request.prompt))
+        self._endings = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos and guide is None else loaded.eos_token_ids
+        )
+        self._sampler = Sampler(
+            sampling, prompt_length=len(request.prompt), endings=self._endings, bad_words=request.bad_words
+        )
+        self._guide = None if guide is None else guide()
+        self._head = head
+        self._top = min(sampling.prompt_logprobs or 0, loaded.vocabulary)
+        self._scored: LogprobCollector | None = None
+        self.reuses = head is None
         self._output = Output(
             request,
             sink,
@@ -375,6 +387,8 @@ class Generation(LinkedRequest):
                     events=events,
                     linked=None,
                     cancel=cancel,
+                    head=head,
+                    guide=guide,
                     first=self,
                     choice=other,
                 )
@@ -388,6 +402,7 @@ class Generation(LinkedRequest):
         assert self.sequence is not None
         for fork in forks:
             fork.link, fork.sequence = self.link, self.sequence.fork()
+            fork._scored = self._scored
         return forks
 
     def cancel(self) -> None:
@@ -400,12 +415,24 @@ class Generation(LinkedRequest):
             generation._output.fail(error)
         self._forget()
 
+    def _collector(self, prompt: Prompt) -> LogprobCollector | None:
+        if self._head is not None:
+            self._scored = LogprobCollector(prompt, self._head, top=self._top)
+        return self._scored
+
     def _accept(self, logits: Tensor) -> Ending | None:
         """Sample the next token and pass it on."""
         assert self.sequence is not None
+        if not self._max_tokens:
+            return partial(self._finish, "length")
+        allowed = None
+        if self._guide is not None:
+            allowed = self._guide.allowed()
+            if allowed is None:
+                return partial(self._finish, "stop", self._output.rest())
         sequence = self.sequence
-        token = self._sampler.sample(logits, lambda: torch.from_numpy(sequence.tokens))
-        if token in self._eos:
+        token = self._sampler.sample(logits, lambda: torch.from_numpy(sequence.tokens), allowed)
+        if token in self._endings:
             end = self._output.push(token, ends="stop")
         else:
             is_last = self._output.tokens + 1 >= self._max_tokens
@@ -414,11 +441,15 @@ class Generation(LinkedRequest):
             end = self._output.push(token, told, ends="length" if is_last else None)
         if end is not None:
             return partial(self._finish, *end)
+        if self._guide is not None:
+            self._guide.accept(token)
         sequence.append(token)
         return None
 
     def _finish(self, reason: str, last: Delta | None = None) -> None:
-        self._output.finish(reason, self._usage(self._output.tokens), last)
+        usage = self._usage(self._output.tokens)
+        scored = None if self._scored is None else self._scored.result(usage)
+        self._output.finish(reason, usage, last, prompt_logprobs=scored)
         self._forget()
 
 
@@ -479,8 +510,5 @@ class Scoring(FutureRequest[PromptLogprobs]):
         return self._collected
 
     def _value(self) -> PromptLogprobs:
-        collected = self._collected
-        assert collected is not None
-        return PromptLogprobs(
-            collected.token_ids, collected.logprobs, collected.top_ids, collected.top_logprobs, self._usage()
-        )
+        assert self._collected is not None
+        return self._collected.result(self._usage())

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from kvlinker.embedded.model.interception import Interceptor, active_interceptor
 from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.segments import Prompt
+from kvlinker.types.answers import PromptLogprobs, Usage
 
 ROWS_AT_ONCE = 128
 """The number of tokens whose logits are in memory at a time; with a large vocabulary, each takes a megabyte."""
@@ -46,6 +47,10 @@ class LogprobCollector:
         for position in range(begin, end, ROWS_AT_ONCE):
             rows = hidden[position - start : min(position + ROWS_AT_ONCE, end) - start]
             self._record(position - self._first, self._head.logits(rows))
+
+    def result(self, usage: Usage) -> PromptLogprobs:
+        """Return what was collected, with the ``usage`` of the request."""
+        return PromptLogprobs(self.token_ids, self.logprobs, self.top_ids, self.top_logprobs, usage)
 
     def _record(self, begin: int, logits: Tensor) -> None:
         """Store the log probabilities from ``logits`` [rows, vocabulary], which predict the scored tokens from

@@ -30,6 +30,9 @@ class GenerationRequest:
     tenant: str = "default"
     n: int = 1
 
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """The sequences of tokens that ``sampling.bad_words`` are encoded as."""
+
     def __post_init__(self) -> None:
         if self.n < 1:
             raise InvalidRequestError(f"n is {self.n}, but must be at least 1.", param="n")

@@ -74,6 +74,9 @@ class RequestLimits:
     max_model_len: int
     """The most tokens that a prompt and its answer may have together."""
 
+    max_answer_tokens: int | None = None
+    """The most tokens that an answer may have; None for no limit but the window's."""
+
     def check_vocabulary(self, tokens: NDArray[np.int64], *, param: str) -> None:
         """Check the ids in ``tokens`` [length]. Raises InvalidRequestError for an unknown one: it would fail all
         requests of its step.
@@ -87,27 +90,40 @@ class RequestLimits:
             )
 
     def max_tokens(self, request: GenerationRequest) -> int:
-        """Return the most tokens that the answer may have: as many as were asked for, or as there is room for.
+        """Return the most tokens that the answer may have: as many as were asked for, or as there is room for, up to
+        the limit of answers.
 
-        Raises InvalidRequestError, and ContextLengthError where prompt and answer are too long together.
+        Raises InvalidRequestError, also for tokens in the sampling parameters that are not in the vocabulary, and
+        ContextLengthError where prompt and answer are too long together.
         """
+        sampling = request.sampling
         self.check_vocabulary(request.prompt.tokens, param="prompt")
+        self.check_vocabulary(np.array(sampling.stop_token_ids, dtype=np.int64), param="stop_token_ids")
+        self.check_vocabulary(np.array(list(sampling.logit_bias), dtype=np.int64), param="logit_bias")
         length = len(request.prompt)
         room = self.max_model_len - length
-        if room < 1:
+        if room < (0 if request.sampling.max_tokens == 0 else 1):
             raise ContextLengthError(
                 f"The prompt has {length} tokens, which leaves no room for an answer: prompt and answer together take "
                 f"at most {self.max_model_len} tokens. Shorten the prompt.",
                 param="messages",
             )
-        wanted = request.sampling.max_tokens
+        wanted = sampling.max_tokens
+        most = self.max_answer_tokens
+        if most is not None and wanted is not None and wanted > most:
+            raise InvalidRequestError(
+                f"{wanted} tokens are asked for, but this server's answers have at most {most}. Ask for fewer.",
+                param="max_tokens",
+            )
         if wanted is not None and wanted > room:
             raise ContextLengthError(
                 f"The prompt has {length} tokens and {wanted} more are asked for; together they exceed "
                 f"{self.max_model_len}. Ask for at most {room} tokens or shorten the prompt.",
                 param="max_tokens",
             )
-        return room if wanted is None else wanted
+        if wanted is not None:
+            return wanted
+        return room if most is None else min(room, most)
 
     def check_scorable(self, prompt: Prompt) -> None:
         """Check a prompt to score. Raises InvalidRequestError where no token can be scored, and ContextLengthError for

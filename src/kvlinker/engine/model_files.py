@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from blake3 import blake3
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -20,6 +20,9 @@ from kvlinker.errors import ModelLoadError
 from kvlinker.store.format.durability import replace_file
 
 logger = logging.getLogger(__name__)
+
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The sampling parameters that a model's ``generation_config.json`` may recommend."""
 
 FINGERPRINTS = "fingerprints.json"
 """The file in the state directory that remembers the fingerprints of models' files."""
@@ -50,6 +53,21 @@ def read_tokenizer(settings: Settings) -> Any:
 def read_config(settings: Settings) -> Any:
     """Read the model's configuration. Raises ModelLoadError when it cannot be loaded."""
     return _read(AutoConfig, settings)
+
+
+def read_generation_config(settings: Settings) -> Any:
+    """Read the model's ``generation_config.json``; None where it has none."""
+    try:
+        return GenerationConfig.from_pretrained(settings.model)
+    except OSError:
+        return None
+
+
+def sampling_defaults(generation_config: Any) -> dict[str, float]:
+    """Return the sampling parameters that the model's authors recommend, by name. ``do_sample`` is none of them:
+    requests choose greedy decoding by temperature 0."""
+    found = {name: getattr(generation_config, name, None) for name in RECOMMENDED}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _read(kind: Any, settings: Settings, **options: Any) -> Any:

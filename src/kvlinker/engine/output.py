@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 from kvlinker.engine.contract import Failed, GenerationEvent, GenerationRequest, Sink
 from kvlinker.errors import KVLinkerError
 from kvlinker.events import Events, FirstToken, RequestFinished
-from kvlinker.types.answers import Delta, Finished, Timing, TokenLogprob, Usage
+from kvlinker.types.answers import Delta, Finished, PromptLogprobs, Timing, TokenLogprob, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,10 @@ class TextStream:
     Text that could be the beginning of a stop string is held back until it is clear.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str], *, min_tokens: int = 0) -> None:
+        """``stop`` strings are not looked for in the text of the first ``min_tokens`` tokens."""
         self._tokenizer = tokenizer
+        self._min_tokens = min_tokens
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = tuple(stop)
         self._ids: list[int] = []
@@ -90,6 +92,8 @@ class TextStream:
         return text
 
     def _release(self, piece: str) -> str:
+        if len(self._ids) <= self._min_tokens:
+            return piece
         text = self._held + piece
         found = [index for index in (text.find(stop) for stop in self._stop) if index >= 0]
         if found:
@@ -137,7 +141,8 @@ class Output:
         self._tokenizer = tokenizer
         self._events = events
         self._broken = broken
-        self._text = TextStream(tokenizer, request.sampling.stop)
+        sampling = request.sampling
+        self._text = TextStream(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
 
     def push(self, token: int, logprobs: tuple[TokenLogprob, ...] = (), *, ends: str | None = None) -> End | None:
         """Pass on the next token, unless the answer ends with it: ``finish`` then takes what is returned.
@@ -165,12 +170,19 @@ class Output:
         text = self._text.finish()
         return Delta(text, ()) if text else None
 
-    def finish(self, reason: str, usage: Usage, last: Delta | None = None) -> None:
+    def finish(
+        self,
+        reason: str,
+        usage: Usage,
+        last: Delta | None = None,
+        *,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> None:
         """Send the last event, after the ``last`` piece of text."""
         if last is not None:
             self._send(last)
         self._publish(reason, usage)
-        self._send(Finished(reason, usage, self._clock.timing(self.first_token)))
+        self._send(Finished(reason, usage, self._clock.timing(self.first_token), prompt_logprobs))
 
     def fail(self, error: KVLinkerError) -> None:
         """Send the last event of a choice that could not be served."""

@@ -10,6 +10,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from kvlinker.implicit.known import KnownTexts, Span
@@ -116,7 +117,7 @@ class _Reading:
 
     def mark(self, message: ChatMessage[CachedPart]) -> ChatMessage[CachedPart]:
         """Return a message with texts marked."""
-        self._read(repr((message.role, message.name)) + PART_END)
+        self._read(repr((message.role, message.name, message.fields)) + PART_END)
         parts: list[str | CachedPart] = []
         for part in message.content:
             if isinstance(part, str):
@@ -125,7 +126,7 @@ class _Reading:
                 self._read(repr(part))
                 parts.append(part)
             self._read(PART_END)
-        return ChatMessage(message.role, tuple(parts), message.name)
+        return replace(message, content=tuple(parts))
 
     def _cut(self, text: str) -> list[str | CachedPart]:
         """Return the text with known texts in it marked, and passages that come again."""

@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.prompt.chat import ChatTemplate
+from kvlinker.prompt.chat import DEFAULT_OPTIONS, ChatTemplate
 from kvlinker.prompt.encoding import TextEncoder, require_unicode
 from kvlinker.prompt.length import LengthLimit
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.types.chunks import Chunk, GenerationContext
-from kvlinker.types.messages import ChatMessage, Document
+from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -97,7 +97,13 @@ class PromptBuilder:
             case GenerationContext.PREFIX:
                 return Chunk(tokens, prefix=self.prefix)
 
-    def chat(self, messages: Sequence[ChatMessage[Chunk]], documents: Sequence[Document[Chunk]] = ()) -> Prompt:
+    def chat(
+        self,
+        messages: Sequence[ChatMessage[Chunk]],
+        documents: Sequence[Document[Chunk]] = (),
+        *,
+        options: TemplateOptions = DEFAULT_OPTIONS,
+    ) -> Prompt:
         """Build the prompt of a conversation about documents, up to where the assistant's answer begins.
 
         Messages of text alone give exactly the ids of the tokenizer's ``apply_chat_template``.
@@ -111,7 +117,7 @@ class PromptBuilder:
         texts = [part for m in messages for part in (m.name or "", *m.content) if isinstance(part, str)]
         texts += [document.text for document in documents if isinstance(document.text, str)]
         self.check_texts(texts, param="messages")
-        return self._prompt(self._template.render(messages, documents), param="messages")
+        return self._prompt(self._template.render(messages, documents, options=options), param="messages")
 
     def completion(self, prompt: str | Sequence[int] | Sequence[str | Chunk]) -> Prompt:
         """Build the prompt of a completion. Token ids are taken as they are; texts and chunks stand one after the

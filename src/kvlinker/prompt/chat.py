@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,10 +15,13 @@ from kvlinker.errors import InvalidRequestError, ModelLoadError
 from kvlinker.prompt.documents import with_documents
 from kvlinker.prompt.encoding import require_unicode
 from kvlinker.types.chunks import Chunk
-from kvlinker.types.messages import ChatMessage, Document
+from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+DEFAULT_OPTIONS = TemplateOptions()
 
 
 class ChatTemplate:
@@ -44,48 +48,82 @@ class ChatTemplate:
         return self._template is not None
 
     def render(
-        self, messages: Sequence[ChatMessage[Chunk]], documents: Sequence[Document[Chunk]] = ()
+        self,
+        messages: Sequence[ChatMessage[Chunk]],
+        documents: Sequence[Document[Chunk]] = (),
+        *,
+        options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> list[str | Chunk]:
         """Return the prompt's texts and chunks in order, up to where the assistant's answer begins.
 
         Documents go where the template shows them; into the messages where it does not show each of them once. Raises
         InvalidRequestError (``messages``) when there is no template, when it raises, or when it does not show every
-        chunk exactly once.
+        chunk exactly once, or no names of speakers; and ``chat_template_kwargs`` for variables that it has not.
         """
-        if documents:
-            shown = self._with_documents(messages, documents) if self._takes_documents else None
-            return shown or self.render(with_documents(messages, documents))
-        pieces = _Pieces(messages)
-        plain = [_plain(message, pieces) for message in messages]
-        parts, shown_pieces = pieces.cut(self._render_text(plain))
-        if sorted(shown_pieces) != list(range(len(pieces))):
-            raise InvalidRequestError(
-                f"The chat template drops or repeats content: it shows {len(set(shown_pieces))} of {len(pieces)} "
-                f"context caches, {len(shown_pieces)} times in all. Place them in messages that it shows once, or use "
-                "/v1/completions.",
-                param="messages",
-            )
-        return parts
+        if documents and self._takes_documents:
+            with suppress(InvalidRequestError):
+                return self._shown(messages, documents, options)
+        return self._shown(with_documents(messages, documents) if documents else messages, (), options)
 
     @property
     def _takes_documents(self) -> bool:
         return self._template is not None and re.search(r"\bdocuments\b", self._template) is not None
 
-    def _with_documents(
-        self, messages: Sequence[ChatMessage[Chunk]], documents: Sequence[Document[Chunk]]
-    ) -> list[str | Chunk] | None:
-        """Return the prompt's parts with the documents where the template puts them; None where it does not show each
-        of them once."""
-        pieces = _Pieces(messages, documents)
+    def _shown(
+        self, messages: Sequence[ChatMessage[Chunk]], documents: Sequence[Document[Chunk]], options: TemplateOptions
+    ) -> list[str | Chunk]:
+        """Return the prompt's parts with the documents where the template puts them. Raises what ``render`` does, and
+        InvalidRequestError where the template does not show each document once."""
+        self._check_variables(options)
+        pieces = _Pieces(messages, documents, options)
         plain = [_plain(message, pieces) for message in messages]
         described = [{**document.fields, "text": pieces.word(document.text)} for document in documents]
-        try:
-            parts, shown = pieces.cut(self._render_text(plain, described))
-        except InvalidRequestError:
-            return None
-        return parts if sorted(shown) == list(range(len(pieces))) else None
+        rendered = self._render_text(plain, described, options)
+        self._check_names(plain, described, options, rendered)
+        parts, shown = pieces.cut(rendered)
+        if sorted(shown) != list(range(len(pieces))):
+            raise InvalidRequestError(
+                f"The chat template drops or repeats content: it shows {len(set(shown))} of {len(pieces)} "
+                f"context caches, {len(shown)} times in all. Place them in messages that it shows once, or use "
+                "/v1/completions.",
+                param="messages",
+            )
+        return parts
 
-    def _render_text(self, messages: list[dict[str, str]], documents: list[dict[str, Any]] | None = None) -> str:
+    def _check_variables(self, options: TemplateOptions) -> None:
+        """Check that the template knows its variables. Raises InvalidRequestError."""
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        reserved = {"messages", *own, *self._tokenizer.special_tokens_map}
+        for name in options.variables:
+            if name in reserved or not re.search(rf"\b{re.escape(name)}\b", self._template or ""):
+                raise InvalidRequestError(
+                    f"The model's chat template has no variable {name!r} to be set. Leave it out.",
+                    param="chat_template_kwargs",
+                )
+
+    def _check_names(
+        self,
+        messages: list[dict[str, Any]],
+        documents: list[dict[str, Any]],
+        options: TemplateOptions,
+        rendered: str,
+    ) -> None:
+        """Check that names of speakers are among what is ``rendered``; tools have theirs from their calls. Raises
+        InvalidRequestError."""
+        names = [message["name"] for message in messages if message.get("name") and message["role"] != "tool"]
+        if not names:
+            return
+        nameless = [{name: value for name, value in message.items() if name != "name"} for message in messages]
+        if self._render_text(nameless, documents, options) == rendered:
+            raise InvalidRequestError(
+                f"The model's chat template does not show names, such as {names[0]!r}. Write it into the content, or "
+                "leave it out.",
+                param="messages",
+            )
+
+    def _render_text(
+        self, messages: list[dict[str, Any]], documents: list[dict[str, Any]], options: TemplateOptions
+    ) -> str:
         if self._template is None:
             raise InvalidRequestError(
                 "This model has no chat template. Use /v1/completions, or configure a chat template.",
@@ -95,9 +133,11 @@ class ChatTemplate:
             text: str = self._tokenizer.apply_chat_template(
                 messages,
                 chat_template=self._template,
-                documents=documents,
+                documents=documents or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=options.add_generation_prompt and not options.continue_final_message,
+                continue_final_message=options.continue_final_message,
+                **options.variables,
             )
         except TemplateSyntaxError as error:
             raise ModelLoadError(f"The chat template is not valid Jinja: line {error.lineno}: {error}") from error
@@ -105,13 +145,16 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"The chat template does not accept these messages: {error}", param="messages"
             ) from error
+        require_unicode(text, param="messages")
         return text
 
 
 class _Pieces:
     """Stands in for parts of a prompt with words, which none of its texts contains, and puts them back."""
 
-    def __init__(self, messages: Sequence[ChatMessage[Chunk]], documents: Sequence[Document[Chunk]] = ()) -> None:
+    def __init__(
+        self, messages: Sequence[ChatMessage[Chunk]], documents: Sequence[Document[Chunk]], options: TemplateOptions
+    ) -> None:
         """Raises InvalidRequestError for text that is not valid Unicode."""
         texts = [
             text for m in messages for text in (m.role, m.name or "", *(p for p in m.content if isinstance(p, str)))
@@ -122,7 +165,7 @@ class _Pieces:
         beside += [document.text for document in documents if isinstance(document.text, str)]
         for text in beside:
             require_unicode(text, param="documents")
-        self._word = _chunk_word([*texts, *beside])
+        self._word = _chunk_word([*texts, *beside, repr([message.fields for message in messages]), repr(options)])
         self._parts: list[str | Chunk] = []
 
     def __len__(self) -> int:
@@ -143,11 +186,11 @@ class _Pieces:
         return parts, shown
 
 
-def _plain(message: ChatMessage[Chunk], pieces: _Pieces) -> dict[str, str]:
+def _plain(message: ChatMessage[Chunk], pieces: _Pieces) -> dict[str, Any]:
     """Return the message as templates take it."""
     content = "".join(pieces.word(part) if isinstance(part, Chunk) else part for part in message.content)
     name = {} if message.name is None else {"name": message.name}
-    return {"role": message.role, "content": content} | name
+    return {"role": message.role, "content": content, **name, **message.fields}
 
 
 def _chunk_word(texts: Sequence[str]) -> str:

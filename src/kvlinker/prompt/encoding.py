@@ -84,6 +84,11 @@ class TextEncoder:
         head = text[: _starts(_encoded(self._prompt, text, offsets=True))[added]]
         return (*_encoded(self._continued, head).ids, *ids[added:])
 
+    def encode_word(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """Encode a word as it may stand within a text: without a space before it, and with one."""
+        spellings = (self.encode_prompt(spelled, continued=True) for spelled in (word, f" {word}"))
+        return tuple(dict.fromkeys(ids for ids in spellings if ids))
+
     def _as_data(self, text: str, encoding: Encoding, *, param: str) -> list[int]:
         """Return the ids, with special tokens that ``text`` spells taken apart.
 

@@ -17,7 +17,7 @@ from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from kvlinker.errors import KVLinkerError
-from kvlinker.llm import Answer, ReadPrompt
+from kvlinker.llm import Answer, Prompt, ReadPrompt
 from kvlinker.server.access_log import note_tokens
 from kvlinker.server.bodies import ResponseBody, SamplingBody
 from kvlinker.server.choices import Choices
@@ -65,6 +65,10 @@ class LinkBody(ResponseBody):
 
 class AnswerFormat(Protocol):
     """The bodies of one route; one instance serves one request. What is not set in a chunk is not sent."""
+
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        """Take note of the prompts, before any other call."""
+        ...
 
     def opening(self, index: int) -> BaseModel | None:
         """The choice that a stream begins with, if there is one."""
@@ -118,7 +122,9 @@ async def respond(
     loop = asyncio.get_running_loop()
 
     def begin() -> Choices:
-        return Choices(service.llm, build(), sampling, n=body.choices, tenant=tenant, loop=loop)
+        prompts = build()
+        answer_format.begin([read.prompt for read in prompts.values()])
+        return Choices(service.llm, prompts, sampling, n=body.choices, tenant=tenant, loop=loop)
 
     choices = await service.encoding.run(request, begin)
     if body.stream:

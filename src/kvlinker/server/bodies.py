@@ -31,7 +31,6 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 from kvlinker.errors import InvalidRequestError
 from kvlinker.implicit.marks import TTL_PATTERN, ttl_seconds
 from kvlinker.types.messages import CachedPart, Content, ContextCacheReference, Document, MarkedText, TextSource
-from kvlinker.types.sampling import SamplingParams
 
 MAX_CHOICES = 128
 MAX_PAIRS = 16
@@ -64,7 +63,8 @@ Metadata = Annotated[
 
 
 class RequestBody(BaseModel):
-    """Base of all request bodies: types are strict, unknown fields are refused.
+    """Base of all request bodies: types are strict, unknown fields are refused unless they are null, which means
+    nothing.
 
     The tags of unions stand in angle brackets, so that the path of an error can be told from them
     (see ``kvlinker.server.errors``).
@@ -89,13 +89,17 @@ class RequestBody(BaseModel):
                 error = InitErrorDetails(type=kind, loc=(name,), input=data[name])
                 raise ValidationError.from_exception_data(cls.__name__, [error])  # with the field's whole path
         foreign = cls.ignored | cls.refused.keys()
-        return {name: value for name, value in data.items() if name not in foreign}
+        given = ((name, value) for name, value in data.items() if name not in foreign)
+        return {name: value for name, value in given if value is not None or name in cls.model_fields}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """The schema with the fields that are ignored, and the values that are accepted of refused ones."""
         schema = handler(core)
-        properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
+        resolved = handler.resolve_ref_schema(schema)
+        if resolved.get("additionalProperties") is False:
+            resolved["additionalProperties"] = {"type": "null"}
+        properties = resolved.setdefault("properties", {})
         for name in sorted(cls.ignored):
             properties[name] = {"description": "Ignored: it does not change the answer here."}
         for name, harmless in sorted(cls.refused.items()):
@@ -144,12 +148,14 @@ class PromptCacheBreakpoint(RequestBody):
     mode: Literal["explicit"]
 
 
-class TextPart(BaseModel):
-    """Text: fresh, or a chunk that is found by what it says where one of the marks is given."""
+class TextPart(RequestBody):
+    """Text, under any of the names that OpenAI's routes have for it: fresh, or a chunk that is found by what it says
+    where one of the marks is given."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    ignored: ClassVar[frozenset[str]] = frozenset({"id", "index"})
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": ([],), "citations": ([],)}
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: Text
     cache_control: CacheControl | None = None
     prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
@@ -162,10 +168,10 @@ class TextPart(BaseModel):
         return MarkedText(self.text, None if ttl is None else ttl_seconds(ttl))
 
 
-class ContextCachePart(BaseModel):
+class ContextCachePart(RequestBody):
     """The chunk of a context cache."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "index"})
 
     type: Literal["context_cache"]
     id: Text
@@ -179,9 +185,12 @@ class UnknownPart(BaseModel):
     type: Literal["text", "context_cache"]
 
 
+_PART_TAGS = {"text": "<text>", "input_text": "<text>", "output_text": "<text>", "context_cache": "<context_cache>"}
+
+
 def _part_kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in ("text", "context_cache") else "<unknown>"
+    return _PART_TAGS.get(kind, "<unknown>") if isinstance(kind, str) else "<unknown>"
 
 
 Part = Annotated[
@@ -251,15 +260,20 @@ class SamplingBody(RequestBody):
             "user",
             "store",
             "metadata",
-            "service_tier",
-            "parallel_tool_calls",
             "prediction",
             "prompt_cache_key",
             "prompt_cache_retention",
             "safety_identifier",
         }
     )
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"logit_bias": ({},)}
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "use_beam_search": (False,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "include_stop_str_in_output": (False,),
+        "length_penalty": (1,),
+        "truncate_prompt_tokens": (),
+    }
 
     model: Text | None = None
     link: LinkOptions | None = None
@@ -303,24 +317,6 @@ class SamplingBody(RequestBody):
     def include_usage(self) -> bool:
         """True where a stream is to end with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
-
-    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Return the engine's sampling parameters; fields that are not given have their defaults."""
-        names = (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "seed",
-            "ignore_eos",
-        )
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
-            **given, top_k=max(0, self.top_k or 0), stop=stop, max_tokens=max_tokens, logprobs=logprobs
-        )
 
 
 METADATA_PARAMETER: dict[str, Any] = {

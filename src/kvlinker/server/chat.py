@@ -5,61 +5,42 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.llm import Answer, ReadPrompt
+from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
 from kvlinker.server.access import TenantParam
 from kvlinker.server.answering import LinkBody, UsageBody, completion_responses, finite, respond
-from kvlinker.server.bodies import DocumentBody, Part, RequestBody, ResponseBody, SamplingBody, Text, content_of
+from kvlinker.server.bodies import DocumentBody, ResponseBody, Text
+from kvlinker.server.decoding import DecodingBody
 from kvlinker.server.errors import blaming
+from kvlinker.server.messages import MessageBody
 from kvlinker.server.models import ServiceParam
+from kvlinker.server.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
 from kvlinker.types.answers import Delta, Finished, TokenLogprob
-from kvlinker.types.messages import CachedPart, ChatMessage
-from kvlinker.types.sampling import SamplingParams
+from kvlinker.types.messages import TemplateOptions
 
 router = APIRouter(tags=["completions"])
 
-_Content = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[list[Part], Field(min_length=1), Tag("<parts>")],
-    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
-]
 
-
-class MessageBody(RequestBody):
-    """One turn of a conversation."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset({"tool_call_id"})
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"tool_calls": ([],), "function_call": (), "refusal": ()}
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Content
-    name: Text | None = None
-
-    def message(self) -> ChatMessage[CachedPart]:
-        """Return the message as the library takes it. ``developer`` becomes ``system``, since few chat templates know
-        that newer role."""
-        content = (self.content,) if isinstance(self.content, str) else content_of(self.content)
-        return ChatMessage("system" if self.role == "developer" else self.role, content, self.name)
-
-
-class ChatCompletionRequest(SamplingBody):
+class ChatCompletionRequest(DecodingBody):
     """A conversation to answer. OpenAI's fields that would change the answer and are not supported are refused."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = SamplingBody.refused | {
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = DecodingBody.refused | {
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "reasoning_effort": (),
-        "verbosity": (),
+        "verbosity": ("medium",),
         "web_search_options": (),
+        "echo": (False,),
+        "add_special_tokens": (False,),
     }
 
     messages: list[MessageBody] = Field(min_length=1)
@@ -67,19 +48,46 @@ class ChatCompletionRequest(SamplingBody):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[Text, JsonValue] | None = Field(
+        default=None, description="Variables of the model's chat template, such as `enable_thinking`."
+    )
+
+    @model_validator(mode="after")
+    def _check_ending(self) -> ChatCompletionRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "'continue_final_message' goes on with the last message, and 'add_generation_prompt' begins another: "
+                "give one of them.",
+                param="continue_final_message",
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
         return self
 
-    def sampling_params(self) -> SamplingParams:
-        """Return the engine's sampling parameters."""
-        return self.sampling(
-            max_tokens=self.max_completion_tokens or self.max_tokens,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+    @property
+    def template_options(self) -> TemplateOptions:
+        """How the chat template is to be rendered."""
+        return TemplateOptions(
+            variables=self.chat_template_kwargs or {},
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
         )
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that are given, by name."""
+        given = super().sampling_fields()
+        if limit := self.max_completion_tokens or self.max_tokens:
+            given["max_tokens"] = limit
+        if self.logprobs:
+            given["logprobs"] = self.top_logprobs or 0
+        return given
 
 
 class TopLogprob(ResponseBody):
@@ -130,6 +138,7 @@ class ChatCompletion(ResponseBody):
     choices: list[ChatChoice]
     usage: UsageBody
     link: LinkBody | None = None
+    prompt_logprobs: PromptLogprobsBody | None = None
 
 
 class ChatDelta(ResponseBody):
@@ -171,29 +180,39 @@ async def create_chat_completion(
     service.check_model(body.model)
     messages = [message.message() for message in body.messages]
     documents = [document.document() for document in body.documents or ()]
-    answer_format = ChatFormat(service.llm.model_name, logprobs=bool(body.logprobs))
+    answer_format = ChatFormat(service.llm, logprobs=bool(body.logprobs))
 
     def build() -> dict[str, ReadPrompt]:
         read = service.llm.read_chat(
-            messages, documents=documents, policy=body.policy, implicit=body.implicit, tenant=tenant
+            messages,
+            documents=documents,
+            options=body.template_options,
+            policy=body.policy,
+            implicit=body.implicit,
+            tenant=tenant,
         )
         return {"messages": read}
 
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):
-        return await respond(service, request, body, build, body.sampling_params(), answer_format, tenant=tenant)
+        sampling = service.llm.sampling_params(**body.sampling_fields())
+        return await respond(service, request, body, build, sampling, answer_format, tenant=tenant)
 
 
 class ChatFormat:
     """An ``AnswerFormat``."""
 
-    def __init__(self, model: str, *, logprobs: bool) -> None:
+    def __init__(self, llm: LLM, *, logprobs: bool) -> None:
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": model,
+            "model": llm.model_name,
         }
+        self._llm = llm
         self._logprobs = logprobs
+
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        (self._prompt,) = prompts
 
     def opening(self, index: int) -> ChatChunkChoice:
         return _choice(index, ChatDelta(role="assistant", content=""))
@@ -217,7 +236,8 @@ class ChatFormat:
             )
             for index, answer in enumerate(answers)
         ]
-        return ChatCompletion(**self._head, choices=choices, usage=usage)
+        scored = prompt_logprobs_body(self._prompt, answers[0].prompt_logprobs, self._llm.token_text)
+        return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_logprobs=scored)
 
     def _logprobs_body(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not self._logprobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections import defaultdict
@@ -12,15 +13,16 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.llm import Answer, ReadPrompt
+from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
 from kvlinker.server.access import TenantParam
 from kvlinker.server.answering import LinkBody, UsageBody, completion_responses, finite, respond
-from kvlinker.server.bodies import MAX_CHOICES, Part, ResponseBody, SamplingBody, Text, content_of
+from kvlinker.server.bodies import MAX_CHOICES, Part, ResponseBody, Text, content_of
+from kvlinker.server.decoding import DecodingBody
 from kvlinker.server.errors import blaming
 from kvlinker.server.models import ServiceParam
-from kvlinker.types.answers import Delta, Finished, TokenLogprob
-from kvlinker.types.messages import CachedPart, CompletionPrompt, TokenIds
-from kvlinker.types.sampling import SamplingParams
+from kvlinker.server.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body, scored_tokens
+from kvlinker.types.answers import Delta, Finished, PromptLogprobs, TokenLogprob
+from kvlinker.types.messages import CachedPart, CompletionPrompt, ContextCacheReference, MarkedText, TokenIds
 
 router = APIRouter(tags=["completions"])
 
@@ -81,17 +83,19 @@ def single_prompt(body: PromptBody) -> CompletionPrompt[CachedPart]:
     return prompts_of(body)[0]
 
 
-class CompletionRequest(SamplingBody):
+class CompletionRequest(DecodingBody):
     """A prompt to continue. Several prompts give n choices each, in order."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = SamplingBody.refused | {
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = DecodingBody.refused | {
         "best_of": (1,),
-        "echo": (False,),
         "suffix": ("",),
+        "add_special_tokens": (True,),
     }
 
     prompt: PromptBody
+    max_tokens: int | None = Field(default=None, ge=0, le=2**31 - 1)
     logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = Field(default=None, description="Put the prompt before its continuation.")
 
     @model_validator(mode="after")
     def _check_choices(self) -> CompletionRequest:
@@ -103,17 +107,30 @@ class CompletionRequest(SamplingBody):
             )
         return self
 
-    def sampling_params(self) -> SamplingParams:
-        """Return the engine's sampling parameters."""
-        return self.sampling(max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS, logprobs=self.logprobs)
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        if self.echo and self.stream and self.logprobs is not None:
+            raise InvalidRequestError("'logprobs' of an 'echo' are not told in streams.", param="echo")
+        return self
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that are given, by name."""
+        given = super().sampling_fields()
+        given["max_tokens"] = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.logprobs is not None:
+            given["logprobs"] = self.logprobs
+            if self.echo:
+                given["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return given
 
 
 class CompletionLogprobs(ResponseBody):
-    """One entry per token; ``top_logprobs`` by token, ``text_offset`` in characters from the choice's beginning."""
+    """One entry per token; ``top_logprobs`` by token, ``text_offset`` in characters from the choice's beginning. Null
+    stands for tokens of an echoed prompt that are not scored."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -124,6 +141,7 @@ class CompletionChoice(ResponseBody):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    prompt_logprobs: PromptLogprobsBody | None = None
 
 
 class Completion(ResponseBody):
@@ -157,11 +175,12 @@ async def create_completion(
 ) -> Response:
     """Continue a text, token ids, or parts of text and context caches; no chat template."""
     service.check_model(body.model)
-    answer_format = CompletionFormat(service.llm.model_name, logprobs=body.logprobs is not None)
+    given = prompts_of(body.prompt)
+    answer_format = CompletionFormat(service.llm, body, given)
 
     def build() -> dict[str, ReadPrompt]:
         built = {}
-        for index, prompt in enumerate(prompts_of(body.prompt)):
+        for index, prompt in enumerate(given):
             field = f"prompt.{index}" if has_several(body.prompt) else "prompt"
             with blaming(field):
                 built[field] = service.llm.read_completion(
@@ -169,24 +188,31 @@ async def create_completion(
                 )
         return built
 
-    return await respond(service, request, body, build, body.sampling_params(), answer_format, tenant=tenant)
+    sampling = service.llm.sampling_params(**body.sampling_fields())
+    return await respond(service, request, body, build, sampling, answer_format, tenant=tenant)
 
 
 class CompletionFormat:
     """An ``AnswerFormat``."""
 
-    def __init__(self, model: str, *, logprobs: bool) -> None:
+    def __init__(self, llm: LLM, body: CompletionRequest, prompts: Sequence[CompletionPrompt[CachedPart]]) -> None:
         self._head: dict[str, Any] = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": model,
+            "model": llm.model_name,
         }
-        self._logprobs = logprobs
+        self._llm = llm
+        self._body = body
+        self._given = prompts
+        self._prompts: Sequence[Prompt] = ()
         self._offsets: defaultdict[int, int] = defaultdict(int)
 
-    def opening(self, index: int) -> None:
-        return None
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+
+    def opening(self, index: int) -> CompletionChoice | None:
+        return self._choice(index, self._echo(index), (), None) if self._body.echo else None
 
     def delta(self, index: int, delta: Delta) -> CompletionChoice:
         return self._choice(index, delta.text, delta.logprobs, None)
@@ -198,11 +224,40 @@ class CompletionFormat:
         return CompletionChunk(**self._head, choices=list(choices))
 
     def answer(self, answers: Sequence[Answer], usage: UsageBody) -> Completion:
-        choices = [
-            self._choice(index, answer.text, answer.logprobs, answer.finish_reason)
-            for index, answer in enumerate(answers)
-        ]
+        choices = []
+        for index, answer in enumerate(answers):
+            text, entries = answer.text, list(answer.logprobs)
+            scored = answer.prompt_logprobs
+            if self._body.echo:
+                text = self._echo(index) + text
+                entries = [*self._prompt_entries(index, scored), *entries]
+            choice = self._choice(index, text, entries, answer.finish_reason)
+            if self._body.prompt_logprobs is not None:
+                told = prompt_logprobs_body(self._prompt(index), scored, self._llm.token_text)
+                choice = choice.model_copy(update={"prompt_logprobs": told})
+            choices.append(choice)
         return Completion(**self._head, choices=choices, usage=usage)
+
+    def _prompt(self, index: int) -> Prompt:
+        """Return the prompt of a choice."""
+        return self._prompts[index // self._body.choices]
+
+    def _echo(self, index: int) -> str:
+        """Return the text of a choice's prompt, as it was given, or decoded where that was not text alone."""
+        given = self._given[index // self._body.choices]
+        if not isinstance(given, TokenIds) and not any(isinstance(part, ContextCacheReference) for part in given):
+            return "".join(part.text if isinstance(part, MarkedText) else cast(str, part) for part in given)
+        return self._llm.text_of(self._prompt(index))
+
+    def _prompt_entries(self, index: int, scored: PromptLogprobs | None) -> list[TokenLogprob]:
+        """Return an entry for each token of a choice's prompt, without a log probability (NaN) where none is known."""
+        prompt = self._prompt(index)
+        text_of = self._llm.token_text
+        entries = scored_tokens(prompt, scored, text_of)
+        return [
+            TokenLogprob(token, text_of(token), math.nan) if entry is None else entry
+            for token, entry in zip(prompt.tokens.tolist(), entries, strict=True)
+        ]
 
     def _choice(
         self, index: int, text: str, entries: Sequence[TokenLogprob], finish_reason: str | None
@@ -214,7 +269,7 @@ class CompletionFormat:
     def _logprobs_body(self, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         """Return the log probabilities' body. Offsets count the characters of all tokens of the choice before, over all
         chunks."""
-        if not self._logprobs:
+        if self._body.logprobs is None:
             return None
         offsets = []
         for entry in entries:
@@ -222,7 +277,14 @@ class CompletionFormat:
             self._offsets[index] += len(entry.text)
         return CompletionLogprobs(
             tokens=[entry.text for entry in entries],
-            token_logprobs=[finite(entry.logprob) for entry in entries],
-            top_logprobs=[{one.text: finite(one.logprob) for one in (entry, *entry.top)} for entry in entries],
+            token_logprobs=[_told(entry) for entry in entries],
+            top_logprobs=[
+                None if math.isnan(entry.logprob) else {one.text: finite(one.logprob) for one in (entry, *entry.top)}
+                for entry in entries
+            ],
             text_offset=offsets,
         )
+
+
+def _told(entry: TokenLogprob) -> float | None:
+    return None if math.isnan(entry.logprob) else finite(entry.logprob)

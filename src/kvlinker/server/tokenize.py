@@ -10,9 +10,9 @@ from kvlinker.llm import Prompt
 from kvlinker.server.access import TenantParam
 from kvlinker.server.access_log import note_tokens
 from kvlinker.server.bodies import DocumentBody, RequestBody, ResponseBody, Text, exactly_one
-from kvlinker.server.chat import MessageBody
 from kvlinker.server.completions import PromptBody, single_prompt
 from kvlinker.server.errors import error_responses
+from kvlinker.server.messages import MessageBody
 from kvlinker.server.models import Service, ServiceParam
 
 router = APIRouter(tags=["models"])

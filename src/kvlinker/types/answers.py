@@ -105,3 +105,6 @@ class Finished:
     reason: str
     usage: Usage
     timing: Timing
+
+    prompt_logprobs: PromptLogprobs | None = None
+    """The log probabilities of the prompt's last tokens, where the request asked for them."""

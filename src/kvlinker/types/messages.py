@@ -91,6 +91,23 @@ class ChatMessage(Generic[Cached]):
     content: Content[Cached]
     name: str | None = None
 
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """All else that chat templates may show of it, such as ``reasoning_content``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """Says how a chat template is rendered."""
+
+    variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Variables of the template's own, such as ``enable_thinking``."""
+
+    add_generation_prompt: bool = True
+    """False to leave out the header of the assistant's answer, with which prompts end otherwise."""
+
+    continue_final_message: bool = False
+    """True to leave the last message open, so that the answer goes on with it; there is no header then."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from kvlinker.errors import InvalidRequestError
+from kvlinker.types.grammars import AnswerGrammar
 
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -14,10 +17,14 @@ _RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.01, 100),
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
-    "max_tokens": (1, 2**31 - 1),
+    "max_tokens": (0, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, 1000),
+    "prompt_logprobs": (0, 1000),
 }
-_WHOLE = ("top_k", "max_tokens", "logprobs")
+_WHOLE = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs")
+MOST_BIAS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +32,9 @@ class SamplingParams:
     """Says how tokens are chosen and when to stop; the names and defaults are OpenAI's and vLLM's.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``min_p`` 0 are off. ``logprobs`` None gives none, k gives the
-    sampled token's and the k best alternatives'. ``max_tokens`` None means up to the context window.
+    sampled token's and the k best alternatives'; ``prompt_logprobs`` does so for the tokens behind the prompt's last
+    context cache. ``max_tokens`` None means up to the context window. Before ``min_tokens``, nothing but a full window
+    ends the answer.
     """
 
     temperature: float = 1.0
@@ -40,21 +49,58 @@ class SamplingParams:
     max_tokens: int | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """The tokens that end the answer, beside the model's own; they are not part of its text."""
+
+    bad_words: tuple[str, ...] = ()
+    """The texts that the answer must not contain, as they are encoded, with or without a space before them."""
+
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """The numbers, from -100 to 100, that are added to the logits of these tokens."""
+
+    prompt_logprobs: int | None = None
+    grammar: AnswerGrammar | None = None
+    """The grammar that the answer follows, which then also decides where it may end."""
 
     def __post_init__(self) -> None:
         """Check the values. Raises InvalidRequestError, naming the parameter, for those out of range."""
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if value is None and name in ("max_tokens", "logprobs"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise InvalidRequestError(f"{name} is {value!r}, but must be from {low} to {high}.", param=name)
-            if name in _WHOLE and not isinstance(value, int):
-                raise InvalidRequestError(f"{name} is {value!r}, but must be a whole number.", param=name)
-            if name not in _WHOLE:
-                object.__setattr__(self, name, float(value))
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise InvalidRequestError(f"stop is {self.stop!r}, but must be texts that are not empty.", param="stop")
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        for name in _RANGES:
+            self._check_number(name)
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            if not all(isinstance(text, str) and text for text in texts):
+                raise InvalidRequestError(f"{name} is {texts!r}, but must be texts that are not empty.", param=name)
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(self, name):
+                if type(token) is not int:
+                    raise InvalidRequestError(f"{token!r} in {name} is no token id, a whole number.", param=name)
+        for token, bias in self.logit_bias.items():
+            if not isinstance(bias, int | float) or not -MOST_BIAS <= bias <= MOST_BIAS:
+                raise InvalidRequestError(
+                    f"The logit_bias of token {token} is {bias!r}, but must be from {-MOST_BIAS} to {MOST_BIAS}.",
+                    param="logit_bias",
+                )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}, but max_tokens, {self.max_tokens}, ends the answer before.",
+                param="min_tokens",
+            )
+
+    def _check_number(self, name: str) -> None:
+        """Check the parameter ``name`` against its range, and make it a float where it need not be whole."""
+        low, high = _RANGES[name]
+        value = getattr(self, name)
+        if value is None and name in _OPTIONAL:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise InvalidRequestError(f"{name} is {value!r}, but must be from {low} to {high}.", param=name)
+        if name in _WHOLE and not isinstance(value, int):
+            raise InvalidRequestError(f"{name} is {value!r}, but must be a whole number.", param=name)
+        if name not in _WHOLE:
+            object.__setattr__(self, name, float(value))

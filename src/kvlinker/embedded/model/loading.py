@@ -16,7 +16,7 @@ from kvlinker.embedded.model.rotary import RotatedKeys
 from kvlinker.embedded.model.selftest import require_exact
 from kvlinker.embedded.model.weights import arrange_weights, watch_linears
 from kvlinker.engine.cost import CostModel, kv_bytes_per_token
-from kvlinker.engine.model_files import fingerprint, fingerprint_with, read_model
+from kvlinker.engine.model_files import fingerprint, fingerprint_with, read_model, sampling_defaults
 from kvlinker.threads import in_own_thread
 
 
@@ -33,6 +33,11 @@ class LoadedModel:
     device: torch.device
     context_window: int
     eos_token_ids: frozenset[int]
+
+    @property
+    def sampling_defaults(self) -> dict[str, float]:
+        """The sampling parameters that the model's authors recommend, by name."""
+        return sampling_defaults(self.model.generation_config)
 
     @property
     def vocabulary(self) -> int:

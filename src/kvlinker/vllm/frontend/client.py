@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from kvlinker.config import Settings
 from kvlinker.errors import InvalidRequestError, ModelLoadError
+from kvlinker.types.grammars import AnswerGrammar
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.vllm.options import ConnectorOptions
 from kvlinker.vllm.plugin import NAME
@@ -234,6 +235,14 @@ def _new_tokens(output: Any) -> NewTokens:
     )
 
 
+def _structured(grammar: AnswerGrammar) -> Any:
+    """Return a grammar as vLLM takes it."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    source = json.loads(grammar.source) if grammar.kind == "choice" else grammar.source
+    return StructuredOutputsParams(**{grammar.kind: source})
+
+
 def _vllm_sampling(sampling: SamplingParams, max_tokens: int, transfer: Mapping[str, Any] | None) -> Any:
     """Return vLLM's sampling parameters, without stop strings: kvlinker looks for them itself."""
     from vllm import SamplingParams as VLLMSamplingParams
@@ -249,7 +258,12 @@ def _vllm_sampling(sampling: SamplingParams, max_tokens: int, transfer: Mapping[
         frequency_penalty=sampling.frequency_penalty,
         seed=None if sampling.seed is None else sampling.seed % 2**63,
         ignore_eos=sampling.ignore_eos,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        bad_words=list(sampling.bad_words),
+        logit_bias=dict(sampling.logit_bias) or None,
         logprobs=sampling.logprobs,
+        structured_outputs=None if sampling.grammar is None else _structured(sampling.grammar),
         max_tokens=max_tokens,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,

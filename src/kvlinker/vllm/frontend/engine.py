@@ -53,6 +53,7 @@ class VLLMEngine:
         events: Events,
         max_running: int,
         max_waiting: int,
+        max_answer_tokens: int | None = None,
     ) -> None:
         self.fingerprint = facts.fingerprint
         self.kv_bytes_per_token = facts.kv_bytes_per_token
@@ -65,7 +66,7 @@ class VLLMEngine:
         self._events = events
         self._max_running = max_running
         self._max_waiting = max_waiting
-        self._limits = RequestLimits(facts.vocabulary, self.max_model_len)
+        self._limits = RequestLimits(facts.vocabulary, self.max_model_len, max_answer_tokens)
         self._executor = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="kvlinker-store")
         longest = self.max_model_len - SPARE_TOKENS
         self._chunks = ChunkProvider(
@@ -111,11 +112,7 @@ class VLLMEngine:
         return self._client.run(self._translated(self._explain(request)))
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
-        raise InvalidRequestError(
-            "The vllm engine cannot score prompts: vLLM tells log probabilities of prompts only where nothing is "
-            "linked. Use the embedded engine.",
-            param="prompt",
-        )
+        raise _unscored("prompt")
 
     def load(self) -> EngineLoad:
         """Return the requests under way and their tokens so far, as counted here: vLLM's own figures are in its
@@ -150,6 +147,12 @@ class VLLMEngine:
         """
         self._refuse_if_closing()
         check_supported(self.unsupported(request.policy))
+        if request.sampling.prompt_logprobs is not None:
+            raise _unscored("prompt_logprobs")
+        if request.sampling.max_tokens == 0:
+            raise InvalidRequestError(
+                "max_tokens is 0, but the vllm engine generates at least 1 token.", param="max_tokens"
+            )
         return self._limits.max_tokens(request)
 
     def _start(self, name: str, request: VLLMRequest) -> None:
@@ -278,6 +281,15 @@ class _Handle:
     """Is the ``RequestHandle`` of a request."""
 
     cancel: Callable[[], None]
+
+
+def _unscored(param: str) -> InvalidRequestError:
+    """Return the error of requests for log probabilities of prompts."""
+    return InvalidRequestError(
+        "The vllm engine cannot score prompts: vLLM tells log probabilities of prompts only where nothing is "
+        "linked. Use the embedded engine.",
+        param=param,
+    )
 
 
 def salt_of(transfer: TransferPlan, tenant: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from kvlinker.config import Settings
 from kvlinker.engine.cost import AttentionShape, CostModel, kv_bytes_per_token
-from kvlinker.engine.model_files import choose_device, choose_dtype, known_fingerprint, read_config, read_tokenizer
+from kvlinker.engine.model_files import (
+    choose_device,
+    choose_dtype,
+    known_fingerprint,
+    read_config,
+    read_generation_config,
+    read_tokenizer,
+    sampling_defaults,
+)
 
 CHANGES_KV = ("hf_overrides", "kv_cache_dtype", "quantization", "revision")
 """vLLM's options that change the KV which a model computes for its tokens."""
@@ -34,6 +42,9 @@ class ModelFacts:
 
     layers: tuple[AttentionShape, ...]
     cost: CostModel
+
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """The sampling parameters that the model's authors recommend, by name."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -58,6 +69,7 @@ def read_facts(settings: Settings) -> ModelFacts:
         vocabulary=int(empty.get_input_embeddings().num_embeddings),
         layers=layers,
         cost=CostModel(empty, layers),
+        sampling_defaults=sampling_defaults(read_generation_config(settings)),
     )
 
 

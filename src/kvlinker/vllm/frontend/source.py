@@ -26,6 +26,7 @@ class VLLMSource:
         self._facts = facts
         self._start = start
         self.tokenizer = facts.tokenizer
+        self.sampling_defaults = facts.sampling_defaults
 
     def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:
         """Make the engine. Raises InvalidRequestError for a store without a disk, and what ``start`` raises."""
@@ -40,6 +41,7 @@ class VLLMSource:
             events=events,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
+            max_answer_tokens=settings.max_answer_tokens,
         )
 
 

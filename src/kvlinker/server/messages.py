@@ -1,0 +1,65 @@
+"""Messages of conversations as OpenAI's API has them, for every route that takes some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from kvlinker.server.bodies import Part, RequestBody, Text, content_of
+from kvlinker.types.messages import CachedPart, ChatMessage
+
+_Content = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[list[Part], Field(min_length=1), Tag("<parts>")],
+    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
+]
+
+
+class MessageBody(RequestBody):
+    """One turn of a conversation; only an assistant's may have no content. The assistant's ``reasoning_content`` is
+    shown by chat templates that know it."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"required": ["role"], "properties": {"role": {"const": "assistant"}}},
+            "else": {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+        }
+    )
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "tool_calls": ([],),
+        "tool_call_id": (),
+        "function_call": (),
+        "refusal": ("",),
+        "annotations": ([],),
+        "audio": (),
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Content | None = None
+    name: Text | None = None
+    reasoning_content: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_content(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("content") is None and data.get("role", "assistant") != "assistant":
+            kind = PydanticCustomError("content_type", "Input should be text or a list of parts")
+            missing: InitErrorDetails = {"type": "missing", "loc": ("content",), "input": data}
+            null: InitErrorDetails = {"type": kind, "loc": ("content",), "input": None}
+            raise ValidationError.from_exception_data(cls.__name__, [null if "content" in data else missing])
+        return data
+
+    def message(self) -> ChatMessage[CachedPart]:
+        """Return the message as the library takes it. ``developer`` becomes ``system``, since few chat templates know
+        that newer role."""
+        content = (self.content,) if isinstance(self.content, str) else content_of(self.content or ())
+        role = "system" if self.role == "developer" else self.role
+        return ChatMessage(role, content, self.name, self._fields())
+
+    def _fields(self) -> Mapping[str, Any]:
+        """Return what else chat templates may show of the message."""
+        return {} if self.reasoning_content is None else {"reasoning_content": self.reasoning_content}
