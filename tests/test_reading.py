@@ -104,7 +104,7 @@ class Finder:
     def __init__(self) -> None:
         self.noted: list[bool] = []
 
-    def mark(self, messages: Any, *, tenant: str, notes: bool) -> Any:
+    def mark(self, messages: Any, *, opening: str, tenant: str, notes: bool) -> Any:
         assert tenant == "anna"
         self.noted.append(notes)
         return [

@@ -31,6 +31,7 @@ from kvlinker.implicit.recognition import Recognizer
 from kvlinker.linking import Explanation, Policy, as_policy, describe_policies, parse_policy
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import DEFAULT_OPTIONS
+from kvlinker.prompt.responses import ResponseFormat
 from kvlinker.prompt.segments import Prompt
 from kvlinker.reading import ContentReader, Reading, ReadingDefaults, ReadPrompt
 from kvlinker.splitting import split_text
@@ -48,6 +49,9 @@ __all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Explanation", "Message
 
 PREFILL_TOKENS = 1024
 """The length of the prompt that ``LLM.prefill_rate`` tells the rate of."""
+
+TAIL_TOKENS = 1024
+"""The most tokens of a prompt's end that are decoded to find out how an answer begins."""
 
 Messages = Sequence[Message | ChatMessage[CachedPart]]
 """A conversation, as dictionaries or as typed messages."""
@@ -225,6 +229,18 @@ class LLM:
         """Return sampling parameters: those that are given, those that the model's ``generation_config.json``
         recommends, and the usual defaults, in this order. Raises InvalidRequestError."""
         return SamplingParams(**{**self.sampling_defaults, **given})
+
+    @property
+    def responses(self) -> ResponseFormat:
+        """How the model writes reasoning and calls of tools."""
+        return self.builder.responses
+
+    def tail_of(self, prompt: Prompt) -> str:
+        """Decode the end of a prompt, behind its last context cache, with special tokens."""
+        begin = max((span.end for span in prompt.spans), default=0)
+        tokens = prompt.tokens[max(begin, len(prompt) - TAIL_TOKENS) :]
+        text: str = self.tokenizer.decode(tokens.tolist())
+        return text
 
     def token_text(self, token_id: int) -> str:
         """Decode a token alone."""

@@ -115,7 +115,7 @@ class ContentReader:
             _note_places(message.content, f"messages.{index}.content", places)
         beside = [document.text for document in documents]
         self._builder.check_texts(_texts(chain(beside, *(m.content for m in messages))), param="messages")
-        messages = self._marked(messages, how)
+        messages = self._marked(messages, how, opening=repr(options.tools) if options.tools else "")
         parts = [*beside, *chain.from_iterable(message.content for message in messages)]
 
         def build(chunks: _Chunks) -> Prompt:
@@ -169,11 +169,14 @@ class ContentReader:
         policy = how.policy or self._defaults.implicit_policy
         return Implicit.OFF if policy.exact else how.implicit or self._defaults.implicit
 
-    def _marked(self, messages: Sequence[ChatMessage[CachedPart]], how: Reading) -> Sequence[ChatMessage[CachedPart]]:
-        """Return the messages with the texts marked that are recognised, where that is wanted."""
+    def _marked(
+        self, messages: Sequence[ChatMessage[CachedPart]], how: Reading, *, opening: str = ""
+    ) -> Sequence[ChatMessage[CachedPart]]:
+        """Return the messages with the texts marked that are recognised, where that is wanted. ``opening`` stands for
+        what is in the prompt before them."""
         if self._mode(how) is not Implicit.AUTO:
             return messages
-        return self._recognizer.mark(messages, tenant=how.tenant, notes=how.keeps)
+        return self._recognizer.mark(messages, opening=opening, tenant=how.tenant, notes=how.keeps)
 
     def _encode(self, parts: Iterable[CachedPart]) -> dict[MarkedText, Chunk]:
         """Return the chunks of those marked texts that can be some."""

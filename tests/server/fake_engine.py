@@ -1,10 +1,10 @@
-"""An engine without a model: it says one numbered word per step, when the test lets it."""
+"""An engine without a model: it says one numbered word per step, or what it is told to, when the test lets it."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,8 @@ class FakeEngine:
         self.kv_bytes_per_token = 256
         self.capacity = capacity
         self.fails_at: int | None = None
+        self.script: Sequence[str] | None = None
+        """The pieces of every answer, which then ends; None for numbered words without end."""
         self.flowing = threading.Event()
         self.flowing.set()
         self.cancelled = 0
@@ -127,7 +129,11 @@ class _Speaker:
             if number == limit:
                 reason = "length"
                 break
-            self._sink(Delta(f"w{number} ", (number,)))
+            script = self._engine.script
+            if script is not None and number == len(script):
+                reason = "stop"
+                break
+            self._sink(Delta(f"w{number} " if script is None else script[number], (number,)))
             said += 1
         self._engine.ended(self, cancelled=reason == "cancelled")
         usage = Usage(0, 0, len(self.request.prompt), output_tokens=said)

@@ -23,7 +23,9 @@ def complete(served: Served, prompt: Any, **options: Any) -> dict[str, Any]:
 def test_text_is_what_python_gives(served: Served) -> None:
     body = complete(served, "The cat sat")
     expected = served.llm.completion("The cat sat", max_tokens=4, temperature=0, ignore_eos=True)
-    assert body["choices"] == [{"index": 0, "text": expected.text, "logprobs": None, "finish_reason": "length"}]
+    assert body["choices"] == [
+        {"index": 0, "text": expected.text, "logprobs": None, "finish_reason": "length", "prompt_logprobs": None}
+    ]
     assert (body["object"], body["model"]) == ("text_completion", MODEL_NAME)
 
 

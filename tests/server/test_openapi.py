@@ -150,6 +150,12 @@ def test_a_failed_engine_is_told_as_described(faked: Served, engine: FakeEngine)
 
 
 PARTS = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": None}}
+CALLING = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": HELLO, "user": "me", "metadata": {"a": "b"}, "tools": [], "logit_bias": {}}),
     (CHAT, {"messages": HELLO, "tool_choice": "none", "response_format": {"type": "text"}, "audio": None}),
@@ -157,6 +163,9 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": HELLO, "stop": ["a", "b"], "link": {"policy": "full"}, "seed": None, "top_k": -1}),
     (CHAT, {"messages": [{"role": "assistant", "content": None, "annotations": None}], "logit_bias": {"5": 1.5}}),
     (CHAT, {"messages": HELLO, "something": None, "service_tier": "auto", "bad_words": ["a"], "stop_token_ids": [5]}),
+    (CHAT, {"messages": HELLO, "tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": True}),
+    (CHAT, {"messages": HELLO, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+    (CHAT, {"messages": [*HELLO, CALLING, {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "x"}]}),
     (CHAT, {"messages": HELLO, "prompt_logprobs": 1, "chat_template_kwargs": {}, "add_generation_prompt": False}),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}),
@@ -179,7 +188,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": []}),
     (CHAT, {"messages": HELLO, "temprature": 1}),
     (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}),
-    (CHAT, {"messages": HELLO, "tool_choice": "required"}),
+    (CHAT, {"messages": HELLO, "tool_choice": "perhaps"}),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "two words"}}]}),
     (CHAT, {"messages": HELLO, "temperature": 3}),
     (CHAT, {"messages": HELLO, "logit_bias": {"a": 1}}),
     (CHAT, {"messages": HELLO, "service_tier": "bogus"}),

@@ -5,6 +5,7 @@ Masks of tokens are computed in a thread of their own, while the engine's thread
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,19 +21,13 @@ from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.engine.limits import engine_closed
 from kvlinker.errors import InvalidRequestError
 from kvlinker.threads import compute_serially
-from kvlinker.types.grammars import AnswerGrammar
+from kvlinker.types.grammars import AnswerGrammar, json_style
 
 MOST_COMPILED = 32
 """The number of grammars that are kept compiled, for requests that bring the same one again."""
 
 MOST_CHARACTERS = 1_000_000
 """The most characters of a grammar."""
-
-JSON_OPTIONS: Any = {
-    "whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,24}",  # a space or an indented line, but no rambling on
-    "lenient": False,  # what cannot be enforced is refused, even where the schema itself asks for less
-    "coerce_one_of": False,
-}
 
 Mask = Tensor | None
 """The tokens that may come next [vocabulary], as booleans on the CPU; None where the answer is complete."""
@@ -77,9 +72,12 @@ class GrammarGuides:
             tokenizer = self._tokenizer
         try:
             if grammar.kind == "json":
-                compiled = LLMatcher.grammar_from_json_schema(grammar.source, overrides=JSON_OPTIONS)
+                style: Any = json_style()
+                compiled = LLMatcher.grammar_from_json_schema(grammar.source, overrides=style)
             else:
                 compiled = grammar_from(grammar.kind, grammar.source)
+            if grammar.frame:
+                compiled = _framed(compiled, grammar.frame)
         except ValueError as error:
             raise _unenforceable(grammar, str(error)) from error
         matcher = LLMatcher(tokenizer, compiled, log_level=0)
@@ -131,6 +129,14 @@ class GrammarGuide:
         return torch.from_numpy(bits[: self._vocabulary].view(np.bool_))
 
 
+def _framed(compiled: str, frame: str) -> str:
+    """Put a compiled grammar into a frame, in which it is called ``answer``."""
+    is_lark = not compiled.lstrip().startswith("{")
+    inner = {"lark_grammar": compiled} if is_lark else json.loads(compiled)["grammars"][0]
+    return json.dumps({"grammars": [{"lark_grammar": frame}, {**inner, "name": "answer"}]})
+
+
 def _unenforceable(grammar: AnswerGrammar, cause: str) -> InvalidRequestError:
-    names = {"json": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
-    return InvalidRequestError(f"This {names[grammar.kind]} cannot be enforced: {cause}", param=grammar.param)
+    names = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
+    name = names.get(grammar.kind, grammar.kind)
+    return InvalidRequestError(f"This {name} cannot be enforced: {cause}", param=grammar.param)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -61,19 +61,33 @@ class TextStream:
     Text that could be the beginning of a stop string is held back until it is clear.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], *, min_tokens: int = 0) -> None:
-        """``stop`` strings are not looked for in the text of the first ``min_tokens`` tokens."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str],
+        *,
+        min_tokens: int = 0,
+        shown_tokens: Collection[int] = (),
+    ) -> None:
+        """``stop`` strings are not looked for in the text of the first ``min_tokens`` tokens. Special tokens are left
+        out of the text, but for ``shown_tokens``."""
         self._tokenizer = tokenizer
         self._min_tokens = min_tokens
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skips_special = not shown_tokens
+        self._skipped = _special_tokens(tokenizer).difference(shown_tokens) if shown_tokens else frozenset[int]()
+        self._stream = DecodeStream(skip_special_tokens=self._skips_special)
         self._stop = tuple(stop)
         self._ids: list[int] = []
+        self._count = 0
         self._decoded = ""
         self._held = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """Add a token, and return the text that is certain now."""
+        self._count += 1
+        if token in self._skipped:
+            return ""
         self._ids.append(token)
         piece = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
         self._decoded += piece
@@ -83,7 +97,9 @@ class TextStream:
         """Return the rest of the text, with incomplete characters as U+FFFD: no more tokens come."""
         if self.stopped:
             return ""
-        whole = self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        whole = self._tokenizer.decode(
+            self._ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False
+        )
         tail = whole[len(self._decoded) :] if whole.startswith(self._decoded) else ""
         text = self._release(tail)
         if self.stopped:
@@ -92,7 +108,7 @@ class TextStream:
         return text
 
     def _release(self, piece: str) -> str:
-        if len(self._ids) <= self._min_tokens:
+        if self._count <= self._min_tokens:
             return piece
         text = self._held + piece
         found = [index for index in (text.find(stop) for stop in self._stop) if index >= 0]
@@ -103,6 +119,12 @@ class TextStream:
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
+
+
+def _special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of the special tokens."""
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return frozenset(index for index, token in added.items() if token.special)
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -142,7 +164,9 @@ class Output:
         self._events = events
         self._broken = broken
         sampling = request.sampling
-        self._text = TextStream(tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
+        self._text = TextStream(
+            tokenizer, sampling.stop, min_tokens=sampling.min_tokens, shown_tokens=sampling.shown_tokens
+        )
 
     def push(self, token: int, logprobs: tuple[TokenLogprob, ...] = (), *, ends: str | None = None) -> End | None:
         """Pass on the next token, unless the answer ends with it: ``finish`` then takes what is returned.

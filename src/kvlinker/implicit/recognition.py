@@ -45,17 +45,18 @@ class Recognizer:
         self._tenants: OrderedDict[str, _TenantTexts] = OrderedDict()
 
     def mark(
-        self, messages: Sequence[ChatMessage[CachedPart]], *, tenant: str, notes: bool = True
+        self, messages: Sequence[ChatMessage[CachedPart]], *, opening: str = "", tenant: str, notes: bool = True
     ) -> list[ChatMessage[CachedPart]]:
         """Return the messages with known texts and passages that come again marked, and remember all others.
 
         What a prompt has in common with the beginning of an earlier one does not come again by that: it is reused as it
-        was computed. Without ``notes``, nothing is remembered.
+        was computed. ``opening`` stands for what is in the prompt before the messages, such as tools. Without
+        ``notes``, nothing is remembered.
         """
         texts = self._texts_of(tenant)
         with texts.lock:
             self._load(texts, tenant)
-            reading = _Reading(texts)
+            reading = _Reading(texts, opening)
             marked = [reading.mark(message) for message in messages]
             if notes:
                 texts.remember(reading)
@@ -105,7 +106,7 @@ class _TenantTexts:
 class _Reading:
     """One prompt while it is read, message by message."""
 
-    def __init__(self, texts: _TenantTexts) -> None:
+    def __init__(self, texts: _TenantTexts, opening: str) -> None:
         self.fresh: list[list[Unit]] = []
         """The units behind what began as an earlier prompt did, in rows."""
 
@@ -114,6 +115,7 @@ class _Reading:
 
         self._texts = texts
         self._digest = hashlib.sha256()
+        self._read(opening + PART_END)
 
     def mark(self, message: ChatMessage[CachedPart]) -> ChatMessage[CachedPart]:
         """Return a message with texts marked."""

@@ -10,6 +10,7 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.chat import DEFAULT_OPTIONS, ChatTemplate
 from kvlinker.prompt.encoding import TextEncoder, require_unicode
 from kvlinker.prompt.length import LengthLimit
+from kvlinker.prompt.responses import ResponseFormat
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.types.chunks import Chunk, GenerationContext
 from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
@@ -37,6 +38,7 @@ class PromptBuilder:
     ) -> None:
         """Prepare the encoder and the template. Raises ModelLoadError if the chat template is no valid Jinja."""
         self.encoder = TextEncoder(tokenizer)
+        self._tokenizer = tokenizer
         self._limit = None if max_tokens is None else LengthLimit(self.encoder, max_tokens)
         self._template = ChatTemplate(tokenizer, chat_template)
         self._context = context
@@ -58,6 +60,11 @@ class PromptBuilder:
         parts = self._template.render([*self._system, ChatMessage("user", (slot,))])
         header = parts[: parts.index(slot)]
         return tuple(token for text in header if isinstance(text, str) for token in self.encoder.encode_prompt(text))
+
+    @cached_property
+    def responses(self) -> ResponseFormat:
+        """How the model writes reasoning and calls of tools."""
+        return ResponseFormat.of(self._tokenizer, self._template.source)
 
     def encode_chunk(self, text: str, context: GenerationContext | None = None) -> Chunk:
         """Make the chunk of a text. Special tokens that the text spells are plain text in it.

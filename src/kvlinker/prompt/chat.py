@@ -7,6 +7,8 @@ import inspect
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
@@ -14,6 +16,7 @@ from jinja2 import TemplateSyntaxError
 from kvlinker.errors import InvalidRequestError, ModelLoadError
 from kvlinker.prompt.documents import with_documents
 from kvlinker.prompt.encoding import require_unicode
+from kvlinker.prompt.tool_section import needs_tool_section, with_tool_section
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
 
@@ -43,6 +46,11 @@ class ChatTemplate:
             self.render([ChatMessage("user", ("text",))])
 
     @property
+    def source(self) -> str | None:
+        """The template in Jinja; None if the model has none."""
+        return self._template
+
+    @property
     def exists(self) -> bool:
         """True if the model has a chat template."""
         return self._template is not None
@@ -56,9 +64,10 @@ class ChatTemplate:
     ) -> list[str | Chunk]:
         """Return the prompt's texts and chunks in order, up to where the assistant's answer begins.
 
-        Documents go where the template shows them; into the messages where it does not show each of them once. Raises
-        InvalidRequestError (``messages``) when there is no template, when it raises, or when it does not show every
-        chunk exactly once, or no names of speakers; and ``chat_template_kwargs`` for variables that it has not.
+        Tools and documents go where the template shows them, and into the messages where it shows no tools, or does not
+        show each document once. Raises InvalidRequestError (``messages``) when there is no template, when it raises, or
+        when it does not show every chunk exactly once, or no names of speakers; and ``chat_template_kwargs`` for
+        variables that it has not.
         """
         if documents and self._takes_documents:
             with suppress(InvalidRequestError):
@@ -74,6 +83,8 @@ class ChatTemplate:
     ) -> list[str | Chunk]:
         """Return the prompt's parts with the documents where the template puts them. Raises what ``render`` does, and
         InvalidRequestError where the template does not show each document once."""
+        if self._tools_variable is None and needs_tool_section(messages, options.tools):
+            messages, options = with_tool_section(messages, options.tools), replace(options, tools=())
         self._check_variables(options)
         pieces = _Pieces(messages, documents, options)
         plain = [_plain(message, pieces) for message in messages]
@@ -89,6 +100,18 @@ class ChatTemplate:
                 param="messages",
             )
         return parts
+
+    @cached_property
+    def _tools_variable(self) -> str | None:
+        """The variable by which the template takes tools; None where it shows none."""
+        function = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object", "properties": {}}}
+        probe: list[dict[str, Any]] = [{"role": "user", "content": "text"}]
+        for name in ("tools", "xml_tools"):
+            tools = [{"type": "function", "function": function}]
+            with suppress(InvalidRequestError):
+                if "probe_of_tools" in self._render_text(probe, [], TemplateOptions(variables={name: tools})):
+                    return name
+        return None
 
     def _check_variables(self, options: TemplateOptions) -> None:
         """Check that the template knows its variables. Raises InvalidRequestError."""
@@ -129,6 +152,9 @@ class ChatTemplate:
                 "This model has no chat template. Use /v1/completions, or configure a chat template.",
                 param="messages",
             )
+        tools: dict[str, Any] = {}
+        if options.tools:
+            tools[self._tools_variable or "tools"] = [dict(tool) for tool in options.tools]
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,
@@ -138,6 +164,7 @@ class ChatTemplate:
                 add_generation_prompt=options.add_generation_prompt and not options.continue_final_message,
                 continue_final_message=options.continue_final_message,
                 **options.variables,
+                **tools,
             )
         except TemplateSyntaxError as error:
             raise ModelLoadError(f"The chat template is not valid Jinja: line {error.lineno}: {error}") from error

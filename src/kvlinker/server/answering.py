@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -63,6 +63,13 @@ class LinkBody(ResponseBody):
     context_caches: list[LinkedCacheBody]
 
 
+class Asked(NamedTuple):
+    """What a request asks the engine for: ``prompts``, by the fields that they come from, and how to answer them."""
+
+    prompts: Mapping[str, ReadPrompt]
+    sampling: SamplingParams
+
+
 class AnswerFormat(Protocol):
     """The bodies of one route; one instance serves one request. What is not set in a chunk is not sent."""
 
@@ -74,8 +81,8 @@ class AnswerFormat(Protocol):
         """The choice that a stream begins with, if there is one."""
         ...
 
-    def delta(self, index: int, delta: Delta) -> BaseModel:
-        """A choice with new output."""
+    def delta(self, index: int, delta: Delta) -> BaseModel | None:
+        """A choice with new output; None where there is nothing to tell yet."""
         ...
 
     def closing(self, index: int, finished: Finished) -> BaseModel:
@@ -108,21 +115,19 @@ async def respond(
     service: Service,
     request: Request,
     body: SamplingBody,
-    build: Callable[[], Mapping[str, ReadPrompt]],
-    sampling: SamplingParams,
+    build: Callable[[], Asked],
     answer_format: AnswerFormat,
     *,
     tenant: str,
 ) -> Response:
     """Generate and respond. A client that goes away has its choices cancelled.
 
-    ``build`` makes the prompts, by the request's fields that they come from; like all that takes long, it runs in a
-    thread.
+    ``build`` makes the prompts; like all that takes long, it runs in a thread.
     """
     loop = asyncio.get_running_loop()
 
     def begin() -> Choices:
-        prompts = build()
+        prompts, sampling = build()
         answer_format.begin([read.prompt for read in prompts.values()])
         return Choices(service.llm, prompts, sampling, n=body.choices, tenant=tenant, loop=loop)
 
@@ -172,8 +177,8 @@ class EventStream(EventSourceResponse):
                 if isinstance(event, Finished):
                     finished[index] = event.usage
                     yield self._chunk(self._format.closing(index, event))
-                elif event.text or event.logprobs:
-                    yield self._chunk(self._format.delta(index, event))
+                elif (event.text or event.logprobs) and (choice := self._format.delta(index, event)):
+                    yield self._chunk(choice)
             usage = usage_body([finished[index] for index in sorted(finished)], self._choices.n)
             note_tokens(scope, usage.prompt_tokens, usage.completion_tokens)
             if self._include_usage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -11,17 +12,30 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, JsonValue, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
+from kvlinker.llm import LLM, Answer, Prompt
+from kvlinker.prompt.responses import ResponseReader
 from kvlinker.server.access import TenantParam
-from kvlinker.server.answering import LinkBody, UsageBody, completion_responses, finite, respond
+from kvlinker.server.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
 from kvlinker.server.bodies import DocumentBody, ResponseBody, Text
+from kvlinker.server.conversing import Conversing
 from kvlinker.server.decoding import DecodingBody
 from kvlinker.server.errors import blaming
 from kvlinker.server.messages import MessageBody
 from kvlinker.server.models import ServiceParam
 from kvlinker.server.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
+from kvlinker.server.tools import (
+    MOST_TOOLS,
+    ToolBody,
+    ToolCallDelta,
+    ToolCallObject,
+    ToolChoiceBody,
+    call_deltas,
+    call_objects,
+)
 from kvlinker.types.answers import Delta, Finished, TokenLogprob
 from kvlinker.types.messages import TemplateOptions
+from kvlinker.types.responses import ResponsePiece
+from kvlinker.types.tools import Tool
 
 router = APIRouter(tags=["completions"])
 
@@ -30,8 +44,6 @@ class ChatCompletionRequest(DecodingBody):
     """A conversation to answer. OpenAI's fields that would change the answer and are not supported are refused."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = DecodingBody.refused | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -48,6 +60,8 @@ class ChatCompletionRequest(DecodingBody):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: list[ToolBody] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_choice: ToolChoiceBody | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -71,10 +85,22 @@ class ChatCompletionRequest(DecodingBody):
             raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
         return self
 
-    @property
-    def template_options(self) -> TemplateOptions:
-        """How the chat template is to be rendered."""
+    @model_validator(mode="after")
+    def _check_results(self) -> ChatCompletionRequest:
+        called: set[str] = set()
+        for index, message in enumerate(self.messages):
+            called.update(call.id for call in message.tool_calls or ())
+            if message.role == "tool" and message.tool_call_id not in called:
+                raise InvalidRequestError(
+                    f"{message.tool_call_id!r} is the id of no call in 'tool_calls' of a message before.",
+                    param=f"messages.{index}.tool_call_id",
+                )
+        return self
+
+    def template_options(self, tools: Sequence[Tool]) -> TemplateOptions:
+        """Return how the chat template is to be rendered, with these tools."""
         return TemplateOptions(
+            tools=tuple(tools),
             variables=self.chat_template_kwargs or {},
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
@@ -112,15 +138,18 @@ class ChatLogprobs(ResponseBody):
 
 
 class AssistantMessage(ResponseBody):
-    """The message that the model answers with."""
+    """The message that the model answers with. Its reasoning and calls of tools are told apart from ``content``, which
+    is null where there are calls alone."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallObject] | None = None
 
 
 class ChatChoice(ResponseBody):
-    """One answer; ``finish_reason`` is ``stop``, ``length`` or ``cancelled``."""
+    """One answer; ``finish_reason`` is ``stop``, ``tool_calls``, ``length`` or ``cancelled``."""
 
     index: int
     message: AssistantMessage
@@ -146,6 +175,8 @@ class ChatDelta(ResponseBody):
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[ToolCallDelta] = Field(default=[])
 
 
 class ChatChunkChoice(ResponseBody):
@@ -180,36 +211,39 @@ async def create_chat_completion(
     service.check_model(body.model)
     messages = [message.message() for message in body.messages]
     documents = [document.document() for document in body.documents or ()]
-    answer_format = ChatFormat(service.llm, logprobs=bool(body.logprobs))
+    conversing = Conversing(service.llm, body)
+    answer_format = ChatFormat(service.llm, conversing, logprobs=bool(body.logprobs))
 
-    def build() -> dict[str, ReadPrompt]:
+    def build() -> Asked:
         read = service.llm.read_chat(
             messages,
             documents=documents,
-            options=body.template_options,
+            options=body.template_options(conversing.tools),
             policy=body.policy,
             implicit=body.implicit,
             tenant=tenant,
         )
-        return {"messages": read}
+        return Asked({"messages": read}, conversing.sampling(read.prompt))
 
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):
-        sampling = service.llm.sampling_params(**body.sampling_fields())
-        return await respond(service, request, body, build, sampling, answer_format, tenant=tenant)
+        return await respond(service, request, body, build, answer_format, tenant=tenant)
 
 
 class ChatFormat:
     """An ``AnswerFormat``."""
 
-    def __init__(self, llm: LLM, *, logprobs: bool) -> None:
+    def __init__(self, llm: LLM, conversing: Conversing, *, logprobs: bool) -> None:
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": llm.model_name,
         }
         self._llm = llm
+        self._conversing = conversing
         self._logprobs = logprobs
+        self._readers: dict[int, ResponseReader] = {}
+        self._calls: defaultdict[int, int] = defaultdict(int)
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
         (self._prompt,) = prompts
@@ -217,27 +251,62 @@ class ChatFormat:
     def opening(self, index: int) -> ChatChunkChoice:
         return _choice(index, ChatDelta(role="assistant", content=""))
 
-    def delta(self, index: int, delta: Delta) -> ChatChunkChoice:
-        return _choice(index, ChatDelta(content=delta.text), logprobs=self._logprobs_body(delta.logprobs))
+    def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
+        logprobs = self._logprobs_body(delta.logprobs)
+        if not self._conversing.reads:
+            return _choice(index, ChatDelta(content=delta.text), logprobs=logprobs)
+        piece = self._reader(index).feed(delta.text)
+        return _choice(index, self._told(index, piece), logprobs=logprobs) if piece or logprobs else None
 
     def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
-        return _choice(index, ChatDelta(), finish_reason=finished.reason)
+        piece = self._reader(index).finish() if self._conversing.reads else ResponsePiece()
+        told = self._told(index, piece)
+        return _choice(index, told, finish_reason=_reason(finished.reason, self._calls[index]))
 
     def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
         return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=list(choices))
 
     def answer(self, answers: Sequence[Answer], usage: UsageBody) -> ChatCompletion:
-        choices = [
-            ChatChoice(
-                index=index,
-                message=AssistantMessage(content=answer.text),
-                logprobs=self._logprobs_body(answer.logprobs),
-                finish_reason=answer.finish_reason,
-            )
-            for index, answer in enumerate(answers)
-        ]
+        choices = [self._whole(index, answer) for index, answer in enumerate(answers)]
         scored = prompt_logprobs_body(self._prompt, answers[0].prompt_logprobs, self._llm.token_text)
         return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_logprobs=scored)
+
+    def _whole(self, index: int, answer: Answer) -> ChatChoice:
+        message, calls = AssistantMessage(content=answer.text), 0
+        if self._conversing.reads:
+            pieces = [self._reader(index).feed(answer.text), self._reader(index).finish()]
+            content = "".join(piece.content for piece in pieces)
+            told = [call for piece in pieces for call in piece.calls]
+            message = AssistantMessage(
+                content=None if told and not content else content,
+                reasoning_content="".join(piece.reasoning for piece in pieces) or None,
+                tool_calls=call_objects(told) or None,
+            )
+            calls = len(told)
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=self._logprobs_body(answer.logprobs),
+            finish_reason=_reason(answer.finish_reason, calls),
+        )
+
+    def _reader(self, index: int) -> ResponseReader:
+        """Return the reader of a choice."""
+        if index not in self._readers:
+            self._readers[index] = self._conversing.reader(self._prompt)
+        return self._readers[index]
+
+    def _told(self, index: int, piece: ResponsePiece) -> ChatDelta:
+        """Return a piece of an answer as streams tell it."""
+        told: dict[str, Any] = {}
+        if piece.content:
+            told["content"] = piece.content
+        if piece.reasoning:
+            told["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            told["tool_calls"] = call_deltas(piece.calls, first=self._calls[index])
+            self._calls[index] += len(piece.calls)
+        return ChatDelta(**told)
 
     def _logprobs_body(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not self._logprobs:
@@ -247,6 +316,11 @@ class ChatFormat:
             for entry in entries
         ]
         return ChatLogprobs(content=content, refusal=None)
+
+
+def _reason(reason: str, calls: int) -> str:
+    """Return why an answer ended, as OpenAI's API says it."""
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def _choice(

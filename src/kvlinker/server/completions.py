@@ -13,9 +13,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
+from kvlinker.llm import LLM, Answer, Prompt
 from kvlinker.server.access import TenantParam
-from kvlinker.server.answering import LinkBody, UsageBody, completion_responses, finite, respond
+from kvlinker.server.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
 from kvlinker.server.bodies import MAX_CHOICES, Part, ResponseBody, Text, content_of
 from kvlinker.server.decoding import DecodingBody
 from kvlinker.server.errors import blaming
@@ -178,7 +178,7 @@ async def create_completion(
     given = prompts_of(body.prompt)
     answer_format = CompletionFormat(service.llm, body, given)
 
-    def build() -> dict[str, ReadPrompt]:
+    def build() -> Asked:
         built = {}
         for index, prompt in enumerate(given):
             field = f"prompt.{index}" if has_several(body.prompt) else "prompt"
@@ -186,10 +186,9 @@ async def create_completion(
                 built[field] = service.llm.read_completion(
                     prompt, policy=body.policy, implicit=body.implicit, tenant=tenant
                 )
-        return built
+        return Asked(built, service.llm.sampling_params(**body.sampling_fields()))
 
-    sampling = service.llm.sampling_params(**body.sampling_fields())
-    return await respond(service, request, body, build, sampling, answer_format, tenant=tenant)
+    return await respond(service, request, body, build, answer_format, tenant=tenant)
 
 
 class CompletionFormat:

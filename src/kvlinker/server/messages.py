@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, mod
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvlinker.server.bodies import Part, RequestBody, Text, content_of
+from kvlinker.server.tools import ToolCallBody
 from kvlinker.types.messages import CachedPart, ChatMessage
 
 _Content = Annotated[
@@ -19,7 +20,7 @@ _Content = Annotated[
 
 class MessageBody(RequestBody):
     """One turn of a conversation; only an assistant's may have no content. The assistant's ``reasoning_content`` is
-    shown by chat templates that know it."""
+    shown by chat templates that know it. A message of role ``tool`` is the result of the call ``tool_call_id``."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -30,8 +31,6 @@ class MessageBody(RequestBody):
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tool_calls": ([],),
-        "tool_call_id": (),
         "function_call": (),
         "refusal": ("",),
         "annotations": ([],),
@@ -42,6 +41,24 @@ class MessageBody(RequestBody):
     content: _Content | None = None
     name: Text | None = None
     reasoning_content: Text | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_roles(cls, data: Any) -> Any:
+        """Refuse what belongs to another role, and a result without the id of its call."""
+        if not isinstance(data, dict):
+            return data
+        for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+            if data.get(name) and data.get("role", role) != role:
+                kind = PydanticCustomError("unsupported_parameter", "not supported; leave it out")
+                error: InitErrorDetails = {"type": kind, "loc": (name,), "input": data[name]}
+                raise ValidationError.from_exception_data(cls.__name__, [error])
+        if data.get("role") == "tool" and not data.get("tool_call_id"):
+            missing: InitErrorDetails = {"type": "missing", "loc": ("tool_call_id",), "input": data}
+            raise ValidationError.from_exception_data(cls.__name__, [missing])
+        return data
 
     @model_validator(mode="before")
     @classmethod
@@ -62,4 +79,11 @@ class MessageBody(RequestBody):
 
     def _fields(self) -> Mapping[str, Any]:
         """Return what else chat templates may show of the message."""
-        return {} if self.reasoning_content is None else {"reasoning_content": self.reasoning_content}
+        fields: dict[str, Any] = {}
+        if self.reasoning_content is not None:
+            fields["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            fields["tool_calls"] = [call.template_call() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        return fields

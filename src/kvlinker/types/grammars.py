@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 class AnswerGrammar:
     """A grammar that an answer follows from its first token to its last."""
 
-    kind: Literal["json", "regex", "choice", "grammar"]
-    """The notation of ``source``, by vLLM's names."""
+    kind: Literal["json", "regex", "choice", "grammar", "lark"]
+    """The notation of ``source``, by vLLM's names; ``lark`` is llguidance's own, with special tokens."""
 
     source: str
     """The JSON schema, the regular expression that the whole answer matches, the JSON list of texts of which it is one,
@@ -21,6 +21,10 @@ class AnswerGrammar:
 
     param: str = "grammar"
     """The field of the request that it comes from, which errors name."""
+
+    frame: str = ""
+    """A grammar in the notation ``lark``, where ``@answer`` stands for the text that follows this grammar; empty where
+    that is the whole answer."""
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], *, param: str = "grammar") -> Self:
@@ -36,3 +40,9 @@ class AnswerGrammar:
     def choice(cls, texts: Sequence[str], *, param: str = "grammar") -> Self:
         """Make the grammar whose answers are ``texts``."""
         return cls("choice", json.dumps(list(texts)), param)
+
+
+def json_style() -> dict[str, Any]:
+    """Return llguidance's options for JSON: a space or an indented line between tokens, so that answers do not ramble
+    on; and what cannot be enforced is refused, even where the schema itself asks for less."""
+    return {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,24}", "lenient": False, "coerce_one_of": False}

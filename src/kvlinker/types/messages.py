@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
+from kvlinker.types.tools import Tool
+
 Cached = TypeVar("Cached")
 """The type that stands for cached text: ``CachedPart``, or ``Chunk`` once that is looked up."""
 
@@ -98,6 +100,9 @@ class ChatMessage(Generic[Cached]):
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
     """Says how a chat template is rendered."""
+
+    tools: tuple[Tool, ...] = field(default=(), hash=False)
+    """The tools that the model may call."""
 
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Variables of the template's own, such as ``enable_thinking``."""

@@ -60,6 +60,9 @@ class SamplingParams:
     """The numbers, from -100 to 100, that are added to the logits of these tokens."""
 
     prompt_logprobs: int | None = None
+    shown_tokens: frozenset[int] = frozenset()
+    """The special tokens that the answer's text shows; all others are left out."""
+
     grammar: AnswerGrammar | None = None
     """The grammar that the answer follows, which then also decides where it may end."""
 

@@ -149,6 +149,13 @@ class VLLMEngine:
         check_supported(self.unsupported(request.policy))
         if request.sampling.prompt_logprobs is not None:
             raise _unscored("prompt_logprobs")
+        grammar = request.sampling.grammar
+        if grammar is not None and (grammar.kind == "lark" or grammar.frame):
+            raise InvalidRequestError(
+                "The vllm engine cannot enforce calls of tools, nor forms of answers beside them or behind reasoning. "
+                "Use tool_choice 'auto' or 'none' without a form, or the embedded engine.",
+                param="tool_choice" if grammar.kind == "lark" else grammar.param,
+            )
         if request.sampling.max_tokens == 0:
             raise InvalidRequestError(
                 "max_tokens is 0, but the vllm engine generates at least 1 token.", param="max_tokens"
