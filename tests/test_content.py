@@ -40,6 +40,17 @@ def test_messages_become_values(content: Any, parsed: tuple[Any, ...]) -> None:
     assert parse_messages([message]) == (message,), "values stay as they are"
 
 
+def test_calls_and_results_become_values() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm.", "refusal": None}
+    result = {"role": "tool", "content": "x", "tool_call_id": "c1"}
+    as_object = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    assert parse_messages([asked, result]) == (
+        ChatMessage("assistant", (), fields={"reasoning_content": "Hm.", "tool_calls": [as_object]}),
+        ChatMessage("tool", ("x",), fields={"tool_call_id": "c1"}),
+    )
+
+
 @pytest.mark.parametrize(
     ("prompt", "parsed"),
     [
@@ -62,6 +73,9 @@ def test_prompts_become_values(prompt: Any, parsed: Any) -> None:
         ({"content": "a"}, "role of message 1 is None"),
         ({"role": 3, "content": "a"}, "role of message 1 is 3"),
         ({"role": "user", "content": 7}, "content of message 1 is 7"),
+        ({"role": "user", "content": "a", "nme": "b"}, "field 'nme'.*Did you mean 'name'"),
+        ({"role": "assistant", "tool_calls": [{"id": "c1"}]}, "needs a 'function'"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}, "a JSON object"),
         ({"role": "user", "content": [7]}, "A content part is 7"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url': only 'text' and 'context_cache'"),
         ({"role": "user", "content": [{"text": "a"}]}, "type None: only 'text' and 'context_cache'"),

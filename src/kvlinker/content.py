@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvlinker.errors import InvalidRequestError
+from kvlinker.errors import InvalidRequestError, did_you_mean
 from kvlinker.implicit.marks import marked_text
 from kvlinker.store import ContextCache
 from kvlinker.types.messages import (
@@ -20,12 +20,17 @@ from kvlinker.types.messages import (
     TokenIds,
 )
 from kvlinker.types.texts import SearchHit
+from kvlinker.types.tools import template_call
 
 ContentPart = str | ContextCache | SearchHit | CachedPart | Mapping[str, Any]
 """A text, a context cache, or one of the HTTP API's content parts."""
 
+_FIELDS = ("reasoning_content", "tool_calls", "tool_call_id")
+"""The fields of a message that chat templates may show beside its role, content and name."""
+
 Message = Mapping[str, Any]
-"""A message as Python callers write it: ``role``, ``content`` (a text or a list of ContentPart), perhaps ``name``."""
+"""A message as Python callers write it: ``role``, ``content`` (a text or a list of ContentPart), perhaps ``name``,
+``tool_calls``, ``tool_call_id`` and ``reasoning_content``."""
 
 CompletionContent = str | TokenIds | Sequence[int | ContentPart]
 """A completion's prompt as Python callers write it: a text, token ids, or a list of texts and context caches."""
@@ -99,7 +104,17 @@ def _parse_message(index: int, message: Message) -> ChatMessage[CachedPart]:
             f"The content of message {index} is {content!r}, but must be a text or a list of texts and context caches.",
             param="messages",
         )
-    return ChatMessage(role, tuple(_parse_part(part, "messages") for part in parts), message.get("name"))
+    known = {"role", "content", "name", *_FIELDS}
+    for name in message.keys() - known:
+        if message[name] is not None:
+            raise InvalidRequestError(
+                f"Message {index} has a field {name!r}, which is not known.{did_you_mean(str(name), known)}",
+                param="messages",
+            )
+    fields = {name: message[name] for name in _FIELDS if message.get(name) is not None}
+    if "tool_calls" in fields:
+        fields["tool_calls"] = [template_call(call) for call in fields["tool_calls"]]
+    return ChatMessage(role, tuple(_parse_part(part, "messages") for part in parts), message.get("name"), fields)
 
 
 def _parse_part(part: ContentPart, param: str) -> str | CachedPart:

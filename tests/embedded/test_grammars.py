@@ -77,7 +77,7 @@ def test_what_cannot_be_enforced_is_refused_with_the_cause(bench, name):
 @pytest.mark.parametrize(
     ("kind", "source", "cause"),
     [
-        ("json", "{", "EOF"),
+        ("json", "{", "line 1 column 2"),
         ("json", "[1]", "object"),
         ("regex", "(", "unclosed"),
         ("regex", r"(?!a)b", "look-ahead"),

@@ -74,7 +74,7 @@ def test_others_describe_tools_in_the_first_message(name: str) -> None:
 
 
 def test_a_system_message_comes_first() -> None:
-    messages = [ChatMessage("system", ("Be brief.",)), ChatMessage("user", ("Hi",))]
+    messages: list[ChatMessage] = [ChatMessage("system", ("Be brief.",)), ChatMessage("user", ("Hi",))]
     shown = text(templates.CHATML, messages, TIME)
     assert shown.index("Be brief.") < shown.index("get_time") < shown.index("<|start|>user")
 

@@ -108,6 +108,24 @@ def test_structured_outputs(served: Served, asked: dict[str, Any], pattern: str)
             assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("depth", [400, 900, 20_000])
+def test_deep_schemas_are_refused(served: Served, depth: int) -> None:
+    """Wherever one may stand; nothing runs out of stack."""
+    schema = '{"items":' * depth + "{}" + "}" * depth
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}'
+    bodies = [
+        f'"structured_outputs": {{"json": {schema}}}',
+        f'"structured_outputs": {{"json": {json.dumps(schema)}}}',
+        f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}',
+        f'"tools": [{tool}], "tool_choice": "required"',
+        f'"chat_template_kwargs": {{"deep": {schema}}}',
+    ]
+    for body in bodies:
+        content = f'{{"messages": {json.dumps(QUESTION)}, "max_tokens": 1, {body}}}'
+        answer = served.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, (body[:40], answer.text)
+
+
 def test_forms_and_context_caches_go_together(served: Served) -> None:
     (cache_id,) = served.cache("The cat sat on the mat.")
     content = [{"type": "context_cache", "id": cache_id}, {"type": "text", "text": "Where?"}]

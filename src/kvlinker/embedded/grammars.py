@@ -72,6 +72,8 @@ class GrammarGuides:
             tokenizer = self._tokenizer
         try:
             if grammar.kind == "json":
+                if _counts_names(json.loads(grammar.source)):
+                    raise _unenforceable(grammar, "minProperties above 1 cannot be, since names may come twice")
                 style: Any = json_style()
                 compiled = LLMatcher.grammar_from_json_schema(grammar.source, overrides=style)
             else:
@@ -80,6 +82,8 @@ class GrammarGuides:
                 compiled = _framed(compiled, grammar.frame)
         except ValueError as error:
             raise _unenforceable(grammar, str(error)) from error
+        except RecursionError as error:
+            raise _unenforceable(grammar, "it is nested too deeply") from error
         matcher = LLMatcher(tokenizer, compiled, log_level=0)
         if matcher.is_error():
             raise _unenforceable(grammar, matcher.get_error())
@@ -134,6 +138,15 @@ def _framed(compiled: str, frame: str) -> str:
     is_lark = not compiled.lstrip().startswith("{")
     inner = {"lark_grammar": compiled} if is_lark else json.loads(compiled)["grammars"][0]
     return json.dumps({"grammars": [{"lark_grammar": frame}, {**inner, "name": "answer"}]})
+
+
+def _counts_names(schema: Any) -> bool:
+    """Return whether a schema asks for several properties, whichever: grammars do not keep two from having one
+    name."""
+    if isinstance(schema, dict):
+        least = schema.get("minProperties")
+        return (isinstance(least, int) and least > 1) or any(map(_counts_names, schema.values()))
+    return isinstance(schema, list) and any(map(_counts_names, schema))
 
 
 def _unenforceable(grammar: AnswerGrammar, cause: str) -> InvalidRequestError:

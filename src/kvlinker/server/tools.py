@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from kvlinker.server.bodies import RequestBody, ResponseBody, Text
 from kvlinker.types.responses import ToolCall
-from kvlinker.types.tools import Tool
+from kvlinker.types.tools import Tool, template_call
 
 MOST_TOOLS = 256
 
@@ -90,8 +90,7 @@ class ToolCallBody(RequestBody):
 
     def template_call(self) -> dict[str, Any]:
         """Return the call as chat templates take it, with its arguments as an object."""
-        arguments = json.loads(self.function.arguments or "{}")
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        return template_call(self.model_dump())
 
 
 class FunctionCall(ResponseBody):

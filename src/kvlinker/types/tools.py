@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
+
+from kvlinker.errors import InvalidRequestError
 
 Tool = Mapping[str, Any]
 """A definition: ``{"type": "function", "function": {"name", "description"?, "parameters"?}}``; parameters are a JSON
@@ -14,3 +17,22 @@ def function_of(tool: Tool) -> Mapping[str, Any]:
     """Return the function that a definition describes."""
     function: Mapping[str, Any] = tool["function"]
     return function
+
+
+def template_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call of the assistant's, as OpenAI's API has it, as chat templates take it: with arguments that are no
+    text. Raises InvalidRequestError (``messages``) for one that has no name, or whose arguments are no JSON object."""
+    function = call.get("function")
+    name, arguments = (
+        (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (None, None)
+    )
+    try:
+        parsed = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+    except ValueError:
+        parsed = None
+    if not isinstance(name, str) or not isinstance(parsed, Mapping):
+        raise InvalidRequestError(
+            f"A call of a tool is {dict(call)!r}, but needs a 'function' with a 'name' and 'arguments', a JSON object.",
+            param="messages",
+        )
+    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": dict(parsed)}}
