@@ -47,6 +47,13 @@ def test_server_client(capsys: pytest.CaptureFixture[str]) -> None:
     assert text == "Oslo\n41 prompt tokens, 24 of them cached, 4 recomputed\n"
 
 
+def test_structured_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = load_settings()
+    with serving(LLM.from_settings(settings), settings) as served:
+        text = printed_by("structured_answers.py", capsys, served.url)
+    assert text == "{'city': 'Oslo'}\nbaker\n"
+
+
 def test_own_policy(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed_by("own_policy.py", capsys)
     assert re.findall(r"^(\S+) +(\d+) tokens recomputed: Oslo$", text, re.MULTILINE) == [
