@@ -18,12 +18,11 @@ from kvlinker.server.access import TenantParam
 from kvlinker.server.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
 from kvlinker.server.bodies import DocumentBody, ResponseBody, Text
 from kvlinker.server.conversing import Conversing
-from kvlinker.server.decoding import DecodingBody
 from kvlinker.server.errors import blaming
-from kvlinker.server.messages import MessageBody
-from kvlinker.server.models import ServiceParam
-from kvlinker.server.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
-from kvlinker.server.tools import (
+from kvlinker.server.fields.decoding import DecodingBody
+from kvlinker.server.fields.messages import MessageBody
+from kvlinker.server.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
+from kvlinker.server.fields.tools import (
     MOST_TOOLS,
     ToolBody,
     ToolCallDelta,
@@ -32,6 +31,7 @@ from kvlinker.server.tools import (
     call_deltas,
     call_objects,
 )
+from kvlinker.server.models import ServiceParam
 from kvlinker.types.answers import Delta, Finished, TokenLogprob
 from kvlinker.types.messages import TemplateOptions
 from kvlinker.types.responses import ResponsePiece

@@ -17,10 +17,10 @@ from kvlinker.llm import LLM, Answer, Prompt
 from kvlinker.server.access import TenantParam
 from kvlinker.server.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
 from kvlinker.server.bodies import MAX_CHOICES, Part, ResponseBody, Text, content_of
-from kvlinker.server.decoding import DecodingBody
 from kvlinker.server.errors import blaming
+from kvlinker.server.fields.decoding import DecodingBody
+from kvlinker.server.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body, scored_tokens
 from kvlinker.server.models import ServiceParam
-from kvlinker.server.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body, scored_tokens
 from kvlinker.types.answers import Delta, Finished, PromptLogprobs, TokenLogprob
 from kvlinker.types.messages import CachedPart, CompletionPrompt, ContextCacheReference, MarkedText, TokenIds
 

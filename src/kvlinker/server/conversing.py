@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM, Prompt
 from kvlinker.prompt.responses import ResponseReader
-from kvlinker.server.tools import NamedToolBody, ToolBody
+from kvlinker.server.fields.tools import NamedToolBody, ToolBody
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tools import Tool
 

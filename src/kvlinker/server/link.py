@@ -14,7 +14,7 @@ from kvlinker.server.access import TenantParam
 from kvlinker.server.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
 from kvlinker.server.completions import PromptBody, single_prompt
 from kvlinker.server.errors import blaming, error_responses
-from kvlinker.server.messages import MessageBody
+from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.models import Service, ServiceParam
 
 router = APIRouter(prefix="/v1", tags=["linking"])

@@ -12,7 +12,7 @@ from kvlinker.server.access_log import note_tokens
 from kvlinker.server.bodies import DocumentBody, RequestBody, ResponseBody, Text, exactly_one
 from kvlinker.server.completions import PromptBody, single_prompt
 from kvlinker.server.errors import error_responses
-from kvlinker.server.messages import MessageBody
+from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.models import Service, ServiceParam
 
 router = APIRouter(tags=["models"])

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, mod
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvlinker.server.bodies import Part, RequestBody, Text, content_of
-from kvlinker.server.tools import ToolCallBody
+from kvlinker.server.fields.tools import ToolCallBody
 from kvlinker.types.messages import CachedPart, ChatMessage
 
 _Content = Annotated[

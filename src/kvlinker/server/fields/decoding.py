@@ -11,7 +11,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.bodies import SamplingBody, Unicode
-from kvlinker.server.structured import ResponseFormatBody, StructuredOutputsBody, answer_grammar
+from kvlinker.server.fields.structured import ResponseFormatBody, StructuredOutputsBody, answer_grammar
 
 MOST_BIASED = 4096
 MOST_ENDINGS = 128
