@@ -77,7 +77,11 @@ class Implicits:
 
 
 class Builder:
-    """Gives back what it is to build a prompt of; refuses chunks in messages of the role ``picky``."""
+    """Gives back what it is to build a prompt of; refuses chunks in messages of the role ``picky``. Notes the
+    options."""
+
+    def __init__(self) -> None:
+        self.options: list[TemplateOptions] = []
 
     def chat(
         self,
@@ -88,6 +92,7 @@ class Builder:
     ) -> Any:
         if any(message.role == "picky" and not isinstance(message.content[0], str) for message in messages):
             raise InvalidRequestError("no", param="messages")
+        self.options.append(options)
         return list(messages), list(documents)
 
     def completion(self, prompt: Any) -> Any:
@@ -99,14 +104,16 @@ class Builder:
 
 
 class Finder:
-    """A recognizer that finds the text ``found``, and notes what it may remember."""
+    """A recognizer that finds the text ``found``, and notes what it may remember and what comes before."""
 
     def __init__(self) -> None:
         self.noted: list[bool] = []
+        self.openings: list[str] = []
 
     def mark(self, messages: Any, *, opening: str, tenant: str, notes: bool) -> Any:
         assert tenant == "anna"
         self.noted.append(notes)
+        self.openings.append(opening)
         return [
             replace(m, content=tuple(MarkedText(part) if part == "found" else part for part in m.content))
             for m in messages
@@ -176,6 +183,22 @@ def test_what_is_recognised_takes_the_places_of_text(keeps: bool) -> None:
     assert reading.completion(("found", "b"), how).prompt == (found, "b")
     assert reading._recognizer.noted == [keeps, keeps]
     assert reading.completion(("found",), ANNA).prompt == ("found",), "only where that is wanted"
+
+
+def test_calls_and_results_stay_with_their_messages() -> None:
+    reading, _, _ = reader("cc_1")
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    asked: ChatMessage = ChatMessage("assistant", (), fields={"tool_calls": [call], "reasoning_content": "Hm."})
+    result: ChatMessage = ChatMessage("tool", ("found", MarkedText("x"), ONE), fields={"tool_call_id": "c1"})
+    options = TemplateOptions(tools=({"type": "function", "function": {"name": "f"}},))
+    how = Reading("anna", implicit=Implicit.AUTO)
+    read = reading.chat([asked, result], how, options=options)
+    found = Chunk(tuple(map(ord, "found")))
+    assert read.prompt[0] == [asked, ChatMessage("tool", (found, Chunk((120,)), Chunk((0,))), fields=result.fields)]
+    reading.chat([ChatMessage("user", ("a",))], how)
+    assert reading._builder.options == [options, TemplateOptions()]
+    with_tools, without = reading._recognizer.openings
+    assert ("'f'" in with_tools, without) == (True, "")
 
 
 @pytest.mark.parametrize("how", [Reading("anna", implicit=Implicit.OFF), Reading("anna", policy=parse_policy("full"))])

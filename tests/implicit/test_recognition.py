@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,11 +43,14 @@ class Reader:
         made: Any = self.catalog
         self.recognizer = Recognizer(made, ENCODER, fingerprint="model")
 
-    def marked(self, *messages: ChatMessage[CachedPart] | str, tenant: str = "anna", notes: bool = True) -> list[str]:
-        """The texts that are marked; all parts together are what was asked."""
+    def marked(
+        self, *messages: ChatMessage[CachedPart] | str, opening: str = "", tenant: str = "anna", notes: bool = True
+    ) -> list[str]:
+        """The texts that are marked; all else is what was asked."""
         asked = [message if isinstance(message, ChatMessage) else user(message) for message in messages]
-        told = self.recognizer.mark(asked, tenant=tenant, notes=notes)
+        told = self.recognizer.mark(asked, opening=opening, tenant=tenant, notes=notes)
         assert [_text(message) for message in told] == [_text(message) for message in asked]
+        assert [replace(message, content=()) for message in told] == [replace(message, content=()) for message in asked]
         return [part.text for message in told for part in message.content if isinstance(part, MarkedText)]
 
 
@@ -56,6 +60,10 @@ def user(*content: str | CachedPart) -> ChatMessage[CachedPart]:
 
 def _answer(text: str) -> ChatMessage[CachedPart]:
     return ChatMessage("assistant", (text,))
+
+
+def _calling(call_id: str) -> ChatMessage[CachedPart]:
+    return ChatMessage("assistant", (), fields={"tool_calls": [{"id": call_id}]})
 
 
 def _text(message: ChatMessage[CachedPart]) -> str:
@@ -73,6 +81,21 @@ def test_passages_are_marked_at_their_second_sight_and_known_then() -> None:
     assert reader.marked(joined(b, c, question="Why?")) == [b]
     reader.catalog.enter(b)
     assert reader.marked(f"See {b} there.") == [b], "inside a line, too"
+
+
+def test_results_of_tools_are_marked_at_their_second_sight() -> None:
+    reader = Reader()
+    result: ChatMessage[CachedPart] = ChatMessage("tool", (document("a"),), fields={"tool_call_id": "c1"})
+    assert reader.marked("Who?", _calling("c1"), result) == []
+    assert reader.marked("Who?", _calling("c1"), result, "Sure?") == [], "the conversation goes on"
+    assert reader.marked("Who?", _calling("c2"), replace(result, fields={"tool_call_id": "c2"})) == [document("a")]
+
+
+def test_behind_other_tools_nothing_begins_alike() -> None:
+    reader = Reader()
+    assert reader.marked(document("a"), opening="f") == []
+    assert reader.marked(document("a"), opening="f") == []
+    assert reader.marked(document("a"), opening="g") == [document("a")]
 
 
 def test_whole_parts_are_marked_at_their_second_sight() -> None:

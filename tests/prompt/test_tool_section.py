@@ -9,7 +9,7 @@ import pytest
 from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.types.chunks import Chunk, GenerationContext
-from kvlinker.types.messages import ChatMessage, TemplateOptions
+from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
 from tests.prompt import templates
 from tests.prompt.test_responses import TIME, TOOLS
 from tests.toy_tokenizers import byte_level
@@ -96,6 +96,33 @@ def test_tools_and_chunks_stand_in_one_prompt(template: str) -> None:
     ]
     prompt = builder(template).chat(messages, options=TemplateOptions(tools=(TIME,)))
     assert prompt.chunks == (one, two)
+
+
+@pytest.mark.parametrize(
+    "template", [WITH_TOOLS, "{% for d in documents or [] %}<{{ d.text }}>{% endfor %}" + WITH_TOOLS]
+)
+def test_tools_and_documents_stand_in_one_prompt(template: str) -> None:
+    """The documents may be chunks, wherever the template puts them."""
+    one, two = Chunk((10, 11, 12)), Chunk((20, 21))
+    messages: list[ChatMessage] = [
+        ChatMessage("user", ("Time?",)),
+        ChatMessage("assistant", (), fields={"tool_calls": [CALL]}),
+        ChatMessage("tool", (two,), fields={"tool_call_id": "abc"}),
+    ]
+    options = TemplateOptions(tools=(TIME,))
+    prompt = builder(template).chat(messages, [Document(one), Document("plain")], options=options)
+    assert prompt.chunks == (one, two)
+    shown = byte_level().decode(prompt.tokens.tolist())
+    assert all(text in shown for text in ("plain", "Time?", '"name": "get_time"', 'get_time({"zone": "CET"})', "#abc"))
+
+
+def test_described_tools_come_before_documents() -> None:
+    """They change less often."""
+    prompt = builder(templates.CHATML).chat(
+        [ChatMessage("user", ("Time?",))], [Document("A clock.")], options=TemplateOptions(tools=(TIME,))
+    )
+    shown = byte_level().decode(prompt.tokens.tolist())
+    assert shown.index("get_time") < shown.index("A clock.") < shown.index("Time?")
 
 
 def test_arguments_cannot_spell_the_word_that_stands_for_a_chunk() -> None:

@@ -18,7 +18,9 @@ CHAT = "/v1/chat/completions"
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 QUESTION = "\nWhere is the cat?"
-TEMPLATE_WITH_DOCUMENTS = "{% for d in documents %}[{{ d.title }}|{{ d.source }}|{{ d.text }}]{% endfor %}" + TEMPLATE
+TEMPLATE_WITH_DOCUMENTS = (
+    "{% for d in documents or [] %}[{{ d.title }}|{{ d.source }}|{{ d.text }}]{% endfor %}" + TEMPLATE
+)
 
 
 def text(name: str, words: int = 40) -> str:
@@ -31,8 +33,19 @@ def part(text: str, mark: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def body(*parts: Any, role: str = "user", **fields: Any) -> dict[str, Any]:
-    messages = [{"role": role, "content": list(parts)}, {"role": "user", "content": QUESTION}]
+    called = turns(*parts) if role == "tool" else [{"role": role, "content": list(parts)}]
+    messages = [*called, {"role": "user", "content": QUESTION}]
     return {"messages": messages, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
+
+
+def turns(*parts: Any, call_id: str = "c1") -> list[dict[str, Any]]:
+    """A call of a tool, and its result, of these parts."""
+    call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": '{"at": "cats"}'}}
+    return [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": list(parts)},
+    ]
 
 
 def ask(served: Served, *parts: Any, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
@@ -181,6 +194,87 @@ def test_marks_of_other_forms_are_refused(apart: Served, mark: dict[str, Any], p
 
 def test_an_empty_part_is_no_chunk(apart: Served) -> None:
     assert "link" not in ask(apart, part("", EPHEMERAL), part("Hi"))
+
+
+LOOK: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"at": {"enum": ["cats", "dogs"]}}, "required": ["at"]}
+        | {"additionalProperties": False},
+    },
+}
+FORM: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "seen",
+        "schema": {"type": "object", "properties": {"cats": {"type": "boolean"}}, "required": ["cats"]}
+        | {"additionalProperties": False},
+    },
+}
+TEMPLATE_WITH_TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + TEMPLATE_WITH_DOCUMENTS.replace(
+    "{{ message['content'] }}",
+    "{{ message['content'] }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    "{{ message.tool_call_id }}",
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE_WITH_TOOLS])
+def test_results_of_tools_are_chunks_beside_documents_and_forms(tmp_path: Path, template: str) -> None:
+    """Whether the chat template shows tools and documents or not."""
+    a, b = text("ra"), text("rb")
+    asked: dict[str, Any] = {
+        "tools": [LOOK],
+        "documents": [{"text": b}],
+        "response_format": FORM,
+        "tool_choice": "none",
+    }
+    with server(tmp_path, chat_template=template, prefix_cache="off") as served:
+        first, second = (ask(served, part(a, EPHEMERAL), role="tool", max_tokens=100, **asked) for _ in range(2))
+        plain = ask(served, part(a), role="tool", max_tokens=100, link={"implicit": "off"}, **asked)
+    assert (created(first), created(second)) == ([True, True], [False, False])
+    assert "link" not in plain
+    assert first["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+    assert cached(second) > len(a)
+    for answer in (first, second, plain):
+        assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"cats"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_follow_marked_results(apart: Served, stream: bool) -> None:
+    """Both the chunks and the call are told, in one piece or in a stream."""
+    a = text(f"rc{stream:d}")
+    fields = {"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "look"}}}
+    asked = body(part(a, EPHEMERAL), role="tool", **fields) | {"max_tokens": 200, "stream": stream}
+    answer = apart.post(CHAT, asked)
+    assert answer.status_code == 200, answer.text
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    told = chunks if stream else [answer.json()]
+    said = [chunk["choices"][0]["delta" if stream else "message"] for chunk in told]
+    (call,) = (call for piece in said for call in piece.get("tool_calls") or ())
+    assert json.loads(call["function"]["arguments"])["at"] in ("cats", "dogs")
+    assert told[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert [created(chunk) for chunk in told if "link" in chunk] == [[True]]
+
+
+def test_results_of_tools_are_recognised(apart: Served) -> None:
+    a = lines("result")
+    fields: dict[str, Any] = {"max_tokens": 4, "tools": [LOOK], **AUTO}
+    answers = []
+    for number in range(3):
+        messages = turns(part(f"Found:\n{a}"), call_id=f"c{number}")
+        answer = apart.post(CHAT, {"messages": messages, **fields})
+        assert answer.status_code == 200, answer.text
+        answers.append(answer.json())
+    assert ["link" in answer for answer in answers] == [False, True, True]
+    assert [created(answer) for answer in answers[1:]] == [[True], [False]]
+    assert cached(answers[2]) > 0.8 * answers[2]["link"]["context_caches"][0]["tokens"]
+
+
+def test_an_echo_says_marked_texts_as_they_are(apart: Served) -> None:
+    a = text("ea")
+    asked = {"prompt": [part("Read: "), part(a, EPHEMERAL)], "max_tokens": 0, "echo": True}
+    assert apart.post("/v1/completions", asked).json()["choices"][0]["text"] == f"Read: {a}"
 
 
 def test_implicit_off(apart: Served) -> None:
