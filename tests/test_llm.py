@@ -59,7 +59,9 @@ def test_given_text_is_scored_as_it_is_generated(make_llm):
         scored = llm.score([*caches, QUESTION], policy=policy, logprobs=3)
         assert len(scored.token_ids) == len(QUESTION) - 1
         for cut in (1, 20):
-            answer = llm.completion([*caches, QUESTION[:cut]], policy=policy, max_tokens=1, logprobs=1000)
+            answer = llm.completion(
+                [*caches, QUESTION[:cut]], policy=policy, max_tokens=1, temperature=0, logprobs=1000
+            )
             following = {entry.token_id: entry.logprob for entry in answer.logprobs[0].top}
             own = following[scored.token_ids[cut - 1]]
             assert scored.logprobs[cut - 1] == pytest.approx(own, abs=1e-4)
@@ -126,6 +128,9 @@ def test_evicted_and_damaged_kv_is_computed_again(make_llm, tmp_path):
     assert after.token_ids == before.token_ids
     assert after.usage.recomputed_tokens == before.usage.recomputed_tokens
     assert (before.usage.cached_tokens > 0, after.usage.cached_tokens) == (True, 0), "all of it was computed for this"
+    llm.store.flush()
+    (disk,) = [found for found in llm.store.check() if found.name == "disk"]
+    assert (disk.checked, disk.damaged) == (3, ())  # whole again
 
 
 def test_the_same_content_shares_its_kv_until_nobody_holds_it(make_llm):
