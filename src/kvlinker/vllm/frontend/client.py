@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from kvlinker.config import Settings
 from kvlinker.errors import InvalidRequestError, ModelLoadError
-from kvlinker.types.grammars import AnswerGrammar
 from kvlinker.types.sampling import SamplingParams
+from kvlinker.vllm.frontend.grammars import GUIDANCE, VLLMGrammars
 from kvlinker.vllm.options import ConnectorOptions
 from kvlinker.vllm.plugin import NAME
 from kvlinker.vllm.protocol.signature import PlanSigner
@@ -67,6 +67,7 @@ class VLLMClient:
         self._client = client
         self.loop = loop
         self._signer = signer
+        self.grammars = VLLMGrammars(client)
 
     @property
     def healthy(self) -> bool:
@@ -95,9 +96,10 @@ class VLLMClient:
     ) -> AsyncGenerator[NewTokens, None]:
         """Yield what the request ``name`` generates, as it comes. Closing the iterator aborts the request."""
         prompt = {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
-        transfer_params = None if transfer is None else self._signer.params(transfer, tokens)
-        params = _vllm_sampling(sampling, max_tokens, transfer_params)
-        outputs = self._client.generate(prompt, params, name)
+        transfer_params = None if transfer is None else self.signed(transfer, tokens)
+        structured = None if sampling.grammar is None else self.grammars.prepare(sampling.grammar)
+        params = _vllm_sampling(sampling, max_tokens, transfer_params, structured)
+        outputs = self._client.generate(prompt, params, name, reasoning_ended=True)  # grammars have reasoning in them
         try:
             async for output in outputs:
                 yield _new_tokens(output)
@@ -119,6 +121,16 @@ class VLLMClient:
         ):
             outcome = output.outcome
         return outcome or TransferOutcome(linked=False)
+
+    async def run_first(self, tokens: Sequence[int], transfer: TransferPlan, salt: str) -> None:
+        """Generate a token behind a prompt, so that later requests with this salt find its KV."""
+        name = f"kvlinker-{secrets.token_hex(8)}"
+        async for _ in self.stream(name, tokens, _ONE_TOKEN, max_tokens=1, transfer=transfer, salt=salt):
+            pass
+
+    def signed(self, transfer: TransferPlan, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return the ``kv_transfer_params`` that carry a transfer plan for a prompt of these tokens."""
+        return self._signer.params(transfer, tokens)
 
     def close(self) -> None:
         """Do nothing: the client is stopped by its creator."""
@@ -167,6 +179,7 @@ async def _end_all_tasks() -> None:
 
 async def _start(settings: Settings, dtype: str) -> Any:
     import torch
+    from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -191,6 +204,7 @@ async def _start(settings: Settings, dtype: str) -> Any:
     if settings.encryption_key is not None:
         os.environ["KVLINKER_ENCRYPTION_KEY"] = settings.encryption_key.get_secret_value()  # never among vLLM's options
     try:
+        structured = StructuredOutputsConfig(**({"backend": GUIDANCE} | options.pop("structured_outputs_config", {})))
         arguments = AsyncEngineArgs(
             model=settings.model,
             dtype=dtype,
@@ -206,9 +220,10 @@ async def _start(settings: Settings, dtype: str) -> Any:
                     "chunk_scores": settings.chunk_scores,
                 },
             },
+            structured_outputs_config=structured,
             **(defaults | options),
         )
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"vllm_options {json.dumps(options)}: {error}", param="vllm_options") from error
     require_linkable(
         pipeline_parallel_size=arguments.pipeline_parallel_size,
@@ -235,18 +250,15 @@ def _new_tokens(output: Any) -> NewTokens:
     )
 
 
-def _structured(grammar: AnswerGrammar) -> Any:
-    """Return a grammar as vLLM takes it."""
-    from vllm.sampling_params import StructuredOutputsParams
+def _vllm_sampling(
+    sampling: SamplingParams, max_tokens: int, transfer: Mapping[str, Any] | None, structured: Mapping[str, Any] | None
+) -> Any:
+    """Return vLLM's sampling parameters, without stop strings: kvlinker looks for them itself.
 
-    source = json.loads(grammar.source) if grammar.kind == "choice" else grammar.source
-    return StructuredOutputsParams(**{grammar.kind: source})
-
-
-def _vllm_sampling(sampling: SamplingParams, max_tokens: int, transfer: Mapping[str, Any] | None) -> Any:
-    """Return vLLM's sampling parameters, without stop strings: kvlinker looks for them itself."""
+    ``structured`` are the fields of vLLM's for the request's grammar, which alone decides where its answer ends.
+    """
     from vllm import SamplingParams as VLLMSamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     return VLLMSamplingParams(
         temperature=sampling.temperature,
@@ -257,13 +269,13 @@ def _vllm_sampling(sampling: SamplingParams, max_tokens: int, transfer: Mapping[
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         seed=None if sampling.seed is None else sampling.seed % 2**63,
-        ignore_eos=sampling.ignore_eos,
-        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos and structured is None,
+        min_tokens=sampling.min_tokens if structured is None else 0,
         stop_token_ids=list(sampling.stop_token_ids),
         bad_words=list(sampling.bad_words),
         logit_bias=dict(sampling.logit_bias) or None,
         logprobs=sampling.logprobs,
-        structured_outputs=None if sampling.grammar is None else _structured(sampling.grammar),
+        structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
         max_tokens=max_tokens,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,

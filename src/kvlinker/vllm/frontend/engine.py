@@ -31,6 +31,7 @@ from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.vllm.frontend.client import SPARE_TOKENS, VLLMClient
 from kvlinker.vllm.frontend.linker import LinkedPrompt, VLLMLinker
 from kvlinker.vllm.frontend.model_facts import ModelFacts
+from kvlinker.vllm.frontend.preparation import PreparedPrompt
 from kvlinker.vllm.protocol.transfer_plan import TransferPlan, unsupported
 
 T = TypeVar("T")
@@ -111,6 +112,19 @@ class VLLMEngine:
         self._checked(request)
         return self._client.run(self._translated(self._explain(request)))
 
+    def prepare(self, request: GenerationRequest, *, salt: str | None = None) -> Future[PreparedPrompt]:
+        """Link the prompt of a request that vLLM's own handlers are to answer; ``salt`` is the request's own.
+
+        Where there are several choices, the prompt's KV is in vLLM's prefix cache then, so that it is linked once.
+        Raises PolicyError, ContextLengthError or EngineClosedError at once; later errors are the future's.
+        """
+        self._checked(request)
+        return self._client.run(self._translated(self._prepare(request, salt)))
+
+    def note_uses(self, prepared: PreparedPrompt, tenant: str) -> None:
+        """Note in the store how a prepared prompt used its chunks."""
+        self._executor.submit(self._tell_store, prepared.linked, tenant)
+
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
         raise _unscored("prompt")
 
@@ -149,13 +163,8 @@ class VLLMEngine:
         check_supported(self.unsupported(request.policy))
         if request.sampling.prompt_logprobs is not None:
             raise _unscored("prompt_logprobs")
-        grammar = request.sampling.grammar
-        if grammar is not None and (grammar.kind == "lark" or grammar.frame):
-            raise InvalidRequestError(
-                "The vllm engine cannot enforce calls of tools, nor forms of answers beside them or behind reasoning. "
-                "Use tool_choice 'auto' or 'none' without a form, or the embedded engine.",
-                param="tool_choice" if grammar.kind == "lark" else grammar.param,
-            )
+        if request.sampling.grammar is not None:
+            self._client.grammars.prepare(request.sampling.grammar)
         if request.sampling.max_tokens == 0:
             raise InvalidRequestError(
                 "max_tokens is 0, but the vllm engine generates at least 1 token.", param="max_tokens"
@@ -247,6 +256,14 @@ class VLLMEngine:
             request.fail(engine_closed())
         request.cancel()
 
+    async def _prepare(self, request: GenerationRequest, own_salt: str | None) -> PreparedPrompt:
+        linked = await self._linker.refine(await self._linker.link(request))
+        transfer, tokens = linked.transfer, linked.plan.prompt.tokens.tolist()
+        salt = salt_of(transfer, request.tenant, own_salt)
+        if request.n > 1:
+            await self._client.run_first(tokens, transfer, salt)
+        return PreparedPrompt(linked, self._client.signed(transfer, tokens), salt)
+
     async def _explain(self, request: GenerationRequest) -> Explanation:
         linked = await self._linker.refine(await self._linker.link(request), explains=True)
         return linked.explanation(self._facts.cost)
@@ -299,7 +316,7 @@ def _unscored(param: str) -> InvalidRequestError:
     )
 
 
-def salt_of(transfer: TransferPlan, tenant: str) -> str:
-    """Return the salt that keeps a request's KV apart in vLLM's prefix cache: a hash of the tenant and the transfer
-    plan."""
-    return hashlib.sha256(f"{tenant}\0{transfer.model_dump_json()}".encode()).hexdigest()
+def salt_of(transfer: TransferPlan, tenant: str, own: str | None = None) -> str:
+    """Return the salt that keeps a request's KV apart in vLLM's prefix cache: a hash of the tenant, the transfer plan,
+    and the salt that the request has of its ``own``."""
+    return hashlib.sha256(f"{tenant}\0{transfer.model_dump_json()}\0{own or ''}".encode()).hexdigest()
