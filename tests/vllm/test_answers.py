@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from kvlinker.config import Settings
+from kvlinker.server.app import create_app
+from kvlinker.vllm.other_routes import add_other_routes
 from tests.schemas import UNENFORCEABLE
 from tests.server import test_tools
-from tests.server.serving import Served
+from tests.server.serving import Served, listening
 from tests.server.test_decoding import (  # noqa: F401
     test_an_echo_stands_before_the_answer,
     test_bad_words_do_not_come,
@@ -44,7 +56,7 @@ CHAT = "/v1/chat/completions"
 MARKED: Any = {"type": "text", "text": "The cat sat on the mat. " * 6, "cache_control": {"type": "ephemeral"}}
 
 
-def test_required_calls_are_valid(served: Served, client: openai.OpenAI) -> None:
+def test_required_calls_are_valid(served: Served, client: openai.OpenAI) -> None:  # noqa: F811
     test_tools.test_required_calls_are_valid(served, client, 1)
 
 
@@ -93,3 +105,50 @@ def test_the_end_of_the_form_is_the_end_of_the_answer(served: Served) -> None:
     body = {"messages": QUESTION, "structured_outputs": {"choice": ["abc"]}, "ignore_eos": True, "min_tokens": 9}
     choice = served.post(CHAT, body | {"max_tokens": 20}).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("abc", "stop")
+
+
+@pytest.fixture(scope="module")
+def other(served: Served, vllm_settings: Settings) -> Iterator[httpx.Client]:
+    """A server as the command line starts it, with vLLM's routes behind kvlinker's."""
+    keys = {"api_keys": ("user",), "admin_keys": ("admin",)}
+    settings = vllm_settings.model_copy(update=keys)
+    app = create_app(served.llm, settings)
+    add_other_routes(app, served.llm.engine, settings)
+    with listening(app, settings, closes=False) as url, httpx.Client(base_url=url, timeout=60) as http:
+        http.headers["Authorization"] = "Bearer admin"
+        yield http
+
+
+def test_vllms_other_routes_are_served(other: httpx.Client) -> None:
+    assert other.get("/version").json()["version"]
+    tokens = other.post("/tokenize", json={"text": "a cat"}).json()["tokens"]
+    assert other.post("/detokenize", json={"tokens": tokens}).json()["prompt"].endswith("a cat")
+    body = {"input": "The cat", "max_output_tokens": 3, "store": False, "temperature": 0}
+    assert other.post("/v1/responses", json=body).json()["object"] == "response"
+    streamed = other.post("/inference/v1/generate", json={"token_ids": tokens, "sampling_params": {"max_tokens": 2}})
+    assert len(streamed.json()["choices"][0]["token_ids"]) == 2
+    own = other.get("/v1/models").json()["data"]
+    assert [model["owned_by"] for model in own] == ["kvlinker"]
+    missing = other.get("/v1/nothing")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_vllms_other_routes_are_for_admins(other: httpx.Client) -> None:
+    for path in ("/version", "/load"):
+        refused = other.get(path, headers={"Authorization": "Bearer user"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+        assert other.get(path, headers={"Authorization": "Bearer nobody"}).status_code == 401
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+
+
+def test_every_field_of_vllms_stands_on_the_page() -> None:
+    fields = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
+    assert not [name for name in sorted(fields) if f"`{name}`" not in PAGE]
+
+
+def test_every_route_of_vllms_stands_on_the_page() -> None:
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    paths = {path for route in build_app(args, ("generate",), None).routes if (path := getattr(route, "path", ""))}
+    assert not [path for path in sorted(paths) if f"`{path}`" not in PAGE]

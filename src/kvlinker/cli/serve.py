@@ -35,6 +35,10 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
     with console.status(f"Loading and checking {settings.model}"):
         llm = LLM.from_settings(settings)
     app = create_app(llm, settings)
+    if settings.engine == "vllm":
+        from kvlinker.vllm.other_routes import add_other_routes
+
+        add_other_routes(app, llm.engine, settings)
     console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
     config = server_config(app, request_timeout=settings.request_timeout)
     with logging_to_stderr(settings.log_level), suppress(KeyboardInterrupt):

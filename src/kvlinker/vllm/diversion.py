@@ -54,9 +54,6 @@ class Diversion(BaseRoute):
         self.app: FastAPI | None = None
         """kvlinker's application; None before it is started."""
 
-        self.takes_all = False
-        """True where each request is to be looked at, since texts are recognised without a mark."""
-
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         if self.app is None or scope["type"] != "http" or _PASSED in scope:
             return Match.NONE, {}
@@ -65,7 +62,7 @@ class Diversion(BaseRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.app is not None
-        if scope["method"] == "POST" and self._is_vllms(scope) and not self.takes_all:
+        if scope["method"] == "POST" and self._is_vllms(scope):
             body = await read_body(receive)
             receive = replayed(body, receive)
             if not is_linked(body):

@@ -74,7 +74,6 @@ class KVLinkerEndpoints:
         service: Service = app.state.service
         prometheus_client.REGISTRY.register(service.metrics.registry)
         self._running.callback(prometheus_client.REGISTRY.unregister, service.metrics.registry)
-        self._diversion.takes_all = settings.implicit == "auto"
         self._diversion.app = app
 
 

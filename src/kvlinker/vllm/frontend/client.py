@@ -70,6 +70,11 @@ class VLLMClient:
         self.grammars = VLLMGrammars(client)
 
     @property
+    def engine_client(self) -> Any:
+        """vLLM's own client, to be used in ``loop``."""
+        return self._client
+
+    @property
     def healthy(self) -> bool:
         """True while vLLM's engine serves."""
         return not self._client.errored

@@ -86,6 +86,11 @@ class VLLMEngine:
         atexit.register(self.close)
 
     @property
+    def client(self) -> VLLMClient:
+        """The client of vLLM's engine."""
+        return self._client
+
+    @property
     def healthy(self) -> bool:
         return not self._closing and self._client.healthy
 
