@@ -172,7 +172,7 @@ def test_errors_are_of_who_knows(http: httpx.Client) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "context_cache_not_found")
     unknown = http.post(CHAT, json=asked({"type": "context_cache", "id": "cc_none"}))
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "messages.0.content.0.id")
-    refused = http.post(TEXT, json={"prompt": [part], "link": {"policy": "query-5"}})
+    refused = http.post(TEXT, json={"prompt": [part], "link": {"policy": "query-no"}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "link.policy")
     for fields in ({"use_beam_search": True}, {"prompt_logprobs": 1}, {"kv_transfer_params": {"a": 1}}):
         unlinkable = http.post(CHAT, json=asked(part, **fields))

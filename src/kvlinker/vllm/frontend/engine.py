@@ -264,7 +264,7 @@ class VLLMEngine:
     async def _prepare(self, request: GenerationRequest, own_salt: str | None) -> PreparedPrompt:
         linked = await self._linker.refine(await self._linker.link(request))
         transfer, tokens = linked.transfer, linked.plan.prompt.tokens.tolist()
-        salt = salt_of(transfer, request.tenant, own_salt)
+        salt = salt_of(transfer, request.tenant if own_salt is None else f"{request.tenant}\0{own_salt}")
         if request.n > 1:
             await self._client.run_first(tokens, transfer, salt)
         return PreparedPrompt(linked, self._client.signed(transfer, tokens), salt)
@@ -321,7 +321,7 @@ def _unscored(param: str) -> InvalidRequestError:
     )
 
 
-def salt_of(transfer: TransferPlan, tenant: str, own: str | None = None) -> str:
-    """Return the salt that keeps a request's KV apart in vLLM's prefix cache: a hash of the tenant, the transfer plan,
-    and the salt that the request has of its ``own``."""
-    return hashlib.sha256(f"{tenant}\0{transfer.model_dump_json()}\0{own or ''}".encode()).hexdigest()
+def salt_of(transfer: TransferPlan, tenant: str) -> str:
+    """Return the salt that keeps a request's KV apart in vLLM's prefix cache: a hash of the tenant and the transfer
+    plan."""
+    return hashlib.sha256(f"{tenant}\0{transfer.model_dump_json()}".encode()).hexdigest()
