@@ -42,7 +42,7 @@ def http(vllm_settings: Settings, folder: Path) -> Iterator[httpx.Client]:
     extra = {"state_dir": str(settings.state_dir), "policy": settings.policy}
     with (
         vllm_serving(settings.model, folder / "log", extra, *options) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
+        httpx.Client(base_url=url, timeout=180) as client,
     ):
         yield client
 
@@ -174,10 +174,12 @@ def test_errors_are_of_who_knows(http: httpx.Client) -> None:
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "messages.0.content.0.id")
     refused = http.post(TEXT, json={"prompt": [part], "link": {"policy": "query-no"}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "link.policy")
-    for fields in ({"use_beam_search": True}, {"prompt_logprobs": 1}, {"kv_transfer_params": {"a": 1}}):
+    unlinkables: list[dict[str, Any]] = [{"use_beam_search": True}, {"prompt_logprobs": 1}]
+    for fields in [*unlinkables, {"kv_transfer_params": {"a": 1}}]:
         unlinkable = http.post(CHAT, json=asked(part, **fields))
         assert (unlinkable.status_code, unlinkable.json()["error"]["param"]) == (400, next(iter(fields)))
-    for fields in ({"temperature": -3}, {"tool_choice": "required"}, {"model": "other"}):
+    wrongs: list[dict[str, Any]] = [{"temperature": -3}, {"tool_choice": "required"}, {"model": "other"}]
+    for fields in wrongs:
         wrong = http.post(CHAT, json=asked(part, **fields))
         assert 400 <= wrong.status_code < 500, wrong.text
         assert wrong.json()["error"]["message"]

@@ -97,15 +97,15 @@ class LinkedRequests:
             return _Forwarded(self._diversion, plain)  # vLLM says what is wrong
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]
-        options = self._template_options(asked)
+        options, link = self._template_options(asked), body.link or LinkOptions()
 
         def read() -> ReadPrompt:
             return service.llm.read_chat(
                 messages,
                 documents=documents,
                 options=options,
-                policy=body.link and body.link.policy,
-                implicit=body.link and body.link.implicit,
+                policy=link.policy,
+                implicit=link.implicit,
                 tenant=tenant,
             )
 
@@ -130,8 +130,8 @@ class LinkedRequests:
             return _Forwarded(self._diversion, plain)
 
         def read() -> ReadPrompt:
-            policy, implicit = (body.link.policy, body.link.implicit) if body.link else (None, None)
-            return service.llm.read_completion(given, policy=policy, implicit=implicit, tenant=tenant)
+            link = body.link or LinkOptions()
+            return service.llm.read_completion(given, policy=link.policy, implicit=link.implicit, tenant=tenant)
 
         with blaming("prompt"):
             found = await service.encoding.run(request, read)
