@@ -16,6 +16,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvlinker.config import Settings
@@ -105,6 +106,13 @@ def test_the_end_of_the_form_is_the_end_of_the_answer(served: Served) -> None:
     body = {"messages": QUESTION, "structured_outputs": {"choice": ["abc"]}, "ignore_eos": True, "min_tokens": 9}
     choice = served.post(CHAT, body | {"max_tokens": 20}).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("abc", "stop")
+
+
+def test_what_vllm_refuses_is_the_clients_mistake(served: Served) -> None:
+    """Also where kvlinker had nothing against it."""
+    engine: Any = served.llm.engine
+    error = engine._error_of(VLLMValidationError("too much"))
+    assert (error.status, error.message) == (400, "vLLM refuses this request: too much")
 
 
 @pytest.fixture(scope="module")

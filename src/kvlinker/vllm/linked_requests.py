@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMValidationError
 
 from kvlinker.engine.contract import GenerationRequest
 from kvlinker.errors import InvalidRequestError
@@ -93,7 +94,7 @@ class LinkedRequests:
         plain["messages"] = [_plain_message(message) for message in fields["messages"]]
         try:
             asked = ChatCompletionRequest.model_validate(copy.deepcopy(plain))
-        except ValueError:
+        except (ValidationError, VLLMValidationError):
             return _Forwarded(self._diversion, plain)  # vLLM says what is wrong
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]

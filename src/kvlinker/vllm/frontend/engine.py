@@ -291,11 +291,13 @@ class VLLMEngine:
 
     def _error_of(self, error: BaseException) -> KVLinkerError:
         """Return the error that a request ends with."""
+        from vllm.exceptions import VLLMClientError
+
         if isinstance(error, KVLinkerError):
             return error
         if not self.healthy:
             return EngineClosedError("vLLM's engine has stopped; see its log. Restart the server.")
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError | VLLMClientError):
             return InvalidRequestError(f"vLLM refuses this request: {error}")
         logger.error("A request failed in vLLM.", exc_info=error)
         return KVLinkerError(f"vLLM failed on this request: {type(error).__name__}.")
