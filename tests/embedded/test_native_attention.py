@@ -9,7 +9,7 @@ from kvlinker.embedded.model.loading import prepare_model
 from kvlinker.embedded.native import NativeUnavailableError
 from kvlinker.embedded.pool import KVPool, SlotSpan
 from kvlinker.embedded.runner import Runner
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 from tests.toy_models import tiny_model
 
 

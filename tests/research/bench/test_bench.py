@@ -15,14 +15,14 @@ from kvlinker.cli import app
 from kvlinker.errors import InvalidRequestError
 from kvlinker.research.bench.conversation import conversation_prompts, run_conversation
 from kvlinker.research.bench.decode import run_decode
+from kvlinker.research.bench.harness.measurement import Workload, in_turn, median_step, peak_memory
+from kvlinker.research.bench.harness.report import Report
+from kvlinker.research.bench.harness.shapes import byte_tokenizer, random_model
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.isolation import run_isolation
-from kvlinker.research.bench.measurement import Workload, in_turn, median_step, peak_memory
 from kvlinker.research.bench.memory import run_memory
 from kvlinker.research.bench.neighbour import run_neighbour
 from kvlinker.research.bench.overhead import run_overhead
-from kvlinker.research.bench.report import Report
-from kvlinker.research.bench.shapes import byte_tokenizer, random_model
-from kvlinker.research.bench.subject import Subject
 from kvlinker.research.bench.ttft import PARTS, plot_ttft, run_ttft, scaling_exponents
 from tests.toy_models import loaded_model, tiny_model
 

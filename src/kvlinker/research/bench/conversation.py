@@ -12,10 +12,10 @@ import numpy as np
 import typer
 
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
-from kvlinker.research.bench.benchmark import Chunks, ChunkTokens, Repeat, Setup, benchmark
-from kvlinker.research.bench.measurement import Workload, cache_chunks, first_token
-from kvlinker.research.bench.report import Report, Row
-from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.harness.benchmark import Chunks, ChunkTokens, Repeat, Setup, benchmark
+from kvlinker.research.bench.harness.measurement import Workload, cache_chunks, first_token
+from kvlinker.research.bench.harness.report import Report, Row
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.progress import Progress, silent
 from kvlinker.types.chunks import Chunk
 
