@@ -56,6 +56,7 @@ def test_there_are_enough_schemas():
     assert len(SCHEMAS) >= 30
 
 
+@pytest.mark.slow
 def test_answers_are_valid_under_every_schema(bench):
     assert valid_answers(bench(kv_slots=32_768), len(SCHEMAS) * 2) > len(SCHEMAS)
 

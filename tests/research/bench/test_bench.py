@@ -64,6 +64,7 @@ def test_disk_tier_reads_from_disk(subject):
         run_ttft(subject, [Workload(1, 30, 5)], ["naive"], repeat=1, tier="tape")
 
 
+@pytest.mark.slow
 def test_transformers_takes_part_only_where_wanted(subject):
     rows = run_ttft(subject, [Workload(2, 30, 5)], ["full"], repeat=1, with_transformers=False).rows
     assert [row["engine"] for row in rows] == ["embedded"]
@@ -240,6 +241,7 @@ def test_bad_arguments_end_with_one_clear_line(arguments, message):
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_ttft_command_writes_what_it_prints(tmp_path):
     arguments = [
         "--shape",

@@ -64,6 +64,7 @@ def test_no_chunks_no_linked_cases(task):
 
 
 @pytest.mark.parametrize(("name", "most"), [("kvlinker-int8", 0.05), ("kvlinker-int4", 0.3)])
+@pytest.mark.slow
 def test_kvlinker_runs_the_same_model_in_fewer_bits(tmp_path, name, most):
     task = task_for(random_model("tiny", dtype=torch.float32, device=torch.device("cpu")), tmp_path, batches=(3,))
     plain, measured = (measure(replace(task, peer=peer, chunks=0)) for peer in ("kvlinker", name))

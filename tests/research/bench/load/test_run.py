@@ -50,6 +50,7 @@ def starting(server: Server) -> AbstractContextManager[Server]:
     return nullcontext(server)
 
 
+@pytest.mark.slow
 def test_every_competitor_is_measured_under_every_load(server: Server) -> None:
     policies = ["full", "plain", "naive", "legolink-4"]
     report = run_load(
