@@ -5,7 +5,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from kvlinker.engine.grammars import as_lark, check_enforceable
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 from kvlinker.types.grammars import AnswerGrammar
 from tests.schemas import SCHEMAS, UNENFORCEABLE
 
