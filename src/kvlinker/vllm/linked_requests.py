@@ -35,6 +35,9 @@ from kvlinker.vllm.forwarding import Answer, AnswerEditor, json_bytes, replayed,
 from kvlinker.vllm.frontend.engine import VLLMEngine
 from kvlinker.vllm.frontend.preparation import PreparedPrompt
 
+DEFAULT_MODEL = "default"
+"""The name that kvlinker's server takes for its model whatever it is called; vLLM takes requests without one."""
+
 UNLINKABLE: Mapping[str, str] = {
     "use_beam_search": "beams are prompts of their own, which have no plan",
     "prompt_logprobs": "vLLM tells log probabilities of prompts only where it computes all of them",
@@ -168,6 +171,8 @@ class LinkedRequests:
 
     def _linked(self, plain: dict[str, Any], read: ReadPrompt, prepared: PreparedPrompt, tenant: str) -> Response:
         plain["cache_salt"] = prepared.salt
+        if plain.get("model") == DEFAULT_MODEL:
+            del plain["model"]
         return _Forwarded(self._diversion, plain, _LinkedAnswer(self._llm, read, prepared, tenant))
 
 
