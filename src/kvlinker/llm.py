@@ -126,19 +126,13 @@ class LLM:
             ),
             events=self.events,
             quotas=settings.quotas,
+            implicit_caches=settings.implicit_caches,
         )
         policy = parse_policy(settings.policy)
         self._content = ContentReader(
             self.builder,
             self.caches,
-            ImplicitCaches(
-                self.builder,
-                self.caches,
-                self.catalog,
-                self.events,
-                ttl=settings.implicit_ttl,
-                most=settings.implicit_caches,
-            ),
+            ImplicitCaches(self.builder, self.caches, self.catalog, self.events, ttl=settings.implicit_ttl),
             Recognizer(self.catalog, self.builder.encoder, fingerprint=self.engine.fingerprint),
             ReadingDefaults(
                 policy=policy,
@@ -162,7 +156,7 @@ class LLM:
         return self.engine.load()
 
     def prefill_rate(self) -> float | None:
-        """Tokens per second of a prompt of ``PREFILL_TOKENS``, going by what was computed; None where nothing was."""
+        """Return the tokens per second of a prompt of ``PREFILL_TOKENS``; None where nothing was computed yet."""
         seconds = self.engine.prefill_seconds(PREFILL_TOKENS)
         return PREFILL_TOKENS / seconds if seconds else None
 
@@ -171,7 +165,7 @@ class LLM:
         return self.store.usage()
 
     def bandwidths(self) -> dict[str, float]:
-        """Bytes per second that tiers deliver, by name, for those that were measured."""
+        """Return the bytes per second that tiers deliver, by name, for those that were measured."""
         return self.store.bandwidths.known()
 
     def policies(self) -> tuple[dict[str, Any], ...]:
@@ -232,7 +226,7 @@ class LLM:
 
     @property
     def responses(self) -> ResponseFormat:
-        """How the model writes reasoning and calls of tools."""
+        """The form in which the model writes reasoning and calls of tools."""
         return self.builder.responses
 
     def tail_of(self, prompt: Prompt) -> str:
@@ -497,7 +491,7 @@ class LLM:
 
 
 def _reading(policy: str | Policy | None, implicit: Implicit | str | None, keeps: bool, tenant: str) -> Reading:
-    """Raises PolicyError and InvalidRequestError."""
+    """Parse how content is to be read. Raises PolicyError and InvalidRequestError."""
     return Reading(
         tenant,
         policy=None if policy is None else as_policy(policy),
@@ -507,7 +501,7 @@ def _reading(policy: str | Policy | None, implicit: Implicit | str | None, keeps
 
 
 def _expiry(ttl: float) -> float:
-    """The time in Unix seconds when a ``ttl`` from now is over. Raises InvalidRequestError."""
+    """Return the time in Unix seconds when a ``ttl`` from now is over. Raises InvalidRequestError."""
     if not ttl > 0:
         raise InvalidRequestError(f"ttl is {ttl}, but must be a positive number of seconds.", param="ttl")
     return time.time() + ttl

@@ -19,7 +19,7 @@ from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
 from kvlinker.store import StoreError
 from kvlinker.types.answers import Delta, Finished
-from kvlinker.types.chunks import Chunk, GenerationContext
+from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.vllm.frontend.engine import salt_of
 from kvlinker.vllm.protocol.transfer_plan import TransferPlan
@@ -88,7 +88,7 @@ def test_scores_of_chunks_are_alike(llm, embedded):
     """And so is what the policies make of them. A chunk's key knows its generation context."""
     texts = ["numbers 1 2 3 and more words: alpha. " * 5, "user assistant system question. " * 7, TEXTS[2]]
     chunks = [llm.builder.encode_chunk(text, GenerationContext.PREFIX) for text in texts]
-    keys = [llm.caches.key(chunk, "default") for chunk in chunks]
+    keys = [chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="default") for chunk in chunks]
     for key, chunk in zip(keys, chunks, strict=True):
         llm.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
         ours = llm.store.get(key).scores
@@ -368,14 +368,14 @@ def test_a_chunk_is_computed_once_however_many_ask(llm, monkeypatch):
     chunk = Chunk(random_tokens(200, 17))
     sizes = {future.result(timeout=60) for future in [llm.engine.cache_chunk(chunk, tenant="t") for _ in range(5)]}
     assert len(sizes) == len(asked) == 1
-    assert sizes == {llm.store.nbytes(llm.caches.key(chunk, "t"))}
+    assert sizes == {llm.store.nbytes(chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="t"))}
 
 
 def test_evicted_chunks_are_computed_again(llm):
     prompt = linked_prompt(60, 40, seed=21)
     first, cached = (llm.chat_completion(prompt, policy="naive", **GREEDY) for _ in range(2))
     for chunk in prompt.chunks:
-        llm.store.delete(llm.caches.key(chunk, "default"))
+        llm.store.delete(chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="default"))
     assert_same(llm.chat_completion(prompt, policy="naive", **GREEDY), first)
     assert cached.token_ids == first.token_ids
     assert (first.usage.cached_tokens, cached.usage.cached_tokens) == (0, 100)
@@ -387,7 +387,8 @@ def test_tenants_share_nothing(llm):
     second = llm.chat_completion(prompt, policy="naive", tenant="b", **GREEDY)
     assert first.token_ids == second.token_ids
     for chunk in prompt.chunks:
-        assert llm.store.tier_of(llm.caches.key(chunk, "a")) == llm.store.tier_of(llm.caches.key(chunk, "b")) == "disk"
+        keys = [chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant=tenant) for tenant in ("a", "b")]
+        assert [llm.store.tier_of(key) for key in keys] == ["disk", "disk"]
     transfer = TransferPlan(linked=0)
     assert salt_of(transfer, "a") != salt_of(transfer, "b")
 
