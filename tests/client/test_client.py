@@ -24,6 +24,7 @@ from kvlinker.errors import (
     OverloadedError,
     PolicyError,
 )
+from kvlinker.types.texts import SearchHit
 from tests.server.serving import MODEL_NAME, Served
 
 CHUNKS = ("The cat sat on the mat. It was fine!", "numbers 1 2 3 and more words")
@@ -50,6 +51,27 @@ def test_context_caches_are_what_was_asked_for(client: Client) -> None:
         assert cache.bytes > 0
         assert cache.expires_at is not None
         assert abs(cache.expires_at - time.time() - 100) < 5
+
+
+def test_context_caches_tell_whether_a_prompt_brought_them(client: Client) -> None:
+    marked = {"type": "text", "text": "A marked text of its own.", "cache_control": {"type": "ephemeral"}}
+    client.chat_completion([{"role": "user", "content": [marked, "What?"]}], **GREEDY)
+    (named,) = client.generate_context_cache(["A named text of its own."])
+    listed = client.list_caches(limit=2).items
+    assert [(cache.id == named.id, cache.implicit) for cache in listed] == [(True, False), (False, True)]
+
+
+def test_fields_of_newer_servers_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    hit = {"id": "cc_1", "score": 1.0, "text": "a", "tokens": 1, "metadata": {}, "of": "tomorrow"}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"data": [hit]}, request=request)
+
+    with Client("http://server") as client:
+        monkeypatch.setattr(
+            client, "_http", httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+        )
+        assert client.search("a") == (SearchHit("cc_1", 1.0, "a", 1, {}),)
 
 
 def test_explanation_is_that_of_llm(served: Served, client: Client) -> None:

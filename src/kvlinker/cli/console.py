@@ -41,7 +41,12 @@ def progress_display() -> Iterator[Progress]:
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Display
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[count]}"),
+    )
     with Display(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as display:
         task = display.add_task("preparing the model", total=None, count="")
 

@@ -6,6 +6,7 @@ import socket
 from contextlib import closing, suppress
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvlinker.cli.console import BAD_USAGE, failures
@@ -32,7 +33,7 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
         from kvlinker.server.access_log import logging_to_stderr
         from kvlinker.server.app import create_app
         from kvlinker.server.connections import server_config
-    with console.status(f"Loading and checking {settings.model}"):
+    with console.status(f"Loading and checking {escape(settings.model)}"):
         llm = LLM.from_settings(settings)
     app = create_app(llm, settings)
     console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
@@ -54,12 +55,12 @@ def _summary(settings: Settings, name: str, window: int, address: str) -> Table:
         ("access", f"{keys} API keys" if keys else "loopback only, no API keys"),
         ("address", f"{address} (OpenAI's API at {address}/v1)"),
     ):
-        table.add_row(f"[dim]{title}[/dim]", value)
+        table.add_row(f"[dim]{title}[/dim]", escape(value))
     return table
 
 
 def _shared_places(settings: Settings) -> list[str]:
-    """The remote tiers' places and budgets, without credentials."""
+    """Return the remote tiers' places and budgets, without credentials."""
     from kvlinker.store.tiers.medium import place_of
 
     tiers = ((settings.redis_url, settings.redis_space), (settings.object_url, settings.object_space))

@@ -22,7 +22,7 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
 def _with_self(method: Callable[P, T]) -> Callable[P, T]:
-    """``method``, showing the signature of the call that it wraps as a method's: with ``self``, and what it returns."""
+    """Have ``method`` show the signature of the call that it wraps as a method's, with ``self`` and its result."""
     shown = signature(method)
     parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *shown.parameters.values()]
     returned = str(shown.return_annotation).removeprefix("Call[").removesuffix("]")
@@ -31,7 +31,7 @@ def _with_self(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _sent(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]:
-    """The method of ``Client`` that sends the call which ``describe`` describes."""
+    """Make the method of ``Client`` that sends the call which ``describe`` describes."""
 
     @wraps(describe)
     def method(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -44,7 +44,7 @@ def _sent(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]
 
 
 def _sent_async(describe: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
-    """The method of ``AsyncClient`` that sends the call which ``describe`` describes."""
+    """Make the method of ``AsyncClient`` that sends the call which ``describe`` describes."""
 
     @wraps(describe)
     async def method(client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -57,7 +57,7 @@ def _sent_async(describe: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncCli
 
 
 class Client:
-    """A kvlinker server. Errors are raised as the KVLinkerErrors that ``LLM`` raises."""
+    """Calls a kvlinker server. Errors are raised as the KVLinkerErrors that ``LLM`` raises."""
 
     def __init__(self, base_url: str, api_key: str | None = None, *, timeout: httpx.Timeout = TIMEOUT) -> None:
         self._http = httpx.Client(base_url=_root(base_url), headers=_access(api_key), timeout=timeout)
@@ -79,7 +79,7 @@ class Client:
     def stream_chat_completion(
         self, messages: Sequence[Message], *, policy: str | None = None, **sampling: Any
     ) -> Iterator[str]:
-        """The answer's text as it is generated; closing the iterator cancels the request."""
+        """Yield the answer's text as it is generated; closing the iterator cancels the request."""
         call = calls.stream_chat_completion(messages, policy, sampling)
         with transport_errors(), self._http.stream(**call.request()) as response:
             if response.is_error:
@@ -102,7 +102,7 @@ class Client:
 
 
 class AsyncClient:
-    """A kvlinker server, for asyncio: the calls of ``Client``, to be awaited."""
+    """Calls a kvlinker server from asyncio: its methods are those of ``Client``, to be awaited."""
 
     def __init__(self, base_url: str, api_key: str | None = None, *, timeout: httpx.Timeout = TIMEOUT) -> None:
         self._http = httpx.AsyncClient(base_url=_root(base_url), headers=_access(api_key), timeout=timeout)
@@ -124,7 +124,7 @@ class AsyncClient:
     async def stream_chat_completion(
         self, messages: Sequence[Message], *, policy: str | None = None, **sampling: Any
     ) -> AsyncIterator[str]:
-        """The answer's text as it is generated; closing the iterator cancels the request."""
+        """Yield the answer's text as it is generated; closing the iterator cancels the request."""
         call = calls.stream_chat_completion(messages, policy, sampling)
         with transport_errors():
             async with self._http.stream(**call.request()) as response:
@@ -149,7 +149,7 @@ class AsyncClient:
 
 
 def _root(base_url: str) -> str:
-    """The address without the ``/v1`` that OpenAI's clients want at its end."""
+    """Return the address without the ``/v1`` that OpenAI's clients want at its end."""
     return base_url.rstrip("/").removesuffix("/v1")
 
 

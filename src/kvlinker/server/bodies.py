@@ -30,10 +30,10 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.implicit.marks import TTL_PATTERN, ttl_seconds
+from kvlinker.types.context_cache import LONGEST_KEY, LONGEST_NAME, LONGEST_VALUE, MOST_PAIRS
 from kvlinker.types.messages import CachedPart, Content, ContextCacheReference, Document, MarkedText, TextSource
 
 MAX_CHOICES = 128
-MAX_PAIRS = 16
 
 
 def _require_unicode(text: str) -> str:
@@ -50,16 +50,16 @@ Unicode = AfterValidator(_require_unicode)
 
 Text = Annotated[str, Unicode]
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=256), Unicode]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_NAME), Unicode]
 
 Metadata = Annotated[
     dict[
-        Annotated[str, StringConstraints(max_length=64), Unicode],
-        Annotated[str, StringConstraints(max_length=512), Unicode],
+        Annotated[str, StringConstraints(max_length=LONGEST_KEY), Unicode],
+        Annotated[str, StringConstraints(max_length=LONGEST_VALUE), Unicode],
     ],
-    Field(max_length=MAX_PAIRS),
+    Field(max_length=MOST_PAIRS),
 ]
-"""Up to 16 pairs; keys of up to 64 and values of up to 512 characters."""
+"""Pairs of metadata of a context cache."""
 
 
 class RequestBody(BaseModel):
@@ -94,7 +94,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The schema with the fields that are ignored, and the values that are accepted of refused ones."""
+        """Return the schema with the fields that are ignored, and the values that are accepted of refused ones."""
         schema = handler(core)
         resolved = handler.resolve_ref_schema(schema)
         if resolved.get("additionalProperties") is False:
@@ -178,7 +178,7 @@ class ContextCachePart(RequestBody):
 
 
 class UnknownPart(BaseModel):
-    """The catch-all for parts of other types, which are all invalid: its error lists the types that exist."""
+    """Catches parts of other types, which are all invalid: its error lists the types that exist."""
 
     model_config = ConfigDict(strict=True)
 
@@ -328,7 +328,7 @@ METADATA_PARAMETER: dict[str, Any] = {
             "style": "deepObject",
             "explode": True,
             "description": "Pairs that a context cache must have, all of them: metadata[project]=x.",
-            "schema": {"type": "object", "additionalProperties": {"type": "string"}, "maxProperties": MAX_PAIRS},
+            "schema": {"type": "object", "additionalProperties": {"type": "string"}, "maxProperties": MOST_PAIRS},
         }
     ]
 }
@@ -349,9 +349,9 @@ async def _metadata(request: Request) -> dict[str, str]:
             raise InvalidRequestError(f"{name!r} is no pair of metadata. Write metadata[project]=x.", param="metadata")
         if pairs.setdefault(match[1], value) != value:
             raise InvalidRequestError(f"{name!r} is given with two values; no context cache has both.", param=name)
-    if len(pairs) > MAX_PAIRS:
+    if len(pairs) > MOST_PAIRS:
         raise InvalidRequestError(
-            f"{len(pairs)} pairs of metadata; no context cache has more than {MAX_PAIRS}.", param="metadata"
+            f"{len(pairs)} pairs of metadata; no context cache has more than {MOST_PAIRS}.", param="metadata"
         )
     return pairs
 
