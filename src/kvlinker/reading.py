@@ -35,7 +35,7 @@ _Chunks = Mapping[CachedPart, Chunk]
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """A prompt, how it is to be linked, and the context caches that stand in it."""
+    """Holds a prompt, how it is to be linked, and the context caches that stand in it."""
 
     prompt: Prompt
 
@@ -58,7 +58,7 @@ class ReadPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a request wants its content read; None means as the settings say."""
+    """Tells how a request wants its content read; None means as the settings say."""
 
     tenant: str
     policy: Policy | None = None
@@ -70,7 +70,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class ReadingDefaults:
-    """What applies where a request does not say."""
+    """Tells what applies where a request does not say."""
 
     policy: Policy
     implicit: Implicit

@@ -62,7 +62,10 @@ class Served:
 
 
 @cache
-def tiny_model(head_dim: int = 8) -> LoadedModel:
+def tiny_model(head_dim: int = 8, marks: tuple[str, ...] = ()) -> LoadedModel:
+    """A model with random weights, and ``marks`` as special tokens of its own."""
+    import copy
+
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -70,7 +73,8 @@ def tiny_model(head_dim: int = 8) -> LoadedModel:
     from tests.toy_tokenizers import byte_level
 
     torch.manual_seed(0)
-    tokenizer = byte_level()
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,

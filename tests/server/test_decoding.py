@@ -92,6 +92,16 @@ def test_an_echo_tells_how_likely_the_prompt_was(served: Served) -> None:
     assert "".join(logprobs["tokens"][1:-1]) == "The cat sat on the mat."
 
 
+def test_an_echo_and_prompt_logprobs_tell_as_many_alternatives_as_each_asks_for(served: Served) -> None:
+    body = {"prompt": "The cat sat", "echo": True, "max_tokens": 0, "logprobs": 3, "prompt_logprobs": 1}
+    for given in (body, body | {"logprobs": 1, "prompt_logprobs": 3}):
+        (choice,) = served.post(TEXT, given).json()["choices"]
+        told = {"logprobs": choice["logprobs"]["top_logprobs"], "prompt_logprobs": choice["prompt_logprobs"]}
+        for field, entries in told.items():
+            assert entries[0] is None
+            assert {len(entry) - given[field] for entry in entries[1:]} <= {0, 1}, "the token itself may be one of them"
+
+
 def test_prompt_logprobs_begin_behind_the_last_context_cache(served: Served) -> None:
     (cache_id,) = served.cache("The cat sat on the mat.")
     content = [{"type": "context_cache", "id": cache_id}, {"type": "text", "text": "Where was the cat?"}]

@@ -31,7 +31,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/openapi.json"})
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request: its ``tenant``, and whether it is an ``admin``, who may write shared context caches."""
+    """Describes who sends a request: the ``tenant``, and whether it is an ``admin``, who may write shared caches."""
 
     tenant: str
     admin: bool

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from sse_starlette import EventSourceResponse
@@ -138,9 +139,13 @@ async def respond(
         answers = await choices.answers()
     usage = usage_body([answer.usage for answer in answers], choices.n)
     note_tokens(request.scope, usage.prompt_tokens, usage.completion_tokens)
-    answer = answer_format.answer(answers, usage)
     link = link_body(choices.prompts.values())
-    told = answer.model_dump(exclude={"link"}) | ({} if link is None else {"link": link.model_dump()})
+
+    def tell() -> dict[str, Any]:
+        answer = answer_format.answer(answers, usage).model_dump(exclude={"link"})
+        return answer if link is None else answer | {"link": link.model_dump()}
+
+    told = await run_in_threadpool(tell)  # log probabilities of a long prompt take a while
     return JSONResponse(
         told,
         headers={"Server-Timing": server_timing([answer.timing for answer in answers])},

@@ -46,7 +46,7 @@ _STREAMED = (chat.ChatCompletionChunk, completions.CompletionChunk)
 
 
 def create_app(llm: LLM, settings: Settings) -> FastAPI:
-    """An app that serves ``llm`` and closes it when it shuts down.
+    """Make an app that serves ``llm`` and closes it when it shuts down.
 
     Documentation pages are off, for they load scripts from elsewhere; the schema is at /openapi.json.
     """

@@ -32,9 +32,8 @@ from kvlinker.server.fields.tools import (
     call_objects,
 )
 from kvlinker.server.models import ServiceParam
-from kvlinker.types.answers import Delta, Finished, TokenLogprob
+from kvlinker.types.answers import Delta, Finished, ResponsePiece, TokenLogprob
 from kvlinker.types.messages import TemplateOptions
-from kvlinker.types.responses import ResponsePiece
 from kvlinker.types.tools import Tool
 
 router = APIRouter(tags=["completions"])

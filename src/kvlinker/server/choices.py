@@ -16,7 +16,7 @@ from kvlinker.types.sampling import SamplingParams
 
 
 class Choices:
-    """``n`` choices for each prompt, numbered prompt by prompt, merged into one series of events.
+    """Merges ``n`` choices for each prompt, numbered prompt by prompt, into one series of events.
 
     ``len(choices)`` counts them over all prompts.
     """
@@ -59,7 +59,7 @@ class Choices:
             handle.cancel()
 
     async def events(self) -> AsyncIterator[tuple[int, Delta | Finished]]:
-        """The choice's number and its next event, until all are finished. Raises the error of one that failed."""
+        """Yield the choice's number and its next event, until all are finished. Raises the error of one that failed."""
         missing = self._count
         with self._cancelled_on_error():
             while missing:
@@ -70,7 +70,7 @@ class Choices:
                 yield index, event
 
     async def answers(self) -> tuple[Answer, ...]:
-        """All choices, once they are finished. Raises the error of one that failed."""
+        """Return all choices, once they are finished. Raises the error of one that failed."""
         deltas: list[list[Delta]] = [[] for _ in range(self._count)]
         finished: dict[int, Finished] = {}
         async for index, event in self.events():

@@ -192,7 +192,7 @@ async def create_completion(
 
 
 class CompletionFormat:
-    """An ``AnswerFormat``."""
+    """Is the ``AnswerFormat`` of this route."""
 
     def __init__(self, llm: LLM, body: CompletionRequest, prompts: Sequence[CompletionPrompt[CachedPart]]) -> None:
         self._head: dict[str, Any] = {
@@ -231,8 +231,8 @@ class CompletionFormat:
                 text = self._echo(index) + text
                 entries = [*self._prompt_entries(index, scored), *entries]
             choice = self._choice(index, text, entries, answer.finish_reason)
-            if self._body.prompt_logprobs is not None:
-                told = prompt_logprobs_body(self._prompt(index), scored, self._llm.token_text)
+            if (most := self._body.prompt_logprobs) is not None:
+                told = prompt_logprobs_body(self._prompt(index), scored, self._llm.token_text, most=most)
                 choice = choice.model_copy(update={"prompt_logprobs": told})
             choices.append(choice)
         return Completion(**self._head, choices=choices, usage=usage)
@@ -252,7 +252,7 @@ class CompletionFormat:
         """Return an entry for each token of a choice's prompt, without a log probability (NaN) where none is known."""
         prompt = self._prompt(index)
         text_of = self._llm.token_text
-        entries = scored_tokens(prompt, scored, text_of)
+        entries = scored_tokens(prompt, scored, text_of, most=self._body.logprobs)
         return [
             TokenLogprob(token, text_of(token), math.nan) if entry is None else entry
             for token, entry in zip(prompt.tokens.tolist(), entries, strict=True)

@@ -77,7 +77,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def error_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
-    """The body for an error. What is not the caller's fault is logged, and the body says no more than where to look."""
+    """Make the body for an error. What is not the caller's fault is logged, and the body says only where to look."""
     if error.status == KVLinkerError.status:
         logger.error("Request %s failed: %s", request_id_of(scope), error.message)
         return _inner_body(error, scope)
@@ -85,7 +85,7 @@ def error_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
 
 
 def error_response(error: KVLinkerError, scope: Scope) -> JSONResponse:
-    """The answer for an error, with the headers that go with it."""
+    """Make the answer for an error, with the headers that go with it."""
     headers = {}
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(error.retry_after)
@@ -116,7 +116,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def request_id_of(scope: Scope) -> str:
-    """The id that ``RequestIds`` gave the request."""
+    """Return the id that ``RequestIds`` gave the request."""
     request_id: str = scope["state"]["request_id"]
     return request_id
 
@@ -239,7 +239,7 @@ def _invalid_request(
 
 
 def _inner_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
-    """The body for a failure of the server's own, which is none of the caller's business."""
+    """Make the body for a failure of the server's own, which is none of the caller's business."""
     message = f"{error.summary} Its log says why, under {request_id_of(scope)}."
     return _body(message, error.type, error.param, error.code)
 
@@ -249,7 +249,7 @@ def _body(message: str, kind: str, param: str | None, code: str) -> ErrorBody:
 
 
 def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:
-    """Message, param and code for one of pydantic's complaints."""
+    """Return message, param and code for one of pydantic's complaints."""
     param = _path(complaint["loc"])
     match complaint["type"]:
         case "json_invalid":
@@ -272,5 +272,5 @@ def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:
 
 
 def _path(location: Sequence[str | int]) -> str | None:
-    """The field's path, without the source in front and without the tags of unions and keys."""
+    """Return the field's path, without the source in front and without the tags of unions and keys."""
     return ".".join(str(part) for part in location[1:] if not str(part).startswith(("<", "["))) or None

@@ -32,7 +32,7 @@ _LOAD_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10)
 
 
 class Metrics:
-    """The figures of one app, in a registry of its own. Subscribe ``count`` to the LLM's events."""
+    """Keeps the figures of one app, in a registry of its own. Subscribe ``count`` to the LLM's events."""
 
     def __init__(self, llm: LLM) -> None:
         self.registry = CollectorRegistry()
@@ -108,19 +108,19 @@ class Metrics:
                 self._tier_errors.labels(event.tier).inc()
 
     def exposition(self) -> bytes:
-        """All figures in Prometheus' text format."""
+        """Return all figures in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def prompt_tokens(self) -> dict[str, int]:
-        """Prompt tokens since the start, by what became of them."""
+        """Count prompt tokens since the start, by what became of them."""
         return {source: self._total("kvlinker:prompt_tokens_total", source=source) for source in SOURCES}
 
     def output_tokens(self) -> int:
-        """Tokens generated since the start."""
+        """Count the tokens generated since the start."""
         return self._total("kvlinker:output_tokens_total")
 
     def finished(self) -> int:
-        """Requests that ended since the start, whatever the reason."""
+        """Count the requests that ended since the start, whatever the reason."""
         (family,) = self._requests.collect()
         return int(sum(sample.value for sample in family.samples if sample.name.endswith("_total")))
 

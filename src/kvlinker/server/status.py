@@ -84,7 +84,7 @@ _UNHEALTHY: dict[int | str, dict[str, Any]] = {
 
 @router.get("/", response_class=HTMLResponse)
 async def page() -> HTMLResponse:
-    """A page for people; it reads /status every few seconds."""
+    """Show a page for people, which reads /status every few seconds."""
     return HTMLResponse(_PAGE)
 
 
@@ -99,13 +99,13 @@ async def health(service: ServiceParam, response: Response) -> Health:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: ServiceParam) -> Response:
-    """All metrics in Prometheus' text format."""
+    """Tell all metrics in Prometheus' text format."""
     return Response(await run_in_threadpool(service.metrics.exposition), media_type=CONTENT_TYPE)
 
 
 @router.get("/status")
 def status(service: ServiceParam) -> ServerStatus:
-    """The page's figures. Runs in the thread pool: a remote tier may take its time to answer."""
+    """Tell the page's figures. Runs in the thread pool: a remote tier may take its time to answer."""
     llm = service.llm
     load, bandwidths = llm.load(), llm.bandwidths()
     return ServerStatus(

@@ -69,7 +69,7 @@ class Lifetime(RequestBody):
         return self
 
     def expiry(self) -> float | None:
-        """The end of life in Unix seconds; None for never."""
+        """Return the end of life in Unix seconds; None for never."""
         return self.expires_at if self.ttl is None else time.time() + self.ttl
 
 

@@ -10,8 +10,7 @@ from pydantic import AfterValidator, Discriminator, JsonValue, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from kvlinker.server.bodies import RequestBody, ResponseBody, Text
-from kvlinker.types.responses import ToolCall
-from kvlinker.types.tools import Tool, template_call
+from kvlinker.types.tools import Tool, ToolCall, template_call
 
 MOST_TOOLS = 256
 

@@ -1,4 +1,4 @@
-"""Puts tools into messages, for chat templates that have no place of their own for them.
+"""Puts tools and documents into messages, for chat templates that have no places of their own for them.
 
 Calls are written as Hermes's models do, which many others know, too.
 """
@@ -12,7 +12,7 @@ from itertools import groupby
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.types.chunks import Chunk
-from kvlinker.types.messages import ChatMessage
+from kvlinker.types.messages import ChatMessage, Document
 from kvlinker.types.tools import Tool, function_of
 
 _INTRODUCTION = (
@@ -22,6 +22,9 @@ _INSTRUCTIONS = (
     "\nTo call one, write its name and its arguments as JSON between these tags, and then wait for the result:\n"
     '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
 )
+
+_GAP = "\n\n"
+"""Stands behind every document."""
 
 Message = ChatMessage[Chunk]
 
@@ -51,6 +54,25 @@ def with_tool_section(messages: Sequence[Message], tools: Sequence[Tool]) -> lis
     else:
         raise InvalidRequestError("'tools' need a message of role 'system' or 'user'.", param="tools")
     return [*shown[:place], replace(shown[place], content=content), *shown[place + 1 :]]
+
+
+def with_documents(messages: Sequence[Message], documents: Sequence[Document[Chunk]]) -> list[Message]:
+    """Return the messages with the documents before the text of the first one of the user's: each one's title in a line
+    of its own where it has one, its text, and an empty line.
+
+    There they stand still while a conversation grows. Raises InvalidRequestError (``documents``) where the user says
+    nothing.
+    """
+    first = next((index for index, message in enumerate(messages) if message.role == "user"), None)
+    if first is None:
+        raise InvalidRequestError("'documents' stand in a message of role 'user': add one.", param="documents")
+    before: list[str | Chunk] = []
+    for document in documents:
+        if document.title:
+            before.append(f"{document.title}\n")
+        before += [document.text, _GAP]
+    message = messages[first]
+    return [*messages[:first], replace(message, content=(*before, *message.content)), *messages[first + 1 :]]
 
 
 def _section(tools: Sequence[Tool]) -> str:
