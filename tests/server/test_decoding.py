@@ -93,7 +93,7 @@ def test_an_echo_tells_how_likely_the_prompt_was(served: Served) -> None:
 
 
 def test_an_echo_and_prompt_logprobs_tell_as_many_alternatives_as_each_asks_for(served: Served) -> None:
-    body = {"prompt": "The cat sat", "echo": True, "max_tokens": 0, "logprobs": 3, "prompt_logprobs": 1}
+    body: dict[str, Any] = {"prompt": "The cat sat", "echo": True, "max_tokens": 0, "logprobs": 3, "prompt_logprobs": 1}
     for given in (body, body | {"logprobs": 1, "prompt_logprobs": 3}):
         (choice,) = served.post(TEXT, given).json()["choices"]
         told = {"logprobs": choice["logprobs"]["top_logprobs"], "prompt_logprobs": choice["prompt_logprobs"]}

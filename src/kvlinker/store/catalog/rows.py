@@ -56,7 +56,8 @@ def matching(tenant: str, metadata: Mapping[str, str], now: float) -> Matching:
 
 def with_pairs(metadata: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return a condition for each pair, by which a context cache ``c`` has it, and the values of all conditions."""
-    conditions, values = [], {}
+    conditions: list[str] = []
+    values: dict[str, str] = {}
     for index, (key, value) in enumerate(metadata.items()):
         conditions.append(
             f"EXISTS (SELECT 1 FROM metadata WHERE number = c.number AND key = :key{index} AND value = :value{index})"

@@ -64,7 +64,10 @@ class SearchIndex:
             f" WHERE {table} MATCH :match ORDER BY t.rank LIMIT :limit",
             {**values, "tenant": tenant, "fingerprint": fingerprint, "now": now, "match": match, "limit": limit},
         )
-        return tuple(SearchHit(*columns, metadata=json.loads(labels)) for *columns, labels in rows)
+        return tuple(
+            SearchHit(cache_id, score, text, tokens, json.loads(labels))
+            for cache_id, score, text, tokens, labels in rows
+        )
 
     def clear(self) -> bool:
         """Remove all texts; returns whether there were any."""
