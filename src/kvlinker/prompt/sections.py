@@ -23,7 +23,7 @@ _INSTRUCTIONS = (
     '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
 )
 
-_GAP = "\n\n"
+GAP = "\n\n"
 """Stands behind every document."""
 
 Message = ChatMessage[Chunk]
@@ -70,7 +70,7 @@ def with_documents(messages: Sequence[Message], documents: Sequence[Document[Chu
     for document in documents:
         if document.title:
             before.append(f"{document.title}\n")
-        before += [document.text, _GAP]
+        before += [document.text, GAP]
     message = messages[first]
     return [*messages[:first], replace(message, content=(*before, *message.content)), *messages[first + 1 :]]
 
