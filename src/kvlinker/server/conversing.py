@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM, Prompt
-from kvlinker.server.fields.tools import NamedToolBody, ToolBody
+from kvlinker.server.fields.tools import NamedToolBody, ToolBody, shown_tools
 from kvlinker.types.responses import ResponsePiece
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tools import Tool
@@ -73,7 +73,7 @@ class Conversing:
     @property
     def tools(self) -> tuple[Tool, ...]:
         """The definitions that the prompt shows; none where no tool may be called."""
-        return tuple(tool.tool(enforced=False) for tool in self._offered)
+        return shown_tools(self._offered)
 
     @property
     def _reads(self) -> bool:
