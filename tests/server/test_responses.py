@@ -35,7 +35,12 @@ def speaking(faked: Served) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
-    fields = {"model": MODEL_NAME, "input": "What is the weather?", "max_output_tokens": 300, "temperature": 0}
+    fields: dict[str, Any] = {
+        "model": MODEL_NAME,
+        "input": "What is the weather?",
+        "max_output_tokens": 300,
+        "temperature": 0,
+    }
     return client.responses.create(**(fields | options))
 
 

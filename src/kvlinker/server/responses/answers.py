@@ -137,7 +137,7 @@ class ResponseAnswer:
         place: dict[str, Any],
     ) -> ContentPartEvent:
         part = _reasoning(block) if block.kind == "reasoning" else _text(block)
-        return ContentPartEvent(type=kind, content_index=0, part=part, **place, **self._number())
+        return ContentPartEvent(type=kind, content_index=0, part=part, **(place | self._number()))
 
     def _item(
         self, block: Block, status: Literal["in_progress", "completed", "incomplete"]
