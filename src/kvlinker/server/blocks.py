@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from kvlinker.server.conversing import AnswerReader
-from kvlinker.types.responses import ResponsePiece, ToolCall
+from kvlinker.types.answers import ResponsePiece
+from kvlinker.types.tools import ToolCall
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM, Prompt
 from kvlinker.server.fields.tools import NamedToolBody, ToolBody, shown_tools
-from kvlinker.types.responses import ResponsePiece
+from kvlinker.types.answers import ResponsePiece
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tools import Tool
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 from pydantic.json_schema import SkipJsonSchema
 
-from kvlinker.prompt.documents import GAP
+from kvlinker.prompt.sections import GAP
 from kvlinker.server.bodies import CacheControl, ContextCachePart, Part, RequestBody, Text, TextPart
 
 Texts = Annotated[
