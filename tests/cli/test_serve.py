@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kvlinker.cli import app
 from kvlinker.client import Client
-from kvlinker.server.address import bind, url_of
+from kvlinker.server.edge.address import bind, url_of
 
 COMMAND = [sys.executable, "-c", "from kvlinker.cli import app; app()"]
 

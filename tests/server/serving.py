@@ -111,9 +111,9 @@ def serving(
     server's OpenAPI document."""
     import uvicorn
 
-    from kvlinker.server.address import bind, url_of
     from kvlinker.server.app import create_app
-    from kvlinker.server.connections import server_config
+    from kvlinker.server.edge.address import bind, url_of
+    from kvlinker.server.edge.connections import server_config
     from tests.server.openapi_contract import Contract
 
     listener = bind("127.0.0.1", 0)

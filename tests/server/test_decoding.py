@@ -11,7 +11,7 @@ import pytest
 from transformers import GenerationConfig
 
 from kvlinker.llm import LLM
-from kvlinker.server.completions import DEFAULT_MAX_TOKENS
+from kvlinker.server.answers.completions import DEFAULT_MAX_TOKENS
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import CONTEXT_WINDOW, MODEL_NAME, Served, serving, tiny_model, tiny_settings
 

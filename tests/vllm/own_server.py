@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from kvlinker.server.address import bind
+from kvlinker.server.edge.address import bind
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from rich.table import Table
 from kvlinker.cli.console import BAD_USAGE, failures
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
-from kvlinker.server.address import bind, check_address, url_of
+from kvlinker.server.edge.address import bind, check_address, url_of
 
 
 @settings_options()
@@ -30,9 +30,9 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
         import uvicorn
 
         from kvlinker.llm import LLM
-        from kvlinker.server.access_log import logging_to_stderr
         from kvlinker.server.app import create_app
-        from kvlinker.server.connections import server_config
+        from kvlinker.server.edge.access_log import logging_to_stderr
+        from kvlinker.server.edge.connections import server_config
     with console.status(f"Loading and checking {escape(settings.model)}"):
         llm = LLM.from_settings(settings)
     app = create_app(llm, settings)

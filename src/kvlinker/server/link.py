@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import Explanation
-from kvlinker.server.access import TenantParam
-from kvlinker.server.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
-from kvlinker.server.completions import PromptBody, single_prompt
-from kvlinker.server.errors import blaming, error_responses
+from kvlinker.server.answers.completions import PromptBody, single_prompt
+from kvlinker.server.edge.access import TenantParam
+from kvlinker.server.edge.errors import blaming, error_responses
+from kvlinker.server.fields.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.tools import MOST_TOOLS, ToolBody, shown_tools
 from kvlinker.server.models import Service, ServiceParam

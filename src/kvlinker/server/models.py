@@ -12,8 +12,8 @@ from fastapi import APIRouter, Depends, Request
 from kvlinker.config import Settings
 from kvlinker.errors import ModelNotFoundError
 from kvlinker.llm import LLM
-from kvlinker.server.bodies import ResponseBody
-from kvlinker.server.errors import error_responses
+from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.metrics import Metrics
 
 router = APIRouter(prefix="/v1/models", tags=["models"])

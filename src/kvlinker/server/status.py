@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
-from kvlinker.server.bodies import ResponseBody
+from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.metrics import CONTENT_TYPE
 from kvlinker.server.models import ServiceParam
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.bodies import RequestBody, ResponseBody
+from kvlinker.server.fields.bodies import RequestBody, ResponseBody
 from kvlinker.server.models import Service
 from kvlinker.types.context_cache import ContextCache
 from kvlinker.types.tenants import Scope

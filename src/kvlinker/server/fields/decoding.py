@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.bodies import SamplingBody, Unicode
+from kvlinker.server.fields.bodies import SamplingBody, Unicode
 from kvlinker.server.fields.structured import ResponseFormatBody, StructuredOutputsBody, answer_grammar
 from kvlinker.types.sampling import MOST_BIAS
 

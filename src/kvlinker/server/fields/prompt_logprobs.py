@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvlinker.llm import Prompt
-from kvlinker.server.answering import finite
-from kvlinker.server.bodies import ResponseBody
+from kvlinker.server.answers.answering import finite
+from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.types.answers import PromptLogprobs, TokenLogprob
 
 

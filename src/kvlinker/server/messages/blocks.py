@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 from pydantic.json_schema import SkipJsonSchema
 
 from kvlinker.prompt.sections import GAP
-from kvlinker.server.bodies import CacheControl, ContextCachePart, Part, RequestBody, Text, TextPart
+from kvlinker.server.fields.bodies import CacheControl, ContextCachePart, Part, RequestBody, Text, TextPart
 
 Texts = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[Part], Tag("<parts>")],

@@ -67,7 +67,7 @@ class RequestBody(BaseModel):
     nothing.
 
     The tags of unions stand in angle brackets, so that the path of an error can be told from them
-    (see ``kvlinker.server.errors``).
+    (see ``kvlinker.server.edge.errors``).
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)

@@ -1,7 +1,7 @@
 """Answers of both completion routes: from prompts to a response, whole or as server-sent events.
 
 An ``AnswerFormat`` makes a route's bodies; usage, timing, streaming and its end are here. The routes of other APIs
-(``kvlinker.server.dialects``) share how choices begin and how events are sent.
+(``kvlinker.server.answers.dialects``) share how choices begin and how events are sent.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from starlette.types import Receive, Scope, Send
 
 from kvlinker.errors import KVLinkerError
 from kvlinker.llm import Answer, Prompt, ReadPrompt
-from kvlinker.server.access_log import note_tokens
-from kvlinker.server.bodies import ResponseBody, SamplingBody
-from kvlinker.server.choices import Choices
-from kvlinker.server.errors import error_body, error_responses
+from kvlinker.server.answers.choices import Choices
+from kvlinker.server.edge.access_log import note_tokens
+from kvlinker.server.edge.errors import error_body, error_responses
+from kvlinker.server.fields.bodies import ResponseBody, SamplingBody
 from kvlinker.server.models import Service
 from kvlinker.types.answers import Delta, Finished, Timing, Usage
 from kvlinker.types.sampling import SamplingParams

@@ -1,8 +1,8 @@
 """Access control: host names, API keys, the tenant that each key stands for, and whether it is an admin's; for the app
 and routes.
 
-Without configured keys every caller is the default tenant, and an admin (see ``kvlinker.server.address``). With keys,
-every route asks for ``Authorization: Bearer <key>`` or ``x-api-key: <key>``, but for ``/health`` (probes have no
+Without configured keys every caller is the default tenant, and an admin (see ``kvlinker.server.edge.address``). With
+keys, every route asks for ``Authorization: Bearer <key>`` or ``x-api-key: <key>``, but for ``/health`` (probes have no
 keys), ``/`` (a page without any data in it: it asks its reader for a key), ``/docs`` and ``/openapi.json``. Any valid
 key reads ``/metrics`` and ``/status``, which hold sums over all tenants and name none.
 """
@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvlinker.config import Settings
 from kvlinker.errors import AuthenticationError, KVLinkerError
-from kvlinker.server.address import is_loopback
-from kvlinker.server.errors import error_response
+from kvlinker.server.edge.address import is_loopback
+from kvlinker.server.edge.errors import error_response
 from kvlinker.types.tenants import DEFAULT_TENANT, tenant_of_key
 
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/openapi.json"})

@@ -23,9 +23,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlinker.errors import AuthenticationError, InvalidRequestError, KVLinkerError, OverloadedError
-from kvlinker.server.bodies import ResponseBody
+from kvlinker.server.edge.routing import allowed_methods
+from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.messages.errors import MessagesError, messages_error, speaks_messages
-from kvlinker.server.routing import allowed_methods
 
 logger = logging.getLogger(__name__)
 

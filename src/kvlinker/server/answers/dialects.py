@@ -14,13 +14,13 @@ from pydantic import BaseModel, ValidationError
 
 from kvlinker.errors import KVLinkerError
 from kvlinker.llm import ReadPrompt
-from kvlinker.server.access_log import note_tokens
-from kvlinker.server.answering import Asked, EventStream, begin_choices, server_timing
-from kvlinker.server.blocks import BlockReader, BlockStep
-from kvlinker.server.chat import ChatCompletionRequest
-from kvlinker.server.choices import Choices
-from kvlinker.server.conversing import Conversing
-from kvlinker.server.errors import ErrorBody, as_invalid_request, error_body
+from kvlinker.server.answers.answering import Asked, EventStream, begin_choices, server_timing
+from kvlinker.server.answers.blocks import BlockReader, BlockStep
+from kvlinker.server.answers.chat import ChatCompletionRequest
+from kvlinker.server.answers.choices import Choices
+from kvlinker.server.answers.conversing import Conversing
+from kvlinker.server.edge.access_log import note_tokens
+from kvlinker.server.edge.errors import ErrorBody, as_invalid_request, error_body
 from kvlinker.server.models import Service
 from kvlinker.types.answers import Finished
 

@@ -14,10 +14,10 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM, Answer, Prompt
-from kvlinker.server.access import TenantParam
-from kvlinker.server.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
-from kvlinker.server.bodies import MAX_CHOICES, Part, ResponseBody, Text, content_of
-from kvlinker.server.errors import blaming
+from kvlinker.server.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
+from kvlinker.server.edge.access import TenantParam
+from kvlinker.server.edge.errors import blaming
+from kvlinker.server.fields.bodies import MAX_CHOICES, Part, ResponseBody, Text, content_of
 from kvlinker.server.fields.decoding import DecodingBody
 from kvlinker.server.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body, scored_tokens
 from kvlinker.server.models import ServiceParam

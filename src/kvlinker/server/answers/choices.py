@@ -10,7 +10,7 @@ from starlette.types import Receive
 
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
 from kvlinker.llm import LLM, Answer, ChoiceSink, ReadPrompt
-from kvlinker.server.errors import blaming
+from kvlinker.server.edge.errors import blaming
 from kvlinker.types.answers import Delta, Finished
 from kvlinker.types.sampling import SamplingParams
 

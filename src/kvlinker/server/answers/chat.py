@@ -13,11 +13,11 @@ from pydantic import Field, JsonValue, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
-from kvlinker.server.access import TenantParam
-from kvlinker.server.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
-from kvlinker.server.bodies import DocumentBody, ResponseBody, Text
-from kvlinker.server.conversing import AnswerReader, Conversing
-from kvlinker.server.errors import blaming
+from kvlinker.server.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
+from kvlinker.server.answers.conversing import AnswerReader, Conversing
+from kvlinker.server.edge.access import TenantParam
+from kvlinker.server.edge.errors import blaming
+from kvlinker.server.fields.bodies import DocumentBody, ResponseBody, Text
 from kvlinker.server.fields.decoding import DecodingBody
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body

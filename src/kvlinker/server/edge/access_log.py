@@ -14,7 +14,7 @@ from typing import TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvlinker.server.errors import request_id_of
+from kvlinker.server.edge.errors import request_id_of
 
 logger = logging.getLogger(__name__)
 

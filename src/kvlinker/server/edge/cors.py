@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from kvlinker.server.errors import REQUEST_ID_HEADER
+from kvlinker.server.edge.errors import REQUEST_ID_HEADER
 
 _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST")
 _READABLE = (REQUEST_ID_HEADER, "Retry-After", "Server-Timing")
