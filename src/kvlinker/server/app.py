@@ -17,7 +17,7 @@ from kvlinker.config import Settings
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import KVLinkerError
 from kvlinker.llm import LLM
-from kvlinker.server import chat, completions, context_caches, link, models, status, tokenize
+from kvlinker.server import audit, chat, completions, context_caches, link, models, status, tokenize
 from kvlinker.server.access import OPEN_PATHS, HostCheck, KeyCheck, hosts_to_check
 from kvlinker.server.access_log import AccessLog
 from kvlinker.server.bodies import UnknownPart
@@ -88,7 +88,7 @@ def create_app(llm: LLM, settings: Settings) -> FastAPI:
     app.add_middleware(UnexpectedErrors)
     app.add_middleware(AccessLog)
     app.add_middleware(RequestIds)
-    for resource in (chat, completions, context_caches, link, models, status, tokenize):
+    for resource in (audit, chat, completions, context_caches, link, models, status, tokenize):
         app.include_router(resource.router)
     return app
 
