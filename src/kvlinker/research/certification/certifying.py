@@ -15,8 +15,8 @@ from kvlinker.engine.model_files import read_model
 from kvlinker.errors import ContextLengthError, InvalidRequestError
 from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
+from kvlinker.research.bench.harness.subject import Subject, make_subject
 from kvlinker.research.bench.quality import Examined, Quality, QualityOptions, main_rows, run_quality
-from kvlinker.research.bench.subject import Subject, make_subject
 from kvlinker.research.progress import Progress, silent
 from kvlinker.store import ContextCache
 from kvlinker.types.tenants import DEFAULT_TENANT, Scope

@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from kvlinker.audit.certificate import Certificate
-from kvlinker.research.bench.report import empty_figure
+from kvlinker.research.bench.harness.report import empty_figure
 
 _PAGE = """<!doctype html>
 <html lang="en">
