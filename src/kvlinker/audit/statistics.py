@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from scipy.special import betaincinv
-
 LEVEL = 0.95
 """The confidence of intervals."""
 
@@ -31,6 +29,8 @@ class Interval(NamedTuple):
 def clopper_pearson(successes: int, trials: int) -> Interval:
     """Bound a probability by ``successes`` out of ``trials`` with the exact interval of Clopper and Pearson (1934),
     which covers it in at least 95% of all cases, however few trials there are. Without trials it is [0, 1]."""
+    from scipy.special import betaincinv  # which takes a while, and not every command needs it
+
     tail = (1 - LEVEL) / 2
     low = float(betaincinv(successes, trials - successes + 1, tail)) if successes else 0.0
     high = float(betaincinv(successes + 1, trials - successes, 1 - tail)) if successes < trials else 1.0
