@@ -58,6 +58,20 @@ def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+def _parse_share(value: object) -> object:
+    """Read a percentage, such as ``1%``, as a share."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            return float(value.strip().removesuffix("%")) / 100
+        except ValueError:
+            raise ValueError("it must be a share such as 1% or 0.01") from None
+    return value
+
+
+Share = Annotated[float, BeforeValidator(_parse_share)]
+"""A share from 0 to 1, which may be written in percent."""
+
+
 def _parse_json(value: object) -> object:
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -213,6 +227,38 @@ class Settings(BaseSettings):
         default="auto", description="Index chunks' texts, in plain, to be searched; auto: unless they are encrypted."
     )
 
+    audit: Share = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of answers, such as 1%, that are compared with the full computation in idle time.",
+    )
+    audit_tokens: int | None = Field(
+        default=None, ge=1, description="Most tokens that the audit computes in an hour; no limit by default."
+    )
+    audit_log: Path | None = Field(
+        default=None, description="File that gets a line of JSON for each compared answer: hashes and figures."
+    )
+    audit_log_text: bool = Field(default=False, description="Write the texts of prompts and answers there, too.")
+
+    quality_target: Share | None = Field(
+        default=None,
+        gt=0.5,
+        lt=1,
+        description="Share of answers, such as 0.98, that are to agree with the full computation: the default policy's "
+        "number follows what the audit finds.",
+    )
+    quality_policies: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
+        default=(),
+        description="Policies that it may become, the cheapest first, with commas between; by default other numbers of "
+        "policy. The last resort is full.",
+    )
+    require_certificate: bool = Field(
+        default=False,
+        description="Answer only under policies that kvlinker certify has certified with this model, and full.",
+    )
+    quality_per_tenant: bool = Field(default=False, description="Steer the default policy of each tenant apart.")
+
     host: str = Field(default="127.0.0.1", description="Address to bind; without API keys only loopback is allowed.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
@@ -285,6 +331,13 @@ class Settings(BaseSettings):
         dtype = info.data.get("dtype")
         if value == "bf16" and dtype not in ("auto", "bfloat16"):
             raise ValueError(f"dtype is {dtype}: leave one of them out")
+        return value
+
+    @field_validator("quality_target")
+    @classmethod
+    def _target_is_audited(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and not info.data.get("audit"):
+            raise ValueError("nothing is audited, so that it cannot be kept: set audit, such as 5%, too")
         return value
 
     @field_validator("state_dir")

@@ -51,6 +51,11 @@ class ReadPrompt:
         return tuple(LinkedCache(id, len(each.chunk), each.created) for id, each in self.caches.items())
 
     @property
+    def implicit(self) -> bool:
+        """True if there are context caches, and none of them was named by id."""
+        return bool(self.caches) and all(each.cache.implicit_ttl is not None for each in self.caches.values())
+
+    @property
     def ids(self) -> dict[str, str]:
         """The ids of the context caches, by their chunks' content."""
         return {each.chunk.content: id for id, each in self.caches.items()}

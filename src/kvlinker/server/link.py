@@ -165,10 +165,10 @@ class LinkExplanation(ResponseBody):
 
 
 @router.get("/policies", response_model=PolicyList)
-async def list_policies(service: ServiceParam) -> Response:
+async def list_policies(service: ServiceParam, tenant: TenantParam) -> Response:
     """List all linking policies with their parameters, and the one for requests that name none."""
     data = [{"object": "policy", **policy} for policy in service.llm.policies()]
-    return JSONResponse({"object": "list", "data": data, "default": service.settings.policy})
+    return JSONResponse({"object": "list", "data": data, "default": service.llm.default_policy(tenant).name})
 
 
 @router.post("/link/explain", response_model=LinkExplanation, responses=error_responses(400, 404, 429, 503))

@@ -111,7 +111,7 @@ def status(service: ServiceParam) -> ServerStatus:
     return ServerStatus(
         model=llm.model_name,
         max_model_len=llm.max_model_len,
-        policy=service.settings.policy,
+        policy=llm.default_policy().name,
         started_at=int(llm.created_at),
         requests=RequestCounts(running=load.running, waiting=load.waiting, finished=service.metrics.finished()),
         kv_slots=SlotCounts(used=load.slots_used, total=load.slots_total),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvlinker.audit.next_token import agree, kl_divergence
 from kvlinker.errors import ContextLengthError, InvalidRequestError
 from kvlinker.research.bench.harness.benchmark import ChunkTokens, Setup, benchmark
 from kvlinker.research.bench.harness.report import Report, Row
@@ -20,7 +21,7 @@ from kvlinker.research.evaluation.contexts import ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
 from kvlinker.research.evaluation.examples import REFERENCE, Question
 from kvlinker.research.evaluation.joining import Joined, Recognised, Template, find_template, recognise
-from kvlinker.research.evaluation.metrics import METRICS, agree, best_score, kl_divergence
+from kvlinker.research.evaluation.metrics import METRICS, best_score
 from kvlinker.research.evaluation.statistics import mean_interval
 from kvlinker.research.progress import Progress, silent
 from kvlinker.types.tenants import DEFAULT_TENANT

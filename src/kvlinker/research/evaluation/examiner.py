@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kvlinker.audit.next_token import NextToken, agree, kl_divergence
 from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Answer, ContentPart, Message
@@ -27,7 +28,6 @@ from kvlinker.research.evaluation.examples import (
     Skipped,
 )
 from kvlinker.research.evaluation.inspection import Inspector, LayerView, deviation
-from kvlinker.research.evaluation.metrics import NextToken, agree, kl_divergence
 from kvlinker.store import ContextCache
 from kvlinker.store.format.byte_source import BufferSource
 from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk

@@ -47,7 +47,15 @@ class Choices:
             for number, (field, prompt) in enumerate(prompts.items()):
                 sink = self._sink(number * n)
                 with blaming(field):
-                    handle = llm.submit(prompt.prompt, sampling, sink, policy=prompt.policy, n=n, tenant=tenant)
+                    handle = llm.submit(
+                        prompt.prompt,
+                        sampling,
+                        sink,
+                        policy=prompt.policy,
+                        n=n,
+                        implicit=prompt.implicit,
+                        tenant=tenant,
+                    )
                     self._handles.append(handle)
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ import secrets
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kvlinker.config import Settings
@@ -103,6 +103,22 @@ class VLLMClient:
                 yield _new_tokens(output)
         finally:
             await outputs.aclose()  # which aborts what is under way
+
+    async def prompt_logprobs(self, tokens: Sequence[int], *, top: int) -> list[Mapping[int, float] | None]:
+        """Compute ``tokens`` [length], linking and reusing nothing, and return for each the log probabilities, by token
+        id, of itself and of the ``top`` most likely tokens in its place; None for the first."""
+        name = f"kvlinker-{secrets.token_hex(8)}"
+        params = _vllm_sampling(replace(_ONE_TOKEN, prompt_logprobs=top), 1, None)
+        prompt = {"prompt_token_ids": list(tokens), "cache_salt": secrets.token_hex(16)}
+        found: list[Mapping[int, float] | None] = []
+        outputs = self._client.generate(prompt, params, name)
+        try:
+            async for output in outputs:
+                for entries in output.prompt_logprobs or ():
+                    found.append(entries and {token: entry.logprob for token, entry in entries.items()})
+        finally:
+            await outputs.aclose()
+        return found
 
     async def run_transfer(self, transfer: TransferPlan, tokens: Sequence[int]) -> TransferOutcome:
         """Carry out a transfer plan over ``tokens`` [linked] and return its outcome. The answer is discarded, and no
@@ -263,6 +279,7 @@ def _vllm_sampling(sampling: SamplingParams, max_tokens: int, transfer: Mapping[
         bad_words=list(sampling.bad_words),
         logit_bias=dict(sampling.logit_bias) or None,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         structured_outputs=None if sampling.grammar is None else _structured(sampling.grammar),
         max_tokens=max_tokens,
         detokenize=False,
