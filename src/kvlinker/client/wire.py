@@ -26,6 +26,7 @@ from kvlinker.errors import (
     QuotaExceededError,
 )
 from kvlinker.types.answers import Timing, Usage
+from kvlinker.types.responses import ToolCall
 from kvlinker.types.texts import CacheContent, Piece, SearchHit
 
 _ERRORS: dict[str, type[KVLinkerError]] = {
@@ -86,6 +87,12 @@ class RemoteAnswer:
     usage: Usage
     timing: Timing
 
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls of tools that the model asks for; the text may be empty then."""
+
+    reasoning: str = ""
+    """What the model thought before it answered, where it tells that."""
+
 
 def read_context_cache(response: httpx.Response) -> RemoteContextCache:
     return _context_cache(response.json())
@@ -126,10 +133,15 @@ def read_answer(response: httpx.Response) -> RemoteAnswer:
     known = details["cached_tokens"] + details["recomputed_tokens"]
     phases = re.findall(r"(queue|load|link|decode);dur=([0-9.]+)", response.headers.get("server-timing", ""))
     return RemoteAnswer(
-        text=choice["message"]["content"],
+        text=choice["message"]["content"] or "",
         finish_reason=choice["finish_reason"],
         usage=Usage(**details, fresh_tokens=usage["prompt_tokens"] - known, output_tokens=usage["completion_tokens"]),
         timing=Timing(**{phase: float(milliseconds) / 1000 for phase, milliseconds in phases}),
+        tool_calls=tuple(
+            ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+            for call in choice["message"].get("tool_calls") or ()
+        ),
+        reasoning=choice["message"].get("reasoning_content") or "",
     )
 
 
