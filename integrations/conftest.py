@@ -41,9 +41,9 @@ def facts(address: str) -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def closing(address: str) -> dict[int, int]:
     """Weights on tokens that end strings and objects: the toy in the box seldom ends them by itself."""
-    tokens = [
-        token
-        for mark in '"}],'
-        for token in httpx.post(f"{address}/tokenize", json={"text": mark}, timeout=60).json()["tokens"]
-    ]
-    return dict.fromkeys(tokens, 6)
+
+    def token(mark: str) -> int:
+        (found,) = httpx.post(f"{address}/tokenize", json={"text": mark}, timeout=60).json()["tokens"]
+        return int(found)
+
+    return {token('"'): 12, token("}"): 10}

@@ -1,8 +1,8 @@
-"""Models that people use, at a small width: their configurations' ways, chat templates of their kinds, synthetic tokenizers.
+"""Models that people use, at a small width, with chat templates of their kinds and synthetic tokenizers.
 
 What is scaled down are width, depth and vocabulary; heads that share keys, rotary embeddings, windows, layers without
-positions, norms and tied embeddings are those of the published configurations. The chat templates are short ones in the same
-frame, and tokenizers are trained on the spot: both of the originals have licences of their own.
+positions, norms and tied embeddings are those of the published configurations. The chat templates are short ones in the
+same frame, and tokenizers are trained on the spot: both of the originals have licences of their own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ HERMES_TOOLS = (
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{% endif %}"
 )
 QWEN3 = HERMES_TOOLS + CHATML
 SMOLLM3 = HERMES_TOOLS.replace("if tools", "set tools = xml_tools or tools %}{% if tools") + CHATML
@@ -58,7 +59,8 @@ LLAMA3 = (
 )
 GEMMA3 = (
     "{{ bos_token }}{% for m in messages %}"
-    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else 'user') + '\\n' + m.content | trim + '<end_of_turn>\\n' }}"
+    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else 'user') + '\\n' }}"
+    "{{ m.content | trim + '<end_of_turn>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
 )
 PHI4 = (

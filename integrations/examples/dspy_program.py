@@ -1,4 +1,4 @@
-"""A DSPy program that knows nothing of kvlinker: its passages are recognised in any order, its answer's form is enforced.
+"""A DSPy program that knows nothing of kvlinker: its passages are recognised, and its answer's form is enforced.
 
 Run a server (`make serve`), then `python integrations/examples/dspy_program.py`. It needs `pip install dspy`.
 """
@@ -26,9 +26,21 @@ class Place(dspy.Signature):
     city: Literal["Lima", "Oslo", "Varna"] = dspy.OutputField()
 
 
+class KVLinkerLM(dspy.LM):
+    """Tells DSPy that the server enforces JSON schemas, so that signatures become some."""
+
+    @property
+    def supports_response_schema(self) -> bool:
+        return True
+
+    @property
+    def supported_params(self) -> set[str]:
+        return {*super().supported_params, "response_format"}
+
+
 def main() -> None:
-    options = {"extra_body": {"link": {"implicit": "auto"}}, "temperature": 0, "cache": False}
-    model = dspy.LM("openai/default", api_base=URL, api_key="none", **options)
+    options = {"extra_body": {"link": {"implicit": "auto"}}, "temperature": 0, "max_tokens": 64, "cache": False}
+    model = KVLinkerLM("openai/default", api_base=URL, api_key="none", **options)
     program = dspy.Predict(Place)
     with dspy.context(lm=model, adapter=dspy.JSONAdapter(), track_usage=True):
         for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):

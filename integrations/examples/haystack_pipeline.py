@@ -1,6 +1,7 @@
 """A Haystack pipeline with its own generator for OpenAI's API: documents go beside the messages, and each is a chunk.
 
-Run a server (`make serve`), then `python integrations/examples/haystack_pipeline.py`. It needs `pip install haystack-ai`.
+Run a server (`make serve`), then `python integrations/examples/haystack_pipeline.py`. It needs
+`pip install haystack-ai`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def main() -> None:
     pipeline.add_component("retriever", InMemoryBM25Retriever(store))
     pipeline.add_component("chunks", DocumentsAsChunks())
     generator = OpenAIChatGenerator(
-        api_key=Secret.from_token("none"), model="default", api_base_url=URL, generation_kwargs={"temperature": 0}
+        api_key=Secret.from_token("none"),
+        model="default",
+        api_base_url=URL,
+        generation_kwargs={"temperature": 0, "max_tokens": 16},
     )
     pipeline.add_component("generator", generator)
     pipeline.connect("retriever.documents", "chunks.documents")

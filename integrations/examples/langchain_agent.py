@@ -1,6 +1,7 @@
 """A LangChain agent that finds cached chunks with a tool, and reads them by their ids; a second tool tells the time.
 
-Cache some documents first (`kvlinker ingest examples/notes`), then run `python integrations/examples/langchain_agent.py "…"`.
+Run a server (`make serve`), and cache some documents (`kvlinker ingest examples/notes --url http://localhost:8000`),
+then `python integrations/examples/langchain_agent.py "…"`.
 """
 
 from __future__ import annotations

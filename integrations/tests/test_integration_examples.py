@@ -1,4 +1,4 @@
-"""The programs in ``integrations/examples`` run against a server with the model in the box, and print what they promise."""
+"""The programs in ``integrations/examples`` run against a server, and print what they promise."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class ChatKVLinker(BaseChatOpenAI):
     """A model behind a kvlinker server.
 
     Message content may have blocks ``{"type": "context_cache", "id": …}``, which ``context_blocks`` makes of documents.
-    ``policy``, ``implicit`` and ``documents`` can also be given for one call: ``model.invoke(…, documents=[…])``. What the
-    prompt reused is in the answer's ``usage_metadata`` and, with the context caches, in ``response_metadata``.
+    ``policy``, ``implicit`` and ``documents`` can also be given for one call: ``model.invoke(…, documents=[…])``. What
+    the prompt reused is in the answer's ``usage_metadata`` and, with the context caches, in ``response_metadata``.
 
     Names of messages are left out: chat templates seldom show them, and servers refuse those that would be lost.
     """

@@ -33,8 +33,8 @@ def _block(document: Document) -> dict[Any, Any]:
 class ContextCacheTransformer(Server, BaseDocumentTransformer):
     """Caches each document as one chunk, and returns it with the id of its context cache in its metadata.
 
-    Split long documents first: a chunk is read as a whole. Pairs of metadata that are text or numbers, and short enough,
-    are kept with the context cache, so that ``KVLinkerRetriever`` can filter by them.
+    Split long documents first: a chunk is read as a whole. Pairs of metadata that are text or numbers, and short
+    enough, are kept with the context cache, so that ``KVLinkerRetriever`` can filter by them.
     """
 
     ttl: float | None = None

@@ -17,8 +17,8 @@ from langchain_kvlinker.server import Server, default_key, default_url
 class KVLinkerRetriever(BaseRetriever):
     """Finds cached chunks, of documents that were ingested by ``kvlinker ingest`` or ``ContextCacheTransformer``.
 
-    Each document has its context cache's id in its metadata, by which ``context_blocks`` puts it into a message, and the
-    ``score`` of the search.
+    Each document has its context cache's id in its metadata, by which ``context_blocks`` puts it into a message, and
+    the ``score`` of the search.
     """
 
     base_url: str = Field(default_factory=default_url)

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 
 from langchain_kvlinker import ChatKVLinker, ContextCacheTransformer, KVLinkerRetriever, context_blocks
 from sample_facts import FACTS, QUESTION
@@ -87,9 +87,10 @@ def test_reasoning_is_told_apart(model: ChatKVLinker) -> None:
     told = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": None, "model": "reader"}
     (generation,) = model._create_chat_result(told).generations
     assert [block["type"] for block in generation.message.content_blocks] == ["reasoning", "text"]
-    delta = {"choices": [{"delta": {"reasoning_content": "Where?"}, "finish_reason": None}]}
-    chunk = model._convert_chunk_to_generation_chunk(delta, AIMessage, None)
-    assert chunk is None or chunk.message.additional_kwargs.get("reasoning_content", "Where?") == "Where?"
+    event = {"choices": [{"delta": {"reasoning_content": "Where?"}, "finish_reason": None}]}
+    chunk = model._convert_chunk_to_generation_chunk(event, AIMessageChunk, None)
+    assert chunk is not None
+    assert chunk.message.additional_kwargs == {"reasoning_content": "Where?"}
 
 
 def test_options_are_those_of_the_call_before_the_models(base_url: str) -> None:

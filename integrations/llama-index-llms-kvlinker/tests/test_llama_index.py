@@ -108,7 +108,7 @@ def test_nodes_become_chunks() -> None:
         'title: D\n\n<context_cache id="cc_2">d</context_cache>',
     ]
     assert [entry.node.get_content(MetadataMode.NONE) for entry in shown] == ["a {b}", "c", "d"]
-    assert [node.get_content(MetadataMode.LLM) for node in nodes][0] == "a {b}"
+    assert nodes[0].get_content(MetadataMode.LLM) == "a {b}"
 
 
 def test_a_query_engine_answers_from_ingested_documents(model: KVLinker) -> None:

@@ -82,8 +82,8 @@ def _read(kind: Any, settings: Settings, **options: Any) -> Any:
     except Exception as error:  # transformers raises whatever it meets
         if _is_offline(error):
             raise ModelLoadError(
-                f"{settings.model!r} is not on this machine, and the Hugging Face hub cannot be reached. Where it can be, "
-                f"run `hf download {settings.model} --local-dir FOLDER`; copy the folder, and give its path."
+                f"{settings.model!r} is not on this machine, and the Hugging Face hub cannot be reached. Where it can "
+                f"be, run `hf download {settings.model} --local-dir FOLDER`; copy the folder, and give its path."
             ) from error
         raise ModelLoadError(f"Cannot load {settings.model!r}: {error} {_WANTED}") from error
 
@@ -95,8 +95,8 @@ def _check_place(model: str) -> None:
         return
     if "gguf" in path.name.lower() or any(path.glob("*.gguf")):
         raise ModelLoadError(
-            f"{model} is GGUF, the format of llama.cpp, which kvlinker does not read. Give the model that it was made of, "
-            "as a folder with config.json and *.safetensors, or by its hub id; weights=int4 holds it in 4 bits."
+            f"{model} is GGUF, the format of llama.cpp, which kvlinker does not read. Give the model that it was made "
+            "of, as a folder with config.json and *.safetensors, or by its hub id; weights=int4 holds it in 4 bits."
         )
     if path.is_file():
         raise ModelLoadError(f"{model} is a file. {_WANTED}")

@@ -21,8 +21,8 @@ from llama_index.llms.openai_like import OpenAILike
 class KVLinker(OpenAILike):
     """A model behind a kvlinker server, by default the one at ``KVLINKER_BASE_URL``.
 
-    Messages may have chunks: elements of ``ContextCachePostprocessor``, blocks of ``context_cache``, ``CitableBlock``s, and text in front
-    of a ``CachePoint``, which here means that text, not all that stands before it.
+    Messages may have chunks: elements of ``ContextCachePostprocessor``, blocks of ``context_cache``, ``CitableBlock``,
+    and text in front of a ``CachePoint``, which here means that text, not all that stands before it.
     """
 
     model: str = Field(default="default", description="The name that the server has for its model, or default.")

@@ -1,8 +1,8 @@
 """Chunks in the content of messages.
 
-LlamaIndex makes prompts of text, and its messages have no block for context caches. So chunks stand in texts as elements:
-``<context_cache id="cc_…">text</context_cache>``, or without an id. Here they become the parts that a kvlinker server takes; any
-other model reads them as what they are.
+LlamaIndex makes prompts of text, and its messages have no block for context caches. So chunks stand in texts as
+elements: ``<context_cache id="cc_…">text</context_cache>``, or without an id. Here they become the parts that a
+kvlinker server takes; any other model reads them as what they are.
 """
 
 from __future__ import annotations

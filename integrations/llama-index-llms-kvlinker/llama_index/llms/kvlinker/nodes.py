@@ -29,8 +29,8 @@ LONGEST_VALUE = 512
 class ContextCachePostprocessor(BaseNodePostprocessor):
     """Makes chunks of the nodes that were retrieved, for the model that ``KVLinker`` is.
 
-    Nodes that have a context cache are linked by its id; the texts of others are marked, and found by what they say, or cached
-    on the way. The nodes' own texts stay as they are: only what the model is shown of them changes.
+    Nodes that have a context cache are linked by its id; the texts of others are marked, and found by what they say, or
+    cached on the way. The nodes' own texts stay as they are: only what the model is shown of them changes.
     """
 
     @classmethod
@@ -89,7 +89,7 @@ def kept_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
 def _as_chunk(node: BaseNode) -> BaseNode:
     """Return a copy of a node that a model is shown as a chunk, behind the metadata that it is to see.
 
-    A node's template counts only where there is metadata to be seen, so without any it is the id, or its absence, that is.
+    A node's template counts only where there is metadata to be seen: without any, that is the id, or its absence.
     """
     if not isinstance(node, TextNode):
         return node
