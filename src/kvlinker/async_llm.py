@@ -164,11 +164,16 @@ class AsyncLLM:
 
 async def _cancelled_with_its_task(submit: Callable[[], RequestHandle]) -> RequestHandle:
     """Submit in a thread; a request whose task is cancelled meanwhile is cancelled as soon as it is there."""
+
+    def cancel(done: asyncio.Future[RequestHandle]) -> None:
+        if done.exception() is None:
+            done.result().cancel()
+
     submitted = asyncio.ensure_future(asyncio.to_thread(submit))
     try:
         return await asyncio.shield(submitted)
     except asyncio.CancelledError:
-        submitted.add_done_callback(lambda done: done.exception() or done.result().cancel())
+        submitted.add_done_callback(cancel)
         raise
 
 
