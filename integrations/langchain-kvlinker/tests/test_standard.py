@@ -46,6 +46,10 @@ class TestChatKVLinkerIntegration(ChatModelIntegrationTests):
     def supports_json_mode(self) -> bool:
         return True
 
+    @property
+    def model_override_value(self) -> str:
+        return "reader"
+
     @understanding
     def test_tool_calling(self, model: BaseChatModel) -> None:
         super().test_tool_calling(model)
