@@ -12,6 +12,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_openai.chat_models.base import BaseChatOpenAI
 from pydantic import Field, SecretStr
 
@@ -129,13 +130,12 @@ class ChatKVLinker(BaseChatOpenAI):
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool] | None = None,
         **kwargs: Any,
     ) -> int:
-        """Return the number of tokens of the prompt that the messages make, chat template and context caches included.
-
-        Raises ValueError for tools, which the server does not count.
-        """
+        """Return the number of tokens of the prompt that messages and tools make, chat template and context caches
+        included."""
+        body: dict[str, Any] = {"messages": self._get_request_payload(list(messages))["messages"]}
         if tools:
-            raise ValueError("Tokens of tools are not counted: leave 'tools' out.")
-        count: int = self._tokenize({"messages": self._get_request_payload(list(messages))["messages"]})["count"]
+            body["tools"] = [convert_to_openai_tool(tool) for tool in tools]
+        count: int = self._tokenize(body)["count"]
         return count
 
     def _tokenize(self, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -107,8 +107,14 @@ def test_tokens_are_counted_by_the_server(model: ChatKVLinker, facts: tuple[str,
     assert model.get_num_tokens("Where does Tom Reyes live?") == len(model.get_token_ids("Where does Tom Reyes live?"))
     messages = asked({"type": "context_cache", "id": facts[0]})
     assert model.get_num_tokens_from_messages(messages) == model.invoke(messages).usage_metadata["input_tokens"]
-    with pytest.raises(ValueError, match="tools"):
-        model.get_num_tokens_from_messages(messages, tools=[{}])
+
+    def find(query: str) -> str:
+        """Find notes."""
+        return query
+
+    told = model.bind_tools([find], tool_choice="none").invoke(messages).usage_metadata["input_tokens"]
+    counted = model.get_num_tokens_from_messages(messages, tools=[find])
+    assert counted > told == model.get_num_tokens_from_messages(messages)
 
 
 def test_answers_are_enforced(model: ChatKVLinker) -> None:
