@@ -42,9 +42,9 @@ from kvlinker.types.tenants import SHARED_TENANT, Quota, Quotas, tenant_of_key
 BUNDLED_MODEL = Path(__file__).parent / "models" / "reader"
 VARIABLE_PREFIX = "KVLINKER_"
 CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
-OTHER_VARIABLES = {"config", "api_key", "new_encryption_key"}
-"""The rest of the names of prefixed variables that are not settings: here, and in ``kvlinker ingest`` and ``caches
-rekey``."""
+OTHER_VARIABLES = {"config", "api_key", "base_url", "new_encryption_key"}
+"""The rest of the names of prefixed variables that are not settings: here, in ``kvlinker ingest`` and ``caches rekey``,
+and in the packages of ``integrations``."""
 
 SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from kvlinker.errors import (
     PolicyError,
 )
 from kvlinker.types.texts import SearchHit
+from kvlinker.types.tools import ToolCall
 from tests.server.serving import MODEL_NAME, Served
 
 CHUNKS = ("The cat sat on the mat. It was fine!", "numbers 1 2 3 and more words")
@@ -108,6 +110,18 @@ def test_stream(client: Client) -> None:
     pieces = list(client.stream_chat_completion(HELLO, **GREEDY))
     assert len(pieces) > 1
     assert "".join(pieces) == client.chat_completion(HELLO, **GREEDY).text
+    assert list(client.chat_completion(HELLO, stream=True, **GREEDY)) == pieces
+
+
+def test_calls_and_reasoning_are_told() -> None:
+    call = {"id": "call-1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "reasoning_content": "Where?", "tool_calls": [call]}
+    details = {"cached_tokens": 0, "exact_cached_tokens": 0, "recomputed_tokens": 0}
+    usage = {"prompt_tokens": 5, "completion_tokens": 7, "prompt_tokens_details": details}
+    body = {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": usage}
+    answer = answering(200, json.dumps(body).encode()).chat_completion(HELLO)
+    assert (answer.text, answer.reasoning) == ("", "Where?")
+    assert answer.tool_calls == (ToolCall("call-1", "find", "{}"),)
 
 
 def test_closed_stream_cancels_the_request(served: Served, client: Client) -> None:
@@ -138,6 +152,8 @@ async def test_async_client(served: Served) -> None:
         answer = await client.chat_completion(question(caches), policy="naive", **GREEDY)
         streamed = [piece async for piece in client.stream_chat_completion(question(caches), policy="naive", **GREEDY)]
         assert "".join(streamed) == answer.text
+        again = await client.chat_completion(question(caches), policy="naive", stream=True, **GREEDY)
+        assert [piece async for piece in again] == streamed
         (piece,) = await client.cache_text("One dog.")
         await client.expire_cache(piece)
         with pytest.raises(ContextCacheNotFoundError):
@@ -234,7 +250,7 @@ def test_both_clients_have_the_same_calls() -> None:
 
     sync, asynchronous = shown(Client), shown(AsyncClient)
     assert set(sync) == set(asynchronous)
-    for name in set(sync) - {"stream_chat_completion"}:
+    for name in set(sync) - {"chat_completion", "stream_chat_completion"}:
         assert sync[name] == asynchronous[name]
         assert sync[name][1]
     assert sync["expire_caches"][0] == "(self, metadata: 'Mapping[str, str]', *, scope: 'str' = 'private') -> 'int'"

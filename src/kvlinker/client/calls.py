@@ -183,8 +183,8 @@ def _chat_body(messages: Sequence[Message], policy: str | None, sampling: Mappin
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    content = message["content"]
-    parts = content if isinstance(content, str) else [_part(part) for part in content]
+    content = message.get("content")
+    parts = content if content is None or isinstance(content, str) else [_part(part) for part in content]
     return {**message, "content": parts}
 
 

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from functools import wraps
 from inspect import Parameter, signature
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 import httpx
 from httpx_sse import EventSource
 
 from kvlinker.client import calls
 from kvlinker.client.calls import Call, Message
-from kvlinker.client.wire import read_texts, transport_errors
+from kvlinker.client.wire import RemoteAnswer, read_texts, transport_errors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,7 +67,6 @@ class Client:
     split_text = _sent(calls.split_text)
     search = _sent(calls.search)
     read_cache = _sent(calls.read_cache)
-    chat_completion = _sent(calls.chat_completion)
     explain = _sent(calls.explain)
     expire_cache = _sent(calls.expire_cache)
     expire_caches = _sent(calls.expire_caches)
@@ -75,6 +74,28 @@ class Client:
     list_caches = _sent(calls.list_caches)
     caches_usage = _sent(calls.caches_usage)
     server_status = _sent(calls.server_status)
+    _chat_completion = _sent(calls.chat_completion)
+
+    @overload
+    def chat_completion(
+        self, messages: Sequence[Message], *, policy: str | None = None, stream: Literal[False] = False, **sampling: Any
+    ) -> RemoteAnswer: ...
+
+    @overload
+    def chat_completion(
+        self, messages: Sequence[Message], *, policy: str | None = None, stream: Literal[True], **sampling: Any
+    ) -> Iterator[str]: ...
+
+    def chat_completion(
+        self, messages: Sequence[Message], *, policy: str | None = None, stream: bool = False, **sampling: Any
+    ) -> RemoteAnswer | Iterator[str]:
+        """Answer a conversation; with ``stream``, as ``stream_chat_completion`` does.
+
+        ``sampling`` are fields of the HTTP API, such as ``max_tokens``.
+        """
+        if stream:
+            return self.stream_chat_completion(messages, policy=policy, **sampling)
+        return self._chat_completion(messages, policy=policy, **sampling)
 
     def stream_chat_completion(
         self, messages: Sequence[Message], *, policy: str | None = None, **sampling: Any
@@ -112,7 +133,6 @@ class AsyncClient:
     split_text = _sent_async(calls.split_text)
     search = _sent_async(calls.search)
     read_cache = _sent_async(calls.read_cache)
-    chat_completion = _sent_async(calls.chat_completion)
     explain = _sent_async(calls.explain)
     expire_cache = _sent_async(calls.expire_cache)
     expire_caches = _sent_async(calls.expire_caches)
@@ -120,6 +140,28 @@ class AsyncClient:
     list_caches = _sent_async(calls.list_caches)
     caches_usage = _sent_async(calls.caches_usage)
     server_status = _sent_async(calls.server_status)
+    _chat_completion = _sent_async(calls.chat_completion)
+
+    @overload
+    async def chat_completion(
+        self, messages: Sequence[Message], *, policy: str | None = None, stream: Literal[False] = False, **sampling: Any
+    ) -> RemoteAnswer: ...
+
+    @overload
+    async def chat_completion(
+        self, messages: Sequence[Message], *, policy: str | None = None, stream: Literal[True], **sampling: Any
+    ) -> AsyncIterator[str]: ...
+
+    async def chat_completion(
+        self, messages: Sequence[Message], *, policy: str | None = None, stream: bool = False, **sampling: Any
+    ) -> RemoteAnswer | AsyncIterator[str]:
+        """Answer a conversation; with ``stream``, as ``stream_chat_completion`` does.
+
+        ``sampling`` are fields of the HTTP API, such as ``max_tokens``.
+        """
+        if stream:
+            return self.stream_chat_completion(messages, policy=policy, **sampling)
+        return await self._chat_completion(messages, policy=policy, **sampling)
 
     async def stream_chat_completion(
         self, messages: Sequence[Message], *, policy: str | None = None, **sampling: Any

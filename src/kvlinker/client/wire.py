@@ -27,6 +27,7 @@ from kvlinker.errors import (
 )
 from kvlinker.types.answers import Timing, Usage
 from kvlinker.types.texts import CacheContent, Piece, SearchHit
+from kvlinker.types.tools import ToolCall
 
 _ERRORS: dict[str, type[KVLinkerError]] = {
     error.code: error
@@ -89,6 +90,12 @@ class RemoteAnswer:
     usage: Usage
     timing: Timing
 
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls of tools that the model asks for; the text may be empty then."""
+
+    reasoning: str = ""
+    """What the model thought before it answered, where it tells that."""
+
 
 Told = TypeVar("Told", RemoteContextCache, SearchHit)
 
@@ -143,6 +150,11 @@ def read_answer(response: httpx.Response) -> RemoteAnswer:
             exact_cached_tokens=details["exact_cached_tokens"],
         ),
         timing=Timing(**{phase: float(milliseconds) / 1000 for phase, milliseconds in phases}),
+        tool_calls=tuple(
+            ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+            for call in choice["message"].get("tool_calls") or ()
+        ),
+        reasoning=choice["message"].get("reasoning_content") or "",
     )
 
 

@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 import transformers
 from blake3 import blake3
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The sampling parameters that a model's ``generation_config.json`` may recommend."""
+
+_WANTED = "Give the path of a folder with a transformers model, or the id of one on the Hugging Face hub."
 
 FINGERPRINTS = "fingerprints.json"
 """The file in the state directory that remembers the fingerprints of models' files."""
@@ -71,16 +75,41 @@ def sampling_defaults(generation_config: Any) -> dict[str, float]:
 
 
 def _read(kind: Any, settings: Settings, **options: Any) -> Any:
-    if os.path.isabs(settings.model) and not Path(settings.model).is_dir():
-        raise ModelLoadError(f"No model at {settings.model}: there is no such folder.")
+    _check_place(settings.model)
     transformers_logging.disable_progress_bar()
     try:
         return kind.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code, **options)
     except Exception as error:  # transformers raises whatever it meets
+        if _is_offline(error):
+            raise ModelLoadError(
+                f"{settings.model!r} is not on this machine, and the Hugging Face hub cannot be reached. Where it can "
+                f"be, run `hf download {settings.model} --local-dir FOLDER`; copy the folder, and give its path."
+            ) from error
+        raise ModelLoadError(f"Cannot load {settings.model!r}: {error} {_WANTED}") from error
+
+
+def _check_place(model: str) -> None:
+    """Raise ModelLoadError for a path where there is no model of transformers, and for GGUF."""
+    path = Path(model)
+    if (path / "config.json").is_file():
+        return
+    if "gguf" in path.name.lower() or any(path.glob("*.gguf")):
         raise ModelLoadError(
-            f"Cannot load {settings.model!r}: {error} Give the path of a folder with a transformers model, or the id "
-            "of one on the Hugging Face hub."
-        ) from error
+            f"{model} is GGUF, the format of llama.cpp, which kvlinker does not read. Give the model that it was made "
+            "of, as a folder with config.json and *.safetensors, or by its hub id; weights=int4 holds it in 4 bits."
+        )
+    if path.is_file():
+        raise ModelLoadError(f"{model} is a file. {_WANTED}")
+    if path.is_dir():
+        raise ModelLoadError(f"{model} has no config.json. {_WANTED}")
+    if os.path.isabs(model) or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ModelLoadError(f"No model at {model}: there is no such folder.")
+
+
+def _is_offline(error: BaseException | None) -> bool:
+    """Tell if an error comes from a hub that cannot be reached."""
+    causes = (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError)
+    return error is not None and (isinstance(error, causes) or _is_offline(error.__cause__ or error.__context__))
 
 
 def choose_device(name: str) -> torch.device:
