@@ -35,8 +35,10 @@ NO_EVIDENCE = PromptEvidence()
 
 @cache
 def model_folder(family: str, folder: Path) -> Path:
-    """The family's tiny model on disk."""
+    """The family's tiny model on disk, which may lie there already."""
     path = folder / family
+    if path.exists():
+        return path
     tiny_model(family, head_dim=HEAD_DIM).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return path
@@ -92,10 +94,10 @@ class LinkedVLLM:
         key = key_of(chunk)
         return self.state / "chunks" / key[:2] / f"{key}.safetensors"
 
-    def add(self, tokens, transfer=None, salt=None, *, max_tokens=4):
+    def add(self, tokens, transfer=None, salt=None, *, max_tokens=4, **sampling):
         name = f"r{next(self._names)}"
         params = vllm.SamplingParams(
-            temperature=0,
+            **({"temperature": 0} | sampling),
             max_tokens=max_tokens,
             logprobs=20,
             ignore_eos=True,
