@@ -209,7 +209,7 @@ def outcome_of(output):
 
 @cache
 def reference(prompt, family, positioned=True):
-    """In double precision, so that rounding errors are vLLM's alone; but mixtures of experts have no products for it."""
+    """In double precision, so that rounding errors are vLLM's alone; mixtures of experts have no products for it."""
     changes = {"head_dim": HEAD_DIM} | VLLMS_OWN.get(family, {})
     model = reference_model(family, **changes)
     if not hasattr(model.config, "num_local_experts"):
