@@ -158,7 +158,8 @@ class Settings(BaseSettings):
     threads: int | None = Field(default=None, ge=1, description="CPU threads for the model; all by default.")
 
     native_attention: bool = Field(
-        default=True, description="Compile an attention kernel where the CPU multiplies bfloat16."
+        default=True,
+        description="Compile code for attention, norms and products with weights where the CPU multiplies bfloat16.",
     )
 
     state_dir: Path = Field(
@@ -223,6 +224,11 @@ class Settings(BaseSettings):
         default=(),
         description="Host names that requests may use beside localhost, with commas between; * for any. Without them, "
         "only servers without API keys check.",
+    )
+    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
+        default=(),
+        description="Origins whose pages may call the server from browsers, such as https://app.example, with commas "
+        "between; * for any. None by default.",
     )
     request_timeout: float = Field(
         default=30, gt=0, description="Seconds in which a request's headers must come, and its body begin to flow."
@@ -290,6 +296,14 @@ class Settings(BaseSettings):
     @classmethod
     def _expand(cls, value: Path) -> Path:
         return value.expanduser()
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+", origin):
+                raise ValueError(f"{origin!r} is no origin: write scheme, host and port, such as https://app.example")
+        return value
 
     @field_validator("tenant_quotas")
     @classmethod

@@ -78,6 +78,7 @@ def test_answers_are_the_same_whatever_time_a_step_may_take(bench, milliseconds)
 
 
 @pytest.mark.parametrize("prefix_cache", ["on", pytest.param("off", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(bench, prefix_cache):
     expected = alone(bench, "llama", 80)
     made = bench(max_step_tokens=64, kv_slots=260, slo_tpot=1e-3, prefix_cache=prefix_cache)
@@ -99,8 +100,8 @@ def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(
 
 
 def test_a_long_queue_is_refused_by_the_time_that_it_would_take(bench):
-    made = bench(kv_slots=8192, slo_ttft=1e-4, max_step_tokens=16)
-    made.answer(linked_prompt(fresh=400), "full", max_tokens=1)
+    made = bench(kv_slots=8192, slo_ttft=1e-4, max_step_tokens=1)  # the first of the long ones takes seconds
+    made.answer(linked_prompt(fresh=100), "full", max_tokens=1)
     long, other = (linked_prompt(fresh=1900, seed=seed) for seed in (1, 2))
     first, handle = made.submit(long, "full", max_tokens=1)
     with pytest.raises(OverloadedError, match="The first token is expected") as caught:

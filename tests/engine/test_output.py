@@ -6,7 +6,7 @@ from kvlinker.engine.contract import GenerationRequest
 from kvlinker.engine.output import Output, RequestClock, TextStream
 from kvlinker.events import Event, Events
 from kvlinker.linking import parse_policy
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 from kvlinker.types.answers import Delta, Finished, Timing, Usage
 from tests.linking.test_policies import chunk_prompt
 
@@ -64,6 +64,7 @@ def test_nothing_behind_a_stop_string_comes_out(text, stop, expected):
     pieces, out = stream(text, stop)
     assert "".join(pieces) == expected
     assert out.stopped == (expected != text)
+    assert out.stopped_by is None or out.stopped_by in stop
 
 
 @settings(max_examples=200, deadline=None)

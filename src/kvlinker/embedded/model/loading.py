@@ -71,15 +71,15 @@ def load_model(settings: Settings) -> LoadedModel:
     model, tokenizer = read_model(settings)
     dtype = next(model.parameters()).dtype
     name = fingerprint_of_files(model_folder(settings.model), dtype, state_dir=settings.state_dir)
-    return prepare_model(model, tokenizer, weights=settings.weights, name=name)
+    return prepare_model(model, tokenizer, weights=settings.weights, native=settings.native_attention, name=name)
 
 
 @in_own_thread
 def prepare_model(
-    model: Any, tokenizer: Any, *, weights: WeightFormat = "auto", name: str | None = None
+    model: Any, tokenizer: Any, *, weights: WeightFormat = "auto", native: bool = True, name: str | None = None
 ) -> LoadedModel:
     """Check that a transformers model can be linked exactly, give it kvlinker's attention, and its weights the format
-    ``weights``.
+    ``weights``. With ``native``, native code multiplies by them and computes norms where the CPU multiplies bf16.
 
     ``name`` is the fingerprint of the model's files; without it that of the model is computed. Raises
     UnsupportedModelError when its KV cannot be linked, and ModelLoadError when the format needs a library that is not
@@ -93,8 +93,9 @@ def prepare_model(
     parameter = next(model.parameters())
     cost = CostModel(count_weights(model), layers)
     name = fingerprint_with(fingerprint(model) if name is None else name, weights)
-    arrange_weights(model, linear_calls, weights)
-    quicken_norms(model)
+    arrange_weights(model, linear_calls, weights, native=native)
+    if native:
+        quicken_norms(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
