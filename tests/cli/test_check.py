@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from kvlinker.cli import app
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 
 
 def test_a_model_whose_context_window_is_not_known(tmp_path: Path) -> None:

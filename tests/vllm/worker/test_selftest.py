@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlinker.errors import UnsupportedModelError
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 from kvlinker.vllm import adapter
 from kvlinker.vllm.worker import layers
 from tests.embedded.conftest import linked_prompt
