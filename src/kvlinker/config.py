@@ -102,6 +102,11 @@ class Settings(BaseSettings):
     vllm_options: Annotated[dict[str, Any], NoDecode, BeforeValidator(_parse_json)] = Field(
         default={}, description='vLLM\'s own engine options, as JSON: {"tensor_parallel_size": 2}.'
     )
+    on_engine_failure: Literal["exit", "restart"] = Field(
+        default="exit",
+        description="When the engine has failed, as after a kill of vLLM's process: end the server with code 3, or "
+        "start the engine again.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="bfloat16 where the hardware multiplies it, else float32."
     )

@@ -12,6 +12,7 @@ from kvlinker.research.progress import Progress
 
 BAD_USAGE = 2
 FAILURE = 1
+ENGINE_FAILED = 3
 
 
 def fail(message: str, code: int) -> typer.Exit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -41,6 +41,7 @@ class Metrics:
     def __init__(self, llm: LLM) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Gauges(llm))
+        self._has_vllm = llm.settings.engine == "vllm"
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"kvlinker:{name}", text, labels, registry=self.registry)
@@ -140,8 +141,9 @@ class Metrics:
             self._audit_answer_kl.labels(event.policy).observe(event.answer_kl)
 
     def exposition(self) -> bytes:
-        """Return all figures in Prometheus' text format."""
-        return generate_latest(self.registry)
+        """Return all figures in Prometheus' text format, with those of vLLM where it is the engine."""
+        own = generate_latest(self.registry)
+        return own + generate_latest(REGISTRY) if self._has_vllm else own
 
     def prompt_tokens(self) -> dict[str, int]:
         """Count prompt tokens since the start, by what became of them."""

@@ -371,6 +371,43 @@ def test_a_chunk_is_computed_once_however_many_ask(llm, monkeypatch):
     assert sizes == {llm.store.nbytes(chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="t"))}
 
 
+def test_a_chunk_that_vanishes_when_it_was_written_is_no_error(llm, monkeypatch):
+    run_transfer = llm.engine._client.run_transfer
+
+    async def deleted(transfer, tokens):
+        outcome = await run_transfer(transfer, tokens)
+        for captured in transfer.captures:
+            llm.store.delete(captured.key)
+        return outcome
+
+    monkeypatch.setattr(llm.engine._client, "run_transfer", deleted)
+    prompt = linked_prompt(40, 30, seed=23)
+    assert llm.engine.cache_chunk(prompt.chunks[0], tenant="default").result(timeout=60) == 0
+    answer = llm.chat_completion(prompt, policy="naive", **GREEDY)
+    monkeypatch.undo()
+    assert_same(answer, llm.chat_completion(prompt, policy="full", **GREEDY))
+
+
+def test_what_vllm_still_has_of_a_prompt_counts_as_cached(llm):
+    prompt = linked_prompt(64, 33, fresh=40, seed=34)
+    llm.chat_completion(prompt, policy="legolink-4", max_tokens=1)  # computes its chunks
+    first, second = (
+        llm.chat_completion(prompt, policy="legolink-4", tenant="again", max_tokens=1).usage for _ in range(2)
+    )
+    assert first.exact_cached_tokens == 0
+    found = len(prompt) // 32 * 32
+    assert second.exact_cached_tokens == found
+    assert second.recomputed_tokens == 0
+    assert second.fresh_tokens == len(prompt) - found
+    assert second.prompt_tokens == first.prompt_tokens == len(prompt)
+
+
+def test_vllms_own_figures_stay(served):
+    figures = served.get("/metrics").text
+    assert "vllm:num_requests_running" in figures
+    assert "kvlinker:store_bytes" in figures
+
+
 def test_evicted_chunks_are_computed_again(llm):
     prompt = linked_prompt(60, 40, seed=21)
     first, cached = (llm.chat_completion(prompt, policy="naive", **GREEDY) for _ in range(2))
