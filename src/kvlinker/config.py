@@ -42,9 +42,9 @@ from kvlinker.types.tenants import SHARED_TENANT, Quota, Quotas, tenant_of_key
 BUNDLED_MODEL = Path(__file__).parent / "models" / "reader"
 VARIABLE_PREFIX = "KVLINKER_"
 CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
-OTHER_VARIABLES = {"config", "api_key", "new_encryption_key"}
-"""The rest of the names of prefixed variables that are not settings: here, and in ``kvlinker ingest`` and ``caches
-rekey``."""
+OTHER_VARIABLES = {"config", "api_key", "base_url", "new_encryption_key"}
+"""The rest of the names of prefixed variables that are not settings: here, in ``kvlinker ingest`` and ``caches rekey``,
+and in the packages of ``integrations``."""
 
 SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
@@ -56,6 +56,20 @@ bits."""
 
 def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _parse_share(value: object) -> object:
+    """Read a percentage, such as ``1%``, as a share."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            return float(value.strip().removesuffix("%")) / 100
+        except ValueError:
+            raise ValueError("it must be a share such as 1% or 0.01") from None
+    return value
+
+
+Share = Annotated[float, BeforeValidator(_parse_share)]
+"""A share from 0 to 1, which may be written in percent."""
 
 
 def _parse_json(value: object) -> object:
@@ -87,6 +101,11 @@ class Settings(BaseSettings):
     engine: Literal["embedded", "vllm"] = Field(default="embedded", description="What runs the model: embedded, vllm.")
     vllm_options: Annotated[dict[str, Any], NoDecode, BeforeValidator(_parse_json)] = Field(
         default={}, description='vLLM\'s own engine options, as JSON: {"tensor_parallel_size": 2}.'
+    )
+    on_engine_failure: Literal["exit", "restart"] = Field(
+        default="exit",
+        description="When the engine has failed, as after a kill of vLLM's process: end the server with code 3, or "
+        "start the engine again.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="bfloat16 where the hardware multiplies it, else float32."
@@ -213,12 +232,49 @@ class Settings(BaseSettings):
         default="auto", description="Index chunks' texts, in plain, to be searched; auto: unless they are encrypted."
     )
 
+    audit: Share = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of answers, such as 1%, that are compared with the full computation in idle time.",
+    )
+    audit_tokens: int | None = Field(
+        default=None, ge=1, description="Most tokens that the audit computes in an hour; no limit by default."
+    )
+    audit_log: Path | None = Field(
+        default=None, description="File that gets a line of JSON for each compared answer: hashes and figures."
+    )
+    audit_log_text: bool = Field(default=False, description="Write the texts of prompts and answers there, too.")
+
+    quality_target: Share | None = Field(
+        default=None,
+        gt=0.5,
+        lt=1,
+        description="Share of answers, such as 0.98, that are to agree with the full computation: the default policy's "
+        "number follows what the audit finds.",
+    )
+    quality_policies: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
+        default=(),
+        description="Policies that it may become, the cheapest first, with commas between; by default other numbers of "
+        "policy. The last resort is full.",
+    )
+    require_certificate: bool = Field(
+        default=False,
+        description="Answer only under policies that kvlinker certify has certified with this model, and full.",
+    )
+    quality_per_tenant: bool = Field(default=False, description="Steer the default policy of each tenant apart.")
+
     host: str = Field(default="127.0.0.1", description="Address to bind; without API keys only loopback is allowed.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
         default=(),
         description="Host names that requests may use beside localhost, with commas between; * for any. Without them, "
         "only servers without API keys check.",
+    )
+    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
+        default=(),
+        description="Origins whose pages may call the server from browsers, such as https://app.example, with commas "
+        "between; * for any. None by default.",
     )
     request_timeout: float = Field(
         default=30, gt=0, description="Seconds in which a request's headers must come, and its body begin to flow."
@@ -282,10 +338,25 @@ class Settings(BaseSettings):
             raise ValueError(f"dtype is {dtype}: leave one of them out")
         return value
 
+    @field_validator("quality_target")
+    @classmethod
+    def _target_is_audited(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and not info.data.get("audit"):
+            raise ValueError("nothing is audited, so that it cannot be kept: set audit, such as 5%, too")
+        return value
+
     @field_validator("state_dir")
     @classmethod
     def _expand(cls, value: Path) -> Path:
         return value.expanduser()
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+", origin):
+                raise ValueError(f"{origin!r} is no origin: write scheme, host and port, such as https://app.example")
+        return value
 
     @field_validator("tenant_quotas")
     @classmethod

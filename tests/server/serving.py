@@ -64,7 +64,10 @@ class Served:
 
 
 @cache
-def tiny_model(head_dim: int = 8) -> LoadedModel:
+def tiny_model(head_dim: int = 8, marks: tuple[str, ...] = ()) -> LoadedModel:
+    """A model with random weights, and ``marks`` as special tokens of its own."""
+    import copy
+
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -72,7 +75,8 @@ def tiny_model(head_dim: int = 8) -> LoadedModel:
     from tests.toy_tokenizers import byte_level
 
     torch.manual_seed(0)
-    tokenizer = byte_level()
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -124,8 +128,8 @@ def listening(app: FastAPI, settings: Settings, *, closes: bool = True) -> Itera
     """The URL of a server of an app, until the block ends."""
     import uvicorn
 
-    from kvlinker.server.address import bind, url_of
-    from kvlinker.server.connections import server_config
+    from kvlinker.server.edge.address import bind, url_of
+    from kvlinker.server.edge.connections import server_config
 
     listener = bind("127.0.0.1", 0)
     config = server_config(app, request_timeout=settings.request_timeout)

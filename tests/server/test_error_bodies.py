@@ -14,14 +14,14 @@ from starlette.types import Scope
 import kvlinker
 from kvlinker.errors import ContextCacheModelError, ContextCacheNotFoundError, KVLinkerError, OverloadedError
 from kvlinker.llm import LLM
-from kvlinker.server.errors import error_body, error_response
+from kvlinker.server.edge.errors import error_body, error_response
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import Served, serving, tiny_model, tiny_settings
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 INSIDE = "/home/operator/state/catalog.sqlite"
-SCOPE: Scope = {"type": "http", "state": {"request_id": "req_1"}}
+SCOPE: Scope = {"type": "http", "path": "/v1/models", "state": {"request_id": "req_1"}}
 
 
 def all_errors() -> list[type[KVLinkerError]]:

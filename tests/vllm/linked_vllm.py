@@ -27,16 +27,21 @@ from kvlinker.vllm.frontend.linker import LinkedPrompt, VLLMLinker
 from kvlinker.vllm.protocol.signature import PlanSigner
 from kvlinker.vllm.protocol.transfer_plan import PARAM, TransferOutcome, plan_capture, plan_transfer
 from tests.embedded.reference import Reference, reference_model
-from tests.toy_models import tiny_model
+from tests.toy_models import WINDOW, tiny_model
 from tests.vllm.conftest import HEAD_DIM
 
 NO_EVIDENCE = PromptEvidence()
 
+VLLMS_OWN: dict[str, dict[str, Any]] = {"cohere2-interleaved-nope": {"sliding_window": WINDOW + 1}}
+"""What vLLM computes otherwise than transformers: its windows of Cohere 2 have one token more."""
+
 
 @cache
 def model_folder(family: str, folder: Path) -> Path:
-    """The family's tiny model on disk."""
+    """The family's tiny model on disk, which may lie there already."""
     path = folder / family
+    if path.exists():
+        return path
     tiny_model(family, head_dim=HEAD_DIM).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return path
@@ -92,10 +97,10 @@ class LinkedVLLM:
         key = key_of(chunk)
         return self.state / "chunks" / key[:2] / f"{key}.safetensors"
 
-    def add(self, tokens, transfer=None, salt=None, *, max_tokens=4):
+    def add(self, tokens, transfer=None, salt=None, *, max_tokens=4, **sampling):
         name = f"r{next(self._names)}"
         params = vllm.SamplingParams(
-            temperature=0,
+            **({"temperature": 0} | sampling),
             max_tokens=max_tokens,
             logprobs=20,
             ignore_eos=True,
@@ -204,9 +209,12 @@ def outcome_of(output):
 
 @cache
 def reference(prompt, family, positioned=True):
-    """In double precision, so that rounding errors are vLLM's alone."""
-    reference_model(family, head_dim=HEAD_DIM).double()
-    return Reference(prompt, family, positioned, head_dim=HEAD_DIM)
+    """In double precision, so that rounding errors are vLLM's alone; mixtures of experts have no products for it."""
+    changes = {"head_dim": HEAD_DIM} | VLLMS_OWN.get(family, {})
+    model = reference_model(family, **changes)
+    if not hasattr(model.config, "num_local_experts"):
+        model.double()
+    return Reference(prompt, family, positioned, **changes)
 
 
 def difference(output, prompt, policy, family, evidence=NO_EVIDENCE):

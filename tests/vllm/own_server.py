@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from kvlinker.server.address import bind
+from kvlinker.server.edge.address import bind
 
 START_SECONDS = 600
 """The seconds that a server may take to start, on a machine that has much else to do."""

@@ -243,6 +243,13 @@ def test_preempted_requests_are_linked_again(linked, prompt):
         assert difference(outputs[name], each, policy, "llama") < TOLERANCE
 
 
+def test_a_prompt_that_vllm_has_tells_how_much_of_it(linked, prompt):
+    salt = secrets.token_hex(4)
+    first, second = (outcome_of(linked.answer(prompt, "legolink-4", salt=salt)) for _ in range(2))
+    assert first.found == 0
+    assert second.found == len(prompt) // 32 * 32
+
+
 def test_a_capture_that_the_disk_refuses_leaves_no_file(linked, monkeypatch):
     prompt = linked_prompt(50, seed=next(SEEDS))
     monkeypatch.setattr(worker_of(linked)._chunks._disk, "put", lambda *_: False)
@@ -251,3 +258,15 @@ def test_a_capture_that_the_disk_refuses_leaves_no_file(linked, monkeypatch):
     monkeypatch.undo()
     output = linked.answer(prompt, "naive")
     assert difference(output, prompt, "full", "llama") < TOLERANCE
+
+
+def test_seeds_are_followed_where_a_prompt_is_computed_in_parts(linked):
+    """The second time most of it is in vLLM's prefix cache, and its rest computed at once."""
+    tokens = random_tokens(600, next(SEEDS))
+    linked.add(tokens, temperature=1.0, seed=7, max_tokens=12)
+    (first,) = linked.run().values()
+    again = linked.add(tokens, temperature=1.0, seed=7, max_tokens=12)
+    other = linked.add(tokens, temperature=1.0, seed=8, max_tokens=12)
+    outputs = linked.run()
+    assert outputs[again].outputs[0].token_ids == first.outputs[0].token_ids
+    assert outputs[other].outputs[0].token_ids != first.outputs[0].token_ids

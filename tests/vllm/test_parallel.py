@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from kvlinker.llm import LLM
 from kvlinker.prompt.segments import Prompt
-from kvlinker.types.chunks import Chunk
+from kvlinker.types.chunks import Chunk, chunk_key
 from tests.embedded.conftest import linked_prompt
 from tests.vllm.conftest import vllm_settings_for
 
@@ -83,7 +83,7 @@ def test_two_engines_behind_one_client_share_chunks(vllm_settings, tmp_path, mon
 
 
 def chunk_file(llm: LLM, chunk: Chunk) -> Path:
-    key = llm.caches.key(chunk, "default")
+    key = chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="default")
     return Path(key[:2]) / f"{key}.safetensors"
 
 

@@ -63,7 +63,7 @@ class PromptBuilder:
 
     @cached_property
     def responses(self) -> ResponseFormat:
-        """How the model writes reasoning and calls of tools."""
+        """The form in which the model writes reasoning and calls of tools."""
         return ResponseFormat.of(self._tokenizer, self._template.source)
 
     def has_variable(self, name: str) -> bool:

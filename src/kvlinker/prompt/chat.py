@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateSyntaxError
 
 from kvlinker.errors import InvalidRequestError, ModelLoadError
-from kvlinker.prompt.documents import with_documents
 from kvlinker.prompt.encoding import require_unicode
-from kvlinker.prompt.tool_section import needs_tool_section, with_tool_section
+from kvlinker.prompt.sections import needs_tool_section, with_documents, with_tool_section
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
 

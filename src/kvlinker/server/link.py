@@ -10,12 +10,14 @@ from pydantic import Field, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import Explanation
-from kvlinker.server.access import TenantParam
-from kvlinker.server.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
-from kvlinker.server.completions import PromptBody, single_prompt
-from kvlinker.server.errors import blaming, error_responses
+from kvlinker.server.answers.completions import PromptBody, single_prompt
+from kvlinker.server.edge.access import TenantParam
+from kvlinker.server.edge.errors import blaming, error_responses
+from kvlinker.server.fields.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
 from kvlinker.server.fields.messages import MessageBody
+from kvlinker.server.fields.tools import MOST_TOOLS, ToolBody, shown_tools
 from kvlinker.server.models import Service, ServiceParam
+from kvlinker.types.messages import TemplateOptions
 
 router = APIRouter(prefix="/v1", tags=["linking"])
 
@@ -74,6 +76,7 @@ class ExplainRequest(RequestBody):
     model: Text | None = None
     messages: list[MessageBody] | None = Field(default=None, min_length=1)
     documents: list[DocumentBody] | None = None
+    tools: list[ToolBody] | None = Field(default=None, max_length=MOST_TOOLS)
     prompt: PromptBody | None = None
     link: LinkOptions | None = None
 
@@ -81,6 +84,8 @@ class ExplainRequest(RequestBody):
     def _check_source(self) -> ExplainRequest:
         if (self.messages is None) == (self.prompt is None):
             raise InvalidRequestError("Give exactly one of 'messages' and 'prompt'.", param="messages")
+        if self.tools and self.messages is None:
+            raise InvalidRequestError("'tools' go with 'messages' only.", param="tools")
         return self
 
 
@@ -160,10 +165,10 @@ class LinkExplanation(ResponseBody):
 
 
 @router.get("/policies", response_model=PolicyList)
-async def list_policies(service: ServiceParam) -> Response:
+async def list_policies(service: ServiceParam, tenant: TenantParam) -> Response:
     """List all linking policies with their parameters, and the one for requests that name none."""
     data = [{"object": "policy", **policy} for policy in service.llm.policies()]
-    return JSONResponse({"object": "list", "data": data, "default": service.settings.policy})
+    return JSONResponse({"object": "list", "data": data, "default": service.llm.default_policy(tenant).name})
 
 
 @router.post("/link/explain", response_model=LinkExplanation, responses=error_responses(400, 404, 429, 503))
@@ -182,7 +187,14 @@ def _explain(service: Service, body: ExplainRequest, tenant: str) -> Explanation
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]
         with blaming("messages"):
-            return service.llm.explain(messages, documents=documents, policy=policy, implicit=implicit, tenant=tenant)
+            return service.llm.explain(
+                messages,
+                documents=documents,
+                options=TemplateOptions(tools=shown_tools(body.tools)),
+                policy=policy,
+                implicit=implicit,
+                tenant=tenant,
+            )
     prompt = single_prompt(body.prompt or "")
     with blaming("prompt"):
         return service.llm.explain(prompt=prompt, policy=policy, implicit=implicit, tenant=tenant)

@@ -1,4 +1,4 @@
-"""Answers as plain values: pieces of output, log probabilities, usage and timing."""
+"""Answers as plain values: pieces of output, and what they say, log probabilities, usage and timing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvlinker.types.tools import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,21 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class ResponsePiece:
+    """New output of an answer in a conversation, told apart by what it is."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+    def __add__(self, other: ResponsePiece) -> ResponsePiece:
+        return ResponsePiece(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """Is the last event of a choice that was served. ``reason`` is ``stop``, ``length`` or ``cancelled``."""
 
@@ -108,3 +125,6 @@ class Finished:
 
     prompt_logprobs: PromptLogprobs | None = None
     """The log probabilities of the prompt's last tokens, where the request asked for them."""
+
+    stop_string: str | None = None
+    """The stop string that ended the answer; None where something else did."""

@@ -5,6 +5,7 @@ To move to a new version: add it to TESTED, run ``make test-vllm``, and adapt th
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import signal
@@ -33,8 +34,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.renderers.chat_utils import load_chat_template
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvlinker.engine.attention import AttentionOptions
 from kvlinker.errors import KVLinkerError, UnsupportedModelError
@@ -42,6 +45,7 @@ from kvlinker.errors import KVLinkerError, UnsupportedModelError
 __all__ = [
     "TESTED",
     "BoundModel",
+    "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
     "KVConnectorRole",
@@ -50,6 +54,7 @@ __all__ = [
     "VirtualSequences",
     "bind_caller",
     "end_with_parent",
+    "load_chat_template",
     "require_linkable",
     "require_tested_version",
 ]
@@ -159,9 +164,12 @@ class BoundModel:
     def __init__(self, runner: Any) -> None:
         """Bind to the model of vLLM's model runner. Raises UnsupportedModelError for one that cannot be linked."""
         self._config = runner.vllm_config
+        self._runner = runner
         self.model: nn.Module = runner.get_model()
         self.device: torch.device = runner.device
         self.dtype: torch.dtype = self._config.model_config.dtype
+        self.vocabulary: int = self._config.model_config.get_vocab_size()
+        self.max_model_len: int = self._config.model_config.max_model_len
         self.rank: int = get_tensor_model_parallel_rank()
         (groups,) = _single(runner.attn_groups, "groups of KV cache layers")
         (self._group,) = _single(groups, "attention backends")
@@ -188,6 +196,8 @@ class BoundModel:
             module = modules[name]
             if not isinstance(module, Attention) or not hasattr(module.impl, "do_kv_cache_update"):
                 raise UnsupportedModelError(f"{name} is no attention layer whose KV kvlinker can place.")
+            if getattr(module.impl, "alibi_slopes", None) is not None:
+                raise UnsupportedModelError("The model has ALiBi positions, with which kvlinker does not link.")
             yield AttentionLayer(
                 name=name,
                 module=module,
@@ -203,9 +213,9 @@ class BoundModel:
         blocks = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
-    def forward(self, sequences: VirtualSequences, *, eager: bool = False) -> None:
-        """Run one pass over the runs, whose KV goes to the KV cache; with ``eager``, by the modules instead of a
-        compiled graph."""
+    def forward(self, sequences: VirtualSequences, *, eager: bool = False) -> Tensor:
+        """Run one pass over the runs, whose KV goes to the KV cache, and return their hidden states [computed tokens,
+        hidden]; with ``eager``, by the modules instead of a compiled graph."""
         metadata = self._group.build_metadata(self._common_metadata(sequences))
         names = self._group.layer_names
         with set_forward_context(
@@ -215,13 +225,32 @@ class BoundModel:
             slot_mapping=dict.fromkeys(names, sequences.slots),
             skip_compiled=eager,
         ):
-            self._call(sequences.tokens, sequences.positions)
+            return self._call(sequences.tokens, sequences.positions)
 
     def trace(self, tokens: int = 8) -> None:
         """Run a pass by the modules that neither reads nor writes the KV cache, for hooks to watch."""
         ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
         with set_forward_context(None, self._config, num_tokens=tokens, slot_mapping={}, skip_compiled=True):
             self._call(ids, torch.arange(tokens, device=self.device))
+
+    def hold_generators(self) -> None:
+        """Keep the random generators of requests with a seed out of a step that computes only a part of their prompts.
+
+        To be called before each step samples. vLLM samples for such requests, too, and winds their generators back
+        afterwards, which generators on a CPU cannot do: the engine would end. Without its generator a request's draw is
+        discarded all the same.
+        """
+        if self.device.type != "cpu" or not hasattr(self._runner, "discard_request_mask"):
+            return
+        batch = self._runner.input_batch
+        for index, name in enumerate(batch.req_ids):
+            generator = getattr(self._runner.requests.get(name), "generator", None)
+            if generator is None:
+                continue
+            if self._runner.discard_request_mask.np[index]:
+                batch.generators.pop(index, None)
+            else:
+                batch.generators[index] = generator
 
     def gather_heads(self, heads: Tensor) -> Tensor:
         """Join the ``heads`` [kv_heads, tokens, head_dim] of all workers; all have to ask."""
@@ -256,8 +285,12 @@ class BoundModel:
         """True if this worker has all heads, so that no other one waits for it in a pass."""
         return bool(self._config.parallel_config.tensor_parallel_size == 1)
 
-    def _call(self, tokens: Tensor, positions: Tensor) -> None:
-        self.model(input_ids=tokens.to(torch.int32), positions=positions, intermediate_tensors=None, inputs_embeds=None)
+    def _call(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        hidden: Any = self.model(
+            input_ids=tokens.to(torch.int32), positions=positions, intermediate_tensors=None, inputs_embeds=None
+        )
+        states: Tensor = hidden[0] if isinstance(hidden, tuple) else hidden  # some models add others' for drafts
+        return states
 
     def _common_metadata(self, sequences: VirtualSequences) -> CommonAttentionMetadata:
         starts = torch.zeros(len(sequences.lengths) + 1, dtype=torch.int32)
@@ -297,8 +330,17 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
     ``key``.
     """
     kernel = getattr(rotary, f"forward_{key.device.type}", rotary)
-    rotated: Tensor = kernel(positions, key.flatten(1), None)[0]
+    query = key[:, 0].clone()  # some take no key without one
+    rotated: Tensor = kernel(positions, query, key.flatten(1))[1]
     return rotated.view_as(key)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """Return whether the module rotates queries and keys: some of vLLM's classes share no base class with the
+    others."""
+    if isinstance(module, RotaryEmbeddingBase):
+        return True
+    return list(inspect.signature(module.forward).parameters)[:3] == ["positions", "query", "key"]
 
 
 def bind_caller() -> BoundModel:
@@ -332,7 +374,7 @@ def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]
         query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
         attended(module.layer_name, query, key, value)
 
-    rotaries = [module for module in bound.model.modules() if isinstance(module, RotaryEmbeddingBase)]
+    rotaries = [module for module in bound.model.modules() if _is_rotary(module)]
     handles = [module.register_forward_pre_hook(before_rotary, with_kwargs=True) for module in rotaries]
     handles += [layer.module.register_forward_pre_hook(before_attention, with_kwargs=True) for layer in bound.layers]
     try:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvlinker.config import Settings
+from kvlinker.errors import UnsupportedModelError
 from kvlinker.store.format.encryption import Sealing, load_cipher
 from kvlinker.vllm.adapter import (
+    CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -20,7 +22,7 @@ from kvlinker.vllm.adapter import (
     require_linkable,
     require_tested_version,
 )
-from kvlinker.vllm.options import ConnectorOptions, connector_settings
+from kvlinker.vllm.options import REFUSAL_FILE, ConnectorOptions, connector_settings
 from kvlinker.vllm.protocol.signature import PlanSigner
 from kvlinker.vllm.protocol.steps import StepReport, StepTransfers
 from kvlinker.vllm.scheduler.linking_scheduler import LinkingScheduler, StepLimits
@@ -58,6 +60,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._refusal_file: str | None = options.get(REFUSAL_FILE)
         own = ConnectorOptions.taken_from(options)
         require_tested_version(allow_untested=own.allow_untested)
         require_linkable(
@@ -104,6 +107,15 @@ class KVLinkerConnector(KVConnectorBase_V1):
             request.request_id, request.all_token_ids, blocks.get_block_ids()[0], external=num_external_tokens
         )
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Tell vLLM's metrics which tokens come from chunks; what linking computes has no source."""
+        placed = self._scheduling.placed_tokens(request.request_id, external=num_external_tokens)
+        by_source = {
+            CacheHitSource.HOST: placed,
+            CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens - placed,
+        }
+        return {source: tokens for source, tokens in by_source.items() if tokens}
+
     def build_connector_meta(self, scheduler_output: Any) -> TransfersMetadata:
         counts = scheduler_output.num_scheduled_tokens.values()
         prefilled = sum(count for count in counts if count > 1)
@@ -126,13 +138,20 @@ class KVLinkerConnector(KVConnectorBase_V1):
     # What vLLM's workers call.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._worker = LinkingWorker(
-            bind_caller(),
-            self._chunks,
-            pass_tokens=self._limits.step_tokens,
-            pass_runs=self._limits.runs,
-            with_scores=self._settings.chunk_scores,
-        )
+        """Make the worker's side. Raises UnsupportedModelError for a model that cannot be linked."""
+        try:
+            self._worker = LinkingWorker(
+                bind_caller(),
+                self._chunks,
+                pass_tokens=self._limits.step_tokens,
+                pass_runs=self._limits.runs,
+                with_scores=self._settings.chunk_scores,
+            )
+        except UnsupportedModelError as error:
+            logger.error(error.message)
+            if self._refusal_file is not None:
+                Path(self._refusal_file).write_text(error.message)
+            raise
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()

@@ -16,16 +16,15 @@ import prometheus_client
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
-from vllm.renderers.chat_utils import load_chat_template
 
 from kvlinker.config import Settings
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM
 from kvlinker.server.app import create_app
 from kvlinker.server.models import Service
+from kvlinker.vllm.adapter import load_chat_template
 from kvlinker.vllm.diversion import Diversion
 from kvlinker.vllm.frontend.client import VLLMClient
-from kvlinker.vllm.frontend.model_facts import CHANGES_KV, read_facts
 from kvlinker.vllm.frontend.source import VLLMSource
 from kvlinker.vllm.linked_requests import LinkedRequests
 from kvlinker.vllm.options import ConnectorOptions, connector_settings
@@ -64,7 +63,7 @@ class KVLinkerEndpoints:
         """
         settings = settings_of(engine_client.vllm_config, args)
         client = VLLMClient(engine_client, asyncio.get_running_loop(), PlanSigner.of(settings.state_dir))
-        llm = await run_in_threadpool(_start, settings, client)
+        llm = await run_in_threadpool(_start, settings, client, engine_client.vllm_config)
         app = create_app(llm, settings)
         linked = LinkedRequests(self._diversion, llm, state.online_renderer).router
         replaced = {route.path for route in linked.routes if isinstance(route, APIRoute)}
@@ -77,8 +76,8 @@ class KVLinkerEndpoints:
         self._diversion.app = app
 
 
-def _start(settings: Settings, client: VLLMClient) -> LLM:
-    return LLM.from_source(VLLMSource(read_facts(settings), lambda: client), settings)
+def _start(settings: Settings, client: VLLMClient, vllm_config: Any) -> LLM:
+    return LLM.from_source(VLLMSource(vllm_config, settings, lambda: client), settings)
 
 
 def settings_of(vllm_config: Any, args: Namespace) -> Settings:
@@ -96,19 +95,17 @@ def settings_of(vllm_config: Any, args: Namespace) -> Settings:
     options = dict(transfer.kv_connector_extra_config)
     ConnectorOptions.taken_from(options)
     model = vllm_config.model_config
-    changes = {name: value for name in CHANGES_KV if (value := getattr(args, name, None)) and value != "auto"}
     served = getattr(args, "served_model_name", None)
     return connector_settings(
         {
             "engine": "vllm",
             "model": model.model,
-            "chat_template": load_chat_template(getattr(args, "chat_template", None)),
             "served_model_name": served[0] if served else None,
             "dtype": str(model.dtype).removeprefix("torch."),
             "trust_remote_code": model.trust_remote_code,
             "max_running": vllm_config.scheduler_config.max_num_seqs,
             "host": getattr(args, "host", None) or ALL_ADDRESSES,
-            "vllm_options": changes,
+            "chat_template": load_chat_template(getattr(args, "chat_template", None)),
         }
         | options
     )

@@ -22,11 +22,11 @@ from kvlinker.engine.contract import GenerationRequest
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import RequestFinished
 from kvlinker.llm import LLM, ReadPrompt
-from kvlinker.server.access import TenantParam
-from kvlinker.server.answering import link_body
-from kvlinker.server.bodies import MAX_CHOICES, DocumentBody, LinkOptions
-from kvlinker.server.completions import PromptBody, has_several, prompts_of
-from kvlinker.server.errors import blaming
+from kvlinker.server.answers.answering import link_body
+from kvlinker.server.answers.completions import PromptBody, has_several, prompts_of
+from kvlinker.server.edge.access import TenantParam
+from kvlinker.server.edge.errors import blaming
+from kvlinker.server.fields.bodies import MAX_CHOICES, DocumentBody, LinkOptions
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.messages import ContextCacheReference, MarkedText, TemplateOptions, TokenIds

@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 from kvlinker.config import Settings
 from kvlinker.engine.contract import Engine
 from kvlinker.errors import PermissionDeniedError
-from kvlinker.server.access import Caller
-from kvlinker.server.errors import error_response
+from kvlinker.server.edge.access import Caller
+from kvlinker.server.edge.errors import error_response
 from kvlinker.vllm.frontend.client import VLLMClient
 from kvlinker.vllm.frontend.engine import VLLMEngine
 

@@ -19,7 +19,7 @@ from kvlinker.linking import parse_policy
 from kvlinker.llm import LLM
 from kvlinker.store import StoreError
 from kvlinker.types.answers import Delta, Finished
-from kvlinker.types.chunks import Chunk, GenerationContext
+from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.vllm.frontend.engine import salt_of
 from kvlinker.vllm.protocol.transfer_plan import TransferPlan
@@ -88,7 +88,7 @@ def test_scores_of_chunks_are_alike(llm, embedded):
     """And so is what the policies make of them. A chunk's key knows its generation context."""
     texts = ["numbers 1 2 3 and more words: alpha. " * 5, "user assistant system question. " * 7, TEXTS[2]]
     chunks = [llm.builder.encode_chunk(text, GenerationContext.PREFIX) for text in texts]
-    keys = [llm.caches.key(chunk, "default") for chunk in chunks]
+    keys = [chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="default") for chunk in chunks]
     for key, chunk in zip(keys, chunks, strict=True):
         llm.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
         ours = llm.store.get(key).scores
@@ -368,14 +368,51 @@ def test_a_chunk_is_computed_once_however_many_ask(llm, monkeypatch):
     chunk = Chunk(random_tokens(200, 17))
     sizes = {future.result(timeout=60) for future in [llm.engine.cache_chunk(chunk, tenant="t") for _ in range(5)]}
     assert len(sizes) == len(asked) == 1
-    assert sizes == {llm.store.nbytes(llm.caches.key(chunk, "t"))}
+    assert sizes == {llm.store.nbytes(chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="t"))}
+
+
+def test_a_chunk_that_vanishes_when_it_was_written_is_no_error(llm, monkeypatch):
+    run_transfer = llm.engine._client.run_transfer
+
+    async def deleted(transfer, tokens):
+        outcome = await run_transfer(transfer, tokens)
+        for captured in transfer.captures:
+            llm.store.delete(captured.key)
+        return outcome
+
+    monkeypatch.setattr(llm.engine._client, "run_transfer", deleted)
+    prompt = linked_prompt(40, 30, seed=23)
+    assert llm.engine.cache_chunk(prompt.chunks[0], tenant="default").result(timeout=60) == 0
+    answer = llm.chat_completion(prompt, policy="naive", **GREEDY)
+    monkeypatch.undo()
+    assert_same(answer, llm.chat_completion(prompt, policy="full", **GREEDY))
+
+
+def test_what_vllm_still_has_of_a_prompt_counts_as_cached(llm):
+    prompt = linked_prompt(64, 33, fresh=40, seed=34)
+    llm.chat_completion(prompt, policy="legolink-4", max_tokens=1)  # computes its chunks
+    first, second = (
+        llm.chat_completion(prompt, policy="legolink-4", tenant="again", max_tokens=1).usage for _ in range(2)
+    )
+    assert first.exact_cached_tokens == 0
+    found = len(prompt) // 32 * 32
+    assert second.exact_cached_tokens == found
+    assert second.recomputed_tokens == 0
+    assert second.fresh_tokens == len(prompt) - found
+    assert second.prompt_tokens == first.prompt_tokens == len(prompt)
+
+
+def test_vllms_own_figures_stay(served):
+    figures = served.get("/metrics").text
+    assert "vllm:num_requests_running" in figures
+    assert "kvlinker:store_bytes" in figures
 
 
 def test_evicted_chunks_are_computed_again(llm):
     prompt = linked_prompt(60, 40, seed=21)
     first, cached = (llm.chat_completion(prompt, policy="naive", **GREEDY) for _ in range(2))
     for chunk in prompt.chunks:
-        llm.store.delete(llm.caches.key(chunk, "default"))
+        llm.store.delete(chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="default"))
     assert_same(llm.chat_completion(prompt, policy="naive", **GREEDY), first)
     assert cached.token_ids == first.token_ids
     assert (first.usage.cached_tokens, cached.usage.cached_tokens) == (0, 100)
@@ -387,7 +424,8 @@ def test_tenants_share_nothing(llm):
     second = llm.chat_completion(prompt, policy="naive", tenant="b", **GREEDY)
     assert first.token_ids == second.token_ids
     for chunk in prompt.chunks:
-        assert llm.store.tier_of(llm.caches.key(chunk, "a")) == llm.store.tier_of(llm.caches.key(chunk, "b")) == "disk"
+        keys = [chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant=tenant) for tenant in ("a", "b")]
+        assert [llm.store.tier_of(key) for key in keys] == ["disk", "disk"]
     transfer = TransferPlan(linked=0)
     assert salt_of(transfer, "a") != salt_of(transfer, "b")
 

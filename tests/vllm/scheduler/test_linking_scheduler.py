@@ -23,8 +23,9 @@ class VLLM:
 
     def __init__(self, decoders=1, **limits):
         defaults = {"slice_tokens": 256, "step_tokens": 2048, "runs": 256, "layers": 24}
+        self.looked_at = []
         self.scheduler = LinkingScheduler(
-            limits=StepLimits(**(defaults | limits)), signer=SIGNER, is_stored=lambda key: key not in self.gone
+            limits=StepLimits(**(defaults | limits)), signer=SIGNER, is_stored=self.is_stored
         )
         self.scheduler._throttle = LinkThrottle(256, slowdown=1.4, clock=lambda: self.now)
         self.decoders = decoders
@@ -35,6 +36,10 @@ class VLLM:
         self.new = []
         self.first_steps = []
         self.ended = {}
+
+    def is_stored(self, key):
+        self.looked_at.append(key)
+        return key not in self.gone
 
     def add(self, name, transfer, own=8):
         tokens = [0] * (transfer.linked + own)
@@ -191,6 +196,22 @@ def test_vanished_chunks_are_not_waited_for(vllm):
     vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
     assert vllm.scheduler.matched("r", 0, 34) == (0, False)
     assert vllm.scheduler.finished("r")[PARAM]["linked"] is False
+
+
+@pytest.mark.parametrize(("external", "placed"), [(32, 29), (22, 19), (20, 19), (19, 19), (0, 0)])
+def test_only_what_comes_from_chunks_counts_as_such(vllm, external, placed):
+    transfer = transfer_of(32, [(10, 13)])
+    vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
+    assert vllm.scheduler.placed_tokens("r", external=external) == placed
+
+
+def test_no_file_is_looked_at_while_a_request_waits(vllm):
+    transfer = transfer_of(32, [(10, 13)])
+    vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
+    vllm.looked_at.clear()
+    for _ in range(3):
+        vllm.scheduler.matched("r", 0, 34)
+    assert not vllm.looked_at
 
 
 @pytest.mark.parametrize("signature", ["é", "\ud800", None, 7, ["0"]])

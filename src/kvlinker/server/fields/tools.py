@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Discriminator, JsonValue, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from kvlinker.server.bodies import RequestBody, ResponseBody, Text
-from kvlinker.types.responses import ToolCall
-from kvlinker.types.tools import Tool, template_call
+from kvlinker.server.fields.bodies import RequestBody, ResponseBody, Text
+from kvlinker.types.tools import Tool, ToolCall, template_call
 
 MOST_TOOLS = 256
 
@@ -41,6 +40,11 @@ class ToolBody(RequestBody):
         if enforced and not self.function.strict:
             function["parameters"] = {"type": "object"}
         return {"type": self.type, "function": function}
+
+
+def shown_tools(tools: Sequence[ToolBody] | None) -> tuple[Tool, ...]:
+    """Return definitions as prompts show them."""
+    return tuple(tool.tool(enforced=False) for tool in tools or ())
 
 
 class NamedFunctionBody(RequestBody):

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engine.limits import RequestLimits, check_room, check_supported, engine_closed
@@ -24,7 +25,7 @@ from kvlinker.events import Events
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
 from kvlinker.store import ChunkStore
-from kvlinker.types.answers import PromptLogprobs
+from kvlinker.types.answers import PromptLogprobs, Usage
 from kvlinker.types.chunks import Chunk
 from kvlinker.vllm.frontend.choices import Choice, VLLMRequest
 from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
@@ -40,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 STORE_THREADS = 4
 CLOSE_SECONDS = 30.0
+
+IDLE_POLL_SECONDS = 0.1
+"""The time between two looks at whether anybody is being answered."""
 
 
 class VLLMEngine:
@@ -132,6 +136,13 @@ class VLLMEngine:
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
         raise _unscored("prompt")
+
+    def score_whole(self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str) -> Future[PromptLogprobs]:
+        """See the contract. vLLM has no requests that give way: it is sent once nobody is answered, and computed beside
+        whoever comes then."""
+        self._refuse_if_closing()
+        self._limits.check_whole(tokens, first)
+        return self._client.run(self._translated(self._score_whole(tokens, first, min(top, self._facts.vocabulary))))
 
     def load(self) -> EngineLoad:
         """Return the requests under way and their tokens so far, as counted here: vLLM's own figures are in its
@@ -272,6 +283,21 @@ class VLLMEngine:
     async def _explain(self, request: GenerationRequest) -> Explanation:
         linked = await self._linker.refine(await self._linker.link(request), explains=True)
         return linked.explanation(self._facts.cost)
+
+    async def _score_whole(self, tokens: NDArray[np.int64], first: int, top: int) -> PromptLogprobs:
+        while self.load().running:
+            await asyncio.sleep(IDLE_POLL_SECONDS)
+            self._refuse_if_closing()
+        scored = (await self._client.prompt_logprobs(tokens.tolist(), top=top))[first:]
+        best = [sorted((entries or {}).items(), key=lambda entry: -entry[1])[:top] for entries in scored]
+        own = [(entries or {})[token] for token, entries in zip(tokens[first:].tolist(), scored, strict=True)]
+        return PromptLogprobs(
+            token_ids=tokens[first:],
+            logprobs=np.array(own, dtype=np.float32),
+            top_ids=np.array([[token for token, _ in row] for row in best], dtype=np.int64),
+            top_logprobs=np.array([[logprob for _, logprob in row] for row in best], dtype=np.float32),
+            usage=Usage(0, 0, len(tokens)),
+        )
 
     async def _translated(self, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work``, and raise every error as a KVLinkerError."""

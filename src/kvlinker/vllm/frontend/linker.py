@@ -63,10 +63,29 @@ class LinkedPrompt:
         *_, computed = layer_masks(self.plan, COMPARED_LAYER + 1, dropped)
         return plan_transfer(replace(self.plan, runs=ranges(computed)), self.keys)
 
-    def usage(self, output_tokens: int, *, linked: bool) -> Usage:
-        """Count the prompt's tokens by how they were computed. ``linked`` is False where vLLM computed all of them
-        itself."""
-        return self.link.usage(self.refinement, output_tokens=output_tokens, linked=linked, made=self.made)
+    def usage(self, output_tokens: int, *, linked: bool, found: int = 0) -> Usage:
+        """Count the prompt's tokens by how they were computed.
+
+        ``linked`` is False where vLLM computed all of them itself, but for the first ``found`` tokens, whose KV it had:
+        they are cached.
+        """
+        usage = self.link.usage(self.refinement, output_tokens=output_tokens, linked=linked, made=self.made)
+        if not found:
+            return usage
+        chunks = self.plan.prompt.cached[:found]
+        again = np.ones(found)
+        if linked:
+            dropped = () if self.refinement is None else self.refinement.dropped
+            again = np.mean(layer_masks(self.plan, self.layers, dropped), axis=0)[:found]
+        fresh = min(int((~chunks).sum()), usage.fresh_tokens)
+        recomputed = min(round(float(again[chunks].sum())), usage.recomputed_tokens)
+        return replace(
+            usage,
+            cached_tokens=usage.cached_tokens + fresh + recomputed,
+            recomputed_tokens=usage.recomputed_tokens - recomputed,
+            fresh_tokens=usage.fresh_tokens - fresh,
+            exact_cached_tokens=min(found, usage.cached_tokens + fresh + recomputed),
+        )
 
     def uses(self) -> tuple[ChunkUse, ...]:
         """Return the share of each placed chunk that is computed again."""

@@ -129,6 +129,9 @@ class TransferOutcome(_Value):
     queued: float = 0.0
     """The seconds until vLLM began with the request."""
 
+    found: Position = 0
+    """The tokens of the prompt's beginning whose KV vLLM still had of a request that began alike."""
+
     deviation: bytes | None = None
     """The ``KVDeviation`` of the first ``linked`` tokens in bytes, if the plan compares."""
 

@@ -64,6 +64,9 @@ class _LinkedRequest:
     queued: float | None = None
     """The seconds from arrival until vLLM began with it; None before that."""
 
+    found: int = 0
+    """The tokens that vLLM had in its prefix cache when it began with the request."""
+
     given_up: bool = False
     """True if a chunk vanished or linking failed, so that vLLM computes the request."""
 
@@ -84,7 +87,9 @@ class _LinkedRequest:
 
     @property
     def outcome(self) -> TransferOutcome:
-        return TransferOutcome(linked=not self.given_up, queued=self.queued or 0.0, deviation=self.deviation)
+        return TransferOutcome(
+            linked=not self.given_up, queued=self.queued or 0.0, found=self.found, deviation=self.deviation
+        )
 
 
 class LinkingScheduler:
@@ -110,7 +115,8 @@ class LinkingScheduler:
         """Accept a request for a prompt of these tokens.
 
         Its transfer plan is refused, and the request computed by vLLM alone, if the plan is not valid, or the request
-        has no salt: its KV would be taken for that of the plain tokens.
+        has no salt: its KV would be taken for that of the plain tokens. It is given up if a chunk is gone already; one
+        that goes later is the workers' to notice.
         """
         try:
             plan = self._signer.verified(params, tokens)
@@ -122,23 +128,26 @@ class LinkingScheduler:
         if not salt:
             logger.warning("Request %s is not linked: it has no cache_salt, which every linked one needs.", request_id)
             return
-        self._requests[request_id] = _LinkedRequest(plan, len(tokens) - plan.linked, time.perf_counter())
+        request = self._requests[request_id] = _LinkedRequest(plan, len(tokens) - plan.linked, time.perf_counter())
+        missing = [key for key in plan.keys if not self._is_stored(key)]
+        if missing:
+            logger.warning("Request %s is computed in full: chunk %s is gone.", request_id, missing[0])
+            request.given_up = True
 
     def matched(self, request_id: str, local: int, tokens: int) -> tuple[int, bool]:
         """Return how many of a request's ``tokens`` linking provides beyond the ``local`` ones that vLLM has, and
         whether the request has to wait for it.
 
-        The only side effect: once a chunk has vanished, it returns 0 from then on.
+        vLLM asks in every step in which the request waits, so that nothing slow happens here: no file is looked at.
         """
         request = self._requests.get(request_id)
-        if request is None or request.given_up or local >= request.plan.linked:
+        if request is None:
+            return 0, False
+        if request.queued is None:
+            request.found = local
+        if request.given_up or local >= request.plan.linked:
             return 0, False
         plan = request.plan
-        missing = [key for key in plan.keys if not self._is_stored(key)]
-        if missing:
-            logger.warning("Request %s is computed in full: chunk %s is gone.", request_id, missing[0])
-            request.given_up = True
-            return 0, False
         request.own = tokens - plan.linked
         request.waits = self._has_to_wait(request, self._progress(request_id, local))
         return plan.linked - local, request.waits
@@ -169,6 +178,15 @@ class LinkingScheduler:
             self._waiting[request_id] = request
         else:
             self._linked_at_once += progress.cost(self._budget()) + request.own
+
+    def placed_tokens(self, request_id: str, *, external: int) -> int:
+        """Return how many of the ``external`` tokens that a request was allocated come from chunks. The others are
+        computed, for it or for a chunk."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return 0
+        begin = request.plan.linked - external
+        return external - sum(max(0, last - max(first, begin)) for first, last in request.plan.runs)
 
     def plan_step(self, *, scheduled_tokens: int, prefilled_tokens: int) -> StepTransfers:
         """Plan the workers' tasks in a step that also computes ``scheduled_tokens`` tokens, ``prefilled_tokens`` of

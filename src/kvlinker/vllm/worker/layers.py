@@ -51,6 +51,10 @@ def trace_layers(bound: BoundModel) -> tuple[LinkedLayer, ...]:
         bound.trace()
     if sorted(layer.attention.name for layer in layers) != sorted(by_name):
         raise UnsupportedModelError("The model does not call each of its attention layers once per pass.")
+    if all(layer.rotary is None for layer in layers):
+        raise UnsupportedModelError(
+            f"{type(bound.model).__name__} applies no rotary embedding in vLLM: with other positions, KV cannot move."
+        )
     return tuple(layers)
 
 

@@ -15,6 +15,7 @@ from kvlinker.vllm.protocol.steps import StartedTransfer, StepReport, StepTransf
 from kvlinker.vllm.worker.layers import check_chunk, trace_layers
 from kvlinker.vllm.worker.passes import Passes, TransferTask
 from kvlinker.vllm.worker.recording import ChunkCapture, KVComparison
+from kvlinker.vllm.worker.selftest import require_exact
 from kvlinker.vllm.worker.worker_chunks import WorkerChunks
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class LinkingWorker:
         """
         self._bound = bound
         self._layers = trace_layers(bound)
+        require_exact(bound, self._layers)
         self._passes = Passes(bound, self._layers, tokens=pass_tokens, runs=pass_runs)
         self._chunks = chunks
         self._with_scores = with_scores
@@ -67,6 +69,7 @@ class LinkingWorker:
 
     def step(self, transfers: StepTransfers) -> StepReport:
         """Carry out the transfers that the scheduler side planned for this step, and report on them."""
+        self._bound.hold_generators()
         try:
             self._step(transfers)
         except Exception:
@@ -225,7 +228,7 @@ class LinkingWorker:
                 error = written.exception()
                 if error is not None:
                     logger.error("A chunk could not be written.", exc_info=error)
-                self._end(request_id)
+                self._end(request_id, failed=error is not None or not written.result())
 
     def _end(self, request_id: str, *, failed: bool = False) -> None:
         """End the work for a request. If it waits, vLLM is told so, exactly once; if it does not, vLLM is told which of
