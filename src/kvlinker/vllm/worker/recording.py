@@ -103,11 +103,11 @@ class KVComparison:
         distances = (new.float() - placed.float()).square_().sum(dim=(1, 2))
         self._squares[part, position : position + len(distances)] = distances.cpu()
 
-    def finish(self, bound: BoundModel) -> KVDeviation:
-        """Return the deviation over the heads of all workers, which all have to ask for it."""
+    def finish(self, bound: BoundModel) -> bytes:
+        """Return the ``KVDeviation`` over the heads of all workers, which all have to ask for it."""
         mean = bound.mean_over_workers(self._squares.to(bound.device)).cpu()
         key, value = (mean * (self._attention.total_heads / self._attention.heads)).numpy()
-        return KVDeviation(key, value)
+        return KVDeviation(key, value).to_bytes()
 
 
 @dataclass(frozen=True, slots=True)
