@@ -45,7 +45,7 @@ def nothing_is_left(linked):
 @pytest.mark.parametrize("preempted", [False, True])
 @pytest.mark.parametrize("policy", ["naive", "random-70", "cacheblend-40-onestep", "query-10"])
 def test_plain_requests_find_no_linked_kv(linked, prompt, policy, preempted):
-    """Nor does a request with any other salt, although vLLM takes loaded blocks for exact ones. Prompts are prefilled in
+    """Nor does one with another salt, although vLLM takes loaded blocks for exact ones. Prompts are prefilled in
     parts."""
     link = linked.refined(prompt, policy)
     for seed in range(2 * preempted):

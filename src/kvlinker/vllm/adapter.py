@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
@@ -215,8 +216,8 @@ class BoundModel:
 
     def slots(self, block_ids: Sequence[int], positions: Tensor) -> Tensor:
         """Return the slots in the KV cache of the tokens at ``positions`` [tokens] of a request with these blocks:
-        [tokens]."""
-        blocks = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        [tokens], on the same device."""
+        blocks = torch.tensor(block_ids, dtype=torch.int64, device=positions.device)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def forward(self, sequences: VirtualSequences, *, eager: bool = False) -> None:
@@ -233,6 +234,17 @@ class BoundModel:
         ):
             self._call(sequences.tokens, sequences.positions)
 
+    def to_device(self, values: Tensor) -> Tensor:
+        """Copy ``values`` from the CPU to the model's device, without waiting for what it is doing."""
+        if self.device.type != "cpu":
+            values = values.pin_memory()
+        return values.to(self.device, non_blocking=True)
+
+    def finish_copies(self) -> None:
+        """Wait until all copies to the CPU have been made."""
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+
     def trace(self, tokens: int = 8) -> None:
         """Run a pass by the modules that neither reads nor writes the KV cache, for hooks to watch."""
         ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
@@ -240,12 +252,12 @@ class BoundModel:
             self._call(ids, torch.arange(tokens, device=self.device))
 
     def gather_heads(self, heads: Tensor) -> Tensor:
-        """Join the ``heads`` [kv_heads, tokens, head_dim] of all workers; all have to ask."""
+        """Join the ``heads`` [kv_heads, tokens, head_dim] of all workers, on the CPU; all have to ask."""
         if self.is_alone:
             return heads
-        gathered: Tensor = tensor_model_parallel_all_gather(heads.contiguous(), dim=0)
+        gathered: Tensor = tensor_model_parallel_all_gather(heads.contiguous().to(self.device), dim=0)
         copies = len(gathered) // self.layers[0].total_heads
-        return gathered[::copies]
+        return gathered[::copies].cpu()
 
     def mean_over_workers(self, values: Tensor) -> Tensor:
         """Average ``values`` [any] over all workers; all have to ask."""
@@ -259,8 +271,9 @@ class BoundModel:
         """Return, for each flag, whether it is true on any worker; all have to ask."""
         if self.is_alone or not flags:
             return list(flags)
-        mean = self.mean_over_workers(torch.tensor(flags, dtype=torch.float32, device=self.device))
-        return [value > 0 for value in mean.tolist()]
+        joined = torch.tensor(flags, dtype=torch.int32)
+        torch.distributed.all_reduce(joined, group=get_tp_group().cpu_group)  # waits for no device
+        return [bool(count) for count in joined.tolist()]
 
     @property
     def is_first_rank(self) -> bool:
@@ -290,9 +303,9 @@ class BoundModel:
         torch.cumsum(torch.tensor(sequences.query_lengths), 0, out=starts[1:])
         lengths = torch.tensor(sequences.lengths, dtype=torch.int32)
         return CommonAttentionMetadata(
-            query_start_loc=starts.to(self.device),
+            query_start_loc=self.to_device(starts),
             query_start_loc_cpu=starts,
-            seq_lens=lengths.to(self.device),
+            seq_lens=self.to_device(lengths),
             seq_lens_cpu_upper_bound=lengths,
             num_reqs=len(sequences.lengths),
             num_actual_tokens=len(sequences.tokens),
@@ -310,7 +323,7 @@ class BoundModel:
         table = torch.zeros(len(block_ids), max(map(len, block_ids)), dtype=torch.int32)
         for row, ids in zip(table, block_ids, strict=True):
             row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        return table.to(self.device)
+        return self.to_device(table)
 
 
 def own_group(group: Any, config: Any, device: torch.device) -> Any:

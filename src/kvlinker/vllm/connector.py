@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlinker.config import Settings
+import torch
+
 from kvlinker.store.format.encryption import Sealing, load_cipher
 from kvlinker.vllm.adapter import (
     KVConnectorBase_V1,
@@ -73,7 +74,12 @@ class KVLinkerConnector(KVConnectorBase_V1):
             slowdown=own.slowdown,
         )
         is_worker = role == KVConnectorRole.WORKER
-        self._chunks = _open_chunks(settings, memory_bytes=settings.host_memory if is_worker else 0)
+        self._chunks = WorkerChunks(
+            Path(settings.state_dir) / "chunks",
+            memory_bytes=settings.host_memory if is_worker else 0,
+            sealing=Sealing(load_cipher(settings.encryption_key)),
+            pinned=is_worker and torch.cuda.is_available(),
+        )
         self._scheduler: LinkingScheduler | None = None
         if not is_worker:
             end_with_parent()
@@ -169,11 +175,3 @@ class KVLinkerConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-
-
-def _open_chunks(settings: Settings, *, memory_bytes: int) -> WorkerChunks:
-    return WorkerChunks(
-        Path(settings.state_dir) / "chunks",
-        memory_bytes=memory_bytes,
-        sealing=Sealing(load_cipher(settings.encryption_key)),
-    )

@@ -30,6 +30,9 @@ CPU_MEMORY_SHARE = 0.4
 SPARE_TOKENS = 2
 """The tokens of vLLM's window that capturing leaves free: one behind the captured ones, and an answer of one token."""
 
+IDLE_SECONDS = 0.01
+"""The seconds between two looks at whether vLLM has nothing to do."""
+
 _ONE_TOKEN = SamplingParams(temperature=0, ignore_eos=True)
 
 RESERVED_OPTIONS = ("model", "tokenizer", "dtype", "kv_transfer_config")
@@ -121,6 +124,11 @@ class VLLMClient:
         ):
             outcome = output.outcome
         return outcome or TransferOutcome(linked=False)
+
+    async def forget_prefixes(self) -> None:
+        """Empty vLLM's prefix cache, as soon as no request is under way."""
+        while not await self._client.reset_prefix_cache():
+            await asyncio.sleep(IDLE_SECONDS)
 
     def close(self) -> None:
         """Do nothing: the client is stopped by its creator."""

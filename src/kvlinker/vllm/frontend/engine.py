@@ -127,6 +127,11 @@ class VLLMEngine:
         """Return None: vLLM does not report how long it computes."""
         return None
 
+    def forget_prefixes(self) -> None:
+        """Empty vLLM's prefix cache once all requests have ended, so that the next one computes everything; benchmarks
+        do so."""
+        self._client.run(self._client.forget_prefixes()).result()
+
     def close(self) -> None:
         if self._closing:
             return

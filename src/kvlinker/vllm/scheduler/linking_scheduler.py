@@ -103,6 +103,7 @@ class LinkingScheduler:
         self._busy = False
         self._linked_at_once = 0.0  # tokens, within requests' own first steps, of the next step
         self._throttle = LinkThrottle(limits.slice_tokens, slowdown=limits.slowdown)
+        self._target_told = False
 
     def admit(
         self, request_id: str, params: Mapping[str, Any] | None, tokens: Sequence[int], *, salt: str | None
@@ -187,6 +188,8 @@ class LinkingScheduler:
             self._throttle.idle()
         budget = self._budget()
         slices += self._next_slices(budget)
+        if self._busy and slices:
+            self._tell_target()
         placed, computed = at_once.placed + budget.placed, at_once.computed + budget.computed
         self._throttle.planned(StepWork(placed, computed, prefilled_tokens, self._busy))
         aborted = tuple(self._aborted)
@@ -266,6 +269,17 @@ class LinkingScheduler:
             slices.append(part)
             request.ending = part.is_last
         return slices
+
+    def _tell_target(self) -> None:
+        """Log what the throttle holds, as soon as it is known."""
+        target = self._throttle.target_seconds
+        if target is not None and not self._target_told:
+            self._target_told = True
+            logger.info(
+                "While prompts are linked, others get a token every %.1f ms on average (slowdown %.2f).",
+                1e3 * target,
+                self._limits.slowdown,
+            )
 
     def _forget_progress(self, request_id: str) -> None:
         request = self._waiting.pop(request_id, None)

@@ -122,7 +122,14 @@ class LinkingWorker:
 
     def _task(self, started: StartedTransfer) -> TransferTask:
         captures = tuple(
-            ChunkCapture(chunk, started.tokens, self._layers, self._bound.dtype, with_scores=self._with_scores)
+            ChunkCapture(
+                chunk,
+                started.tokens,
+                self._layers,
+                self._bound.dtype,
+                with_scores=self._with_scores,
+                device=self._bound.device,
+            )
             for chunk in started.plan.captures
         )
         resident = {key: kv for key in started.plan.keys if (kv := self._chunks.resident(key)) is not None}
@@ -136,7 +143,7 @@ class LinkingWorker:
     def _measurement(self, plan: TransferPlan) -> KVComparison | QuestionObservation | None:
         match plan.measure:
             case "deviation":
-                return KVComparison(self._layers, plan.linked)
+                return KVComparison(self._layers, plan.linked, self._bound.device)
             case "attention":
                 return QuestionObservation(self._layers, plan.linked)
             case None:

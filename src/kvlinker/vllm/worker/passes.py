@@ -59,9 +59,10 @@ class TransferTask:
                 logger.error("Chunk %s has %d tokens; %d are to be placed.", placed.key, kv.tokens, part.last)
                 self.failed = True
                 return
-            offsets = torch.arange(part.first, part.last, device=bound.device)
+            offsets = torch.arange(part.first, part.last)
             slots = bound.slots(self.started.block_ids, offsets + placed.start)
-            yield ChunkPart(kv, part.first, part.last, placed.start + part.first, offsets + placed.rotary_start, slots)
+            positions, slots = bound.to_device(torch.stack([offsets + placed.rotary_start, slots]))
+            yield ChunkPart(kv, part.first, part.last, placed.start + part.first, positions, slots)
 
     def parts_within(self, bound: BoundModel, begin: int, end: int) -> Iterator[ChunkPart]:
         """Yield the parts of the placements at positions [begin, end)."""
@@ -137,14 +138,14 @@ class Passes:
                 yield _TaskRun(run.task, begin, min(begin + self._tokens, run.end))
 
     def _sequences(self, runs: Sequence[_TaskRun]) -> VirtualSequences:
-        device = self._bound.device
-        positions = [torch.arange(run.begin, run.end, device=device) for run in runs]
+        positions = [torch.arange(run.begin, run.end) for run in runs]
         slots = [self._bound.slots(run.task.started.block_ids, own) for run, own in zip(runs, positions, strict=True)]
         tokens = [torch.from_numpy(run.task.started.tokens[run.begin : run.end]) for run in runs]
+        rows = self._bound.to_device(torch.stack([torch.cat(each) for each in (tokens, positions, slots)]))
         return VirtualSequences(
-            tokens=torch.cat(tokens).to(device),
-            positions=torch.cat(positions),
-            slots=torch.cat(slots),
+            tokens=rows[0],
+            positions=rows[1],
+            slots=rows[2],
             query_lengths=[run.end - run.begin for run in runs],
             lengths=[run.end for run in runs],
             block_ids=[run.task.started.block_ids for run in runs],
