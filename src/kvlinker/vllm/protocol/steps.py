@@ -51,6 +51,11 @@ class TransferSlice:
     is_last: bool
     """True if this slice completes the plan."""
 
+    def is_whole(self, plan: TransferPlan) -> bool:
+        """Return whether this slice is all of the plan."""
+        placed = sum(part.last - part.first for part in self.parts)
+        return self.runs == plan.runs and placed == sum(each.last - each.first for each in plan.placements)
+
 
 @dataclass(frozen=True, slots=True)
 class StepTransfers:

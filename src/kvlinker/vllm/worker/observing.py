@@ -12,7 +12,7 @@ from torch import Tensor
 from kvlinker.engine.attention import Queries, attention_weights
 from kvlinker.vllm.adapter import BoundModel, watched
 from kvlinker.vllm.protocol.transfer_plan import QuestionAttention
-from kvlinker.vllm.worker.layers import ChunkPart, LinkedLayer, placed_keys
+from kvlinker.vllm.worker.layers import ChunkPart, LinkedLayer, placed_keys, placed_kv
 
 
 class QuestionObservation:
@@ -20,6 +20,9 @@ class QuestionObservation:
     worker's heads only."""
 
     def __init__(self, layers: Sequence[LinkedLayer], length: int) -> None:
+        self.unplaced: tuple[ChunkPart, ...] = ()
+        """All chunks of the request where the pass itself is to place them, so that their keys are copied once."""
+
         self._layers = layers
         self._length = length
         self._computed: list[list[tuple[int, Tensor]]] = [[] for _ in layers]
@@ -32,10 +35,12 @@ class QuestionObservation:
 
     def ask(self, layer: int, query: Tensor, parts: Sequence[ChunkPart]) -> None:
         """Weigh all positions by the last token's ``query`` [heads, head_dim], once all others' keys are noted.
-        ``parts`` are the placed chunks."""
+
+        ``parts`` are all chunks of the request; those that are unplaced are placed, before the layer attends.
+        """
         attention = self._layers[layer].attention
         keys = query.new_empty((self._length, attention.heads, attention.head_dim))
-        placed = placed_keys(self._layers, layer, parts)
+        placed = self._placed_keys(layer, parts)
         begin = 0
         for part in parts:
             count = part.last - part.first
@@ -47,6 +52,13 @@ class QuestionObservation:
         last = Queries(torch.tensor([self._length - 1]))
         weights = attention_weights(last, query[:, None], keys.transpose(0, 1), attention.options)
         self._weights.append(weights.mean(0)[0])
+
+    def _placed_keys(self, layer: int, parts: Sequence[ChunkPart]) -> Tensor:
+        if not self.unplaced:
+            return placed_keys(self._layers, layer, parts)
+        key, value = placed_kv(self._layers, layer, parts)
+        self._layers[layer].attention.write(key, value, torch.cat([part.slots for part in parts]))
+        return key
 
     def finish(self, bound: BoundModel) -> bytes:
         """Return the ``QuestionAttention`` over the heads of all workers, which all have to ask for it."""

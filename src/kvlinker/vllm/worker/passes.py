@@ -95,9 +95,18 @@ class Passes:
         self._runs = runs
 
     def place(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
-        """Place the chunks of all slices, before anything is computed."""
-        self._place(self._layers, [each for each in slices if not _compares(each[0])])
-        self._place(self._layers[FIRST_LAYERS], [each for each in slices if _compares(each[0])])
+        """Place the chunks of all slices, before anything is computed; those of a request that is observed in a single
+        pass are left to it."""
+        observed = [run for task, each in slices if _observes(task) for run in each.runs]
+        one_pass = len(observed) <= self._runs and sum(end - begin for begin, end in observed) <= self._tokens
+        others = []
+        for task, each in slices:
+            if isinstance(task.measurement, QuestionObservation) and one_pass and each.is_whole(task.started.plan):
+                task.measurement.unplaced = tuple(task.parts(self._bound, each.parts))
+            else:
+                others.append((task, each))
+        self._place(self._layers, [each for each in others if not _compares(each[0])])
+        self._place(self._layers[FIRST_LAYERS], [each for each in others if _compares(each[0])])
 
     def compute(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
         """Compute the slices' runs. Raises what the model does."""
@@ -160,9 +169,12 @@ class Passes:
     def _observed_rows(self, runs: Iterable[_TaskRun]) -> Iterator[ObservedRows]:
         for run in runs:
             assert isinstance(run.task.measurement, QuestionObservation)
+            observation = run.task.measurement
             length = run.task.started.plan.linked
-            parts = tuple(run.task.parts_within(self._bound, 0, length)) if run.end == length else ()
-            yield ObservedRows(run.first, run.end - run.begin, run.begin, parts, run.task.measurement)
+            parts: tuple[ChunkPart, ...] = ()
+            if run.end == length:
+                parts = observation.unplaced or tuple(run.task.parts_within(self._bound, 0, length))
+            yield ObservedRows(run.first, run.end - run.begin, run.begin, parts, observation)
 
 
 def _compares(task: TransferTask) -> bool:
