@@ -192,7 +192,7 @@ class BoundModel:
             )
         self.block_size: int = self._group.kv_cache_spec.block_size
         self._group = own_group(self._group, self._config, self.device)
-        self._built = torch.cuda.Event() if self.device.type == "cuda" else None
+        self._built: Any = None if self.device.type == "cpu" else torch.Event(self.device)
         self.layers = tuple(self._attention_layers())
 
     def _attention_layers(self) -> Iterator[AttentionLayer]:
