@@ -38,17 +38,24 @@ def test_a_failing_finish_is_the_outcome():
 
 
 def test_what_was_found_is_not_sought_elsewhere():
-    assert or_else(resolved(1), lambda: pytest.fail("not needed")).result() == 1
+    assert or_else(resolved(1), lambda _: pytest.fail("not needed")).result() == 1
 
 
 def test_what_was_not_found_is_what_comes_from_elsewhere():
     found: Future[int | None] = Future()
     other: Future[int] = Future()
-    joined = or_else(found, lambda: other)
+    joined = or_else(found, lambda _: other)
     found.set_result(None)
     assert not joined.done()
     other.set_result(2)
     assert joined.result() == 2
+
+
+def test_what_was_found_but_is_not_accepted_is_shown_to_who_seeks_elsewhere():
+    refused = or_else(resolved(1), lambda value: resolved(-(value or 0)), accepts=lambda value: value > 1)
+    assert refused.result() == -1
+    accepted = or_else(resolved(2), lambda _: pytest.fail("not needed"), accepts=lambda value: value > 1)
+    assert accepted.result() == 2
 
 
 @pytest.mark.parametrize("where", ["found", "asking", "other"])
@@ -56,7 +63,7 @@ def test_whatever_fails_is_the_outcome(where):
     found: Future[int | None] = Future()
     other: Future[int] = Future()
 
-    def otherwise():
+    def otherwise(_):
         if where == "asking":
             raise ValueError(where)
         return other

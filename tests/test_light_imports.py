@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 LIGHT = ("types", "prompt", "splitting", "linking", "client")
 HEAVY = ("torch", "fastapi", "uvicorn", "kvlinker.llm", "kvlinker.server.app", "kvlinker.embedded", "kvlinker.vllm")
@@ -16,6 +18,7 @@ print(status.value, *(name for name in sys.argv[2].split(",") if name in sys.mod
 """
 
 
+@pytest.mark.slow
 def test_collecting_loads_nothing_heavy() -> None:
     """The light folders are collected in a process of their own, which then tells which heavy modules it has."""
     folders = [TESTS / name for name in LIGHT if (TESTS / name).is_dir()]

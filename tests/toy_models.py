@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlinker.config import WeightFormat
 from kvlinker.embedded.model.loading import LoadedModel, prepare_model
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 
 VOCABULARY = 300
 WINDOW = 48

@@ -150,7 +150,8 @@ class Settings(BaseSettings):
     threads: int | None = Field(default=None, ge=1, description="CPU threads for the model; all by default.")
 
     native_attention: bool = Field(
-        default=True, description="Compile an attention kernel where the CPU multiplies bfloat16."
+        default=True,
+        description="Compile code for attention, norms and products with weights where the CPU multiplies bfloat16.",
     )
 
     state_dir: Path = Field(

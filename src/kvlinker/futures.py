@@ -49,10 +49,13 @@ def gather(futures: Sequence[Future[T]], finish: Callable[[tuple[T, ...]], R]) -
     return joined
 
 
-def or_else(found: Future[T | None], otherwise: Callable[[], Future[T]]) -> Future[T]:
-    """Return a future of what was found, or of what ``otherwise`` comes to once it turns out that nothing was.
+def or_else(
+    found: Future[T | None], otherwise: Callable[[T | None], Future[T]], accepts: Callable[[T], bool] = lambda _: True
+) -> Future[T]:
+    """Return a future of what was found, or of what ``otherwise`` comes to once it turns out that nothing was, or
+    something that ``accepts`` is false for. That, or None, is what ``otherwise`` is called with.
 
-    ``otherwise`` runs in the thread that completes ``found``.
+    Both run in the thread that completes ``found``.
     """
     joined: Future[T] = Future()
 
@@ -66,8 +69,8 @@ def or_else(found: Future[T | None], otherwise: Callable[[], Future[T]]) -> Futu
     def decide(found: Future[T | None]) -> None:
         try:
             value = found.result()
-            if value is None:
-                otherwise().add_done_callback(pass_on)
+            if value is None or not accepts(value):
+                otherwise(value).add_done_callback(pass_on)
             else:
                 joined.set_result(value)
         except Exception as error:

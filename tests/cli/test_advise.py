@@ -17,7 +17,7 @@ from kvlinker.config import load_settings
 from kvlinker.engine.model_files import choose_device, choose_dtype
 from kvlinker.llm import LLM
 from kvlinker.research.advice import probing
-from kvlinker.research.bench.shapes import random_model
+from kvlinker.research.bench.harness.shapes import random_model
 from kvlinker.store import ChunkKV, Tier
 
 OPTIONS = ["--shape", "tiny", "--context-tokens", "96", "--disk-space", "64MiB"]

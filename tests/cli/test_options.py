@@ -15,8 +15,8 @@ from kvlinker.cli import app
 from kvlinker.cli.options import settings_options
 from kvlinker.config import CONFIG_FILE_VARIABLE, Settings, load_settings
 from kvlinker.research import bench
-from kvlinker.research.bench import benchmark
-from kvlinker.research.bench.benchmark import compared_policies
+from kvlinker.research.bench.harness import benchmark
+from kvlinker.research.bench.harness.benchmark import compared_policies
 
 runner = CliRunner()
 
@@ -130,7 +130,7 @@ def test_commands_start_without_torch() -> None:
     code = """
 import contextlib, io, sys
 from kvlinker.cli import app
-from kvlinker.research.bench.benchmark import declared_benchmarks
+from kvlinker.research.bench.harness.benchmark import declared_benchmarks
 benchmarks = [f"bench {name}" for name in declared_benchmarks()]
 for command in ("", "serve", "ingest", "caches ls", "advise", "calibrate", "bench", "bench figure", *benchmarks):
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
@@ -147,7 +147,7 @@ def test_a_benchmark_takes_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "nap.py").write_text(
         '''"""Measures how long a nap takes."""
 
-from kvlinker.research.bench.benchmark import Setup, benchmark
+from kvlinker.research.bench.harness.benchmark import Setup, benchmark
 
 
 @benchmark("nap", settings=("threads",))

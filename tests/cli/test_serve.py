@@ -54,6 +54,7 @@ def test_serve(tmp_path: Path) -> None:
     assert len(list((tmp_path / "state" / "chunks").rglob("*.safetensors"))) == 1
 
 
+@pytest.mark.slow
 def test_taken_port_is_told_before_the_model_is_loaded() -> None:
     with bind("127.0.0.1", 0) as listener:
         listener.listen()

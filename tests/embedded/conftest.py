@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from kvlinker.config import load_settings
+from kvlinker.embedded.attention.kernels import native_attention
+from kvlinker.embedded.attention.native_dots import native_dots
 from kvlinker.embedded.engine import EmbeddedEngine
 from kvlinker.embedded.model.interception import attention_of
+from kvlinker.embedded.model.native_products import native_products
+from kvlinker.embedded.model.norms import native_norm
 from kvlinker.engine.contract import Failed, GenerationRequest
 from kvlinker.events import Events
 from kvlinker.linking import parse_policy
@@ -95,10 +99,11 @@ class Outcome:
 class Bench:
     """One engine over a tiny model with a store of its own."""
 
-    def __init__(self, family="llama", changes=None, slower=None, device=None, memory=1 << 28, **options):
-        """``changes``: to the model's configuration. ``slower``: makes tiers behind the host's, given the events;
-        ``device``: one before it. ``memory``: the host's budget. ``options``: settings."""
-        self.loaded = loaded_model(family, **(changes or {}))
+    def __init__(self, family="llama", changes=None, slower=None, device=None, memory=1 << 28, model=None, **options):
+        """``changes``: to the model's configuration; ``model``: a loaded one in its place. ``slower``: makes tiers
+        behind the host's, given the events; ``device``: one before it. ``memory``: the host's budget. ``options``:
+        settings."""
+        self.loaded = model or loaded_model(family, **(changes or {}))
         self.events = Events()
         self.slower = slower(self.events) if slower else []
         device = device(self.events) if device else None
@@ -155,6 +160,17 @@ def as_policy(policy):
 def request_for(prompt, policy, tenant="default"):
     """A request for one token."""
     return GenerationRequest(prompt, as_policy(policy), SamplingParams(max_tokens=1), tenant)
+
+
+@pytest.fixture
+def native_anew():
+    """Forget before and after the test what native code was loaded and checked, or found missing."""
+    loaders = native_attention, native_dots, native_products, native_norm
+    for loader in loaders:
+        loader.cache_clear()
+    yield
+    for loader in loaders:
+        loader.cache_clear()
 
 
 @pytest.fixture

@@ -78,6 +78,7 @@ def test_answers_are_the_same_whatever_time_a_step_may_take(bench, milliseconds)
 
 
 @pytest.mark.parametrize("prefix_cache", ["on", pytest.param("off", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(bench, prefix_cache):
     expected = alone(bench, "llama", 80)
     made = bench(max_step_tokens=64, kv_slots=260, slo_tpot=1e-3, prefix_cache=prefix_cache)

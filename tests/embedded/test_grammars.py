@@ -10,7 +10,7 @@ from kvlinker.embedded.grammars import MOST_CHARACTERS, GrammarGuide, GrammarGui
 from kvlinker.engine.contract import GenerationRequest
 from kvlinker.errors import EngineClosedError, InvalidRequestError
 from kvlinker.linking import parse_policy
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 from kvlinker.types.grammars import AnswerGrammar
 from kvlinker.types.sampling import SamplingParams
 from tests.embedded.conftest import Outcome, linked_prompt
@@ -56,6 +56,7 @@ def test_there_are_enough_schemas():
     assert len(SCHEMAS) >= 30
 
 
+@pytest.mark.slow
 def test_answers_are_valid_under_every_schema(bench):
     assert valid_answers(bench(kv_slots=32_768), len(SCHEMAS) * 2) > len(SCHEMAS)
 

@@ -4,20 +4,27 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvlinker.embedded import native
-from kvlinker.embedded.attention.native_kernel import NativeAttention
+from kvlinker.embedded.attention.kernels import native_attention
+from kvlinker.embedded.attention.native_dots import native_dots
+from kvlinker.embedded.model.native_products import native_products
+from kvlinker.embedded.model.norms import native_norm
 from kvlinker.embedded.native import NativeUnavailableError, load_library
 
 SOURCE = Path(native.__file__).with_name("attention.cpp")
 
 
-@pytest.fixture(autouse=True)
-def compiler():
-    try:
-        NativeAttention()
-    except NativeUnavailableError as error:
-        pytest.skip(f"no native attention: {error}")
+pytestmark = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() or shutil.which("g++") is None,
+    reason="native code is for CPUs with AVX512-BF16 and without AMX, and needs g++",
+)
+
+
+def test_all_native_code_is_there():
+    for loaded in (native_attention(), native_dots(), native_products(), native_norm()):
+        assert loaded is not None
 
 
 def test_a_source_that_does_not_compile_says_why(monkeypatch, tmp_path):

@@ -2,14 +2,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvlinker.embedded.attention import kernels
+from kvlinker.embedded import native
 from kvlinker.embedded.attention.native_kernel import NativeAttention
 from kvlinker.embedded.batch import Batch, OwnTokens, Run, Sight
 from kvlinker.embedded.model.loading import prepare_model
 from kvlinker.embedded.native import NativeUnavailableError
 from kvlinker.embedded.pool import KVPool, SlotSpan
 from kvlinker.embedded.runner import Runner
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
+from tests.embedded.conftest import linked_prompt
 from tests.toy_models import tiny_model
 
 
@@ -21,16 +22,8 @@ def kernel():
         pytest.skip(f"no native attention: {error}")
 
 
-@pytest.fixture
-def chosen_anew():
-    """The choice between kernels is remembered; forget it before and after."""
-    kernels._native_or_torch.cache_clear()
-    yield
-    kernels._native_or_torch.cache_clear()
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2-softcap", "gpt_oss-sinks"])
-def test_models_answer_as_with_torch(kernel, chosen_anew, family):
+def test_models_answer_as_with_torch(kernel, native_anew, family):
     loaded = prepare_model(tiny_model(family).bfloat16(), byte_tokenizer())
     tokens = np.random.default_rng(0).integers(3, 256, 200)
     parts = [(0, 90), (120, 121), (130, 140), (199, 200)]
@@ -56,3 +49,14 @@ def test_models_answer_as_with_torch(kernel, chosen_anew, family):
 
     ours, torchs = logits(True), logits(False)
     assert (ours - torchs).norm() <= 5e-2 * torchs.norm()
+
+
+@pytest.mark.parametrize("weights", ["auto", "int4"])
+def test_a_model_can_do_without_native_code(bench, native_anew, monkeypatch, weights):
+    """The weights' products, norms, attention and the products that observers see are all PyTorch's then."""
+    monkeypatch.setattr(native, "functions", lambda *_: pytest.fail("native code is loaded"))
+    loaded = prepare_model(tiny_model("llama").bfloat16(), byte_tokenizer(), weights=weights, native=False)
+    made = bench(model=loaded, native_attention=False)
+    prompt = linked_prompt(30, 20)
+    made.cache(prompt)
+    assert made.answer(prompt, "query-10", max_tokens=2).failed is None

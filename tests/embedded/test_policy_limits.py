@@ -105,7 +105,7 @@ def answers(made, prompts, max_tokens, policies=EVERY_POLICY):
     ("family", "step"),
     [
         ("llama", 512),
-        ("llama", 13),
+        pytest.param("llama", 13, marks=pytest.mark.slow),
         pytest.param("gemma3", 64, marks=pytest.mark.slow),
         pytest.param("gpt_oss-sinks", 13, marks=pytest.mark.slow),
     ],

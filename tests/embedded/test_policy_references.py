@@ -33,7 +33,10 @@ PROMPTS = {
 STEPS = 3
 
 
-@pytest.fixture(params=MODELS)
+QUICK_MODELS = ("llama", "gemma3", "gpt_oss-sinks")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in QUICK_MODELS else pytest.mark.slow) for name in MODELS])
 def model(request):
     return request.param, MODELS[request.param]
 

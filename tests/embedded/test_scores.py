@@ -1,15 +1,18 @@
 """Chunk scores that the engine collects, against the attention matrices of transformers."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 
 from kvlinker.engine.observation import QUERIES_AT_ONCE
+from kvlinker.store import DiskTier
 from kvlinker.store.chunk_kv import changed
 from kvlinker.types.chunks import Chunk, chunk_key
 from tests.embedded.conftest import linked_prompt, random_tokens
 from tests.embedded.reference import chunk_attention, reference_model
+from tests.embedded.test_layer_loading import forget_host
 from tests.embedded.test_oracle import true_chunk_kv
 from tests.toy_models import WINDOW, loaded_model
 
@@ -87,6 +90,35 @@ def test_an_engine_that_collects_no_scores_stores_none(bench):
     for policy, selected in (("h2o-20", 3), ("cachecraft-1", 8)):  # the first ones then
         (layers,) = made.explain(prompt, policy).layers
         assert layers.recomputed == ((20, 20 + selected),)
+
+
+@pytest.mark.parametrize("how", ["linked", "loaded and linked", "created"])
+def test_scores_come_later_where_they_are_needed(bench, tmp_path, how):
+    """Texts that nobody named are computed without scores while an answer waits; a policy that needs them, or a context
+    cache of the text, has them computed again."""
+    made = bench(slower=lambda events: [DiskTier(tmp_path / "chunks", 1 << 28, events)])
+    (disk,) = made.slower
+    named = linked_prompt(20, 15)
+    unnamed = named.with_chunks(replace(chunk, scored=False) for chunk in named.chunks)
+    keys = [chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default") for chunk in named.chunks]
+
+    def scores():
+        made.store.flush()
+        return [tier.get(key).scores for tier in (made.store, disk) for key in keys]
+
+    expected = made.answer(unnamed, "naive").tokens
+    assert scores() == [None] * 4
+    assert made.answer(named, "naive").finished.usage.cached_tokens == 35
+    assert scores() == [None] * 4, "this policy does not need any"
+    if how == "loaded and linked":
+        forget_host(made)
+    if how == "created":
+        made.cache(named)
+    else:
+        assert made.answer(unnamed, "h2o-20").finished.usage.cached_tokens == 0
+        assert made.answer(unnamed, "h2o-20").finished.usage.cached_tokens == 32
+    assert None not in scores()
+    assert made.answer(named, "naive").tokens == expected
 
 
 def test_a_prompt_is_cached_as_it_stands(bench):

@@ -383,7 +383,7 @@ WRITE_MODELS = """
 import sys
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 
 for name, layers in (("small", 1), ("large", 8)):
     config = AutoConfig.for_model("llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=layers,

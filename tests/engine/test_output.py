@@ -6,7 +6,7 @@ from kvlinker.engine.contract import GenerationRequest
 from kvlinker.engine.output import Output, RequestClock, TextStream
 from kvlinker.events import Event, Events
 from kvlinker.linking import parse_policy
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 from kvlinker.types.answers import Delta, Finished, Timing, Usage
 from tests.linking.test_policies import chunk_prompt
 

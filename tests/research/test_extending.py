@@ -18,8 +18,8 @@ from kvlinker.cli import app
 from kvlinker.config import load_settings
 from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.encoding import TextEncoder
-from kvlinker.research.bench import benchmark
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness import benchmark
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 from kvlinker.research.evaluation.contexts import ContextSplitter
 from kvlinker.research.evaluation.datasets import formats, load_dataset
 from kvlinker.research.figures import figure

@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -23,6 +25,8 @@ from kvlinker.store import ChunkStore, DeviceTier, DiskTier, HostTier, LayerKV, 
 from kvlinker.store.chunk_kv import changed
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.loading.prompt_load import Urgency
+from kvlinker.store.tiers.base import lacks_scores
+from kvlinker.types.chunk_scores import ChunkScores, Contextualization
 from kvlinker.types.chunks import Eviction
 from tests.store.gated_tier import TIMEOUT, GatedTier
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
@@ -515,3 +519,28 @@ for number in range(5):
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 5
+
+
+def test_kv_with_scores_takes_the_place_of_copies_without(recorder: Recorder, tmp_path: Path) -> None:
+    host, disk = HostTier(PLENTY, recorder.events), DiskTier(tmp_path, PLENTY, recorder.events)
+    store, key = ChunkStore([host, disk], recorder.events), key_of(1)
+    without = chunk_kv(1)
+    scores = ChunkScores(Contextualization(3, 1.0), np.zeros(3, np.float32), np.ones(3, np.float32))
+
+    def stored() -> list[bool]:
+        store.flush()
+        return [not lacks_scores(tier, key) for tier in (host, disk)]
+
+    assert not store.lacks_scores(key), "there is no copy"
+    store.put(key, without)
+    assert store.lacks_scores(key)
+    assert stored() == [False, False]
+    host.delete(key)
+    assert store.lacks_scores(key)
+    store.put(key, replace(without, scores=scores))
+    assert stored() == [True, True]
+    assert not store.lacks_scores(key)
+    for other in (without, replace(without, scores=replace(scores, received=np.zeros(3, np.float32)))):
+        store.put(key, other)
+    assert stored() == [True, True], "a tier that has the chunk keeps its copy"
+    assert [tier.get(key).scores.received.sum() for tier in (host, disk)] == [3, 3]  # type: ignore[union-attr]

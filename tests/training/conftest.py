@@ -14,6 +14,7 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All of these tests run on one worker of pytest-xdist: the library's prose and the tokenizer are made once."""
     for item in items:

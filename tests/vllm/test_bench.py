@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvlinker.research.bench.measurement import Workload
+from kvlinker.research.bench.harness.measurement import Workload
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.peers.worker import measure
-from kvlinker.research.bench.subject import Subject
 from kvlinker.research.bench.vllm_ttft import COLUMNS, run_vllm_ttft
 from tests.research.bench.test_peers import CASES, LINKED_CASES, task_for
 from tests.server.serving import tiny_model

@@ -15,7 +15,7 @@ from kvlinker.research.advice.recommendation import EXAMPLE_PRICES, parse_prices
 
 if TYPE_CHECKING:
     from kvlinker.research.advice.recommendation import TierFigures
-    from kvlinker.research.bench.report import Row
+    from kvlinker.research.bench.harness.report import Row
 
 TIER_OPTIONS = ("state_dir", "host_memory", "disk_space", "disk_codec", *SHARED_TIER_SETTINGS)
 CODEC_OPTIONS = ("redis_codec", "object_codec")
@@ -67,7 +67,7 @@ def advise(
     from kvlinker.linking import parse_policy
     from kvlinker.research.advice.probing import advise as measure
     from kvlinker.research.advice.recommendation import explain_recommendation, recommended
-    from kvlinker.research.bench.subject import make_subject
+    from kvlinker.research.bench.harness.subject import make_subject
 
     with failures(BAD_USAGE), progress_display() as progress:
         require_folders(json)

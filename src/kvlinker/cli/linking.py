@@ -103,7 +103,7 @@ def calibrate(
     from rich.console import Console
     from rich.table import Table
 
-    from kvlinker.research.bench.subject import make_subject
+    from kvlinker.research.bench.harness.subject import make_subject
     from kvlinker.research.evaluation.calibration import calibrate, candidates_of, trial_values
     from kvlinker.research.evaluation.contexts import ContextSplit, ContextSplitter
     from kvlinker.research.evaluation.datasets import load_dataset

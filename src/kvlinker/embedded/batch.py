@@ -1,4 +1,4 @@
-"""What one step computes: runs of many requests, and what their queries see."""
+"""Describes what one step computes: runs of many requests, and what their queries see."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _inside(positions: NDArray[np.int64], start: int, length: int) -> NDArray[np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """What a sequence's queries see in one step: shared chunks, and its own tokens in the pool."""
+    """Holds what a sequence's queries see in one step: shared chunks, and its own tokens in the pool."""
 
     shared: tuple[SharedChunk, ...]
 

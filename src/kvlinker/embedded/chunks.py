@@ -30,7 +30,7 @@ from kvlinker.linking.refinement import Refinement
 from kvlinker.prompt.segments import Prompt, ReusedPrefix
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
-from kvlinker.store.loading.arriving import KV
+from kvlinker.store.loading.arriving import KV, ArrivingKV
 from kvlinker.store.loading.throughput import LoadTime
 from kvlinker.types.chunk_scores import SCORE_BYTES_PER_TOKEN
 from kvlinker.types.chunks import Chunk, chunk_key
@@ -99,7 +99,7 @@ class ChunkRequest(CaptureRequest):
         """``keys`` are the chunks' keys in ``store``. ``tenant`` asks for them; ``urgent`` is true if an answer of its
         waits for them."""
         super().__init__(loaded, tokens, spans, contents, with_scores=with_scores)
-        self.identity = keys
+        self.identity = keys, with_scores
         self.tenant = tenant
         self.urgent = urgent
         self._keys = keys
@@ -125,13 +125,18 @@ class ChunkBuilder:
     def __init__(
         self, loaded: LoadedModel, store: ChunkStore, scheduler: Scheduler, *, longest: int, with_scores: bool
     ) -> None:
-        """``longest`` is the most tokens that a chunk and its generation context may have together. ``with_scores`` has
-        the chunks' attention scores collected."""
+        """``longest`` is the most tokens that a chunk and its generation context may have together. Without
+        ``with_scores``, attention scores are never collected, whoever asks for them."""
         self._loaded = loaded
         self._store = store
         self._scheduler = scheduler
         self._longest = longest
         self._with_scores = with_scores
+
+    @property
+    def collects_scores(self) -> bool:
+        """True if chunks get attention scores where they are asked for."""
+        return self._with_scores
 
     def build(self, key: str, chunk: Chunk, *, tenant: str, urgent: bool = False, with_scores: bool = True) -> Building:
         """Have the chunk computed, and stored under ``key``.
@@ -294,12 +299,20 @@ class LinkLoader:
             urgency = self._throughput.urgency(link.computed, cached=cached, decided=decided, alone=alone)
             found = self._store.load(keys, urgency)
         return [
-            or_else(kv, partial(self._build, request, key, chunk, with_scores=chunk.scored or link.policy.needs.scores))
+            or_else(kv, partial(self._build, request, link, key, chunk), accepts=partial(self._is_enough, link))
             for kv, key, chunk in zip(found, keys, link.chunks, strict=True)
         ]
 
-    def _build(self, request: LinkedRequest, key: str, chunk: Chunk, *, with_scores: bool) -> Future[KV]:
-        """Have the chunk computed that the store lacks."""
+    def _is_enough(self, link: Link, kv: KV) -> bool:
+        """Return whether the KV has what the link's policy needs. That of a text that nobody named may have been stored
+        without scores."""
+        return kv.scores is not None or not (link.policy.needs.scores and self._builder.collects_scores)
+
+    def _build(self, request: LinkedRequest, link: Link, key: str, chunk: Chunk, stored: KV | None) -> Future[KV]:
+        """Have the chunk computed that the store lacks, or has without the scores that are needed."""
+        if isinstance(stored, ArrivingKV):
+            stored.give_up()
+        with_scores = chunk.scored or link.policy.needs.scores
         building = self._builder.build(key, chunk, tenant=request.request.tenant, urgent=True, with_scores=with_scores)
         if building.begun:
             request.made.add(chunk)

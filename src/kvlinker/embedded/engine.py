@@ -160,9 +160,11 @@ class EmbeddedEngine:
         self._limits.check_vocabulary(np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks")
         key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant)
         stored = self._store.nbytes(key)
-        if stored is not None:
+        wants_scores = chunk.scored and self._chunks.collects_scores
+        if stored is not None and not (wants_scores and self._store.lacks_scores(key)):
             return resolved(stored)
-        return gather([self._chunks.build(key, chunk, tenant=tenant).kvs], lambda computed: computed[0][0].nbytes)
+        building = self._chunks.build(key, chunk, tenant=tenant, with_scores=wants_scores)
+        return gather([building.kvs], lambda computed: computed[0][0].nbytes)
 
     def cache_prompt(self, prompt: Prompt, *, tenant: str) -> Future[Prompt]:
         """Compute and store the KV of all chunks of ``prompt`` at their positions there, each behind the ones before

@@ -63,12 +63,15 @@ class ForwardPass:
         kernel: AttentionKernel,
         profile: Profile | None,
         wait: WaitInStep,
+        native: bool = True,
     ) -> None:
+        """``native`` is False where observers are to be shown weights that PyTorch alone computes."""
         self._layers = layers
         self._pool = pool
         self._kernel = kernel
         self._profile = profile
         self._wait = wait
+        self._native = native
         self._device = pool.keys[0].device
         self._asked: set[int] = set()
         self._unnarrowed: Tensor | None = None
@@ -245,7 +248,8 @@ class ForwardPass:
             def weights(first: int, last: int, run_rows: slice = rows, mine: list[View] = mine) -> Tensor:
                 positions = self._positions[run_rows][first:last]
                 part = query[:, run_rows][:, first:last]
-                return position_weights(mine, positions, part, segments, rotary, options, int(positions[-1]) + 1)
+                length = int(positions[-1]) + 1
+                return position_weights(mine, positions, part, segments, rotary, options, length, native=self._native)
 
             run.observer.observe(index, run.start, len(run.tokens), weights)
 

@@ -26,13 +26,14 @@ class Runner:
     def __init__(
         self, model: Any, layers: Sequence[LayerShape], pool: KVPool, *, native_attention: bool = True
     ) -> None:
-        """``model`` is a transformers causal language model whose attention is kvlinker's. With ``native_attention``, a
-        kernel that is compiled for the CPU is taken, where there is one for the model."""
+        """``model`` is a transformers causal language model whose attention is kvlinker's. With ``native_attention``,
+        attention is computed by code that is compiled for the CPU, where that can be done for the model."""
         self._model = model
         self._layers = tuple(layers)
         self.pool = pool
         self.device = pool.keys[0].device
         self.profile: Profile | None = None
+        self._native = native_attention
         self.kernel = choose_kernel(
             self._layers, dtype=pool.keys[0].dtype, device=self.device, use_native=native_attention
         )
@@ -50,7 +51,15 @@ class Runner:
 
         If all owners would leave, ``wait`` is called first.
         """
-        forward = ForwardPass(self._layers, self.pool, batch, kernel=self.kernel, profile=self.profile, wait=wait)
+        forward = ForwardPass(
+            self._layers,
+            self.pool,
+            batch,
+            kernel=self.kernel,
+            profile=self.profile,
+            wait=wait,
+            native=self._native,
+        )
         narrows = any(run.refinement is not None for run in batch.runs) or any(
             isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete for _, chunk in batch.shared()
         )

@@ -22,7 +22,7 @@ from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChu
 from kvlinker.store.loading.speeds import Speeds
 from kvlinker.store.loading.throughput import Bandwidths, LoadTime
 from kvlinker.store.throttle import Throttle
-from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage
+from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
 from kvlinker.store.tiers.device import DeviceTier
 from kvlinker.store.tiers.disk import DiskTier
 from kvlinker.store.tiers.host import HostTier
@@ -183,10 +183,14 @@ class ChunkStore:
 
     def put(self, key: str, kv: ChunkKV) -> ChunkKV:
         """Keep the KV, which ``get`` finds from now on, and return its resident form. The caller must not modify either
-        any more."""
+        any more. A tier that has the chunk keeps its copy; but KV with scores takes the place of a copy without."""
         kept = self._resident(kv)
         with self._lock:
-            self._place(key, kept, kv, self._tiers)
+            if kv.scores is not None:
+                for tier in (self._tiers[0], *([] if self._device is None else [self._device])):
+                    if lacks_scores(tier, key):
+                        tier.delete(key)
+            self._place(key, kept, kv, self._tiers, adds_scores=kv.scores is not None)
         return kept
 
     def hold(self, sizes: Mapping[str, int]) -> Hold | None:
@@ -248,6 +252,15 @@ class ChunkStore:
         known = [(tier.sizes(keys) or {}).keys() for tier in self._all_tiers if not tier.shared]
         waiting = [keys & set(writer.keys()) for writer in self._writers.values()]
         return frozenset().union(*known, *waiting)
+
+    def lacks_scores(self, key: str) -> bool:
+        """Return whether the fastest copy of the chunk on the host or below has no scores; False where there is no
+        copy. Counts as a use, and reads a header where the chunk is not in memory."""
+        waiting = self._waiting(key)
+        if waiting is not None:
+            return waiting.scores is None
+        tier = next((tier for tier in self._tiers if tier.contains(key)), None)
+        return tier is not None and lacks_scores(tier, key)
 
     def delete(self, key: str) -> bool:
         """Remove the chunk from all tiers; return whether its bytes are gone from all of them (see ``Tier.delete``).
@@ -318,12 +331,14 @@ class ChunkStore:
     def _resident(self, kv: ChunkKV) -> ChunkKV:
         return changed(kv, self._form.resident)
 
-    def _place(self, key: str, kv: ChunkKV, stored: ChunkKV | None, tiers: Sequence[Tier]) -> None:
+    def _place(
+        self, key: str, kv: ChunkKV, stored: ChunkKV | None, tiers: Sequence[Tier], *, adds_scores: bool = False
+    ) -> None:
         """Store the resident form into the first of the tiers, the store's first, now, and what is ``stored`` into the
-        rest later; the lock is held."""
+        rest later, as ``put`` does; the lock is held."""
         if stored is not None:
             for tier in tiers[1:]:
-                if not self._writers[tier.name].add(key, stored):
+                if not self._writers[tier.name].add(key, stored, adds_scores=adds_scores):
                     logger.warning(
                         "Chunk %s stays out of the slower tier %s: too many writes wait already", key, tier.name
                     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.throttle import Throttle
-from kvlinker.store.tiers.base import Tier
+from kvlinker.store.tiers.base import Tier, lacks_scores
 from kvlinker.threads import compute_serially
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,9 @@ class _Write:
     key: str
     kv: ChunkKV
     nbytes: int
+
+    adds_scores: bool
+    """True if a copy without scores that the tier has is deleted first."""
 
 
 class BackgroundWriter:
@@ -39,17 +42,18 @@ class BackgroundWriter:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def add(self, key: str, kv: ChunkKV) -> bool:
+    def add(self, key: str, kv: ChunkKV, *, adds_scores: bool = False) -> bool:
         """Queue a write, unless the key is queued already; return False where the queue is full or closed. Never
-        waits."""
+        waits. With ``adds_scores``, the KV takes the place of what is queued, and of a copy in the tier that has no
+        scores."""
         nbytes = kv.nbytes
         with self._changed:
-            if key in self._queued:
+            if key in self._queued and not adds_scores:
                 return True
-            queued_bytes = sum(write.nbytes for write in self._queued.values())
-            if self._closed or (self._queued and queued_bytes + nbytes > self._max_bytes):
+            queued_bytes = sum(write.nbytes for write in self._queued.values() if write.key != key)
+            if self._closed or (queued_bytes and queued_bytes + nbytes > self._max_bytes):
                 return False
-            self._queued[key] = _Write(key, kv, nbytes)
+            self._queued[key] = _Write(key, kv, nbytes, adds_scores)
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -109,6 +113,8 @@ class BackgroundWriter:
             write = next(iter(self._queued.values()))
             self._writing = write
         try:
+            if write.adds_scores and lacks_scores(self._tier, write.key):
+                self._tier.delete(write.key)
             self._tier.put(write.key, write.kv, self._throttle.rests())
         except Exception:
             logger.exception("Chunk %s was not written to tier %s", write.key, self._tier.name)

@@ -56,6 +56,7 @@ def test_scattered_tokens_share_a_call_until_masks_cost_more():
 @pytest.mark.parametrize("long_runs", [True, False])
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 100_000), window=st.none() | st.integers(1, 200))
+@pytest.mark.slow
 def test_every_query_sees_what_its_views_show(seed, window, long_runs):
     """Counted in query-key pairs, each exactly once."""
     scene = random_scene(seed, Shape(key_dim=2, value_dim=1, window=window), dtype=torch.float32)

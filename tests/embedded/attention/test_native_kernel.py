@@ -97,6 +97,7 @@ def test_one_request_that_decodes_is_divided_among_threads(kernel, threads, kv_h
     key_dim=st.sampled_from([20, 32, 64, 80, 96, 128, 256]),
     value_dim=st.sampled_from([1, 17, 32, 64, 80, 128, 256]),
 )
+@pytest.mark.slow
 def test_any_sequences(kernel, seed, variant, group, kv_heads, key_dim, value_dim):
     dims = {"key_dim": key_dim, "value_dim": value_dim, "kv_heads": kv_heads, "group": group}
     check(kernel, random_scene(seed, Shape(**dims | variant), dtype=torch.bfloat16, most=160))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -16,6 +17,8 @@ from kvlinker.embedded.model.native_quantized import NativeInt4Matrix, NativeInt
 from kvlinker.embedded.model.quantized import Int4Matrix, Int8Matrix
 
 pytestmark = pytest.mark.skipif(native_products.native_products() is None, reason="no native products")
+
+needs_blocks = pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="oneDNN multiplies with AMX")
 
 KINDS: list[type[Matrix]] = [PackedMatrix, NativeInt8Matrix, NativeInt4Matrix]
 
@@ -34,15 +37,45 @@ def test_products_are_those_of_the_dense_weight(kind: type[Matrix], rows: int, o
     torch.testing.assert_close(output[0].float(), expected, rtol=0.02, atol=0.02 * inputs**0.5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@needs_blocks
 @torch.inference_mode()
-def test_a_row_is_the_same_beside_others(kind: type[Matrix]) -> None:
+def test_a_row_in_bf16_is_bit_identical_beside_others() -> None:
+    torch.manual_seed(0)
+    matrix, hidden = PackedMatrix(torch.randn(200, 256).bfloat16()), torch.randn(128, 256).bfloat16()
+    assert matrix._native_up_to == 128
+    together = matrix.multiply(hidden, None)
+    for row in (0, 57, 127):
+        assert torch.equal(together[row], matrix.multiply(hidden[row : row + 1], None)[0])
+
+
+@pytest.mark.parametrize("kind", [NativeInt8Matrix, NativeInt4Matrix])
+@torch.inference_mode()
+def test_a_row_of_codes_is_nearly_the_same_beside_others(kind: type[Matrix]) -> None:
     torch.manual_seed(0)
     matrix, hidden = kind(torch.randn(200, 256).bfloat16()), torch.randn(100, 256).bfloat16()
     together = matrix.multiply(hidden, None)
     torch.testing.assert_close(together[57], matrix.multiply(hidden[57:58], None)[0], rtol=0.02, atol=0.1)
-    if kind is PackedMatrix:
-        assert torch.equal(together[57], matrix.multiply(hidden[57:58], None)[0])
+
+
+@needs_blocks
+@pytest.mark.parametrize("rows", [0, 127, 128, 129])
+@torch.inference_mode()
+def test_no_rows_and_as_many_as_native_code_takes(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(128, 64).bfloat16(), torch.randn(1, rows, 64).bfloat16()
+    packed = PackedMatrix(weight)
+    assert packed._native_up_to == 128
+    taken = Mock(side_effect=native_products.native_products().multiply)  # type: ignore[union-attr]
+    monkeypatch.setattr(native_products.NativeProducts, "multiply", taken)
+    for matrix in (packed, NativeInt8Matrix(weight), NativeInt4Matrix(weight)):
+        expected = hidden.float() @ matrix.dense().float().T
+        torch.testing.assert_close(matrix.multiply(hidden, None).float(), expected, rtol=0.02, atol=0.2)
+    assert [call.args[0] for call in taken.call_args_list] == ["bf16"] * (rows <= 128) + ["int8", "int4"]
+
+
+@torch.inference_mode()
+def test_no_rows_in_fp32() -> None:
+    assert PackedMatrix(torch.randn(128, 64)).multiply(torch.randn(1, 0, 64), None).shape == (1, 0, 128)
 
 
 @pytest.mark.parametrize(("native_kind", "portable"), [(NativeInt8Matrix, Int8Matrix), (NativeInt4Matrix, Int4Matrix)])
@@ -59,30 +92,37 @@ def test_amx_multiplies_many_rows(kind: type[Matrix], monkeypatch: pytest.Monkey
     torch.testing.assert_close(kind(weight).multiply(hidden, None), usual, rtol=0.02, atol=0.3)
 
 
+def test_amx_multiplies_any_rows_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    weight, hidden = torch.randn(128, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    assert torch.equal(PackedMatrix(weight).multiply(hidden, None), torch.nn.functional.linear(hidden, weight))
+
+
 def test_an_unknown_order_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices, "_block_of", lambda rows: rows.flatten())
+    monkeypatch.setattr(matrices, "bf16_blocks", lambda rows: rows.reshape(1, -1))
     weight, hidden = torch.randn(128, 64).bfloat16(), torch.randn(3, 64).bfloat16()
     matrix = PackedMatrix(weight)
     monkeypatch.setattr(native_products.NativeProducts, "multiply", None)
     assert torch.equal(matrix.multiply(hidden, None), torch.nn.functional.linear(hidden, weight))
 
 
-@pytest.fixture
-def anew() -> Iterator[None]:
-    native_products.native_products.cache_clear()
-    yield
-    native_products.native_products.cache_clear()
+@pytest.mark.usefixtures("native_anew")
+@pytest.mark.parametrize("wrong", ["bf16", "int8", "int4"])
+def test_wrong_products_are_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
+) -> None:
+    multiply = native_products.NativeProducts.multiply
 
+    def wrongly(products: Any, form: native_products.Form, *given: Any, **options: Any) -> torch.Tensor:
+        return multiply(products, form, *given, **options) * (2 if form == wrong else 1)
 
-@pytest.mark.usefixtures("anew")
-def test_wrong_products_are_not_trusted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(native_products, "LARGEST_ERROR", 0.0)
+    monkeypatch.setattr(native_products.NativeProducts, "multiply", wrongly)
     with caplog.at_level("INFO"):
         assert native_products.native_products() is None
-    assert "wrong on this machine" in caplog.text
+    assert f"{wrong} by native code is wrong on this machine" in caplog.text
 
 
-@pytest.mark.usefixtures("anew")
+@pytest.mark.usefixtures("native_anew")
 def test_without_a_compiler_pytorch_multiplies(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -72,14 +71,7 @@ def test_other_precisions_stay_as_they_are() -> None:
     assert "forward" not in vars(norm)
 
 
-@pytest.fixture
-def anew() -> Iterator[None]:
-    native_norm.cache_clear()
-    yield
-    native_norm.cache_clear()
-
-
-@pytest.mark.usefixtures("anew")
+@pytest.mark.usefixtures("native_anew")
 def test_without_a_compiler_norms_are_the_models(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

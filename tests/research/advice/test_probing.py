@@ -22,8 +22,8 @@ from kvlinker.research.advice.probing import (
     measure_prefill,
     measure_tier,
 )
-from kvlinker.research.bench.measurement import FirstToken
-from kvlinker.research.bench.scratch import ScratchPlace, scratch_places
+from kvlinker.research.bench.harness.measurement import FirstToken
+from kvlinker.research.bench.harness.scratch import ScratchPlace, scratch_places
 from kvlinker.store import ChunkKV, DiskTier, HostTier, LayerKV, StoreError, Tier, load_cipher
 from kvlinker.store.tiers import object_tier, redis_tier
 from kvlinker.types.answers import Timing

@@ -15,14 +15,14 @@ from kvlinker.cli import app
 from kvlinker.errors import InvalidRequestError
 from kvlinker.research.bench.conversation import conversation_prompts, run_conversation
 from kvlinker.research.bench.decode import run_decode
+from kvlinker.research.bench.harness.measurement import Workload, in_turn, median_step, peak_memory
+from kvlinker.research.bench.harness.report import Report
+from kvlinker.research.bench.harness.shapes import byte_tokenizer, random_model
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.isolation import run_isolation
-from kvlinker.research.bench.measurement import Workload, in_turn, median_step, peak_memory
 from kvlinker.research.bench.memory import run_memory
 from kvlinker.research.bench.neighbour import run_neighbour
 from kvlinker.research.bench.overhead import run_overhead
-from kvlinker.research.bench.report import Report
-from kvlinker.research.bench.shapes import byte_tokenizer, random_model
-from kvlinker.research.bench.subject import Subject
 from kvlinker.research.bench.ttft import PARTS, plot_ttft, run_ttft, scaling_exponents
 from tests.toy_models import loaded_model, tiny_model
 
@@ -64,6 +64,7 @@ def test_disk_tier_reads_from_disk(subject):
         run_ttft(subject, [Workload(1, 30, 5)], ["naive"], repeat=1, tier="tape")
 
 
+@pytest.mark.slow
 def test_transformers_takes_part_only_where_wanted(subject):
     rows = run_ttft(subject, [Workload(2, 30, 5)], ["full"], repeat=1, with_transformers=False).rows
     assert [row["engine"] for row in rows] == ["embedded"]
@@ -240,6 +241,7 @@ def test_bad_arguments_end_with_one_clear_line(arguments, message):
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_ttft_command_writes_what_it_prints(tmp_path):
     arguments = [
         "--shape",

@@ -3,7 +3,7 @@
 import pytest
 
 from kvlinker.research.bench.codecs import COLUMNS, codec_rows, prose_kvs, run_codecs
-from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.format.codecs import known_codecs
 from tests.toy_models import loaded_model

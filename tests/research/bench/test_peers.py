@@ -9,12 +9,12 @@ import torch
 from kvlinker.config import load_settings
 from kvlinker.errors import InvalidRequestError, ModelLoadError
 from kvlinker.research.bench import peers_benchmark
-from kvlinker.research.bench.benchmark import Setup
+from kvlinker.research.bench.harness.benchmark import Setup
+from kvlinker.research.bench.harness.shapes import random_model
 from kvlinker.research.bench.peers.peer import LinkingPeer, Task, find_peer, known_peers
 from kvlinker.research.bench.peers.processes import is_installed, parse_pythons, run_peer
 from kvlinker.research.bench.peers.worker import Measured, measure
 from kvlinker.research.bench.peers_benchmark import SAME_TEXT, peers
-from kvlinker.research.bench.shapes import random_model
 from tests.toy_models import loaded_model
 
 CASES = ["load", "prefill 40", "decode 1 × 20", "decode 3 × 20"]
@@ -64,6 +64,7 @@ def test_no_chunks_no_linked_cases(task):
 
 
 @pytest.mark.parametrize(("name", "most"), [("kvlinker-int8", 0.05), ("kvlinker-int4", 0.3)])
+@pytest.mark.slow
 def test_kvlinker_runs_the_same_model_in_fewer_bits(tmp_path, name, most):
     task = task_for(random_model("tiny", dtype=torch.float32, device=torch.device("cpu")), tmp_path, batches=(3,))
     plain, measured = (measure(replace(task, peer=peer, chunks=0)) for peer in ("kvlinker", name))

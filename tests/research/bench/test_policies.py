@@ -3,7 +3,7 @@
 import pytest
 
 from kvlinker.config import load_settings
-from kvlinker.research.bench.benchmark import compared_policies
+from kvlinker.research.bench.harness.benchmark import compared_policies
 
 
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from kvlinker.cli import app
 from kvlinker.config import load_settings
 from kvlinker.errors import InvalidRequestError
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.quality import QualityOptions, main_rows, plot_quality, run_quality
-from kvlinker.research.bench.subject import Subject
 from kvlinker.research.evaluation.contexts import ContextSplit
 from tests.toy_models import loaded_model
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvlinker.errors import InvalidRequestError
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.recognition import COLUMNS, run_recognition
-from kvlinker.research.bench.subject import Subject
 from kvlinker.research.evaluation.joining import find_template
 from tests.toy_models import loaded_model
 

@@ -5,11 +5,11 @@ from typer.testing import CliRunner
 
 from kvlinker.cli import app
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.measurement import Workload
+from kvlinker.research.bench.harness.measurement import Workload
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.store.cases import run_store
 from kvlinker.research.bench.store.hiding import LOAD_TO_COMPUTE
 from kvlinker.research.bench.store_benchmark import plot_store
-from kvlinker.research.bench.subject import Subject
 from tests.toy_models import loaded_model
 
 CODECS = ["raw", "int8"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvlinker.prompt.encoding import TextEncoder
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 from kvlinker.research.evaluation.contexts import ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
 from tests.programs import output_of

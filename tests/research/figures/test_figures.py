@@ -13,9 +13,9 @@ import pytest
 
 from kvlinker.config import Settings, load_settings
 from kvlinker.llm import LLM
+from kvlinker.research.bench.harness.subject import served
 from kvlinker.research.bench.load.run import Competitor, LoadPlan, LoadReport, Start, run_load
 from kvlinker.research.bench.load.servers import Server
-from kvlinker.research.bench.subject import served
 from kvlinker.research.figures import serving
 from kvlinker.research.figures.figure import find_figure, known_figures
 from kvlinker.research.figures.lab import Lab

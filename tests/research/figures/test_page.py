@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.report import Report
+from kvlinker.research.bench.harness.report import Report
 from kvlinker.research.figures.figure import Figure, find_figure, known_figures
 from kvlinker.research.figures.page import show_figure, write_figure
 

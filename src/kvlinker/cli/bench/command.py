@@ -24,7 +24,7 @@ from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
 
 if TYPE_CHECKING:
-    from kvlinker.research.bench.benchmark import Benchmark
+    from kvlinker.research.bench.harness.benchmark import Benchmark
 
 
 class BenchmarkGroup(TyperGroup):
@@ -32,20 +32,20 @@ class BenchmarkGroup(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands."""
-        from kvlinker.research.bench.benchmark import declared_benchmarks
+        from kvlinker.research.bench.harness.benchmark import declared_benchmarks
 
         return sorted({*super().list_commands(ctx), *declared_benchmarks()})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command to be listed: of a benchmark only its name and summary."""
-        from kvlinker.research.bench.benchmark import declared_benchmarks
+        from kvlinker.research.bench.harness.benchmark import declared_benchmarks
 
         declared = declared_benchmarks().get(cmd_name)
         return super().get_command(ctx, cmd_name) if declared is None else TyperCommand(cmd_name, help=declared.summary)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command to be run."""
-        from kvlinker.research.bench.benchmark import declared_benchmarks, find_benchmark
+        from kvlinker.research.bench.harness.benchmark import declared_benchmarks, find_benchmark
 
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and name in declared_benchmarks():
@@ -65,7 +65,7 @@ def _function(benchmark: Benchmark) -> Callable[..., None]:
     """Make the function of a benchmark's command, whose signature tells its options."""
 
     def run(settings: Settings, *, shape: str | None, json: Path | None, plot: Path | None = None, **own: Any) -> None:
-        from kvlinker.research.bench.benchmark import Setup
+        from kvlinker.research.bench.harness.benchmark import Setup
 
         with failures(BAD_USAGE):
             require_folders(json, plot)

@@ -14,7 +14,7 @@ from kvlinker.cli.console import warn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvlinker.research.bench.report import Report, Row
+    from kvlinker.research.bench.harness.report import Report, Row
 
 Shape = Annotated[str | None, typer.Option(help="Random weights of this shape (tiny, 285m, 8b) in place of --model.")]
 Json = Annotated[Path | None, typer.Option(help="Write the results to this file.")]

@@ -81,12 +81,12 @@ class _Piece:
 
     @property
     def rising(self) -> bool:
-        """Whether every query sees one key more than the one before."""
+        """True if every query sees one key more than the one before."""
         return bool(self.high[-1] > self.high[0] and self.low[-1] == self.low[0])
 
     @property
     def uniform(self) -> bool:
-        """Whether all see the same keys without a gap, so that no mask is needed."""
+        """True if all queries see the same keys without a gap, so that no mask is needed."""
         return bool(self.high[-1] == self.high[0] and self.low[-1] == self.low[0] and self.view.hidden is None)
 
     @property

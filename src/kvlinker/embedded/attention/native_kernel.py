@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,13 +12,11 @@ from torch import Tensor
 
 from kvlinker.embedded import native
 from kvlinker.embedded.attention.bundles import Bundle, bundle_views
+from kvlinker.embedded.attention.native_call import Call, Heads, Rotation, Write, heads
 from kvlinker.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.embedded.model.rotary import Rotary
 from kvlinker.embedded.native import NativeUnavailableError
 from kvlinker.engine.attention import AttentionOptions
-
-MOST_QUERIES = 8
-"""The most queries whose products with keys native code computes faster than PyTorch, which widens all keys first."""
 
 
 class NativeAttention:
@@ -33,12 +28,10 @@ class NativeAttention:
 
     def __init__(self) -> None:
         """Raises NativeUnavailableError."""
-        if not torch.cpu._is_avx512_bf16_supported():
-            raise NativeUnavailableError("the CPU has no AVX512-BF16")
         if torch.cpu._is_amx_tile_supported():
             raise NativeUnavailableError("the CPU has AMX, which PyTorch's kernels use")
-        library = _library()
-        self._compute, self._write = library.kvlinker_attention, library.kvlinker_write
+        functions = native.functions("attention.cpp", {"kvlinker_attention": Call, "kvlinker_write": Write})
+        self._compute, self._write = functions["kvlinker_attention"], functions["kvlinker_write"]
 
     def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> NativePlan:
         seen = AttentionPlan.of(views, positions)
@@ -55,13 +48,13 @@ class NativeAttention:
         self, plan: AttentionPlan, key: Tensor, value: Tensor, slots: Tensor, rotary: Rotary | None, into: KeyValue
     ) -> None:
         assert isinstance(plan, NativePlan), plan
-        rotation = _Rotation.of(rotary, plan.last + 1)
+        rotation = Rotation.of(rotary, plan.last + 1)
         self._write(
-            _Write(
-                key=_Heads(*_heads(key)),
-                value=_Heads(*_heads(value)),
-                pool_key=_Heads(*_heads(into[0])),
-                pool_value=_Heads(*_heads(into[1])),
+            Write(
+                key=Heads(*heads(key)),
+                value=Heads(*heads(value)),
+                pool_key=Heads(*heads(into[0])),
+                pool_value=Heads(*heads(into[1])),
                 positions=plan.table.positions,
                 slots=slots.data_ptr(),
                 rotation=rotation,
@@ -81,12 +74,12 @@ class NativeAttention:
     ) -> None:
         assert isinstance(plan, NativePlan), plan
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        rotation = _Rotation.of(rotary, plan.farthest + 1)
+        rotation = Rotation.of(rotary, plan.farthest + 1)
         table = plan.table
-        layer = np.array([_heads(key) + _heads(value) for key, value in segments], np.int64)
-        call = _Call(
-            query=_Heads(*_heads(query)),
-            output=_Heads(*_heads(output.transpose(0, 1))),
+        layer = np.array([heads(key) + heads(value) for key, value in segments], np.int64)
+        call = Call(
+            query=Heads(*heads(query)),
+            output=Heads(*heads(output.transpose(0, 1))),
             positions=plan.table.positions,
             rotation=rotation,
             segments=layer.ctypes.data,
@@ -104,46 +97,13 @@ class NativeAttention:
         self._compute(call)
 
 
-def dot_products(query: Tensor, key: Tensor) -> Tensor | None:
-    """Return the products of ``query`` [heads, queries, dim] and ``key`` [kv_heads, keys, dim], both bf16 and rotated
-    alike: [heads, queries, keys], fp32. None where native code cannot compute them, or not faster than PyTorch."""
-    if not (query.is_cpu and query.dtype == key.dtype == torch.bfloat16) or query.shape[1] > MOST_QUERIES:
-        return None
-    if not torch.cpu._is_avx512_bf16_supported():
-        return None
-    try:
-        compute = _library().kvlinker_dots
-    except NativeUnavailableError:
-        return None
-    products = torch.empty(*query.shape[:2], key.shape[1])
-    compute(
-        _Dots(
-            query=_Heads(*_heads(query)),
-            key=_Heads(*_heads(key)),
-            products=products.data_ptr(),
-            threads=torch.get_num_threads(),
-        )
-    )
-    return products
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    """Raises NativeUnavailableError."""
-    library = native.load_library(Path(native.__file__).with_name("attention.cpp"))
-    functions = {"kvlinker_attention": _Call, "kvlinker_write": _Write, "kvlinker_dots": _Dots}
-    for name, argument in functions.items():
-        function = getattr(library, name)
-        function.argtypes = [ctypes.POINTER(argument)]
-        function.restype = None
-    return library
-
-
 @dataclass(frozen=True)
 class NativePlan(AttentionPlan):
-    """What attention.cpp reads besides keys, values and queries."""
+    """Holds what attention.cpp reads besides keys, values and queries."""
 
     table: _Table
+    """The bundles and positions, in memory."""
+
     farthest: int
     """The most positions, in either direction, by which a query is rotated."""
 
@@ -157,7 +117,7 @@ def _farthest(view: View, positions: NDArray[np.int64]) -> int:
 
 
 class _Table:
-    """Bundles as attention.cpp reads them: structures whose members all have 64 bits.
+    """Lays out bundles as attention.cpp reads them: structures of call.h, whose members all have 64 bits.
 
     It holds the memory that they point to; all attributes are addresses, but for the number of bundles.
     """
@@ -182,6 +142,7 @@ class _Table:
         self.bundle_count = len(sizes)
 
     def _row(self, view: View) -> tuple[int, ...]:
+        """Return the ``View`` of call.h."""
         hidden = positions = 0
         if view.hidden is not None:
             bits = np.zeros(len(view.hidden) // 64 * 8 + 16, np.uint8)  # a word more than there are keys
@@ -195,95 +156,3 @@ class _Table:
     def _address(self, array: NDArray[np.generic]) -> int:
         self._held.append(array)
         return array.ctypes.data
-
-
-def _heads(tensor: Tensor) -> tuple[int, ...]:
-    """Return the ``Heads`` of call.h for a bf16 tensor [heads, rows, dim] in the CPU's memory."""
-    assert tensor.dtype == torch.bfloat16, tensor.dtype
-    head_stride, row_stride, dim_stride = tensor.stride()
-    assert dim_stride == 1, tensor.stride()
-    return tensor.data_ptr(), *tensor.shape, head_stride, row_stride
-
-
-class _Heads(ctypes.Structure):
-    """``Heads`` of attention.cpp."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("heads", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("dim", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-        ("row_stride", ctypes.c_int64),
-    )
-
-
-class _Rotation(ctypes.Structure):
-    """``Rotation`` of attention.cpp."""
-
-    tables: tuple[Tensor, Tensor]
-
-    _fields_ = (
-        ("cos", ctypes.c_void_p),
-        ("sin", ctypes.c_void_p),
-        ("pairs", ctypes.c_int64),
-        ("interleaved", ctypes.c_int64),
-    )
-
-    @classmethod
-    def of(cls, rotary: Rotary | None, length: int) -> _Rotation:
-        """Return the tables of positions [0, length), and hold their memory."""
-        if rotary is None:
-            return cls()
-        cos, sin = rotary.tables(length)
-        rotation = cls(cos.data_ptr(), sin.data_ptr(), cos.shape[1], rotary.pairing == "interleaved")
-        rotation.tables = cos, sin
-        return rotation
-
-
-class _Write(ctypes.Structure):
-    """``Write`` of attention.cpp."""
-
-    _fields_ = (
-        ("key", _Heads),
-        ("value", _Heads),
-        ("pool_key", _Heads),
-        ("pool_value", _Heads),
-        ("positions", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("rotation", _Rotation),
-        ("threads", ctypes.c_int64),
-    )
-
-
-class _Dots(ctypes.Structure):
-    """``Dots`` of attention.cpp."""
-
-    _fields_ = (
-        ("query", _Heads),
-        ("key", _Heads),
-        ("products", ctypes.c_void_p),
-        ("threads", ctypes.c_int64),
-    )
-
-
-class _Call(ctypes.Structure):
-    """``Call`` of attention.cpp."""
-
-    _fields_ = (
-        ("query", _Heads),
-        ("output", _Heads),
-        ("positions", ctypes.c_void_p),
-        ("rotation", _Rotation),
-        ("segments", ctypes.c_void_p),
-        ("views", ctypes.c_void_p),
-        ("visits", ctypes.c_void_p),
-        ("members", ctypes.c_void_p),
-        ("bundles", ctypes.c_void_p),
-        ("bundle_count", ctypes.c_int64),
-        ("sinks", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("window", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
-    )

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlinker.embedded.attention.native_kernel import dot_products
+from kvlinker.embedded.attention.native_dots import dot_products
 from kvlinker.embedded.attention.views import Segments, View
 from kvlinker.embedded.model.rotary import Rotary
 from kvlinker.engine.attention import AttentionOptions, scaled_scores
@@ -23,11 +23,14 @@ def position_scores(
     rotary: Rotary | None,
     options: AttentionOptions,
     length: int,
+    *,
+    native: bool = True,
 ) -> Tensor:
     """Return the logits before the softmax, without sinks: [heads, queries, length], fp32, -inf where not seen.
 
     ``query`` [heads, queries, key_dim], without rotary embedding, are some of a sequence's queries, at ``positions``
     [queries], ascending. ``views`` are the sequence's; their rows do not matter. It is meant for few queries.
+    With ``native``, native code multiplies queries by keys where there is one.
     """
     heads, queries, key_dim = query.shape
     scores = query.new_full((heads, queries, length), float("-inf"), dtype=torch.float32)
@@ -44,7 +47,7 @@ def position_scores(
         if view.positions is not None:
             columns = torch.from_numpy(view.positions[first:last]).to(query.device)
         key = segments[view.segment][0][:, first:last]
-        products = dot_products(rotated, key)
+        products = dot_products(rotated, key) if native else None
         if products is None:
             folded = rotated.float().view(len(key), -1, key_dim)
             products = torch.matmul(folded, key.float().transpose(1, 2)).view(heads, queries, -1)
@@ -76,10 +79,12 @@ def position_weights(
     rotary: Rotary | None,
     options: AttentionOptions,
     length: int,
+    *,
+    native: bool = True,
 ) -> Tensor:
     """Return the attention weights, sinks taken into account, for what ``position_scores`` takes: [heads, queries,
     length], fp32."""
-    scores = position_scores(views, positions, query, segments, rotary, options, length)
+    scores = position_scores(views, positions, query, segments, rotary, options, length, native=native)
     if options.sinks is None:
         return torch.softmax(scores, dim=-1)
     total = torch.logaddexp(torch.logsumexp(scores, dim=-1), options.sinks.float()[:, None])

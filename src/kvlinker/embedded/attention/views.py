@@ -1,4 +1,4 @@
-"""What the queries of a step see: views of segments, in which keys and values lie once for whoever sees them."""
+"""Describes what the queries of a step see: views of segments, in which keys and values lie once for all queries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class View:
     negative."""
 
     first: int
+    """The segment's first key that may be seen."""
+
     last: int
+    """The key behind the last one that may be seen."""
 
     hidden: NDArray[np.bool_] | None = None
     """[keys], true: not seen, because the token is computed anew and lies elsewhere."""
@@ -77,7 +80,7 @@ class View:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What a step's queries see, prepared by a kernel for all layers."""
+    """Holds what a step's queries see, prepared by a kernel for all layers."""
 
     views: tuple[View, ...]
     """The views that show anything, trimmed."""

@@ -61,13 +61,13 @@ def load_model(settings: Settings) -> LoadedModel:
 
     Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be linked exactly.
     """
-    return prepare_model(*read_model(settings), weights=settings.weights)
+    return prepare_model(*read_model(settings), weights=settings.weights, native=settings.native_attention)
 
 
 @in_own_thread
-def prepare_model(model: Any, tokenizer: Any, *, weights: WeightFormat = "auto") -> LoadedModel:
+def prepare_model(model: Any, tokenizer: Any, *, weights: WeightFormat = "auto", native: bool = True) -> LoadedModel:
     """Check that a transformers model can be linked exactly, give it kvlinker's attention, and its weights the format
-    ``weights``.
+    ``weights``. With ``native``, native code multiplies by them and computes norms where the CPU multiplies bf16.
 
     Raises UnsupportedModelError when its KV cannot be linked, and ModelLoadError when the format needs a library that
     is not installed.
@@ -80,8 +80,9 @@ def prepare_model(model: Any, tokenizer: Any, *, weights: WeightFormat = "auto")
     parameter = next(model.parameters())
     cost = CostModel(model, layers)
     name = fingerprint_with(fingerprint(model), weights)
-    arrange_weights(model, linear_calls, weights)
-    quicken_norms(model)
+    arrange_weights(model, linear_calls, weights, native=native)
+    if native:
+        quicken_norms(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

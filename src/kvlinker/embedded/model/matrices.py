@@ -8,14 +8,15 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from kvlinker.embedded.model.native_products import BLOCK, native_products
+from kvlinker.embedded.model.blocks import BLOCK, bf16_blocks
+from kvlinker.embedded.model.native_products import native_products
 
 PADDED_ROWS = 4
 """The rows that one row is computed as, in fp32 with AVX-512: oneDNN reads the weights faster than for one."""
 
 
 class Matrix(nn.Module):
-    """A linear layer's weight [outputs, inputs], ready to be multiplied by; there are no gradients."""
+    """Holds a linear layer's weight [outputs, inputs], ready to be multiplied by; there are no gradients."""
 
     @abstractmethod
     def multiply(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
@@ -30,27 +31,30 @@ class Matrix(nn.Module):
 
 
 class PackedMatrix(Matrix):
-    """A weight in oneDNN's order.
+    """Holds a weight in oneDNN's order.
 
     oneDNN multiplies many rows by it; in bf16, what comes out is bit-identical to a plain weight's. Few rows are
     multiplied by native code, which reads the same weights up to twice as fast and rounds a few last bits otherwise.
     """
 
     NATIVE_UP_TO = 128
-    """The most rows for which native code is as fast as oneDNN without AMX."""
+    """The most rows for which native code is as fast as oneDNN without AMX; with AMX, oneDNN multiplies all."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, native: bool = True) -> None:
+        """Pack a plain ``weight`` [outputs, inputs]. Without ``native``, oneDNN multiplies few rows, too."""
         super().__init__()
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
         self.packed = nn.Parameter(packed, requires_grad=False)
         self._pads = weight.dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() == "AVX512"
         self._native_up_to = 0
-        if weight.dtype == torch.bfloat16 and native_products() is not None and _in_blocks(packed, weight):
+        fits = native and weight.dtype == torch.bfloat16 and not torch.cpu._is_amx_tile_supported()
+        if fits and native_products() is not None and _in_blocks(packed, weight):
             self._native_up_to = self.NATIVE_UP_TO
 
     def multiply(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         outputs, width = self.packed.shape
-        if inputs.numel() <= self._native_up_to * width and (products := native_products()) is not None:
+        few = self._native_up_to > 0 and inputs.numel() <= self._native_up_to * width
+        if few and (products := native_products()) is not None:
             address = torch.ops.mkldnn.data_ptr(self.packed)
             return products.multiply("bf16", inputs, address, outputs, group=width, bias=bias)
         if self._pads and inputs.numel() == inputs.shape[-1]:
@@ -76,16 +80,11 @@ def _in_blocks(packed: Tensor, weight: Tensor) -> bool:
         return False
     address = torch.ops.mkldnn.data_ptr(packed)
     found = torch.frombuffer((ctypes.c_uint16 * size).from_address(address), dtype=torch.int16).view(blocks, -1)
-    first = weight[:BLOCK].detach().view(torch.int16)
-    last = weight[(blocks - 1) * BLOCK :].detach().view(torch.int16)
-    return torch.equal(found[0], _block_of(first)) and torch.equal(found[-1], _block_of(last))
-
-
-def _block_of(rows: Tensor) -> Tensor:
-    """Return up to 64 rows of a weight in the order of a block of products.cpp."""
-    block = rows.new_zeros(BLOCK, rows.shape[1])
-    block[: len(rows)] = rows
-    return block.view(BLOCK, -1, 2).transpose(0, 1).flatten()
+    first, last = weight[:BLOCK], weight[(blocks - 1) * BLOCK :]
+    return all(
+        torch.equal(found[index], bf16_blocks(rows.detach()).view(torch.int16)[0])
+        for index, rows in ((0, first), (-1, last))
+    )
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:

@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import cache
-from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kvlinker.embedded import native
-from kvlinker.embedded.native import NativeUnavailableError
+from kvlinker.embedded.model.blocks import BLOCK, bf16_blocks, code_blocks
 
 Form = Literal["bf16", "int8", "int4"]
-"""What the weights are in."""
+"""Names the form in which weights are stored."""
 
-BLOCK = 64
-"""The outputs that lie together; the last block is filled with zeros."""
-
-LARGEST_ERROR = 1e-2
-"""‖ours − expected‖ / ‖expected‖ beyond which native code is not trusted; in bf16 it is around 2e-3."""
-
-logger = logging.getLogger(__name__)
+CHECKED_ROWS = (5, 9)
+"""The numbers of rows that are checked: in 8 and 4 bits, few rows and many take different ways."""
 
 
 class NativeProducts:
-    """Multiplies rows by a matrix of weights whose blocks products.cpp describes."""
+    """Multiplies rows by a matrix of weights in the blocks of ``kvlinker.embedded.model.blocks``."""
 
     def __init__(self) -> None:
-        """Raises NativeUnavailableError."""
-        if not torch.cpu._is_avx512_bf16_supported():
-            raise NativeUnavailableError("the CPU has no AVX512-BF16")
-        library = native.load_library(Path(native.__file__).with_name("products.cpp"))
-        self._functions = {form: getattr(library, f"kvlinker_multiply_{form}") for form in get_args(Form)}
-        for function in self._functions.values():
-            function.argtypes = [ctypes.POINTER(_Product)]
-            function.restype = None
+        """Load the functions, and compare them with PyTorch. Raises NativeUnavailableError."""
+        names: dict[Form, str] = {form: f"kvlinker_multiply_{form}" for form in get_args(Form)}
+        functions = native.functions("products.cpp", dict.fromkeys(names.values(), _Product))
+        self._functions = {form: functions[name] for form, name in names.items()}
+        self._check()
 
     def multiply(
         self,
@@ -73,33 +63,42 @@ class NativeProducts:
         self._functions[form](product)
         return output
 
+    def _check(self) -> None:
+        """Compare each form with PyTorch, on two blocks of which the last one is not full. Raises
+        NativeUnavailableError where they differ."""
+        generator = torch.Generator().manual_seed(0)
+        outputs, width, group = BLOCK + 6, 96, 32
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).bfloat16()
+
+        weight = random(outputs, width)
+        codes = torch.randint(16, (2 * BLOCK, width), generator=generator, dtype=torch.int32)
+        signed = torch.randint(-127, 128, (2 * BLOCK, width), generator=generator, dtype=torch.int32)
+        scales, grids = random(2, 1, BLOCK), random(2, width // group, 2, BLOCK)  # a grid: scale, what code 8 means
+        scale, middle = (part.transpose(1, 2).repeat_interleave(group, 2).flatten(0, 1) for part in grids.unbind(2))
+        cases: dict[Form, tuple[Tensor, Tensor, int]] = {
+            "bf16": (bf16_blocks(weight), weight, width),
+            "int8": (code_blocks(scales, signed & 255, 8), signed * scales.view(-1, 1), width),
+            "int4": (code_blocks(grids.flatten(2), codes, 4), (codes - 8) * scale + middle, group),
+        }
+        bias = random(outputs)
+        for form, (blocks, dense, shared) in cases.items():
+            for rows in CHECKED_ROWS:
+                inputs = random(rows, width)
+                ours = self.multiply(form, inputs, blocks.data_ptr(), outputs, group=shared, bias=bias)
+                expected = inputs.float() @ dense[:outputs].float().T + bias.float()
+                native.require_close(ours, expected, f"the product with weights in {form}")
+
 
 @cache
 def native_products() -> NativeProducts | None:
     """Return the native products, compiled when first asked for; None where there are none, and the log says why."""
-    try:
-        products = NativeProducts()
-        _check(products)
-    except NativeUnavailableError as error:
-        logger.info("Weights are multiplied by PyTorch's kernels: %s.", error)
-        return None
-    return products
-
-
-def _check(products: NativeProducts) -> None:
-    """Compare with PyTorch on a small case. Raises NativeUnavailableError where they differ."""
-    generator = torch.Generator().manual_seed(0)
-    inputs, block = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (8, BLOCK))
-    laid = block.view(BLOCK, -1, 2).transpose(0, 1).contiguous()
-    ours = products.multiply("bf16", inputs, laid.data_ptr(), BLOCK, group=96, bias=None).float()
-    expected = inputs.float() @ block.float().T
-    error = float((ours - expected).norm() / expected.norm())
-    if not error <= LARGEST_ERROR:
-        raise NativeUnavailableError(f"native products are wrong on this machine, by {error:.1e}")
+    return native.or_fall_back(NativeProducts, "Weights are multiplied by PyTorch's kernels")
 
 
 class _Product(ctypes.Structure):
-    """``Product`` of products.cpp."""
+    """Describes the product of rows and a matrix: ``Product`` of products.cpp."""
 
     _fields_ = (
         ("inputs", ctypes.c_void_p),

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kvlinker.embedded import native
-from kvlinker.embedded.native import NativeUnavailableError
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")
 """The attributes in which modules hold what they add to the mean of squares."""
@@ -21,16 +18,15 @@ EPSILONS = ("variance_epsilon", "eps", "epsilon")
 MOST_UNEQUAL = 0.01
 """The share of numbers that may differ from the model's own in the last bit: it adds up in another order."""
 
-logger = logging.getLogger(__name__)
-
 
 class NormForm(NamedTuple):
-    """A way in which models scale what is normed."""
+    """Describes how a model scales what is normed."""
 
     offset: float
-    """What is added to the weight."""
+    """The number that is added to each weight."""
+
     rounds_first: bool
-    """Whether what is normed is rounded to bf16 before it is multiplied by the weight."""
+    """True if what is normed is rounded to bf16 before it is multiplied by the weight."""
 
 
 FORMS = [NormForm(offset, rounds_first) for offset, rounds_first in product((0.0, 1.0), (True, False))]
@@ -91,7 +87,7 @@ def quicken_norms(model: nn.Module) -> None:
 
 
 def _quick(norm: nn.Module, weight: Tensor) -> NativeNorm | None:
-    """Return what computes the same as ``norm``; None if nothing is known to."""
+    """Return a native norm that computes the same as ``norm``; None where no form of norms.cpp does."""
     epsilon = next((getattr(norm, name) for name in EPSILONS if isinstance(getattr(norm, name, None), float)), None)
     if epsilon is None:
         return None
@@ -110,22 +106,16 @@ def _quick(norm: nn.Module, weight: Tensor) -> NativeNorm | None:
 
 
 @cache
-def native_norm() -> Any:
-    """Return ``kvlinker_norm`` of norms.cpp, compiled when first asked for; None where it cannot be had."""
-    if not torch.cpu._is_avx512_bf16_supported():
-        return None
-    try:
-        function = native.load_library(Path(native.__file__).with_name("norms.cpp")).kvlinker_norm
-    except NativeUnavailableError as error:
-        logger.info("Norms are the model's own: %s.", error)
-        return None
-    function.argtypes = [ctypes.POINTER(_Norm)]
-    function.restype = None
-    return function
+def native_norm() -> native.Function | None:
+    """Return ``kvlinker_norm`` of norms.cpp, compiled when first asked for; None where there is none, and the log says
+    why. ``quicken_norms`` compares it with every norm of a model before it takes the norm's place."""
+    return native.or_fall_back(
+        lambda: native.functions("norms.cpp", {"kvlinker_norm": _Norm})["kvlinker_norm"], "Norms are the model's own"
+    )
 
 
 class _Norm(ctypes.Structure):
-    """``Norm`` of norms.cpp."""
+    """Describes the norms of rows: ``Norm`` of norms.cpp."""
 
     _fields_ = (
         ("inputs", ctypes.c_void_p),

@@ -33,7 +33,7 @@ _BLOCKS = (64, 32)
 
 
 class Int8Matrix(Matrix):
-    """A weight in 8 bits, with a scale per output."""
+    """Holds a weight in 8 bits, with a scale per output."""
 
     WIDENED_FROM = 12
     """The number of rows from which on the matrix is widened as a whole."""
@@ -68,7 +68,7 @@ class Int8Matrix(Matrix):
 
 
 class Int4Matrix(Matrix):
-    """A weight in 4 bits, with a scale and a zero point per output and group of 64 or 32 inputs."""
+    """Holds a weight in 4 bits, with a scale and a zero point per output and group of 64 or 32 inputs."""
 
     WIDENED_FROM = 160
     """The number of rows from which on the matrix is widened as a whole."""
@@ -165,7 +165,7 @@ def int4_codes(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 def finished(output: Tensor, inputs: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``output`` [rows, outputs] in the shape and precision of ``inputs`` [..., inputs], plus the bias."""
-    shaped = output.to(inputs.dtype).view(*inputs.shape[:-1], -1)
+    shaped = output.to(inputs.dtype).view(*inputs.shape[:-1], output.shape[-1])
     return shaped if bias is None else shaped + bias
 
 

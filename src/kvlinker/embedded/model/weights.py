@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,17 +43,20 @@ FEWEST_OUTPUTS = 32
 
 @dataclass(frozen=True, slots=True)
 class LinearCall:
-    """One call of a linear layer."""
+    """Describes one call of a linear layer."""
 
     linear: nn.Linear
+    """The layer that was called."""
+
     input: Tensor
+    """The tensor that it was called with."""
 
     content: int
     """The hash of what was in ``input`` then; another module may have changed it since."""
 
 
 class LinearCalls:
-    """What a forward pass did with the linear layers of a model."""
+    """Records what a forward pass did with the linear layers of a model."""
 
     def __init__(self) -> None:
         self.calls: list[LinearCall] = []
@@ -80,14 +84,14 @@ def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
 
 
 @torch.no_grad()
-def arrange_weights(model: Any, seen: LinearCalls, weights: WeightFormat = "auto") -> None:
+def arrange_weights(model: Any, seen: LinearCalls, weights: WeightFormat = "auto", *, native: bool = True) -> None:
     """Put the weights of the linear layers of ``model`` in the format ``weights``, and pack them where packed ones are
     faster; layers that took the same input in the forward pass ``seen`` get one matrix.
 
     Each plain weight is freed as soon as there is another. A layer is left as it is where it was not called although
     the module around it ran, for that may read the weight by itself; and where packing would take too much memory, as
     with the tied embeddings of a small model. In 8 and 4 bits are the decoder layers' weights, except routers; the head
-    and embeddings are not.
+    and embeddings are not. Without ``native``, PyTorch's kernels and oneDNN's multiply by all of them.
 
     Raises ModelLoadError for a format that needs a library which is not installed.
     """
@@ -104,14 +108,14 @@ def arrange_weights(model: Any, seen: LinearCalls, weights: WeightFormat = "auto
             linears = {place.linear for group in chosen for place in group}
             quantise_by_torchao(model, linears, bits=8 if weights == "int8" else 4)
         else:
-            native, portable = QUANTISED[weights]
-            kind = portable if native_products() is None else native
+            blocked, portable = QUANTISED[weights]
+            kind = blocked if native and native_products() is not None else portable
             taken = [group for group in chosen if all(kind.takes(place.linear.weight) for place in group)]
             groups += [group for group in chosen if group not in taken]
             for group in taken:
                 _replace(model, group, kind)
     if packs(first.dtype, first.device):
-        _pack(model, groups, spare=most - _size(model))
+        _pack(model, groups, partial(PackedMatrix, native=native), spare=most - _size(model))
 
 
 def _size(model: nn.Module) -> int:
@@ -128,15 +132,17 @@ def _expert_counts(config: Any) -> set[int]:
     return {value for name, value in values if name.startswith(("n_", "num_")) and "expert" in name}
 
 
-def _pack(model: nn.Module, groups: Iterable[Sequence[_Place]], *, spare: int) -> None:
-    """Pack the weights of the groups for which ``spare`` bytes of memory are enough."""
+def _pack(
+    model: nn.Module, groups: Iterable[Sequence[_Place]], kind: Callable[[Tensor], Matrix], *, spare: int
+) -> None:
+    """Pack the weights of the groups for which ``spare`` bytes of memory are enough, as matrices of this kind."""
     users = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     for group in groups:
         weights = [place.linear.weight for place in group]
         if sum(weight.nbytes for weight in weights) * (1 if len(group) == 1 else 2) <= spare:
             spare -= sum(weight.nbytes for weight in weights if users[id(weight)] > 1)
             del weights
-            _replace(model, group, PackedMatrix)
+            _replace(model, group, kind)
 
 
 def _replace(model: nn.Module, group: Sequence[_Place], kind: Callable[[Tensor], Matrix]) -> None:

@@ -1,23 +1,77 @@
-"""Native code of the engine: compiled by the machine's C++ compiler when first needed, then kept per user."""
+"""Native code of the engine: compiled by the machine's C++ compiler when first needed, then kept per user.
+
+A module that has a native variant takes its functions from here (``functions``), compares what they compute with
+PyTorch on a small case (``require_close``), and falls back where that fails (``or_fall_back``).
+"""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
+import torch
 from blake3 import blake3
+from torch import Tensor
+
+T = TypeVar("T")
+
+Function = Callable[[ctypes.Structure], None]
+"""A C++ function that takes one structure by address, and returns nothing."""
 
 COMPILE = "-std=c++17 -O2 -fPIC -fopenmp -fno-exceptions -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mfma"
 LONGEST_BUILD = 120
-"""Seconds; it takes three."""
+"""Seconds that a run of the compiler may take; it takes three."""
+
+LARGEST_ERROR = 1e-2
+"""‖ours − PyTorch's‖ / ‖PyTorch's‖ beyond which native code is not trusted; in bf16 it is around 3e-3."""
+
+logger = logging.getLogger(__name__)
 
 
 class NativeUnavailableError(Exception):
     """Native code cannot be had on this machine; the message says why."""
+
+
+def functions(file: str, arguments: Mapping[str, type[ctypes.Structure]]) -> dict[str, Function]:
+    """Return functions of a C++ file of this folder by name, each with the structure that it takes.
+
+    Raises NativeUnavailableError where the file cannot be compiled, and on CPUs without AVX512-BF16.
+    """
+    if not torch.cpu._is_avx512_bf16_supported():
+        raise NativeUnavailableError("the CPU has no AVX512-BF16")
+    library = load_library(Path(__file__).with_name(file))
+    found: dict[str, Function] = {}
+    for name, argument in arguments.items():
+        function = getattr(library, name)
+        function.argtypes = [ctypes.POINTER(argument)]
+        function.restype = None
+        found[name] = function
+    return found
+
+
+def require_close(ours: Tensor, expected: Tensor, what: str) -> None:
+    """Compare what native code computed with what PyTorch did. Raises NativeUnavailableError, which names ``what`` is
+    wrong, where they differ by more than ``LARGEST_ERROR``."""
+    error = float((ours.float() - expected.float()).norm() / expected.float().norm())
+    if not error <= LARGEST_ERROR:
+        raise NativeUnavailableError(f"{what} by native code is wrong on this machine, by {error:.1e}")
+
+
+def or_fall_back(load: Callable[[], T], consequence: str) -> T | None:
+    """Return what ``load`` loads and checks; None where it raises NativeUnavailableError, and the log tells the
+    ``consequence`` and why. To be cached by the caller: the compiler is asked each time."""
+    try:
+        return load()
+    except NativeUnavailableError as error:
+        logger.info("%s: %s.", consequence, error)
+        return None
 
 
 def load_library(source: Path) -> ctypes.CDLL:
@@ -40,8 +94,11 @@ def load_library(source: Path) -> ctypes.CDLL:
 
 
 def _build(compiler: list[str], source: Path, library: Path) -> None:
-    """Linking without OpenMP leaves its functions to be found in the OpenMP that torch has loaded: with another one,
-    the waiting threads of both would fight for the cores."""
+    """Compile and link ``source`` to the file ``library``.
+
+    Linking without OpenMP leaves its functions to be found in the OpenMP that torch has loaded: with another one, the
+    waiting threads of both would fight for the cores.
+    """
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = Path(folder, "compiled.o"), Path(folder, "linked.so")
         _run([*compiler, *shlex.split(COMPILE), "-c", str(source), "-o", str(compiled)])
@@ -60,7 +117,7 @@ def _cache() -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """One line."""
+    """Return one line that says what went wrong."""
     if isinstance(error, subprocess.CalledProcessError):
         lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         return f"{error.cmd[0]} failed: {next((line for line in lines if 'error' in line), lines[-1])}"

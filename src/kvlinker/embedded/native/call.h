@@ -1,4 +1,4 @@
-// What a call of attention.cpp is made of; native_kernel.py has the same structures.
+// The structures that functions of attention.cpp take; attention/native_call.py has the same.
 #pragma once
 
 #include <cstdint>

@@ -36,7 +36,7 @@ class NarrowScratch {
 template <bool NEIGHBOURS>
 class BlockRows {
   public:
-    BlockRows(const Heads& source, const Block& block, int64_t head)
+    BlockRows(const Heads& source, const KeyBlock& block, int64_t head)
         : first(source.at(head, NEIGHBOURS ? block.keys[0] : 0)), stride(source.row_stride), last(block.count - 1),
           keys(block.keys) {}
 
@@ -78,7 +78,7 @@ class NarrowTile {
 
     void take_queries() {}
 
-    void compute_block(const Segment& segment, const Block& block) {
+    void compute_block(const Segment& segment, const KeyBlock& block) {
         if (block.neighbours)
             compute<true>(segment, block);
         else
@@ -112,7 +112,7 @@ class NarrowTile {
     static constexpr int KEYS = LANES / ROWS;   // that are scored at once
 
     template <bool NEIGHBOURS>
-    void compute(const Segment& segment, const Block& block) {
+    void compute(const Segment& segment, const KeyBlock& block) {
         const BlockRows<NEIGHBOURS> keys(segment.key, block, rows.head), values(segment.value, block, rows.head);
         const int64_t count = round_up(block.count, 2 * LANES);
         for (int64_t key = 0; key < count; key += KEYS) {
@@ -125,7 +125,7 @@ class NarrowTile {
 
     // Scores of KEYS keys of a block for all rows, -inf where hidden.
     template <bool NEIGHBOURS>
-    void score(const BlockRows<NEIGHBOURS>& block_keys, const Block& block, int64_t begin) {
+    void score(const BlockRows<NEIGHBOURS>& block_keys, const KeyBlock& block, int64_t begin) {
         __m512 sums[LANES];  // of row and key: row * KEYS + key
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; ++i) sums[i] = _mm512_setzero_ps();

@@ -8,10 +8,10 @@
 
 namespace {
 
-constexpr int BLOCK = 64;  // outputs
+constexpr int BLOCK = 64;  // outputs; blocks.py lays them out
 constexpr int VECTORS = BLOCK / LANES;
 constexpr int ROWS_TOGETHER = 6;
-constexpr int WIDENED_FROM = 8;  // rows: codes are made bf16 once for all of them
+constexpr int WIDENS_BLOCKS_FROM = 8;  // rows: a block's codes are made bf16 once for all of them
 
 struct Product {
     const bf16* inputs;  // [rows, width]
@@ -92,7 +92,7 @@ struct Widened : InBf16 {
 };
 
 // A block's weights; strides are in bytes, from group to group.
-struct Block {
+struct OutputBlock {
     int64_t first;  // output
     const uint8_t *weights, *headers;
     int64_t weight_stride, header_stride;
@@ -105,7 +105,7 @@ int64_t weight_bytes(int64_t group) {
 
 // Computes a block's outputs of ROWS rows. input_sums: [rows, groups], or null where they do not matter.
 template <typename Weights, int ROWS>
-void multiply(const Product& product, const Block& block, int64_t first_row, const float* input_sums) {
+void multiply(const Product& product, const OutputBlock& block, int64_t first_row, const float* input_sums) {
     const bf16* inputs = product.inputs + first_row * product.width;
     const int64_t groups = product.groups();
     __m512 totals[ROWS][VECTORS] = {};
@@ -156,7 +156,7 @@ void multiply(const Product& product, const Block& block, int64_t first_row, con
 }
 
 template <typename Weights>
-void multiply(const Product& product, const Block& block, const float* input_sums) {
+void multiply(const Product& product, const OutputBlock& block, const float* input_sums) {
     for (int64_t row = 0; row < product.rows; row += ROWS_TOGETHER) {
         const float* sums = input_sums ? input_sums + row * product.groups() : nullptr;
         switch (product.rows - row) {
@@ -172,8 +172,8 @@ void multiply(const Product& product, const Block& block, const float* input_sum
 
 // Writes the block's codes to `widened`, in bf16, and returns the block that these are.
 template <typename Codes>
-Block widen(const Product& product, const Block& block, uint8_t* widened) {
-    Block wide = block;
+OutputBlock widen(const Product& product, const OutputBlock& block, uint8_t* widened) {
+    OutputBlock wide = block;
     wide.weights = widened;
     wide.weight_stride = weight_bytes<InBf16>(product.group);
     for (int64_t group = 0; group < product.groups(); ++group) {
@@ -188,7 +188,7 @@ Block widen(const Product& product, const Block& block, uint8_t* widened) {
 }
 
 template <typename Weights>
-Block block_at(const Product& product, int64_t index) {
+OutputBlock block_at(const Product& product, int64_t index) {
     const int64_t stride = Weights::HEADER + weight_bytes<Weights>(product.group);
     const uint8_t* headers = product.weights + index * product.groups() * stride;
     return {index * BLOCK, headers + Weights::HEADER, headers, stride, stride};
@@ -198,13 +198,13 @@ int64_t block_count(const Product& product) { return round_up(product.outputs, B
 
 template <typename Codes>
 void multiply_codes(const Product& product, const float* input_sums) {
-    const bool widens = product.rows >= WIDENED_FROM;
+    const bool widens = product.rows >= WIDENS_BLOCKS_FROM;
 #pragma omp parallel num_threads(static_cast<int>(product.threads))
     {
         const auto widened = allocate<uint8_t>(widens ? BLOCK * product.width * sizeof(bf16) : 1);
 #pragma omp for schedule(static)
         for (int64_t index = 0; index < block_count(product); ++index) {
-            const Block block = block_at<Codes>(product, index);
+            const OutputBlock block = block_at<Codes>(product, index);
             if (widens)
                 multiply<Widened<Codes>>(product, widen<Codes>(product, block, widened.get()), input_sums);
             else

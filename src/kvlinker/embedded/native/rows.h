@@ -67,7 +67,7 @@ class Partials {
 };
 
 // Keys of a segment that are computed together.
-struct Block {
+struct KeyBlock {
     int64_t count;
     bool neighbours;                       // whether they follow one another
     bool some_hidden;                      // whether not all rows see all, or the block is to be filled up
@@ -262,5 +262,5 @@ class Rows {
     bool rotated = false;
     int64_t lowest_low, highest_low, lowest_high, highest_high;
     alignas(64) int32_t lows[TILE_ROWS] = {}, spans[TILE_ROWS] = {};  // every row's first key and count of keys
-    Block block;
+    KeyBlock block;
 };

@@ -95,7 +95,7 @@ class WideTile {
             }
     }
 
-    void compute_block(const Segment& segment, const Block& block) {
+    void compute_block(const Segment& segment, const KeyBlock& block) {
         if (block.some_hidden)
             score<true>(segment.key, block);
         else
@@ -144,7 +144,7 @@ class WideTile {
 
     // Scores of a block's keys, -inf where hidden, and the maxima that follow.
     template <bool SOME_HIDDEN>
-    void score(const Heads& source, const Block& block) {
+    void score(const Heads& source, const KeyBlock& block) {
         const int64_t keys = round_up(block.count, SUMS);
         const bool in_place = block.neighbours && block.keys[0] + keys <= source.rows;
         const bf16* rows_of_keys = in_place ? source.at(rows.head, block.keys[0]) : copy_keys(source, block, keys);
@@ -177,7 +177,7 @@ class WideTile {
     }
 
     // Behind each other, so that nothing is left out, and nothing behind the last key is read.
-    const bf16* copy_keys(const Heads& source, const Block& block, int64_t keys) {
+    const bf16* copy_keys(const Heads& source, const KeyBlock& block, int64_t keys) {
         for (int64_t key = 0; key < keys; ++key)
             std::memcpy(scratch.keys + key * source.dim, source.at(rows.head, block.keys[key]),
                         source.dim * sizeof(bf16));
@@ -202,7 +202,7 @@ class WideTile {
     }
 
     // A block's values, in pairs of keys; zeros for the keys and dims that fill up.
-    void pack_values(const Heads& source, const Block& block) {
+    void pack_values(const Heads& source, const KeyBlock& block) {
         const __m512i low = alternating(0, 2 * LANES), high = alternating(LANES, 2 * LANES);
         __m512i* packed = scratch.values;
         for (int64_t key = 0; key < round_up(block.count, SUMS); key += 2) {

@@ -33,11 +33,16 @@ ONE_PER_TOKEN = TokenCost(1.0, 0.0)
 
 @dataclass(slots=True)
 class _Budget:
-    """What prompts may take of a step: a cost, and a number of tokens."""
+    """Counts down what prompts may still take of a step."""
 
     cost: TokenCost
+    """The cost of computing tokens, by their positions."""
+
     amount: float
+    """The cost that may still be spent: seconds, or tokens with ``ONE_PER_TOKEN``."""
+
     tokens: int
+    """The number of tokens that may still be taken."""
 
     def fitting(self, request: Request, share: float = 1.0) -> int:
         """Return how many of the request's next tokens fit into this share; of an indivisible prompt all, if anything

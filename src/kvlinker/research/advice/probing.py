@@ -26,10 +26,10 @@ from kvlinker.linking import Policy, parse_policy
 from kvlinker.llm import LLM
 from kvlinker.prompt.segments import FreshSegment, Prompt
 from kvlinker.research.advice.recommendation import TierFigures
-from kvlinker.research.bench.measurement import TENANT, Workload, first_token, greedy_request
-from kvlinker.research.bench.scratch import ScratchPlace, scratch_places
+from kvlinker.research.bench.harness.measurement import TENANT, Workload, first_token, greedy_request
+from kvlinker.research.bench.harness.scratch import ScratchPlace, scratch_places
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.store.files import chunk_files, drop_from_page_cache
-from kvlinker.research.bench.subject import Subject
 from kvlinker.research.progress import Progress, silent
 from kvlinker.store import ChunkKV, DiskTier, LayerKV, Tier, load_cipher
 from kvlinker.store.loading.throughput import LoadTime

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import typer
 
-from kvlinker.research.bench.benchmark import ChunkTokens, Repeat, Setup, benchmark
-from kvlinker.research.bench.report import Report, Row
-from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.harness.benchmark import ChunkTokens, Repeat, Setup, benchmark
+from kvlinker.research.bench.harness.report import Report, Row
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.evaluation.datasets import BUNDLED, Record, read_records
 from kvlinker.research.progress import Progress, silent
 

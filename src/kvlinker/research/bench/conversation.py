@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import typer
 
-from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
-from kvlinker.research.bench.benchmark import Chunks, ChunkTokens, Repeat, Setup, benchmark
-from kvlinker.research.bench.measurement import Workload, cache_chunks, first_token
-from kvlinker.research.bench.report import Report, Row
-from kvlinker.research.bench.subject import Subject
+from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
+from kvlinker.research.bench.harness.benchmark import Chunks, ChunkTokens, Repeat, Setup, benchmark
+from kvlinker.research.bench.harness.measurement import Workload, cache_chunks, first_token
+from kvlinker.research.bench.harness.report import Report, Row
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.progress import Progress, silent
 from kvlinker.types.chunks import Chunk
 
@@ -84,7 +84,7 @@ def run_conversation(
             found["the same prompt again", "no reuse"] = _seconds(computing, [asked], policy)
             fresh = Prompt((asked.segments[-1],))
             found["the same prompt again", "its fresh tokens alone"] = _seconds(computing, [fresh], "full")
-            new = replace(workload, fresh_tokens=QUESTION_TOKENS).prompt(vocabulary, seed=2000 + turn)
+            new = _as_documents(replace(workload, fresh_tokens=QUESTION_TOKENS).prompt(vocabulary, seed=2000 + turn))
             progress(f"turn {turn} of {repeat}: new documents")
             found["new documents", "reuse"] = _seconds(reusing, [new], policy)
             found["new documents", "no reuse"] = _seconds(computing, [new], "full")
@@ -128,6 +128,17 @@ def _spoken_as_chunks(llm: LLM, prompts: Sequence[Prompt]) -> list[Prompt]:
         )
         cache_chunks(llm.engine, spoken[-1])
     return spoken
+
+
+def _as_documents(prompt: Prompt) -> Prompt:
+    """Return the prompt as a request's own documents make it: nobody asked for their chunks' attention scores."""
+
+    def unscored(segment: Segment) -> Segment:
+        if isinstance(segment, FreshSegment):
+            return segment
+        return CachedSegment(replace(segment.chunk, scored=False))
+
+    return Prompt(tuple(unscored(segment) for segment in prompt.segments))
 
 
 def _seconds(llm: LLM, prompts: Sequence[Prompt], policy: str) -> float:

@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from kvlinker.engine.contract import Engine
-from kvlinker.research.bench.benchmark import ChunkTokens, Repeat, Setup, benchmark
-from kvlinker.research.bench.measurement import TENANT, in_turn, seconds_of
-from kvlinker.research.bench.report import Report, Row
-from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.harness.benchmark import ChunkTokens, Repeat, Setup, benchmark
+from kvlinker.research.bench.harness.measurement import TENANT, in_turn, seconds_of
+from kvlinker.research.bench.harness.report import Report, Row
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.progress import Progress, silent
 from kvlinker.types.chunks import Chunk
 

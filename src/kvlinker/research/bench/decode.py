@@ -13,8 +13,16 @@ import typer
 
 from kvlinker.linking import parse_policy
 from kvlinker.prompt.segments import Prompt
-from kvlinker.research.bench.benchmark import ChunkTokens, Repeat, Setup, WeightFormats, benchmark, counts, names
-from kvlinker.research.bench.measurement import (
+from kvlinker.research.bench.harness.benchmark import (
+    ChunkTokens,
+    Repeat,
+    Setup,
+    WeightFormats,
+    benchmark,
+    counts,
+    names,
+)
+from kvlinker.research.bench.harness.measurement import (
     START_TOKENS,
     Workload,
     cache_chunks,
@@ -22,8 +30,8 @@ from kvlinker.research.bench.measurement import (
     in_turn,
     transformers_decode_step,
 )
-from kvlinker.research.bench.report import Report, Row
-from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.harness.report import Report, Row
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.progress import Progress, silent
 from kvlinker.threads import in_own_thread
 

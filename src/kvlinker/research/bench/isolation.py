@@ -14,9 +14,9 @@ import httpx
 import typer
 
 from kvlinker.errors import ContextCacheNotFoundError
-from kvlinker.research.bench.benchmark import Setup, benchmark
-from kvlinker.research.bench.report import Report, Row
-from kvlinker.research.bench.subject import Subject, served
+from kvlinker.research.bench.harness.benchmark import Setup, benchmark
+from kvlinker.research.bench.harness.report import Report, Row
+from kvlinker.research.bench.harness.subject import Subject, served
 from kvlinker.research.evaluation.statistics import mann_whitney
 from kvlinker.research.progress import Progress, silent
 from kvlinker.types.tenants import tenant_of_key

@@ -10,14 +10,14 @@ import typer
 
 from kvlinker.config import Settings
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.benchmark import Chunks, ChunkTokens, FreshTokens, Setup, benchmark, counts
+from kvlinker.research.bench.harness.benchmark import Chunks, ChunkTokens, FreshTokens, Setup, benchmark, counts
+from kvlinker.research.bench.harness.report import Report, describe_machine, versions
 from kvlinker.research.bench.load.driver import ClosedLoop, OpenLoop
 from kvlinker.research.bench.load.prompts import PLAIN
 from kvlinker.research.bench.load.report import COLUMNS, ServiceObjective, plot_load
 from kvlinker.research.bench.load.run import EMBEDDED, Competitor, LoadPlan, Start, competing_policies, run_load
 from kvlinker.research.bench.load.servers import Server, kvlinker_server, model_to_serve
 from kvlinker.research.bench.load.traffic import TrafficShape
-from kvlinker.research.bench.report import Report, describe_machine, versions
 
 VLLM = "vllm"
 POLICIES = "full,plain,reordered,cacheblend-15,legolink-16"

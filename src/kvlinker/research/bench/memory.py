@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.benchmark import (
+from kvlinker.research.bench.harness.benchmark import (
     Chunks,
     ChunkTokens,
     FreshTokens,
@@ -19,9 +19,9 @@ from kvlinker.research.bench.benchmark import (
     benchmark,
     policy_names,
 )
-from kvlinker.research.bench.measurement import Workload, cache_chunks, first_token, peak_memory
-from kvlinker.research.bench.report import Report, Row
-from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.harness.measurement import Workload, cache_chunks, first_token, peak_memory
+from kvlinker.research.bench.harness.report import Report, Row
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.progress import Progress, silent
 
 COLUMNS = ("policy", "context_tokens", "kv_mb", "peak_mb", "ratio_to_kv")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvlinker.engine.contract import GenerationEvent
-from kvlinker.research.bench.benchmark import Setup, benchmark, counts
-from kvlinker.research.bench.measurement import Workload, first_token, greedy_request
-from kvlinker.research.bench.report import Report, Row
-from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.harness.benchmark import Setup, benchmark, counts
+from kvlinker.research.bench.harness.measurement import Workload, first_token, greedy_request
+from kvlinker.research.bench.harness.report import Report, Row
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.progress import Progress, silent
 
 if TYPE_CHECKING:

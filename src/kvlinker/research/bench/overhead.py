@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvlinker.client import Client
-from kvlinker.research.bench.benchmark import Chunks, ChunkTokens, Repeat, Setup, benchmark, policy_names
-from kvlinker.research.bench.measurement import Workload, in_turn, seconds_of
-from kvlinker.research.bench.report import Report, Row
-from kvlinker.research.bench.subject import Subject, served
+from kvlinker.research.bench.harness.benchmark import Chunks, ChunkTokens, Repeat, Setup, benchmark, policy_names
+from kvlinker.research.bench.harness.measurement import Workload, in_turn, seconds_of
+from kvlinker.research.bench.harness.report import Report, Row
+from kvlinker.research.bench.harness.subject import Subject, served
 from kvlinker.research.progress import Progress, silent
 
 if TYPE_CHECKING:

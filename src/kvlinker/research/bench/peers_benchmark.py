@@ -17,12 +17,12 @@ import typer
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import parse_policy
-from kvlinker.research.bench.benchmark import ChunkTokens, Repeat, Setup, benchmark, counts, names
-from kvlinker.research.bench.measurement import in_turn
+from kvlinker.research.bench.harness.benchmark import ChunkTokens, Repeat, Setup, benchmark, counts, names
+from kvlinker.research.bench.harness.measurement import in_turn
+from kvlinker.research.bench.harness.report import Report, Row
 from kvlinker.research.bench.peers.peer import PeerKind, Task, find_peer, known_peers
 from kvlinker.research.bench.peers.processes import is_installed, parse_pythons, run_peer
 from kvlinker.research.bench.peers.worker import Measured
-from kvlinker.research.bench.report import Report, Row
 
 COLUMNS = ("case", "system", "ms", "mb", "correlation", "ratio_to_kvlinker")
 SYSTEMS = "kvlinker,kvlinker-vllm,vllm,transformers,llama.cpp"

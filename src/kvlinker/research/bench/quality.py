@@ -15,7 +15,7 @@ import typer
 
 from kvlinker.config import Settings
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.benchmark import (
+from kvlinker.research.bench.harness.benchmark import (
     ChunkTokens,
     ComparedPolicies,
     Setup,
@@ -24,8 +24,8 @@ from kvlinker.research.bench.benchmark import (
     compared_policies,
     names,
 )
-from kvlinker.research.bench.report import Report, Row, empty_figure, save_figure
-from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.harness.report import Report, Row, empty_figure, save_figure
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.evaluation.contexts import ContextSplit, ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
 from kvlinker.research.evaluation.evaluate import Journal, evaluate

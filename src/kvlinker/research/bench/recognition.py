@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvlinker.errors import ContextLengthError, InvalidRequestError
-from kvlinker.research.bench.benchmark import ChunkTokens, Setup, benchmark
-from kvlinker.research.bench.report import Report, Row
-from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.harness.benchmark import ChunkTokens, Setup, benchmark
+from kvlinker.research.bench.harness.report import Report, Row
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.evaluation.contexts import ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
 from kvlinker.research.evaluation.examples import REFERENCE, Question

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvlinker.research.bench.benchmark import (
+from kvlinker.research.bench.harness.benchmark import (
     Chunks,
     ChunkTokens,
     FreshTokens,
@@ -20,8 +20,8 @@ from kvlinker.research.bench.benchmark import (
     names,
     policy_names,
 )
-from kvlinker.research.bench.measurement import Workload
-from kvlinker.research.bench.report import Report, Row, empty_figure, save_figure
+from kvlinker.research.bench.harness.measurement import Workload
+from kvlinker.research.bench.harness.report import Report, Row, empty_figure, save_figure
 
 
 def plot_store(rows: Sequence[Row], path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from kvlinker.prompt.segments import Prompt
-from kvlinker.research.bench.benchmark import (
+from kvlinker.research.bench.harness.benchmark import (
     ChunkTokens,
     ComparedPolicies,
     FreshTokens,
@@ -24,7 +24,7 @@ from kvlinker.research.bench.benchmark import (
     compared_policies,
     counts,
 )
-from kvlinker.research.bench.measurement import (
+from kvlinker.research.bench.harness.measurement import (
     Workload,
     cache_chunks,
     copy_bandwidth,
@@ -33,8 +33,8 @@ from kvlinker.research.bench.measurement import (
     in_turn,
     matmul_rate,
 )
-from kvlinker.research.bench.report import Report, Row, empty_figure, save_figure
-from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.harness.report import Report, Row, empty_figure, save_figure
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.vllm_ttft import COLUMNS as VLLM_COLUMNS
 from kvlinker.research.bench.vllm_ttft import run_vllm_ttft
 from kvlinker.research.progress import Progress, silent

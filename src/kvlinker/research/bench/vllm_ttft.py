@@ -16,9 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvlinker.config import Settings, load_settings
 from kvlinker.engine.contract import Failed, GenerationEvent
 from kvlinker.prompt.segments import Prompt
-from kvlinker.research.bench.measurement import FirstToken, Workload, cache_chunks, first_token, greedy_request, in_turn
-from kvlinker.research.bench.report import Row
-from kvlinker.research.bench.subject import Subject
+from kvlinker.research.bench.harness.measurement import (
+    FirstToken,
+    Workload,
+    cache_chunks,
+    first_token,
+    greedy_request,
+    in_turn,
+)
+from kvlinker.research.bench.harness.report import Row
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.progress import Progress, silent
 from kvlinker.types.answers import Delta
 

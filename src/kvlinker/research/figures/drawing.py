@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 
 
 def quality_over_recomputed(canvas: Any, rows: Sequence[Row], tasks: Sequence[str]) -> None:

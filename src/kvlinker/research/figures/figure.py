@@ -9,7 +9,7 @@ from typing import Any
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.registry import Registry
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.figures.lab import Lab
 
 PAPERS = ("EPIC", "CacheBlend", "Cache-Craft")

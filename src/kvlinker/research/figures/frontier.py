@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.evaluation.task_scores import ALL_TASKS
 from kvlinker.research.figures.drawing import by_family, quality_over_recomputed
 from kvlinker.research.figures.figure import Figure, register

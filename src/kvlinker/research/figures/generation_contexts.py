@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.figures.figure import Figure, register
 from kvlinker.research.figures.frontier import KEPT, told_cheapest
 from kvlinker.research.figures.lab import Lab

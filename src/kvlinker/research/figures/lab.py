@@ -12,10 +12,10 @@ from typing import Any
 
 from kvlinker.config import Settings
 from kvlinker.llm import LLM, Message
-from kvlinker.research.bench.measurement import in_turn, seconds_of
+from kvlinker.research.bench.harness.measurement import in_turn, seconds_of
+from kvlinker.research.bench.harness.report import Report, Row
+from kvlinker.research.bench.harness.subject import Subject, make_subject
 from kvlinker.research.bench.quality import CONTEXT_SETTINGS, Quality, QualityOptions, main_rows, run_quality
-from kvlinker.research.bench.report import Report, Row
-from kvlinker.research.bench.subject import Subject, make_subject
 from kvlinker.research.evaluation.contexts import ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
 from kvlinker.research.evaluation.examiner import ask

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.report import Report, Row, empty_figure, save_figure
+from kvlinker.research.bench.harness.report import Report, Row, empty_figure, save_figure
 from kvlinker.research.figures.figure import Figure
 
 _INTRODUCTION = "# Reproduction\n\nThe papers' figures, measured with kvlinker.\n"

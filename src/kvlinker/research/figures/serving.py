@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.bench.load.driver import ClosedLoop, OpenLoop
 from kvlinker.research.bench.load.report import ServiceObjective
 from kvlinker.research.bench.load.run import EMBEDDED, Competitor, LoadPlan, run_load
 from kvlinker.research.bench.load.servers import Server, kvlinker_server, model_to_serve
 from kvlinker.research.bench.load.traffic import TrafficShape
-from kvlinker.research.bench.report import Row
 from kvlinker.research.figures.lab import Lab
 from kvlinker.research.progress import Progress
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,9 +41,9 @@ class Tier(Protocol):
     """Keeps chunk caches under their chunk keys (``chunk_key`` in hexadecimal), and evicts the least used first:
     least recently, or, for the tiers of one server alone, by what uses add up to (``store/eviction.py``).
 
-    A key names its content: all KV ever put under one key is interchangeable. A tier is a cache, so any chunk may
-    be gone at any time, and no method raises because a medium fails: a failed write was not stored, a damaged or
-    unreadable copy is a miss. The tier publishes ``ChunkEvicted`` and ``ChunkDamaged`` itself.
+    A key names its content: all KV ever put under one key is interchangeable, but not all has scores. A tier is a
+    cache, so any chunk may be gone at any time, and no method raises because a medium fails: a failed write was not
+    stored, a damaged or unreadable copy is a miss. The tier publishes ``ChunkEvicted`` and ``ChunkDamaged`` itself.
 
     All methods may be called from any thread. None of them waits for another thread's bulk reads or writes.
     """
@@ -152,3 +153,12 @@ def checked_key(key: str) -> str:
     if not CHUNK_KEY.fullmatch(key):
         raise ValueError(f"{key!r} is not a chunk key: 64 lowercase hexadecimal characters.")
     return key
+
+
+def lacks_scores(tier: Tier, key: str) -> bool:
+    """Return whether the tier has a copy of the chunk without scores. Reads the copy's header, and counts as a use."""
+    reader = tier.open(key)
+    if reader is None:
+        return False
+    with closing(reader):
+        return reader.scores is None

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.bench.load.driver import ClosedLoop, LoadRun, OpenLoop, PromptUsage, RequestResult
 from kvlinker.research.bench.load.report import ServiceObjective, load_row, plot_load, with_ratios
-from kvlinker.research.bench.report import Row
 
 OBJECTIVE = ServiceObjective(ttft_seconds=1.0, tpot_seconds=0.1)
 

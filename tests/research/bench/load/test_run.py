@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 
 from kvlinker.cli import app
 from kvlinker.errors import InvalidRequestError, PolicyError
+from kvlinker.research.bench.harness.shapes import random_model
+from kvlinker.research.bench.harness.subject import Subject, served
 from kvlinker.research.bench.load.driver import ClosedLoop, OpenLoop
 from kvlinker.research.bench.load.report import ServiceObjective
 from kvlinker.research.bench.load.run import EMBEDDED, Competitor, LoadPlan, competing_policies, run_load
 from kvlinker.research.bench.load.servers import Server
 from kvlinker.research.bench.load.traffic import TrafficShape
-from kvlinker.research.bench.shapes import random_model
-from kvlinker.research.bench.subject import Subject, served
 from tests.research.bench.load.conftest import Body, Serve, words
 
 SHAPE = TrafficShape(library=5, chunks=3, chunk_tokens=40, fresh_tokens=12, output_tokens=(2, 4), think_seconds=0)
@@ -50,6 +50,7 @@ def starting(server: Server) -> AbstractContextManager[Server]:
     return nullcontext(server)
 
 
+@pytest.mark.slow
 def test_every_competitor_is_measured_under_every_load(server: Server) -> None:
     policies = ["full", "plain", "naive", "legolink-4"]
     report = run_load(

@@ -7,7 +7,7 @@ import pytest
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.encoding import TextEncoder
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 from kvlinker.research.evaluation.contexts import ContextSplit, ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
 from kvlinker.research.evaluation.datasets.cacheblend import POOL, SHOTS

@@ -6,7 +6,7 @@ from training.evaluation_sets import CONTINUATION_CHARACTERS, PASSAGE_CHARACTERS
 from training.vocabulary import is_held_out
 
 from kvlinker.prompt.encoding import TextEncoder
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 from kvlinker.research.evaluation.contexts import ContextSplitter
 from kvlinker.research.evaluation.datasets import BUNDLED, load_dataset
 from kvlinker.research.evaluation.examples import Continuation

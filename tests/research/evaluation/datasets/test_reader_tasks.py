@@ -13,7 +13,7 @@ from training.questions import KINDS
 from training.vocabulary import MEN, SURNAMES, WOMEN, is_held_out
 
 from kvlinker.prompt.encoding import TextEncoder
-from kvlinker.research.bench.shapes import byte_tokenizer
+from kvlinker.research.bench.harness.shapes import byte_tokenizer
 from kvlinker.research.evaluation.contexts import ContextSplitter
 from kvlinker.research.evaluation.datasets import BUNDLED, load_dataset
 from tests.research.evaluation.conftest import questions_of

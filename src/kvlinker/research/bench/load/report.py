@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from kvlinker.research.bench.harness.report import Row, empty_figure, save_figure
 from kvlinker.research.bench.load.driver import ClosedLoop, Load, LoadRun, OpenLoop, RequestResult
-from kvlinker.research.bench.report import Row, empty_figure, save_figure
 
 COLUMNS = (
     "policy",

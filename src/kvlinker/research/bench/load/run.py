@@ -10,6 +10,7 @@ from functools import partial
 from kvlinker.client import Client
 from kvlinker.errors import InvalidRequestError, KVLinkerError
 from kvlinker.linking import parse_policy
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.bench.load.driver import ClosedLoop, Load, LoadRun, RequestResult, drive
 from kvlinker.research.bench.load.endpoint import Endpoint, ServerFailedError
 from kvlinker.research.bench.load.prompts import (
@@ -23,7 +24,6 @@ from kvlinker.research.bench.load.prompts import (
 from kvlinker.research.bench.load.report import ServiceObjective, load_row, with_ratios
 from kvlinker.research.bench.load.servers import PeakMemory, Server
 from kvlinker.research.bench.load.traffic import Conversation, TrafficShape, make_conversations, make_library
-from kvlinker.research.bench.report import Row
 from kvlinker.research.progress import Progress, silent
 
 EMBEDDED = "embedded"

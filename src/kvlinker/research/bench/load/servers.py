@@ -91,7 +91,7 @@ def model_to_serve(settings: Settings, shape: str | None) -> Iterator[Settings]:
         yield settings
         return
     from kvlinker.engine.model_files import choose_device, choose_dtype
-    from kvlinker.research.bench.shapes import random_model
+    from kvlinker.research.bench.harness.shapes import random_model
 
     device = choose_device(settings.device)
     with tempfile.TemporaryDirectory(prefix="kvlinker-load-") as folder:

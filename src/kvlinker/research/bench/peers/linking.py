@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvlinker.config import WeightFormat
 from kvlinker.prompt.segments import FreshSegment, Prompt
-from kvlinker.research.bench.measurement import Tokens, cache_chunks, decode_step, first_token, greedy_request
+from kvlinker.research.bench.harness.measurement import Tokens, cache_chunks, decode_step, first_token, greedy_request
 from kvlinker.research.bench.peers.peer import STEP_TOKENS, PeerKind, Task, register
 from kvlinker.research.bench.peers.vllm_engine import VLLM, vllm_options
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvlinker.errors import ModelLoadError
-from kvlinker.research.bench.measurement import Tokens, median_step
+from kvlinker.research.bench.harness.measurement import Tokens, median_step
 from kvlinker.research.bench.peers.llama_files import ARCHITECTURE, llama_file
 from kvlinker.research.bench.peers.peer import STEP_TOKENS, PeerKind, Task, register
 

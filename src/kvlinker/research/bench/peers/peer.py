@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from kvlinker.errors import InvalidRequestError, did_you_mean
 from kvlinker.prompt.segments import Prompt
 from kvlinker.registry import Registry
-from kvlinker.research.bench.measurement import START_TOKENS, Tokens, Workload
+from kvlinker.research.bench.harness.measurement import START_TOKENS, Tokens, Workload
 
 STEP_TOKENS = 2048
 """The most tokens that a peer computes at once while it prefills."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvlinker.research.bench.measurement import Tokens, transformers_decode_step
+from kvlinker.research.bench.harness.measurement import Tokens, transformers_decode_step
 from kvlinker.research.bench.peers.peer import PeerKind, Task, register
 
 

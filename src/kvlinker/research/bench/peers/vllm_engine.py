@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypedDict
 
-from kvlinker.research.bench.measurement import START_TOKENS, Tokens, median_step
+from kvlinker.research.bench.harness.measurement import START_TOKENS, Tokens, median_step
 from kvlinker.research.bench.peers.peer import STEP_TOKENS, PeerKind, Task, register
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 from kvlinker.research.bench.decode import decode_case
-from kvlinker.research.bench.measurement import peak_memory
+from kvlinker.research.bench.harness.measurement import peak_memory
 from kvlinker.research.bench.peers.peer import LinkingPeer, Task, find_peer
 
 COMPARED_TOKENS = 64

@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.measurement import Workload
-from kvlinker.research.bench.report import Report
+from kvlinker.research.bench.harness.measurement import Workload
+from kvlinker.research.bench.harness.report import Report
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.store.crowd import crowd_rows
 from kvlinker.research.bench.store.first_token import first_token_rows
 from kvlinker.research.bench.store.hiding import hiding_rows
 from kvlinker.research.bench.store.throughput import throughput_rows
 from kvlinker.research.bench.store.writing import writing_rows
-from kvlinker.research.bench.subject import Subject
 
 
 def run_store(

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from kvlinker.events import Events
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.bench.store.rows import store_row
 from kvlinker.store import Catalog, ContextCache, DiskTier, new_context_cache_id
 from kvlinker.types.chunks import Chunk, chunk_key

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from kvlinker.research.bench.measurement import Workload
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.measurement import Workload
+from kvlinker.research.bench.harness.report import Row
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.store.rows import store_row
 from kvlinker.research.bench.store.tiered import Taken, TieredPrompt
-from kvlinker.research.bench.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)

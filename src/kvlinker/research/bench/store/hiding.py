@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.measurement import Workload
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.measurement import Workload
+from kvlinker.research.bench.harness.report import Row
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.store.rows import store_row
 from kvlinker.research.bench.store.throttling_proxy import throttling_proxy
 from kvlinker.research.bench.store.tiered import TieredPrompt
-from kvlinker.research.bench.subject import Subject
 from kvlinker.store.loading.throughput import DRIFT_NOTES
 
 LOAD_TO_COMPUTE = (0.5, 1.0, 2.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 
 COLUMNS = (
     "tier",

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from kvlinker.events import Events
-from kvlinker.research.bench.measurement import Workload
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.measurement import Workload
+from kvlinker.research.bench.harness.report import Row
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.store.files import chunk_files, copy_seconds, read_seconds, total_bytes
 from kvlinker.research.bench.store.rows import store_row
-from kvlinker.research.bench.subject import Subject
 from kvlinker.store import ChunkKV, DiskTier, LayerKV
 from kvlinker.store.format.codecs import find_codec
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from kvlinker.embedded.engine import EmbeddedEngine
 from kvlinker.prompt.segments import Prompt
-from kvlinker.research.bench.measurement import TENANT
+from kvlinker.research.bench.harness.measurement import TENANT
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.store.files import chunk_files, drop_from_page_cache, read_seconds
-from kvlinker.research.bench.subject import Subject
 from kvlinker.research.bench.ttft import SPARE_SLOTS, STEP_TOKENS, Measurement, policy_measurement
 from kvlinker.store import ChunkKV, ChunkStore
 from kvlinker.store.loading.prompt_load import Urgency

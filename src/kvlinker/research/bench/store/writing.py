@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from hashlib import sha256
 
 from kvlinker.embedded.engine import EmbeddedEngine
-from kvlinker.research.bench.measurement import TENANT, Workload
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.measurement import TENANT, Workload
+from kvlinker.research.bench.harness.report import Row
+from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.store.rows import store_row
-from kvlinker.research.bench.subject import Subject
 from kvlinker.research.bench.ttft import SPARE_SLOTS, STEP_TOKENS, policy_measurement
 from kvlinker.store import ChunkKV, ChunkStore
 from kvlinker.types.chunks import chunk_key

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvlinker.linking import Evidence, Policy, highest, parse_policy, share
 from kvlinker.prompt.segments import Prompt
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.evaluation.examples import Question
 from kvlinker.research.evaluation.inspection import attention_deviation, kv_distance
 from kvlinker.research.evaluation.statistics import mean_interval

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.linking import highest, share
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.evaluation.inspection import kv_distance
 from kvlinker.research.evaluation.statistics import mean_interval, spearman
 from kvlinker.research.figures.figure import Figure, register

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.evaluation.evaluate import evaluate
 from kvlinker.research.evaluation.examiner import Examiner
 from kvlinker.research.evaluation.examples import Question

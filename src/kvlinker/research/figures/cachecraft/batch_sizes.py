@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.bench.load.prompts import PLAIN
 from kvlinker.research.bench.load.report import draw_over_load
 from kvlinker.research.bench.load.traffic import TrafficShape
-from kvlinker.research.bench.report import Row
 from kvlinker.research.figures.figure import Figure, register
 from kvlinker.research.figures.lab import Lab
 from kvlinker.research.figures.serving import SHAPE, ratios, serving, told_ratios

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.evaluation.statistics import Correlation, grouped_correlation
 from kvlinker.research.figures.cachecraft.new_contexts import ORDERS, OTHERS, PARTS, reuses
 from kvlinker.research.figures.cachecraft.scatter import binned

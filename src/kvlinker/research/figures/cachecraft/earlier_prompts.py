@@ -17,8 +17,8 @@ from kvlinker.linking import Evidence, Needs, Policy, highest, percentage, share
 from kvlinker.linking.policies.cachecraft import CacheCraft, context_impact
 from kvlinker.llm import LLM
 from kvlinker.prompt.segments import Prompt
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.bench.quality import score_row
-from kvlinker.research.bench.report import Row
 from kvlinker.research.evaluation.evaluate import evaluate
 from kvlinker.research.evaluation.examiner import Examiner
 from kvlinker.research.evaluation.examples import REFERENCE, Question, Skipped

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.evaluation.statistics import grouped_correlation
 from kvlinker.research.figures.cachecraft.new_contexts import reuses
 from kvlinker.research.figures.cachecraft.scatter import binned, line_through_zero

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlinker.linking import Policy
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.figures.cachecraft.earlier_prompts import (
     TASK,
     VERSUS_FULL,

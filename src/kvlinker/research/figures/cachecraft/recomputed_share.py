@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.figures.cachecraft.earlier_prompts import TASK, overall, quality_of_earlier_chunks
 from kvlinker.research.figures.drawing import score_lines
 from kvlinker.research.figures.figure import Figure, register

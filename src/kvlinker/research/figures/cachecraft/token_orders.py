@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from kvlinker.linking import Policy, parse_policy
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.evaluation.inspection import attention_deviation, relative_kv_distance
 from kvlinker.research.evaluation.statistics import mean_interval
 from kvlinker.research.figures.cachecraft.earlier_prompts import ContextOrder, EarlierPrompts, asked

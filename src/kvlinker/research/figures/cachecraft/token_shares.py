@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.figures.cachecraft.earlier_prompts import cached_together, scores_of
 from kvlinker.research.figures.cachecraft.scatter import cumulative_share
 from kvlinker.research.figures.figure import Figure, register

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.bench.quality import main_rows
-from kvlinker.research.bench.report import Row
 from kvlinker.research.evaluation.examples import Question
 from kvlinker.research.figures.drawing import family_of, points, score_over_ttft
 from kvlinker.research.figures.epic.tradeoff import front, overall, timed, with_pareto, with_ttft

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.bench.quality import Examined, main_rows
-from kvlinker.research.bench.report import Row
 from kvlinker.research.evaluation.contexts import ContextSplit
 from kvlinker.research.evaluation.examples import Question
 from kvlinker.research.evaluation.statistics import mean_interval

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from kvlinker.research.bench.measurement import Workload
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.measurement import Workload
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.bench.ttft import run_ttft, scaling_exponents
 from kvlinker.research.figures.figure import Figure, register
 from kvlinker.research.figures.lab import Lab

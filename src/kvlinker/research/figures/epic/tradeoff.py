@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TypeVar
 
-from kvlinker.research.bench.report import Row
+from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.evaluation.examples import Example
 from kvlinker.research.evaluation.task_scores import ALL_TASKS
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlinker.config import Settings, load_settings
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.report import Report, Row, describe_machine, versions
+from kvlinker.research.bench.harness.report import Report, Row, describe_machine, versions
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ def make_subject(settings: Settings, *, shape: str | None, command: str, **optio
     ``options`` are told among the report's settings. Raises InvalidRequestError for an unknown shape.
     """
     from kvlinker.embedded.model.loading import load_model
-    from kvlinker.research.bench.shapes import random_model
+    from kvlinker.research.bench.harness.shapes import random_model
 
     if shape is None:
         return Subject(settings.served_name, command, load_model(settings), options)
@@ -98,7 +98,7 @@ def make_subject(settings: Settings, *, shape: str | None, command: str, **optio
 def make_transformer(settings: Settings, *, shape: str | None) -> Any:
     """Make the model of ``make_subject`` as transformers has it, with plain weights."""
     from kvlinker.engine.model_files import read_model
-    from kvlinker.research.bench.shapes import random_transformer
+    from kvlinker.research.bench.harness.shapes import random_transformer
 
     if shape is None:
         return read_model(settings)[0]

@@ -27,8 +27,8 @@ from kvlinker.registry import Registry
 from kvlinker.research.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from kvlinker.research.bench.report import Report, Row
-    from kvlinker.research.bench.subject import Subject
+    from kvlinker.research.bench.harness.report import Report, Row
+    from kvlinker.research.bench.harness.subject import Subject
 
 Repeat = Annotated[int, typer.Option(min=1, help="Measurements of each case, after one warm-up.")]
 Chunks = Annotated[int, typer.Option(min=1, help="Chunks per prompt.")]
@@ -71,7 +71,7 @@ class Setup:
 
     def subject(self, **options: Any) -> Subject:
         """Load the model. ``options`` are told among the report's settings."""
-        from kvlinker.research.bench.subject import make_subject
+        from kvlinker.research.bench.harness.subject import make_subject
 
         return make_subject(self.settings, shape=self.shape, command=self.command, **options)
 
@@ -90,7 +90,7 @@ class Setup:
 
     def transformer(self) -> Any:
         """Load the model as transformers has it, for a comparison."""
-        from kvlinker.research.bench.subject import make_transformer
+        from kvlinker.research.bench.harness.subject import make_transformer
 
         return make_transformer(self.settings, shape=self.shape)
 

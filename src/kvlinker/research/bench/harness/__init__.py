@@ -1,0 +1,1 @@
+"""Holds what benchmarks share: registration as a command, the subject, timed rounds and medians, and the report."""
