@@ -217,6 +217,11 @@ class Settings(BaseSettings):
         description="Host names that requests may use beside localhost, with commas between; * for any. Without them, "
         "only servers without API keys check.",
     )
+    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
+        default=(),
+        description="Origins whose pages may call the server from browsers, such as https://app.example, with commas "
+        "between; * for any. None by default.",
+    )
     request_timeout: float = Field(
         default=30, gt=0, description="Seconds in which a request's headers must come, and its body begin to flow."
     )
@@ -275,6 +280,14 @@ class Settings(BaseSettings):
     @classmethod
     def _expand(cls, value: Path) -> Path:
         return value.expanduser()
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+", origin):
+                raise ValueError(f"{origin!r} is no origin: write scheme, host and port, such as https://app.example")
+        return value
 
     @field_validator("tenant_quotas")
     @classmethod

@@ -308,6 +308,7 @@ class LLM:
         messages: Messages | None = None,
         *,
         documents: Documents = (),
+        options: TemplateOptions = DEFAULT_OPTIONS,
         prompt: CompletionContent | CompletionPrompt[CachedPart] | None = None,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
@@ -321,7 +322,9 @@ class LLM:
         if (messages is None) == (prompt is None):
             raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
         if messages is not None:
-            read = self.read_chat(messages, documents=documents, policy=policy, implicit=implicit, tenant=tenant)
+            read = self.read_chat(
+                messages, documents=documents, options=options, policy=policy, implicit=implicit, tenant=tenant
+            )
         else:
             read = self.read_completion(prompt or "", policy=policy, implicit=implicit, tenant=tenant)
         request = GenerationRequest(read.prompt, read.policy, SamplingParams(), tenant)

@@ -64,6 +64,7 @@ def test_nothing_behind_a_stop_string_comes_out(text, stop, expected):
     pieces, out = stream(text, stop)
     assert "".join(pieces) == expected
     assert out.stopped == (expected != text)
+    assert out.stopped_by is None or out.stopped_by in stop
 
 
 @settings(max_examples=200, deadline=None)

@@ -44,6 +44,9 @@ def hosted(served: Served) -> Iterator[Served]:
         {"Authorization": "Basic key-alpha"},
         {"Authorization": "key-alpha"},
         {"Authorization": "Bearer sch\u00fcssel"},
+        {"x-api-key": "wrong"},
+        {"x-api-key": "Bearer key-alpha"},
+        {"Authorization": "Bearer wrong", "x-api-key": "key-alpha"},
     ],
 )
 @pytest.mark.parametrize(
@@ -59,7 +62,7 @@ def test_no_entry_without_a_known_key(keyed: Served, headers: dict[str, str], me
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("path", ["/health", "/"])
+@pytest.mark.parametrize("path", ["/health", "/", "/docs"])
 def test_open_routes(keyed: Served, path: str) -> None:
     assert keyed.get(path).status_code == 200
 
@@ -68,6 +71,10 @@ def test_open_routes(keyed: Served, path: str) -> None:
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
 def test_known_keys_enter(keyed: Served, path: str, scheme: str) -> None:
     assert keyed.get(path, headers={"Authorization": f"{scheme} key-beta"}).status_code == 200
+
+
+def test_keys_enter_by_a_header_of_their_own(keyed: Served) -> None:
+    assert keyed.get("/v1/models", headers={"X-Api-Key": "key-beta"}).status_code == 200
 
 
 def test_body_is_not_read_for_strangers(keyed: Served) -> None:

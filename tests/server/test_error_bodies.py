@@ -21,7 +21,7 @@ from tests.server.serving import Served, serving, tiny_model, tiny_settings
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 INSIDE = "/home/operator/state/catalog.sqlite"
-SCOPE: Scope = {"type": "http", "state": {"request_id": "req_1"}}
+SCOPE: Scope = {"type": "http", "path": "/v1/models", "state": {"request_id": "req_1"}}
 
 
 def all_errors() -> list[type[KVLinkerError]]:

@@ -17,6 +17,8 @@ from tests.server.serving import Served
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 CACHES = "/v1/context_caches"
 HELLO = [{"role": "user", "content": "Hello"}]
 METHODS = {"get", "post", "patch", "delete"}
@@ -67,8 +69,9 @@ def test_the_document_is_whole(document: dict[str, Any]) -> None:
 
 
 def test_errors_are_the_servers_own(document: dict[str, Any]) -> None:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
     for path, method, operation in operations(document):
+        body = "MessagesError" if path.startswith(MESSAGES) else "ErrorBody"
+        error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body}"}}}
         assert method in METHODS
         answers = operation["responses"]
         assert "422" not in answers, "which the server never answers"
@@ -80,7 +83,7 @@ def test_errors_are_the_servers_own(document: dict[str, Any]) -> None:
             if status.startswith(("4", "5")) and (path, status) != ("/health", "503"):
                 assert answer["content"] == error
                 assert answer["description"]
-    for path in (CHAT, TEXT, "/v1/link/explain"):
+    for path in (CHAT, TEXT, MESSAGES, RESPONSES, "/v1/link/explain"):
         answers = document["paths"][path]["post"]["responses"]
         assert answers.keys() == {"200", "400", "404", "408", "413", "421", "429", "500", "503"}
         assert "Retry-After" in answers["429"]["headers"]
@@ -96,16 +99,25 @@ def test_every_answer_has_a_schema(document: dict[str, Any]) -> None:
 
 def test_keys_are_told_where_they_are_needed(document: dict[str, Any], keyed_document: dict[str, Any]) -> None:
     assert "securitySchemes" not in document["components"]
-    assert keyed_document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    assert keyed_document["components"]["securitySchemes"] == {
+        "key": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
     free = set()
     for path, _, operation in operations(keyed_document):
         if "security" in operation:
-            assert operation["security"] == [{"key": []}]
+            assert operation["security"] == [{"key": []}, {"x-api-key": []}]
             assert "401" in operation["responses"]
         else:
             assert "401" not in operation["responses"]
             free.add(path)
-    assert free == {"/", "/health"}
+    assert free == {"/", "/docs", "/health"}
+
+
+CALLING_ONE: dict[str, Any] = {
+    "tools": [{"name": "f", "input_schema": {"type": "object", "additionalProperties": False}}],
+    "tool_choice": {"type": "tool", "name": "f"},
+}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +141,28 @@ def test_streams_have_the_chunks_that_are_described(
     assert len(chunks) > 3
     for chunk in chunks:
         Contract(document).validate(json.loads(chunk), described)
+
+
+@pytest.mark.parametrize(
+    ("path", "schema", "fields"),
+    [
+        (MESSAGES, "MessageStreamEvent", {"messages": HELLO, "max_tokens": 4}),
+        (MESSAGES, "MessageStreamEvent", {"messages": HELLO, "max_tokens": 60, **CALLING_ONE}),
+        (RESPONSES, "ResponseStreamEvent", {"input": "Hello", "max_output_tokens": 4}),
+    ],
+)
+def test_named_events_are_those_that_are_described(
+    served: Served, document: dict[str, Any], path: str, schema: str, fields: dict[str, Any]
+) -> None:
+    described = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    assert described == {"$ref": f"#/components/schemas/{schema}"}
+    events = served.post(path, {"stream": True, "temperature": 0, **fields}).text.split("\n\n")
+    assert events.pop() == ""
+    for event in events:
+        name, data = event.split("\n")
+        body = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {body['type']}"
+        Contract(document).validate(body, described)
 
 
 def test_a_stream_that_fails_ends_with_the_error_body(
@@ -182,6 +216,10 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (CACHES, {"chunks": ["a"], "input": None, "ttl": "0.5s"}),
     ("/tokenize", {"messages": HELLO, "text": None}),
     ("/v1/link/explain", {"prompt": "a"}),
+    (MESSAGES, {"messages": HELLO, "max_tokens": 1, "system": PARTS, "metadata": {"user_id": "me"}, "top_k": 5}),
+    (MESSAGES, {"messages": HELLO, "max_tokens": 1, "thinking": {"type": "disabled"}, "container": None}),
+    (RESPONSES, {"input": "a", "max_output_tokens": 1, "store": False, "include": [], "truncation": "disabled"}),
+    (RESPONSES, {"input": HELLO, "max_output_tokens": 1, "text": {"format": {"type": "text"}}, "tools": []}),
 ]
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {}),
@@ -217,6 +255,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"text": 5}),
     ("/tokenize", {"text": "a", "prompt": "b"}),
     ("/v1/link/explain", {"messages": None}),
+    (MESSAGES, {"messages": HELLO}),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1}),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}),
+    (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}),
 ]
 
 

@@ -226,6 +226,16 @@ def test_the_clients_own_loop(served: Served) -> None:
     assert isinstance(call.function.parsed_arguments, GetWeather)
 
 
+def test_prompts_are_counted_and_explained_with_their_tools(served: Served) -> None:
+    body = {"messages": QUESTION, "tools": [WEATHER, TIME]}
+    asked = served.post(CHAT, body | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    assert served.post("/tokenize", body).json()["count"] == asked
+    assert served.post("/v1/link/explain", body).json()["tokens"] == asked
+    for path in ("/tokenize", "/v1/link/explain"):
+        refused = served.post(path, {"prompt": "a", "tools": [TIME]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
 CALLED: Any = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 

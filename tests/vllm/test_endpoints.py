@@ -67,6 +67,16 @@ def test_errors_are_kvlinkers(http: httpx.Client) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "link.policy")
 
 
+def test_other_apis_are_kvlinkers(http: httpx.Client) -> None:
+    """vLLM has these routes, too, but cannot link."""
+    text = {"type": "text", "text": "The cat sat on the mat. " * 5, "cache_control": {"type": "ephemeral"}}
+    body = {"messages": [{"role": "user", "content": [text]}], "max_tokens": 2}
+    link = http.post("/v1/messages", json=body).json()["link"]
+    assert len(link["context_caches"]) == 1
+    answer = http.post("/v1/responses", json={"input": body["messages"], "max_output_tokens": 2}).json()
+    assert [cache["id"] for cache in answer["link"]["context_caches"]] == [link["context_caches"][0]["id"]]
+
+
 def test_vllms_own_routes_stay(http: httpx.Client) -> None:
     assert http.get("/version").json()["version"]
     figures = http.get("/metrics").text
@@ -77,14 +87,10 @@ def test_vllms_own_routes_stay(http: httpx.Client) -> None:
 def test_transfer_plans_of_others_are_not_followed(http: httpx.Client, folder: Path) -> None:
     """vLLM's own routes take them from anybody."""
     transfer = {"linked": 3, "placements": [], "runs": [[0, 3]], "captures": [{"key": "0" * 64, "begin": 0, "end": 3}]}
-    body = {
-        "input": "The cat sat on the mat",
-        "max_output_tokens": 2,
-        "cache_salt": "x",
-    }
+    body = {"token_ids": [5, 6, 7, 8], "sampling_params": {"max_tokens": 2}, "cache_salt": "x"}
     for signature in (None, "0" * 64, "é"):
         params = {"kvlinker": transfer, "kvlinker_signature": signature}
-        answer = http.post("/v1/responses", json=body | {"kv_transfer_params": params})
+        answer = http.post("/inference/v1/generate", json=body | {"kv_transfer_params": params})
         assert answer.status_code == 200, answer.text
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
     chunks = folder / "state" / "chunks"

@@ -81,7 +81,13 @@ class TextStream:
         self._count = 0
         self._decoded = ""
         self._held = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
+        """The stop string that has appeared."""
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string has appeared: no more tokens are wanted."""
+        return self.stopped_by is not None
 
     def push(self, token: int) -> str:
         """Add a token, and return the text that is certain now."""
@@ -111,11 +117,11 @@ class TextStream:
         if self._count <= self._min_tokens:
             return piece
         text = self._held + piece
-        found = [index for index in (text.find(stop) for stop in self._stop) if index >= 0]
+        found = [(index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
         if found:
-            self.stopped = True
+            index, self.stopped_by = min(found)
             self._held = ""
-            return text[: min(found)]
+            return text[:index]
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
@@ -206,7 +212,8 @@ class Output:
         if last is not None:
             self._send(last)
         self._publish(reason, usage)
-        self._send(Finished(reason, usage, self._clock.timing(self.first_token), prompt_logprobs))
+        timing = self._clock.timing(self.first_token)
+        self._send(Finished(reason, usage, timing, prompt_logprobs, self._text.stopped_by))
 
     def fail(self, error: KVLinkerError) -> None:
         """Send the last event of a choice that could not be served."""

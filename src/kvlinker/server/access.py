@@ -2,9 +2,9 @@
 and routes.
 
 Without configured keys every caller is the default tenant, and an admin (see ``kvlinker.server.address``). With keys,
-every route asks for ``Authorization: Bearer <key>``, but for ``/health`` (probes have no keys), ``/`` (a page without
-any data in it: it asks its reader for a key) and ``/openapi.json``. Any valid key reads ``/metrics`` and ``/status``,
-which hold sums over all tenants and name none.
+every route asks for ``Authorization: Bearer <key>`` or ``x-api-key: <key>``, but for ``/health`` (probes have no
+keys), ``/`` (a page without any data in it: it asks its reader for a key), ``/docs`` and ``/openapi.json``. Any valid
+key reads ``/metrics`` and ``/status``, which hold sums over all tenants and name none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvlinker.server.address import is_loopback
 from kvlinker.server.errors import error_response
 from kvlinker.types.tenants import DEFAULT_TENANT, tenant_of_key
 
-OPEN_PATHS = frozenset({"/", "/health", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/openapi.json"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +124,15 @@ class KeyCheck:
         return await self._app(scope, receive, send)
 
     def _caller(self, headers: Headers) -> Caller | None:
-        """Return the caller by the key; None for a missing or unknown one. Compares with every key, in constant
-        time."""
+        """Return the caller by the key; None for a missing or unknown one. ``Authorization`` goes before
+        ``x-api-key``. Compares with every key, in constant time."""
         if not self._callers:
             return OPERATOR
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return None
+        key = headers.get("x-api-key", "")
+        if "authorization" in headers:
+            scheme, _, key = headers["authorization"].partition(" ")
+            if scheme.lower() != "bearer":
+                return None
         given = hashlib.sha256(key.strip().encode("latin-1")).digest()
         found = None
         for digest, caller in self._callers.items():
@@ -139,4 +141,6 @@ class KeyCheck:
         return found
 
 
-_UNKNOWN_KEY = AuthenticationError("Missing or unknown API key. Send 'Authorization: Bearer <key>'.")
+_UNKNOWN_KEY = AuthenticationError(
+    "Missing or unknown API key. Send 'Authorization: Bearer <key>', or 'x-api-key: <key>'."
+)

@@ -1,6 +1,7 @@
 """Answers of both completion routes: from prompts to a response, whole or as server-sent events.
 
-An ``AnswerFormat`` makes a route's bodies; usage, timing, streaming and its end are here.
+An ``AnswerFormat`` makes a route's bodies; usage, timing, streaming and its end are here. The routes of other APIs
+(``kvlinker.server.dialects``) share how choices begin and how events are sent.
 """
 
 from __future__ import annotations
@@ -124,16 +125,15 @@ async def respond(
 
     ``build`` makes the prompts; like all that takes long, it runs in a thread.
     """
-    loop = asyncio.get_running_loop()
 
-    def begin() -> Choices:
-        prompts, sampling = build()
-        answer_format.begin([read.prompt for read in prompts.values()])
-        return Choices(service.llm, prompts, sampling, n=body.choices, tenant=tenant, loop=loop)
+    def begin() -> Asked:
+        asked = build()
+        answer_format.begin([read.prompt for read in asked.prompts.values()])
+        return asked
 
-    choices = await service.encoding.run(request, begin)
+    choices = await begin_choices(service, request, begin, n=body.choices, tenant=tenant)
     if body.stream:
-        return EventStream(choices, answer_format, request.scope, include_usage=body.include_usage)
+        return EventStream(choices, _chunks(choices, answer_format, request.scope, include_usage=body.include_usage))
     async with choices.cancelled_on_disconnect(request.receive):
         answers = await choices.answers()
     usage = usage_body([answer.usage for answer in answers], choices.n)
@@ -147,19 +147,30 @@ async def respond(
     )
 
 
+async def begin_choices(
+    service: Service, request: Request, build: Callable[[], Asked], *, n: int, tenant: str
+) -> Choices:
+    """Build the prompts and queue their choices, in a thread. Raises what both raise."""
+    loop = asyncio.get_running_loop()
+
+    def begin() -> Choices:
+        prompts, sampling = build()
+        return Choices(service.llm, prompts, sampling, n=n, tenant=tenant, loop=loop)
+
+    return await service.encoding.run(request, begin)
+
+
 class EventStream(EventSourceResponse):
-    """Sends choices as they go, and cancels them as soon as the client is gone.
+    """Sends the events of choices as they go, and cancels the choices as soon as the client is gone.
 
     A comment every few seconds keeps the connection open while nothing is said. A server that shuts down lets streams
     go on for as long as it waits for requests.
     """
 
-    def __init__(self, choices: Choices, answer_format: AnswerFormat, scope: Scope, *, include_usage: bool) -> None:
-        super().__init__(self._events(scope), sep="\n", shutdown_grace_period=math.inf)
+    def __init__(self, choices: Choices, events: AsyncIterator[str | dict[str, str]]) -> None:
+        """``events`` are texts, or have a name (``event``) beside it (``data``)."""
+        super().__init__(events, sep="\n", shutdown_grace_period=math.inf)
         self._choices = choices
-        self._format = answer_format
-        self._include_usage = include_usage
-        self._link = link_body(choices.prompts.values())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -167,31 +178,38 @@ class EventStream(EventSourceResponse):
         finally:
             self._choices.cancel()  # also where the client left before the first event
 
-    async def _events(self, scope: Scope) -> AsyncIterator[str]:
-        finished: dict[int, Usage] = {}
-        try:
-            for index in range(len(self._choices)):
-                if opening := self._format.opening(index):
-                    yield self._chunk(opening)
-            async for index, event in self._choices.events():
-                if isinstance(event, Finished):
-                    finished[index] = event.usage
-                    yield self._chunk(self._format.closing(index, event))
-                elif (event.text or event.logprobs) and (choice := self._format.delta(index, event)):
-                    yield self._chunk(choice)
-            usage = usage_body([finished[index] for index in sorted(finished)], self._choices.n)
-            note_tokens(scope, usage.prompt_tokens, usage.completion_tokens)
-            if self._include_usage:
-                yield _encoded(self._format.chunk([]).model_copy(update={"usage": usage}))
-        except KVLinkerError as error:
-            yield _encoded(error_body(error, scope))
-        yield "[DONE]"
 
-    def _chunk(self, choice: BaseModel) -> str:
-        added: dict[str, Any] = {"usage": None} if self._include_usage else {}
-        if self._link is not None:  # the first chunk tells it
-            added["link"], self._link = self._link, None
-        return _encoded(self._format.chunk([choice]).model_copy(update=added))
+async def _chunks(
+    choices: Choices, answer_format: AnswerFormat, scope: Scope, *, include_usage: bool
+) -> AsyncIterator[str]:
+    """Yield the chunks of a completion's stream, and its end."""
+    link = link_body(choices.prompts.values())
+
+    def chunk(choice: BaseModel) -> str:
+        nonlocal link
+        added: dict[str, Any] = {"usage": None} if include_usage else {}
+        if link is not None:  # the first chunk tells it
+            added["link"], link = link, None
+        return _encoded(answer_format.chunk([choice]).model_copy(update=added))
+
+    finished: dict[int, Usage] = {}
+    try:
+        for index in range(len(choices)):
+            if opening := answer_format.opening(index):
+                yield chunk(opening)
+        async for index, event in choices.events():
+            if isinstance(event, Finished):
+                finished[index] = event.usage
+                yield chunk(answer_format.closing(index, event))
+            elif (event.text or event.logprobs) and (choice := answer_format.delta(index, event)):
+                yield chunk(choice)
+        usage = usage_body([finished[index] for index in sorted(finished)], choices.n)
+        note_tokens(scope, usage.prompt_tokens, usage.completion_tokens)
+        if include_usage:
+            yield _encoded(answer_format.chunk([]).model_copy(update={"usage": usage}))
+    except KVLinkerError as error:
+        yield _encoded(error_body(error, scope))
+    yield "[DONE]"
 
 
 def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:

@@ -11,44 +11,67 @@ from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from kvlinker.config import Settings
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import KVLinkerError
 from kvlinker.llm import LLM
-from kvlinker.server import chat, completions, context_caches, link, models, status, tokenize
+from kvlinker.server import chat, completions, context_caches, docs, link, models, status, tokenize
 from kvlinker.server.access import OPEN_PATHS, HostCheck, KeyCheck, hosts_to_check
 from kvlinker.server.access_log import AccessLog
 from kvlinker.server.bodies import UnknownPart
 from kvlinker.server.connections import BodyTimeout
+from kvlinker.server.cors import add_cors
 from kvlinker.server.errors import (
     BodyLimit,
     RequestIds,
     UnexpectedErrors,
     add_error_handlers,
+    error_model,
     error_responses,
     prompt_body_bytes,
 )
+from kvlinker.server.messages import routes as messages
+from kvlinker.server.messages.answers import MessageStreamEvent
+from kvlinker.server.messages.blocks import UnknownBlock
 from kvlinker.server.metrics import Metrics
 from kvlinker.server.models import Service
+from kvlinker.server.responses import routes as responses
+from kvlinker.server.responses.events import ResponseStreamEvent
+from kvlinker.server.responses.items import UnknownItem
 from kvlinker.server.routing import HeadRequests, refuse_unknown_query
 
 SWEEP_SECONDS = 5.0
 
-PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/link/explain", "/tokenize")
+PROMPT_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/link/explain",
+    "/tokenize",
+)
 """The routes whose bodies hold prompts, and need not be larger than those."""
 
 logger = logging.getLogger(__name__)
 
 _SCHEMA = "#/components/schemas/{model}"
-_STREAMED = (chat.ChatCompletionChunk, completions.CompletionChunk)
+_STREAMED: tuple[type[BaseModel], ...] = (
+    chat.ChatCompletionChunk,
+    completions.CompletionChunk,
+    MessageStreamEvent,
+    ResponseStreamEvent,
+)
+_CATCH_ALLS = (UnknownPart, UnknownBlock, UnknownItem)
 
 
 def create_app(llm: LLM, settings: Settings) -> FastAPI:
     """An app that serves ``llm`` and closes it when it shuts down.
 
-    Documentation pages are off, for they load scripts from elsewhere; the schema is at /openapi.json.
+    The framework's documentation pages are off, for they load scripts from elsewhere: /docs is kvlinker's own.
     """
     metrics = Metrics(llm)
     llm.events.subscribe(metrics.count)
@@ -86,9 +109,10 @@ def create_app(llm: LLM, settings: Settings) -> FastAPI:
     if hosts is not None:
         app.add_middleware(HostCheck, names=hosts)
     app.add_middleware(UnexpectedErrors)
+    add_cors(app, settings.cors_origins)
     app.add_middleware(AccessLog)
     app.add_middleware(RequestIds)
-    for resource in (chat, completions, context_caches, link, models, status, tokenize):
+    for resource in (chat, completions, messages, responses, context_caches, link, models, status, tokenize, docs):
         app.include_router(resource.router)
     return app
 
@@ -119,18 +143,21 @@ class _App(FastAPI):
         if self.openapi_schema is None:
             document = super().openapi()
             schemas = document["components"]["schemas"]
-            for unused in ("HTTPValidationError", "ValidationError", UnknownPart.__name__):
+            for unused in ("HTTPValidationError", "ValidationError", *(model.__name__ for model in _CATCH_ALLS)):
                 schemas.pop(unused, None)
             chunks = models_json_schema([(model, "validation") for model in _STREAMED], ref_template=_SCHEMA)[1]
             schemas |= chunks["$defs"]
             for path, operations in document["paths"].items():
                 for operation in operations.values():
-                    self._complete(operation, needs_key=self.state.keyed and path not in OPEN_PATHS)
+                    self._complete(path, operation)
             if self.state.keyed:
-                document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                document["components"]["securitySchemes"] = {
+                    "key": {"type": "http", "scheme": "bearer"},
+                    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                }
         return self.openapi_schema or {}
 
-    def _complete(self, operation: dict[str, Any], *, needs_key: bool) -> None:
+    def _complete(self, path: str, operation: dict[str, Any]) -> None:
         """Add the errors that middlewares answer, and drop the framework's own, which nobody gets to see."""
         responses = operation["responses"]
         responses.pop("422", None)
@@ -139,10 +166,10 @@ class _App(FastAPI):
             shared += [408, 413]
         if self.state.hosts_checked:
             shared.append(421)
-        if needs_key:
-            operation["security"] = [{"key": []}]
+        if self.state.keyed and path not in OPEN_PATHS:
+            operation["security"] = [{"key": []}, {"x-api-key": []}]
             shared.append(401)
-        for code, response in error_responses(*shared).items():
+        for code, response in error_responses(*shared, model=error_model(path)).items():
             schema = {"$ref": _SCHEMA.format(model=response.pop("model").__name__)}
             responses[str(code)] = {**response, "content": {"application/json": {"schema": schema}}}
         operation["responses"] = dict(sorted(responses.items()))

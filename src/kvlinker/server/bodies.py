@@ -152,7 +152,7 @@ class TextPart(RequestBody):
     """Text, under any of the names that OpenAI's routes have for it: fresh, or a chunk that is found by what it says
     where one of the marks is given."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"id", "index"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"id", "index", "logprobs"})
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": ([],), "citations": ([],)}
 
     type: Literal["text", "input_text", "output_text"]

@@ -12,12 +12,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, JsonValue, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.llm import LLM, Answer, Prompt
-from kvlinker.prompt.responses import ResponseReader
+from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
 from kvlinker.server.access import TenantParam
 from kvlinker.server.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
 from kvlinker.server.bodies import DocumentBody, ResponseBody, Text
-from kvlinker.server.conversing import Conversing
+from kvlinker.server.conversing import AnswerReader, Conversing
 from kvlinker.server.errors import blaming
 from kvlinker.server.fields.decoding import DecodingBody
 from kvlinker.server.fields.messages import MessageBody
@@ -97,13 +96,21 @@ class ChatCompletionRequest(DecodingBody):
                 )
         return self
 
-    def template_options(self, tools: Sequence[Tool]) -> TemplateOptions:
-        """Return how the chat template is to be rendered, with these tools."""
-        return TemplateOptions(
-            tools=tuple(tools),
-            variables=self.chat_template_kwargs or {},
-            add_generation_prompt=self.add_generation_prompt is not False,
-            continue_final_message=bool(self.continue_final_message),
+    def read(self, llm: LLM, tools: Sequence[Tool], *, keeps: bool = True, tenant: str) -> ReadPrompt:
+        """Make the prompt, which shows ``tools``. Raises what ``LLM.read_chat`` does."""
+        return llm.read_chat(
+            [message.message() for message in self.messages],
+            documents=[document.document() for document in self.documents or ()],
+            options=TemplateOptions(
+                tools=tuple(tools),
+                variables=self.chat_template_kwargs or {},
+                add_generation_prompt=self.add_generation_prompt is not False,
+                continue_final_message=bool(self.continue_final_message),
+            ),
+            policy=self.policy,
+            implicit=self.implicit,
+            keeps=keeps,
+            tenant=tenant,
         )
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -209,20 +216,11 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a conversation; message content mixes text and context caches, in any order."""
     service.check_model(body.model)
-    messages = [message.message() for message in body.messages]
-    documents = [document.document() for document in body.documents or ()]
     conversing = Conversing(service.llm, body)
     answer_format = ChatFormat(service.llm, conversing, logprobs=bool(body.logprobs))
 
     def build() -> Asked:
-        read = service.llm.read_chat(
-            messages,
-            documents=documents,
-            options=body.template_options(conversing.tools),
-            policy=body.policy,
-            implicit=body.implicit,
-            tenant=tenant,
-        )
+        read = body.read(service.llm, conversing.tools, tenant=tenant)
         return Asked({"messages": read}, conversing.sampling(read.prompt))
 
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -242,7 +240,7 @@ class ChatFormat:
         self._llm = llm
         self._conversing = conversing
         self._logprobs = logprobs
-        self._readers: dict[int, ResponseReader] = {}
+        self._readers: dict[int, AnswerReader] = {}
         self._calls: defaultdict[int, int] = defaultdict(int)
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
@@ -253,14 +251,11 @@ class ChatFormat:
 
     def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
         logprobs = self._logprobs_body(delta.logprobs)
-        if not self._conversing.reads:
-            return _choice(index, ChatDelta(content=delta.text), logprobs=logprobs)
         piece = self._reader(index).feed(delta.text)
         return _choice(index, self._told(index, piece), logprobs=logprobs) if piece or logprobs else None
 
     def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
-        piece = self._reader(index).finish() if self._conversing.reads else ResponsePiece()
-        told = self._told(index, piece)
+        told = self._told(index, self._reader(index).finish())
         return _choice(index, told, finish_reason=_reason(finished.reason, self._calls[index]))
 
     def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
@@ -272,25 +267,22 @@ class ChatFormat:
         return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_logprobs=scored)
 
     def _whole(self, index: int, answer: Answer) -> ChatChoice:
-        message, calls = AssistantMessage(content=answer.text), 0
-        if self._conversing.reads:
-            pieces = [self._reader(index).feed(answer.text), self._reader(index).finish()]
-            content = "".join(piece.content for piece in pieces)
-            told = [call for piece in pieces for call in piece.calls]
-            message = AssistantMessage(
-                content=None if told and not content else content,
-                reasoning_content="".join(piece.reasoning for piece in pieces) or None,
-                tool_calls=call_objects(told) or None,
-            )
-            calls = len(told)
+        pieces = [self._reader(index).feed(answer.text), self._reader(index).finish()]
+        content = "".join(piece.content for piece in pieces)
+        calls = [call for piece in pieces for call in piece.calls]
+        message = AssistantMessage(
+            content=None if calls and not content else content,
+            reasoning_content="".join(piece.reasoning for piece in pieces) or None,
+            tool_calls=call_objects(calls) or None,
+        )
         return ChatChoice(
             index=index,
             message=message,
             logprobs=self._logprobs_body(answer.logprobs),
-            finish_reason=_reason(answer.finish_reason, calls),
+            finish_reason=_reason(answer.finish_reason, len(calls)),
         )
 
-    def _reader(self, index: int) -> ResponseReader:
+    def _reader(self, index: int) -> AnswerReader:
         """Return the reader of a choice."""
         if index not in self._readers:
             self._readers[index] = self._conversing.reader(self._prompt)

@@ -7,8 +7,8 @@ from typing import Any, Literal, Protocol
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM, Prompt
-from kvlinker.prompt.responses import ResponseReader
-from kvlinker.server.fields.tools import NamedToolBody, ToolBody
+from kvlinker.server.fields.tools import NamedToolBody, ToolBody, shown_tools
+from kvlinker.types.responses import ResponsePiece
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tools import Tool
 
@@ -26,6 +26,28 @@ class AsksForTools(Protocol):
     def parallel_tool_calls(self) -> bool | None: ...
 
     def sampling_fields(self) -> dict[str, Any]: ...
+
+
+class AnswerReader(Protocol):
+    """Reads one answer as it comes: tells reasoning and calls of tools from content."""
+
+    def feed(self, text: str) -> ResponsePiece:
+        """Take the next piece of the answer, and return what it is, as far as that is clear."""
+        ...
+
+    def finish(self) -> ResponsePiece:
+        """Return the rest: no more text comes."""
+        ...
+
+
+class PlainReader:
+    """Reads answers that are all content, since neither reasoning nor calls can be in them."""
+
+    def feed(self, text: str) -> ResponsePiece:
+        return ResponsePiece(content=text)
+
+    def finish(self) -> ResponsePiece:
+        return ResponsePiece()
 
 
 class Conversing:
@@ -51,15 +73,17 @@ class Conversing:
     @property
     def tools(self) -> tuple[Tool, ...]:
         """The definitions that the prompt shows; none where no tool may be called."""
-        return tuple(tool.tool(enforced=False) for tool in self._offered)
+        return shown_tools(self._offered)
 
     @property
-    def reads(self) -> bool:
+    def _reads(self) -> bool:
         """True if answers may have more than text."""
         return bool(self._offered) or self._llm.responses.reasoning is not None
 
-    def reader(self, prompt: Prompt) -> ResponseReader:
+    def reader(self, prompt: Prompt) -> AnswerReader:
         """Return a reader for one answer to ``prompt``."""
+        if not self._reads:
+            return PlainReader()
         return self._llm.responses.reader(self._llm.tail_of(prompt), self.tools)
 
     def sampling(self, prompt: Prompt) -> SamplingParams:
@@ -68,7 +92,7 @@ class Conversing:
         Raises InvalidRequestError.
         """
         fields = self._body.sampling_fields()
-        if self.reads:
+        if self._reads:
             responses, tail = self._llm.responses, self._llm.tail_of(prompt)
             fields["shown_tokens"] = responses.shown_tokens
             several = self._body.parallel_tool_calls is not False

@@ -1,4 +1,5 @@
-"""Errors as OpenAI shapes them: every exception that can reach the edge of the server becomes one here.
+"""Errors as OpenAI shapes them, or Anthropic on its routes: every exception that can reach the edge of the server
+becomes one here.
 
 The middlewares that belong to errors are here, too: ids by which a request is found in the log, the limit of bodies,
 and the last resort for bugs.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -16,12 +17,14 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlinker.errors import AuthenticationError, InvalidRequestError, KVLinkerError, OverloadedError
 from kvlinker.server.bodies import ResponseBody
+from kvlinker.server.messages.errors import MessagesError, messages_error, speaks_messages
 from kvlinker.server.routing import allowed_methods
 
 logger = logging.getLogger(__name__)
@@ -66,11 +69,11 @@ class ErrorBody(ResponseBody):
     error: ErrorDetails
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def error_responses(*statuses: int, model: type[ResponseBody] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """Describe the error answers that a route can give, for its ``responses``; the app adds those that all share."""
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
-        described[status] = {"model": ErrorBody, "description": _MEANINGS[status]}
+        described[status] = {"model": model, "description": _MEANINGS[status]}
         if status == OverloadedError.status:
             described[status]["headers"] = {"Retry-After": _RETRY_AFTER}
     return described
@@ -84,6 +87,19 @@ def error_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
     return _body(error.message, error.type, error.param, error.code)
 
 
+def error_model(path: str) -> type[ResponseBody]:
+    """Return the body of the errors of a route."""
+    return MessagesError if speaks_messages(path) else ErrorBody
+
+
+def as_invalid_request(error: ValidationError, rename: Callable[[str | None], str | None]) -> InvalidRequestError:
+    """Return the error of a value that is wrong, with the path of its field renamed."""
+    complaint = error.errors(include_url=False)[0]
+    path = rename(_path(("body", *complaint["loc"])))
+    message, param, code = _describe({**complaint, "loc": ("body", *(path or "").split("."))})
+    return InvalidRequestError(message, param=param, code=code)
+
+
 def error_response(error: KVLinkerError, scope: Scope) -> JSONResponse:
     """The answer for an error, with the headers that go with it."""
     headers = {}
@@ -91,7 +107,7 @@ def error_response(error: KVLinkerError, scope: Scope) -> JSONResponse:
         headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(error, scope).model_dump(), status_code=error.status, headers=headers)
+    return _response(error_body(error, scope), error.status, scope, headers)
 
 
 @contextmanager
@@ -165,7 +181,7 @@ class UnexpectedErrors:
                 raise
             logger.exception("Request %s (%s %s) failed", request_id_of(scope), scope["method"], scope["path"])
             body = _inner_body(KVLinkerError(""), scope)
-            await JSONResponse(body.model_dump(), status_code=KVLinkerError.status)(scope, receive, send)
+            await _response(body, KVLinkerError.status, scope)(scope, receive, send)
 
 
 def prompt_body_bytes(max_tokens: int) -> int:
@@ -205,11 +221,11 @@ async def _on_kvlinker_error(request: Request, error: Exception) -> JSONResponse
     return error_response(error, request.scope)
 
 
-async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
+async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     """Answer with the first complaint, and the path of its field, such as ``messages.0.content.1.id``."""
     assert isinstance(error, RequestValidationError)
     message, param, code = _describe(error.errors()[0])
-    return _invalid_request(400, message, param=param, code=code)
+    return _invalid_request(400, message, request.scope, param=param, code=code)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
@@ -228,14 +244,27 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
         "body_too_large": f"The body is too large: {error.detail}. Send less at once.",
         "invalid_json": "The body is not JSON in UTF-8.",
     }
-    return _invalid_request(error.status_code, messages[code], param=None, code=code, headers=headers)
+    return _invalid_request(error.status_code, messages[code], request.scope, param=None, code=code, headers=headers)
 
 
 def _invalid_request(
-    status: int, message: str, *, param: str | None, code: str, headers: Mapping[str, str] | None = None
+    status: int,
+    message: str,
+    scope: Scope,
+    *,
+    param: str | None,
+    code: str,
+    headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    body = _body(message, "invalid_request_error", param, code)
-    return JSONResponse(body.model_dump(), status_code=status, headers=headers)
+    return _response(_body(message, "invalid_request_error", param, code), status, scope, headers)
+
+
+def _response(body: ErrorBody, status: int, scope: Scope, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """Return the answer for an error, in the words of the route's API."""
+    told: ResponseBody = body
+    if speaks_messages(scope["path"]):
+        told = messages_error(body.error.message, status, request_id_of(scope))
+    return JSONResponse(told.model_dump(), status_code=status, headers=headers)
 
 
 def _inner_body(error: KVLinkerError, scope: Scope) -> ErrorBody:

@@ -15,7 +15,9 @@ from kvlinker.server.bodies import DocumentBody, LinkOptions, RequestBody, Respo
 from kvlinker.server.completions import PromptBody, single_prompt
 from kvlinker.server.errors import blaming, error_responses
 from kvlinker.server.fields.messages import MessageBody
+from kvlinker.server.fields.tools import MOST_TOOLS, ToolBody, shown_tools
 from kvlinker.server.models import Service, ServiceParam
+from kvlinker.types.messages import TemplateOptions
 
 router = APIRouter(prefix="/v1", tags=["linking"])
 
@@ -74,6 +76,7 @@ class ExplainRequest(RequestBody):
     model: Text | None = None
     messages: list[MessageBody] | None = Field(default=None, min_length=1)
     documents: list[DocumentBody] | None = None
+    tools: list[ToolBody] | None = Field(default=None, max_length=MOST_TOOLS)
     prompt: PromptBody | None = None
     link: LinkOptions | None = None
 
@@ -81,6 +84,8 @@ class ExplainRequest(RequestBody):
     def _check_source(self) -> ExplainRequest:
         if (self.messages is None) == (self.prompt is None):
             raise InvalidRequestError("Give exactly one of 'messages' and 'prompt'.", param="messages")
+        if self.tools and self.messages is None:
+            raise InvalidRequestError("'tools' go with 'messages' only.", param="tools")
         return self
 
 
@@ -182,7 +187,14 @@ def _explain(service: Service, body: ExplainRequest, tenant: str) -> Explanation
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]
         with blaming("messages"):
-            return service.llm.explain(messages, documents=documents, policy=policy, implicit=implicit, tenant=tenant)
+            return service.llm.explain(
+                messages,
+                documents=documents,
+                options=TemplateOptions(tools=shown_tools(body.tools)),
+                policy=policy,
+                implicit=implicit,
+                tenant=tenant,
+            )
     prompt = single_prompt(body.prompt or "")
     with blaming("prompt"):
         return service.llm.explain(prompt=prompt, policy=policy, implicit=implicit, tenant=tenant)

@@ -13,13 +13,16 @@ from kvlinker.server.bodies import DocumentBody, RequestBody, ResponseBody, Text
 from kvlinker.server.completions import PromptBody, single_prompt
 from kvlinker.server.errors import error_responses
 from kvlinker.server.fields.messages import MessageBody
+from kvlinker.server.fields.tools import MOST_TOOLS, ToolBody, shown_tools
 from kvlinker.server.models import Service, ServiceParam
+from kvlinker.types.messages import TemplateOptions
 
 router = APIRouter(tags=["models"])
 
 
 class TokenizeRequest(RequestBody):
-    """One of: ``text``, encoded as it is; ``prompt``, as a completion has it; ``messages``, as a chat has them."""
+    """One of: ``text``, encoded as it is; ``prompt``, as a completion has it; ``messages``, as a chat has them, with
+    ``documents`` and ``tools``."""
 
     model_config = exactly_one("text", "prompt", "messages")
 
@@ -28,6 +31,7 @@ class TokenizeRequest(RequestBody):
     prompt: PromptBody | None = None
     messages: list[MessageBody] | None = Field(default=None, min_length=1)
     documents: list[DocumentBody] | None = None
+    tools: list[ToolBody] | None = Field(default=None, max_length=MOST_TOOLS)
 
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeRequest:
@@ -36,6 +40,8 @@ class TokenizeRequest(RequestBody):
             raise InvalidRequestError(
                 "Give exactly one of 'text', 'prompt' and 'messages'.", param=given[1] if given else "text"
             )
+        if self.tools and self.messages is None:
+            raise InvalidRequestError("'tools' go with 'messages' only.", param="tools")
         return self
 
 
@@ -66,7 +72,9 @@ def _token_ids(service: Service, body: TokenizeRequest, tenant: str) -> list[int
     if body.messages is not None:
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]
-        return _ids(llm.read_chat(messages, documents=documents, keeps=False, tenant=tenant).prompt)
+        options = TemplateOptions(tools=shown_tools(body.tools))
+        read = llm.read_chat(messages, documents=documents, options=options, keeps=False, tenant=tenant)
+        return _ids(read.prompt)
     return _ids(llm.read_completion(single_prompt(body.prompt or ""), keeps=False, tenant=tenant).prompt)
 
 

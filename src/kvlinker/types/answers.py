@@ -108,3 +108,6 @@ class Finished:
 
     prompt_logprobs: PromptLogprobs | None = None
     """The log probabilities of the prompt's last tokens, where the request asked for them."""
+
+    stop_string: str | None = None
+    """The stop string that ended the answer; None where something else did."""

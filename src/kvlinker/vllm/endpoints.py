@@ -1,7 +1,8 @@
 """vLLM's entry point ``vllm.endpoint_plugins``, which brings kvlinker's routes into vLLM's own server.
 
 Load it with ``VLLM_PLUGINS=kvlinker``. kvlinker's application is put before vLLM's routes as it is, and answers what
-it has routes for; ``/health`` and ``/metrics`` stay vLLM's, and the latter tells kvlinker's figures, too.
+it has routes for, ``/v1/messages`` and ``/v1/responses`` among them, which vLLM has, too; ``/health``, ``/metrics``,
+``/openapi.json`` and ``/docs`` stay vLLM's, and ``/metrics`` tells kvlinker's figures, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvlinker.vllm.protocol.signature import PlanSigner
 ALL_ADDRESSES = "0.0.0.0"
 """The address that vLLM binds to unless it is given another."""
 
-LEFT_TO_VLLM = frozenset({"/health", "/metrics", "/openapi.json"})
+LEFT_TO_VLLM = frozenset({"/docs", "/health", "/metrics", "/openapi.json"})
 
 
 class Diversion(BaseRoute):

@@ -43,6 +43,11 @@ class ToolBody(RequestBody):
         return {"type": self.type, "function": function}
 
 
+def shown_tools(tools: Sequence[ToolBody] | None) -> tuple[Tool, ...]:
+    """Return definitions as prompts show them."""
+    return tuple(tool.tool(enforced=False) for tool in tools or ())
+
+
 class NamedFunctionBody(RequestBody):
     """The function that is to be called."""
 

@@ -1,0 +1,1 @@
+"""/v1/messages: Anthropic's API, translated to the one request for conversations and back."""

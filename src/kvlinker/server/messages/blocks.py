@@ -1,0 +1,141 @@
+"""Blocks of content in requests, as Anthropic's API has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
+from pydantic.json_schema import SkipJsonSchema
+
+from kvlinker.prompt.documents import GAP
+from kvlinker.server.bodies import CacheControl, ContextCachePart, Part, RequestBody, Text, TextPart
+
+Texts = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[list[Part], Tag("<parts>")],
+    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
+]
+"""A text, or texts and context caches."""
+
+
+class ToolUseBlock(RequestBody):
+    """A call of the assistant's, earlier in the conversation."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": ({"type": "direct"},), "toolset_name": ()}
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: dict[str, JsonValue]
+
+
+class ToolResultBlock(RequestBody):
+    """The result of a call; the prompt shows one that ``is_error`` behind ``Error: ``. With ``cache_control``, its
+    texts are chunks."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"toolset_name": ()}
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Texts | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+    def parts(self) -> list[Any]:
+        """Return the content as parts of a chat message."""
+        parts = parts_of(self.content or "")
+        if self.cache_control is not None:
+            parts = [
+                part.model_copy(update={"cache_control": self.cache_control}) if isinstance(part, TextPart) else part
+                for part in parts
+            ]
+        return [TextPart(type="text", text="Error: "), *parts] if self.is_error else parts
+
+
+class ThinkingBlock(RequestBody):
+    """The assistant's reasoning, earlier in the conversation; chat templates that know it show it."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"signature", "cache_control"})
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class TextSource(RequestBody):
+    """The text of a document."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: Text
+
+
+class Citations(RequestBody):
+    """Citations of a document, which are not supported."""
+
+    enabled: Literal[False] | None = None
+
+
+class DocumentBlock(RequestBody):
+    """A document, whose text becomes a chunk behind its title."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"context": ("",)}
+
+    type: Literal["document"]
+    source: TextSource
+    title: Text | None = None
+    citations: Citations | None = None
+    cache_control: CacheControl | None = None
+
+    def parts(self) -> list[TextPart]:
+        """Return the document as parts of a chat message."""
+        mark = self.cache_control or CacheControl(type="ephemeral")
+        texts = [TextPart(type="text", text=self.source.data, cache_control=mark), TextPart(type="text", text=GAP)]
+        return [TextPart(type="text", text=f"{self.title}\n"), *texts] if self.title else texts
+
+
+class UnknownBlock(BaseModel):
+    """The catch-all for blocks of other types, which are all invalid: its error lists the types that exist."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "context_cache", "tool_use", "tool_result", "thinking", "document"]
+
+
+_TAGS = ("text", "context_cache", "tool_use", "tool_result", "thinking", "document")
+
+
+def _block_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if kind in _TAGS else "<unknown>"
+
+
+Block = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[ContextCachePart, Tag("<context_cache>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[SkipJsonSchema[UnknownBlock], Tag("<unknown>")],
+    Discriminator(_block_kind),
+]
+
+Blocks = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[list[Block], Field(min_length=1), Tag("<blocks>")],
+    Discriminator(lambda value: "<blocks>" if isinstance(value, list) else "<text>"),
+]
+
+
+def parts_of(texts: Texts) -> list[Any]:
+    """Return texts as parts of a chat message."""
+    return [TextPart(type="text", text=texts)] if isinstance(texts, str) else list(texts)
+
+
+def located(content: Any, path: str) -> Iterator[tuple[Any, str]]:
+    """Yield the blocks of a content, and their paths in the request."""
+    if isinstance(content, str):
+        yield TextPart(type="text", text=content), path
+        return
+    for index, block in enumerate(content):
+        yield block, f"{path}.{index}"

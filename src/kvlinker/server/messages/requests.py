@@ -1,0 +1,216 @@
+"""Request bodies of /v1/messages, and their translation to chat requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.server.bodies import CacheControl, LinkOptions, RequestBody, Text
+from kvlinker.server.dialects import Translation
+from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
+from kvlinker.server.messages.blocks import (
+    Block,
+    Blocks,
+    DocumentBlock,
+    Texts,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    located,
+)
+
+
+class MessageParam(RequestBody):
+    """One turn of a conversation; turns of the same role that follow one another are one."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+    @model_validator(mode="after")
+    def _check_role(self) -> MessageParam:
+        for block in () if isinstance(self.content, str) else self.content:
+            role = {ToolUseBlock: "assistant", ThinkingBlock: "assistant", ToolResultBlock: "user"}.get(type(block))
+            if role not in (None, self.role):
+                raise InvalidRequestError(
+                    f"A block of type {block.type!r} stands in messages of role {role!r}, not {self.role!r}.",
+                    param="messages",
+                )
+        return self
+
+
+class MessageTool(RequestBody):
+    """A function that the model may call; ``input_schema`` is a JSON schema. With ``strict``, arguments are enforced to
+    be valid whenever it is called."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"eager_input_streaming"})
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "allowed_callers": (["direct"],),
+        "defer_loading": (False,),
+        "input_examples": ([],),
+    }
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: Text | None = None
+    input_schema: dict[str, JsonValue]
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+    def chat_tool(self) -> dict[str, Any]:
+        """Return the definition as chat requests have it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": {**function, "strict": self.strict}}
+
+
+class AnyToolChoice(RequestBody):
+    """Whether a tool is called: if the model likes, in any case, or not at all."""
+
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class NamedToolChoice(RequestBody):
+    """The tool that is to be called."""
+
+    type: Literal["tool"]
+    name: FunctionName
+    disable_parallel_tool_use: bool | None = None
+
+
+_ToolChoice = Annotated[
+    Annotated[AnyToolChoice, Tag("<any>")] | Annotated[NamedToolChoice, Tag("<named>")],
+    Discriminator(lambda value: "<named>" if isinstance(value, dict) and value.get("type") == "tool" else "<any>"),
+]
+
+
+class ThinkingBody(RequestBody):
+    """Whether a model that reasons does so. A budget cannot be kept, so that ``enabled`` is refused."""
+
+    type: Literal["adaptive", "disabled"]
+    display: Literal["summarized"] | None = None
+
+
+class OutputFormat(RequestBody):
+    """A JSON schema that the answer is to be valid under."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+
+
+class OutputConfig(RequestBody):
+    """The form of the answer."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"effort": ()}
+
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(RequestBody):
+    """A conversation whose tokens are to be counted."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "context_management": (),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+    }
+
+    model: Text | None = None
+    messages: list[MessageParam] = Field(min_length=1)
+    system: Texts | None = None
+    tools: list[MessageTool] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_choice: _ToolChoice | None = None
+    thinking: ThinkingBody | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = Field(
+        default=None, description="Means nothing: what begins as an earlier prompt did is reused in any case."
+    )
+    link: LinkOptions | None = None
+
+    def translated(self, *, reasons: bool) -> Translation:
+        """Return the chat request; ``reasons`` is true for a model that may reason."""
+        made = Translation(fields={"response_format.json_schema": "output_config.format", "stop": "stop_sequences"})
+        made.values |= {"model": self.model, "link": self.link}
+        if self.system:
+            system = made.add_message("system")
+            for part, path in located(self.system, "system"):
+                made.add_part(system, part, origin=path)
+        for index, message in enumerate(self.messages):
+            _translate(message, made, f"messages.{index}")
+        last = made.values["messages"][-1]
+        made.values["continue_final_message"] = last["role"] == "assistant" and not last.get("tool_calls")
+        if self.tools:
+            made.values["tools"] = [tool.chat_tool() for tool in self.tools]
+        if self.tool_choice is not None:
+            made.values["tool_choice"] = _chat_choice(self.tool_choice)
+            made.values["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if self.thinking is not None and self.thinking.type == "disabled" and reasons:
+            made.values["chat_template_kwargs"] = {"enable_thinking": False}
+        if self.output_config is not None and self.output_config.format is not None:
+            schema = {"schema": self.output_config.format.schema_}
+            made.values["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return made
+
+
+class MessagesRequest(CountTokensRequest):
+    """A conversation to answer. Fields that would change the answer and are not supported are refused."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"metadata", "diagnostics"})
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = CountTokensRequest.refused | {"container": (), "inference_geo": ()}
+
+    max_tokens: int = Field(ge=1, le=2**31 - 1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
+    stop_sequences: list[Text] | None = Field(default=None, max_length=16)
+    stream: bool | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    def translated(self, *, reasons: bool) -> Translation:
+        made = super().translated(reasons=reasons)
+        names = ("max_tokens", "temperature", "top_p", "top_k", "stream")
+        made.values |= {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
+        return made
+
+
+def _translate(message: MessageParam, made: Translation, path: str) -> None:
+    """Add a message to the chat request: one, or several where results of calls are in it."""
+    for block, origin in located(message.content, f"{path}.content"):
+        if isinstance(block, ToolResultBlock):
+            result = made.add_message("tool", tool_call_id=block.tool_use_id)
+            made.fields[f"messages.{len(made.values['messages']) - 1}.tool_call_id"] = f"{origin}.tool_use_id"
+            for part in block.parts():
+                made.add_part(result, part, origin=f"{origin}.content")
+            if not result["content"]:
+                result["content"] = ""
+            continue
+        _add_block(_turn(message.role, made), block, made, origin)
+
+
+def _turn(role: str, made: Translation) -> dict[str, Any]:
+    """Return the last message where it is of this role, and else a new one."""
+    messages = made.values.setdefault("messages", [])
+    return messages[-1] if messages and messages[-1]["role"] == role != "system" else made.add_message(role)
+
+
+def _add_block(turn: dict[str, Any], block: Block, made: Translation, origin: str) -> None:
+    if isinstance(block, ToolUseBlock):
+        calls = turn.setdefault("tool_calls", [])
+        number = len(made.values["messages"]) - 1
+        made.fields[f"messages.{number}.tool_calls.{len(calls)}.function"] = origin
+        function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+        calls.append({"id": block.id, "type": "function", "function": function})
+    elif isinstance(block, ThinkingBlock):
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + block.thinking
+    else:
+        for part in block.parts() if isinstance(block, DocumentBlock) else [block]:
+            made.add_part(turn, part, origin=origin)
+
+
+def _chat_choice(choice: AnyToolChoice | NamedToolChoice) -> Any:
+    """Return a choice of tools as chat requests have it."""
+    if isinstance(choice, NamedToolChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]

@@ -1,0 +1,67 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+
+from kvlinker.server.access import TenantParam
+from kvlinker.server.access_log import note_tokens
+from kvlinker.server.answering import completion_responses
+from kvlinker.server.bodies import ResponseBody
+from kvlinker.server.conversing import Conversing
+from kvlinker.server.dialects import respond_in_dialect
+from kvlinker.server.errors import error_responses
+from kvlinker.server.messages.answers import MessageAnswer, MessageObject, MessageStreamEvent
+from kvlinker.server.messages.errors import MessagesError
+from kvlinker.server.messages.requests import CountTokensRequest, MessagesRequest
+from kvlinker.server.models import ServiceParam
+
+
+async def _beta(beta: Annotated[str | None, Query(description="Means nothing; clients send it along.")] = None) -> None:
+    """Take a parameter that clients send along."""
+
+
+router = APIRouter(tags=["messages"], dependencies=[Depends(_beta)])
+
+
+class TokenCount(ResponseBody):
+    """The length of a prompt."""
+
+    input_tokens: int
+
+
+def _responses() -> dict[int | str, dict[str, Any]]:
+    answered = completion_responses(MessageStreamEvent.__name__)[200]
+    answered = answered | {
+        "description": "The answer; with `stream`, server-sent events that have the names of their types. A stream "
+        "that fails half way ends with an event `error`."
+    }
+    return {200: answered, **error_responses(400, 404, 429, 503, model=MessagesError)}
+
+
+@router.post("/v1/messages", response_model=MessageObject, responses=_responses())
+async def create_message(
+    body: MessagesRequest, request: Request, service: ServiceParam, tenant: TenantParam
+) -> Response:
+    """Answer a conversation, in Anthropic's words; content mixes text, context caches, and results of tools."""
+    llm = service.llm
+    translation = body.translated(reasons=llm.responses.reasoning is not None)
+    return await respond_in_dialect(service, request, translation, MessageAnswer(llm), tenant=tenant)
+
+
+@router.post("/v1/messages/count_tokens", responses=error_responses(400, 404, model=MessagesError))
+async def count_tokens(
+    body: CountTokensRequest, request: Request, service: ServiceParam, tenant: TenantParam
+) -> TokenCount:
+    """Tell how many tokens the prompt of a conversation has. Nothing is cached."""
+    llm = service.llm
+    translation = body.translated(reasons=llm.responses.reasoning is not None)
+    with translation.renaming():
+        chat = translation.request()
+        service.check_model(chat.model)
+        tools = Conversing(llm, chat).tools
+        read = await service.encoding.run(request, lambda: chat.read(llm, tools, keeps=False, tenant=tenant))
+    note_tokens(request.scope, len(read.prompt))
+    return TokenCount(input_tokens=len(read.prompt))

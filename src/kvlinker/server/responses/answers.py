@@ -1,0 +1,229 @@
+"""Tells an answer as /v1/responses does, whole or in events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+from kvlinker.llm import LLM, ReadPrompt
+from kvlinker.server.answering import link_body
+from kvlinker.server.blocks import Block, BlockReader, BlockStep
+from kvlinker.server.errors import ErrorBody
+from kvlinker.server.responses.events import (
+    AnyEvent,
+    ArgumentsDelta,
+    ArgumentsDone,
+    ContentPartEvent,
+    OutputItemEvent,
+    OutputTextDelta,
+    OutputTextDone,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    ResponseEvent,
+)
+from kvlinker.server.responses.objects import (
+    FunctionCallOutput,
+    IncompleteDetails,
+    InputTokensDetails,
+    MessageOutput,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningOutput,
+    ReasoningTextBody,
+    ResponseFailure,
+    ResponseObject,
+    ResponseUsage,
+    Status,
+)
+from kvlinker.server.responses.requests import ResponsesRequest
+from kvlinker.types.answers import Finished
+
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+
+
+class ResponseAnswer:
+    """A ``DialectAnswer``."""
+
+    def __init__(self, llm: LLM, body: ResponsesRequest) -> None:
+        self._llm = llm
+        self._body = body
+        self._id = f"resp_{secrets.token_hex(12)}"
+        self._created_at = int(time.time())
+        self._ids: dict[int, str] = {}
+        self._numbers = 0
+        self._reader: BlockReader | None = None
+        self._finished: Finished | None = None
+
+    def opening(self, read: ReadPrompt) -> Iterable[AnyEvent]:
+        self._read = read
+        return [
+            ResponseEvent(type=kind, response=self._response("in_progress"), **self._number())
+            for kind in ("response.created", "response.in_progress")
+        ]
+
+    def told(self, step: BlockStep) -> Iterator[AnyEvent]:
+        block = step.block
+        place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
+        match step.what:
+            case "begin":
+                item = self._item(block, "in_progress")
+                yield OutputItemEvent(
+                    type="response.output_item.added", output_index=block.index, item=item, **self._number()
+                )
+                if block.call is None:
+                    yield self._part("response.content_part.added", block, place)
+            case "go on":
+                yield self._more(block, step.text, place)
+            case "end":
+                yield self._done(block, place)
+                if block.call is None:
+                    yield self._part("response.content_part.done", block, place)
+                yield OutputItemEvent(
+                    type="response.output_item.done",
+                    output_index=block.index,
+                    item=self._item(block, "completed"),
+                    **self._number(),
+                )
+
+    def closing(self, reader: BlockReader, finished: Finished) -> Iterable[AnyEvent]:
+        self._reader, self._finished = reader, finished
+        whole = self.whole()
+        kind: Any = f"response.{whole.status}"
+        return [ResponseEvent(type=kind, response=whole, **self._number())]
+
+    def failure(self, error: ErrorBody) -> Iterable[AnyEvent]:
+        failed = self._response("failed").model_copy(
+            update={"error": ResponseFailure(code="server_error", message=error.error.message)}
+        )
+        return [ResponseEvent(type="response.failed", response=failed, **self._number())]
+
+    def whole(self) -> ResponseObject:
+        assert self._finished is not None
+        return self._response("completed" if self._finished.reason == "stop" else "incomplete")
+
+    def _number(self) -> dict[str, int]:
+        """Return the number of the next event."""
+        self._numbers += 1
+        return {"sequence_number": self._numbers - 1}
+
+    def _item_id(self, block: Block) -> str:
+        return self._ids.setdefault(block.index, f"{_PREFIXES[block.kind]}_{secrets.token_hex(12)}")
+
+    def _more(self, block: Block, text: str, place: dict[str, Any]) -> AnyEvent:
+        place = place | self._number()
+        match block.kind:
+            case "call":
+                return ArgumentsDelta(type="response.function_call_arguments.delta", delta=text, **place)
+            case "reasoning":
+                return ReasoningTextDelta(type="response.reasoning_text.delta", content_index=0, delta=text, **place)
+        return OutputTextDelta(type="response.output_text.delta", content_index=0, delta=text, logprobs=[], **place)
+
+    def _done(self, block: Block, place: dict[str, Any]) -> AnyEvent:
+        place = place | self._number()
+        if block.call is not None:
+            return ArgumentsDone(
+                type="response.function_call_arguments.done", name=block.call.name, arguments=block.text, **place
+            )
+        if block.kind == "reasoning":
+            return ReasoningTextDone(type="response.reasoning_text.done", content_index=0, text=block.text, **place)
+        return OutputTextDone(type="response.output_text.done", content_index=0, text=block.text, logprobs=[], **place)
+
+    def _part(
+        self,
+        kind: Literal["response.content_part.added", "response.content_part.done"],
+        block: Block,
+        place: dict[str, Any],
+    ) -> ContentPartEvent:
+        part = _reasoning(block) if block.kind == "reasoning" else _text(block)
+        return ContentPartEvent(type=kind, content_index=0, part=part, **(place | self._number()))
+
+    def _item(
+        self, block: Block, status: Literal["in_progress", "completed", "incomplete"]
+    ) -> MessageOutput | ReasoningOutput | FunctionCallOutput:
+        """Return an item; one in progress is empty."""
+        begins = status == "in_progress"
+        item_id = self._item_id(block)
+        if block.call is not None:
+            return FunctionCallOutput(
+                type="function_call",
+                id=item_id,
+                call_id=block.call.id,
+                name=block.call.name,
+                arguments="" if begins else block.text,
+                status=status,
+            )
+        if block.kind == "reasoning":
+            thoughts = [] if begins else [_reasoning(block)]
+            return ReasoningOutput(type="reasoning", id=item_id, status=status, summary=[], content=thoughts)
+        texts = [] if begins else [_text(block)]
+        return MessageOutput(type="message", id=item_id, role="assistant", status=status, content=texts)
+
+    def _response(self, status: Status) -> ResponseObject:
+        body, params = self._body, self._llm.sampling_params(**self._body.sampling_fields())
+        link = link_body([self._read])
+        ended = self._finished is not None
+        return ResponseObject(
+            id=self._id,
+            object="response",
+            created_at=self._created_at,
+            completed_at=int(time.time()) if status == "completed" else None,
+            status=status,
+            background=False,
+            error=None,
+            incomplete_details=IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=self._llm.model_name,
+            output=self._output(status) if ended else [],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=None,
+            reasoning={"effort": None, "summary": None},
+            service_tier="default",
+            store=False,
+            temperature=params.temperature,
+            text=body.told_text(),
+            tool_choice=body.told_choice(),
+            tools=[tool.model_dump() for tool in body.tools or ()],
+            top_p=params.top_p,
+            truncation="disabled",
+            usage=self._usage() if ended else None,
+            **({} if link is None else {"link": link}),
+        )
+
+    def _output(self, status: Status) -> list[MessageOutput | ReasoningOutput | FunctionCallOutput]:
+        """Return all items; the last one of an answer that was cut is not complete, unless it is a call."""
+        assert self._reader is not None
+        blocks = self._reader.blocks
+        cut = blocks[-1] if status == "incomplete" and blocks and blocks[-1].call is None else None
+        return [self._item(block, "incomplete" if block is cut else "completed") for block in blocks]
+
+    def _usage(self) -> ResponseUsage:
+        assert self._finished is not None
+        assert self._reader is not None
+        usage = self._finished.usage
+        thoughts = "".join(block.text for block in self._reader.blocks if block.kind == "reasoning")
+        thought = len(self._llm.token_ids(thoughts)) if thoughts else 0
+        written = sum(cache.tokens for cache in self._read.linked if cache.created)
+        return ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(
+                cached_tokens=usage.cached_tokens,
+                exact_cached_tokens=usage.exact_cached_tokens,
+                recomputed_tokens=usage.recomputed_tokens,
+                cache_write_tokens=min(written, usage.prompt_tokens - usage.cached_tokens),
+            ),
+            output_tokens=usage.output_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=min(thought, usage.output_tokens)),
+            total_tokens=usage.prompt_tokens + usage.output_tokens,
+        )
+
+
+def _text(block: Block) -> OutputText:
+    return OutputText(type="output_text", text=block.text, annotations=[], logprobs=[])
+
+
+def _reasoning(block: Block) -> ReasoningTextBody:
+    return ReasoningTextBody(type="reasoning_text", text=block.text)

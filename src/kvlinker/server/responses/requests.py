@@ -1,0 +1,166 @@
+"""The request body of /v1/responses, and its translation to a chat request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, JsonValue, Tag
+
+from kvlinker.server.bodies import LinkOptions, Metadata, RequestBody, StreamOptions, Text
+from kvlinker.server.dialects import Translation
+from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
+from kvlinker.server.responses.items import Item, MessageItem, add_items
+
+
+class ResponseTool(RequestBody):
+    """A function that the model may call; ``parameters`` is a JSON schema. With ``strict``, arguments are enforced to
+    be valid whenever it is called."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"defer_loading": (False,)}
+
+    type: Literal["function"]
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(RequestBody):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+_ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedFunction, Tag("<function>")],
+    Discriminator(lambda value: "<function>" if isinstance(value, dict | NamedFunction) else "<word>"),
+]
+
+
+class TextFormat(RequestBody):
+    """Any text, or a JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class JsonSchemaFormat(RequestBody):
+    """JSON that is valid under a schema, with and without ``strict``."""
+
+    type: Literal["json_schema"]
+    name: Text | None = None
+    description: Text | None = None
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+    strict: bool | None = None
+
+
+_Format = Annotated[
+    Annotated[TextFormat, Tag("<text>")] | Annotated[JsonSchemaFormat, Tag("<json_schema>")],
+    Discriminator(
+        lambda value: "<json_schema>" if isinstance(value, dict) and value.get("type") == "json_schema" else "<text>"
+    ),
+]
+
+
+class TextBody(RequestBody):
+    """The form of the answer."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+
+    format: _Format | None = None
+
+
+_Input = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[list[Item], Field(min_length=1), Tag("<items>")],
+    Discriminator(lambda value: "<items>" if isinstance(value, list) else "<text>"),
+]
+
+
+class ResponsesRequest(RequestBody):
+    """A conversation to answer; all of it, for nothing is kept. Fields that would change the answer and are not
+    supported are refused."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+        | {"max_tool_calls"}
+    )
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "store": (False,),
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (False,),
+        "prompt": (),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+        "context_management": ([],),
+        "moderation": (),
+    }
+
+    model: Text | None = None
+    input: _Input
+    instructions: Text | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    tools: list[ResponseTool] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_choice: _ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextBody | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
+    link: LinkOptions | None = None
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that answers tell of, as far as they are given."""
+        return {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
+
+    def told_text(self) -> dict[str, Any]:
+        """Return the form of the answer, as answers tell it."""
+        asked = self.text.format if self.text else None
+        return {"format": {"type": "text"} if asked is None else asked.model_dump(by_alias=True, exclude_none=True)}
+
+    def told_choice(self) -> str | dict[str, str]:
+        """Return the choice of tools, as answers tell it."""
+        if isinstance(self.tool_choice, NamedFunction):
+            return self.tool_choice.model_dump()
+        return self.tool_choice or "auto"
+
+    def translated(self) -> Translation:
+        """Return the chat request."""
+        made = Translation(
+            fields={
+                "messages": "input",
+                "max_tokens": "max_output_tokens",
+                "response_format": "text.format",
+                "response_format.json_schema": "text.format",
+            }
+        )
+        names = ("model", "link", "temperature", "top_p", "parallel_tool_calls", "stream", "service_tier")
+        made.values |= {name: getattr(self, name) for name in names} | {"max_tokens": self.max_output_tokens}
+        if self.instructions is not None:
+            made.add_part(
+                made.add_message("system"), {"type": "text", "text": self.instructions}, origin="instructions"
+            )
+        if isinstance(self.input, str):
+            add_items([MessageItem(role="user", content=self.input)], made)
+        else:
+            add_items(self.input, made)
+        if self.tools:
+            made.values["tools"] = [
+                {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools
+            ]
+        if isinstance(self.tool_choice, NamedFunction):
+            made.values["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        else:
+            made.values["tool_choice"] = self.tool_choice
+        match self.text.format if self.text else None:
+            case TextFormat(type=kind):
+                made.values["response_format"] = {"type": kind}
+            case JsonSchemaFormat() as form:
+                schema = form.model_dump(by_alias=True, exclude={"type"})
+                made.values["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return made

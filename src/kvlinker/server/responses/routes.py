@@ -1,0 +1,36 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from kvlinker.server.access import TenantParam
+from kvlinker.server.answering import completion_responses
+from kvlinker.server.dialects import respond_in_dialect
+from kvlinker.server.models import ServiceParam
+from kvlinker.server.responses.answers import ResponseAnswer
+from kvlinker.server.responses.events import ResponseStreamEvent
+from kvlinker.server.responses.objects import ResponseObject
+from kvlinker.server.responses.requests import ResponsesRequest
+
+router = APIRouter(tags=["responses"])
+
+
+def _responses() -> dict[int | str, dict[str, Any]]:
+    described = completion_responses(ResponseStreamEvent.__name__)
+    described[200]["description"] = (
+        "The answer; with `stream`, server-sent events that have the names of their types. A stream that fails half "
+        "way ends with an event `response.failed`."
+    )
+    return described
+
+
+@router.post("/v1/responses", response_model=ResponseObject, responses=_responses())
+async def create_response(
+    body: ResponsesRequest, request: Request, service: ServiceParam, tenant: TenantParam
+) -> Response:
+    """Answer a conversation that is given as items, all of them; nothing is kept."""
+    answer = ResponseAnswer(service.llm, body)
+    return await respond_in_dialect(service, request, body.translated(), answer, tenant=tenant)
