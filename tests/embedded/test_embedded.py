@@ -100,8 +100,8 @@ def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(
 
 
 def test_a_long_queue_is_refused_by_the_time_that_it_would_take(bench):
-    made = bench(kv_slots=8192, slo_ttft=1e-4, max_step_tokens=16)
-    made.answer(linked_prompt(fresh=400), "full", max_tokens=1)
+    made = bench(kv_slots=8192, slo_ttft=1e-4, max_step_tokens=1)  # the first of the long ones takes seconds
+    made.answer(linked_prompt(fresh=100), "full", max_tokens=1)
     long, other = (linked_prompt(fresh=1900, seed=seed) for seed in (1, 2))
     first, handle = made.submit(long, "full", max_tokens=1)
     with pytest.raises(OverloadedError, match="The first token is expected") as caught:
