@@ -67,15 +67,12 @@ def configure(settings: Settings) -> Any:
         )
     except TypeError as error:
         raise InvalidRequestError(f"vllm_options {json.dumps(options)}: {error}", param="vllm_options") from error
-    require_linkable(
-        pipeline_parallel_size=arguments.pipeline_parallel_size,
-        speculative_config=arguments.speculative_config,
-        lora=arguments.enable_lora,
-    )
     try:
-        return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except Exception as error:  # vLLM raises whatever it meets
         raise ModelLoadError(f"vLLM cannot run {settings.model!r}: {' '.join(str(error).split())}") from error
+    require_linkable(config)
+    return config
 
 
 def _dtype(settings: Settings, options: Mapping[str, Any]) -> str:
