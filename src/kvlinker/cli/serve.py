@@ -66,6 +66,10 @@ def _serve_until_failure(settings: Settings, listener: socket.socket, console: C
             return self.engine_failed or await super().on_tick(counter)
 
     app = create_app(llm, settings)
+    if settings.engine == "vllm":
+        from kvlinker.vllm.other_routes import add_other_routes
+
+        add_other_routes(app, llm.engine, settings)
     console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
     server = Server(server_config(app, request_timeout=settings.request_timeout))
     with suppress(KeyboardInterrupt):

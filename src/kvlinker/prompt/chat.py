@@ -112,12 +112,20 @@ class ChatTemplate:
                     return name
         return None
 
+    def has_variable(self, name: str) -> bool:
+        """Return whether the template has a variable of this name that callers may set."""
+        return name not in self._reserved and re.search(rf"\b{re.escape(name)}\b", self._template or "") is not None
+
+    @cached_property
+    def _reserved(self) -> frozenset[str]:
+        """The names that are no variables of the template's own."""
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        return frozenset({"messages", *own, *self._tokenizer.special_tokens_map})
+
     def _check_variables(self, options: TemplateOptions) -> None:
         """Check that the template knows its variables. Raises InvalidRequestError."""
-        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        reserved = {"messages", *own, *self._tokenizer.special_tokens_map}
         for name in options.variables:
-            if name in reserved or not re.search(rf"\b{re.escape(name)}\b", self._template or ""):
+            if not self.has_variable(name):
                 raise InvalidRequestError(
                     f"The model's chat template has no variable {name!r} to be set. Leave it out.",
                     param="chat_template_kwargs",

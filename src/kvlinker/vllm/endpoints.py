@@ -1,8 +1,7 @@
 """vLLM's entry point ``vllm.endpoint_plugins``, which brings kvlinker's routes into vLLM's own server.
 
-Load it with ``VLLM_PLUGINS=kvlinker``. kvlinker's application is put before vLLM's routes as it is, and answers what
-it has routes for, ``/v1/messages`` and ``/v1/responses`` among them, which vLLM has, too; ``/health``, ``/metrics``,
-``/openapi.json`` and ``/docs`` stay vLLM's, and ``/metrics`` tells kvlinker's figures, too.
+Load it with ``VLLM_PLUGINS=kvlinker``. kvlinker's application is put before vLLM's routes, and answers what only it has
+routes for, and requests that ask for linking; all others are vLLM's, and ``/metrics`` tells kvlinker's figures, too.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from typing import Any, ClassVar
 import prometheus_client
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
-from starlette.routing import BaseRoute, Match
-from starlette.types import Receive, Scope, Send
+from fastapi.routing import APIRoute
 
 from kvlinker.config import Settings
 from kvlinker.errors import InvalidRequestError
@@ -25,33 +23,16 @@ from kvlinker.llm import LLM
 from kvlinker.server.app import create_app
 from kvlinker.server.models import Service
 from kvlinker.vllm.adapter import load_chat_template
+from kvlinker.vllm.diversion import Diversion
 from kvlinker.vllm.frontend.client import VLLMClient
 from kvlinker.vllm.frontend.source import VLLMSource
+from kvlinker.vllm.linked_requests import LinkedRequests
 from kvlinker.vllm.options import ConnectorOptions, connector_settings
 from kvlinker.vllm.plugin import NAME
 from kvlinker.vllm.protocol.signature import PlanSigner
 
 ALL_ADDRESSES = "0.0.0.0"
 """The address that vLLM binds to unless it is given another."""
-
-LEFT_TO_VLLM = frozenset({"/docs", "/health", "/metrics", "/openapi.json"})
-
-
-class Diversion(BaseRoute):
-    """Routes requests to kvlinker's application where that has a route for them."""
-
-    def __init__(self) -> None:
-        self.app: FastAPI | None = None
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if self.app is None or scope["type"] != "http" or scope["path"] in LEFT_TO_VLLM:
-            return Match.NONE, {}
-        found = (route.matches(scope)[0] for route in self.app.router.routes)
-        return max(found, key=lambda match: match.value, default=Match.NONE), {}
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert self.app is not None
-        await self.app(scope, receive, send)
 
 
 class KVLinkerEndpoints:
@@ -61,10 +42,10 @@ class KVLinkerEndpoints:
     required_tasks: ClassVar[tuple[str, ...]] = ("generate",)
 
     def __init__(self) -> None:
-        self._diversion = Diversion()
         self._running = AsyncExitStack()
 
     def attach_router(self, app: FastAPI) -> None:
+        self._diversion = Diversion(app)
         app.router.routes.insert(0, self._diversion)
         outer = app.router.lifespan_context
 
@@ -84,6 +65,10 @@ class KVLinkerEndpoints:
         client = VLLMClient(engine_client, asyncio.get_running_loop(), PlanSigner.of(settings.state_dir))
         llm = await run_in_threadpool(_start, settings, client, engine_client.vllm_config)
         app = create_app(llm, settings)
+        linked = LinkedRequests(self._diversion, llm, state.online_renderer).router
+        replaced = {route.path for route in linked.routes if isinstance(route, APIRoute)}
+        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in replaced]
+        app.include_router(linked)
         await self._running.enter_async_context(app.router.lifespan_context(app))
         service: Service = app.state.service
         prometheus_client.REGISTRY.register(service.metrics.registry)
@@ -115,12 +100,12 @@ def settings_of(vllm_config: Any, args: Namespace) -> Settings:
         {
             "engine": "vllm",
             "model": model.model,
+            "chat_template": load_chat_template(getattr(args, "chat_template", None)),
             "served_model_name": served[0] if served else None,
             "dtype": str(model.dtype).removeprefix("torch."),
             "trust_remote_code": model.trust_remote_code,
             "max_running": vllm_config.scheduler_config.max_num_seqs,
             "host": getattr(args, "host", None) or ALL_ADDRESSES,
-            "chat_template": load_chat_template(getattr(args, "chat_template", None)),
         }
         | options
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import secrets
@@ -18,8 +17,8 @@ from typing import Any, TypeVar
 
 from kvlinker.config import Settings
 from kvlinker.errors import ModelLoadError, UnsupportedModelError
-from kvlinker.types.grammars import AnswerGrammar
 from kvlinker.types.sampling import SamplingParams
+from kvlinker.vllm.frontend.grammars import VLLMGrammars
 from kvlinker.vllm.options import REFUSAL_FILE
 from kvlinker.vllm.protocol.signature import PlanSigner
 from kvlinker.vllm.protocol.transfer_plan import PARAM, TransferOutcome, TransferPlan
@@ -69,6 +68,12 @@ class VLLMClient:
         self._client = client
         self.loop = loop
         self._signer = signer
+        self.grammars = VLLMGrammars(client)
+
+    @property
+    def engine_client(self) -> Any:
+        """vLLM's own client, to be used in ``loop``."""
+        return self._client
 
     @property
     def healthy(self) -> bool:
@@ -97,9 +102,10 @@ class VLLMClient:
     ) -> AsyncGenerator[NewTokens, None]:
         """Yield what the request ``name`` generates, as it comes. Closing the iterator aborts the request."""
         prompt = {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
-        transfer_params = None if transfer is None else self._signer.params(transfer, tokens)
-        params = _vllm_sampling(sampling, max_tokens, transfer_params)
-        outputs = self._client.generate(prompt, params, name)
+        transfer_params = None if transfer is None else self.signed(transfer, tokens)
+        structured = None if sampling.grammar is None else self.grammars.prepare(sampling.grammar)
+        params = _vllm_sampling(sampling, max_tokens, transfer_params, structured)
+        outputs = self._client.generate(prompt, params, name, reasoning_ended=True)  # grammars have reasoning in them
         try:
             async for output in outputs:
                 yield _new_tokens(output)
@@ -110,7 +116,7 @@ class VLLMClient:
         """Compute ``tokens`` [length], linking and reusing nothing, and return for each the log probabilities, by token
         id, of itself and of the ``top`` most likely tokens in its place; None for the first."""
         name = f"kvlinker-{secrets.token_hex(8)}"
-        params = _vllm_sampling(replace(_ONE_TOKEN, prompt_logprobs=top), 1, None)
+        params = _vllm_sampling(replace(_ONE_TOKEN, prompt_logprobs=top), 1, None, None)
         prompt = {"prompt_token_ids": list(tokens), "cache_salt": secrets.token_hex(16)}
         found: list[Mapping[int, float] | None] = []
         outputs = self._client.generate(prompt, params, name)
@@ -144,6 +150,16 @@ class VLLMClient:
         """Empty vLLM's prefix cache, as soon as no request is under way."""
         while not await self._client.reset_prefix_cache():
             await asyncio.sleep(IDLE_SECONDS)
+
+    async def run_first(self, tokens: Sequence[int], transfer: TransferPlan, salt: str) -> None:
+        """Generate a token behind a prompt, so that later requests with this salt find its KV."""
+        name = f"kvlinker-{secrets.token_hex(8)}"
+        async for _ in self.stream(name, tokens, _ONE_TOKEN, max_tokens=1, transfer=transfer, salt=salt):
+            pass
+
+    def signed(self, transfer: TransferPlan, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return the ``kv_transfer_params`` that carry a transfer plan for a prompt of these tokens."""
+        return self._signer.params(transfer, tokens)
 
     def close(self) -> None:
         """Do nothing: the client is stopped by its creator."""
@@ -230,18 +246,15 @@ def _new_tokens(output: Any) -> NewTokens:
     )
 
 
-def _structured(grammar: AnswerGrammar) -> Any:
-    """Return a grammar as vLLM takes it."""
-    from vllm.sampling_params import StructuredOutputsParams
+def _vllm_sampling(
+    sampling: SamplingParams, max_tokens: int, transfer: Mapping[str, Any] | None, structured: Mapping[str, Any] | None
+) -> Any:
+    """Return vLLM's sampling parameters, without stop strings: kvlinker looks for them itself.
 
-    source = json.loads(grammar.source) if grammar.kind == "choice" else grammar.source
-    return StructuredOutputsParams(**{grammar.kind: source})
-
-
-def _vllm_sampling(sampling: SamplingParams, max_tokens: int, transfer: Mapping[str, Any] | None) -> Any:
-    """Return vLLM's sampling parameters, without stop strings: kvlinker looks for them itself."""
+    ``structured`` are the fields of vLLM's for the request's grammar, which alone decides where its answer ends.
+    """
     from vllm import SamplingParams as VLLMSamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     return VLLMSamplingParams(
         temperature=sampling.temperature,
@@ -252,14 +265,14 @@ def _vllm_sampling(sampling: SamplingParams, max_tokens: int, transfer: Mapping[
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         seed=None if sampling.seed is None else sampling.seed % 2**63,
-        ignore_eos=sampling.ignore_eos,
-        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos and structured is None,
+        min_tokens=sampling.min_tokens if structured is None else 0,
         stop_token_ids=list(sampling.stop_token_ids),
         bad_words=list(sampling.bad_words),
         logit_bias=dict(sampling.logit_bias) or None,
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
-        structured_outputs=None if sampling.grammar is None else _structured(sampling.grammar),
+        structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
         max_tokens=max_tokens,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,

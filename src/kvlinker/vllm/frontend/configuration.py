@@ -11,6 +11,7 @@ import torch
 from kvlinker.config import Settings
 from kvlinker.engine.model_files import check_model, choose_device, choose_dtype
 from kvlinker.errors import InvalidRequestError, ModelLoadError
+from kvlinker.vllm.frontend.grammars import GUIDANCE
 from kvlinker.vllm.options import ConnectorOptions
 from kvlinker.vllm.plugin import NAME
 
@@ -26,6 +27,7 @@ def configure(settings: Settings) -> Any:
 
     Raises InvalidRequestError for options that vLLM does not know or kvlinker does not link with, and ModelLoadError.
     """
+    from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -48,6 +50,7 @@ def configure(settings: Settings) -> Any:
         defaults["gpu_memory_utilization"] = CPU_MEMORY_SHARE
     check_model(settings.model)
     try:
+        structured = StructuredOutputsConfig(**({"backend": GUIDANCE} | options.pop("structured_outputs_config", {})))
         arguments = AsyncEngineArgs(
             model=settings.model,
             dtype=_dtype(settings, options),
@@ -63,9 +66,10 @@ def configure(settings: Settings) -> Any:
                     "chunk_scores": settings.chunk_scores,
                 },
             },
+            structured_outputs_config=structured,
             **(defaults | options),
         )
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"vllm_options {json.dumps(options)}: {error}", param="vllm_options") from error
     try:
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)

@@ -31,6 +31,7 @@ from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.vllm.frontend.client import SPARE_TOKENS, VLLMClient
 from kvlinker.vllm.frontend.linker import LinkedPrompt, VLLMLinker
 from kvlinker.vllm.frontend.model_facts import ModelFacts
+from kvlinker.vllm.frontend.preparation import PreparedPrompt
 from kvlinker.vllm.protocol.transfer_plan import unsupported
 
 T = TypeVar("T")
@@ -88,6 +89,11 @@ class VLLMEngine:
         atexit.register(self.close)
 
     @property
+    def client(self) -> VLLMClient:
+        """The client of vLLM's engine."""
+        return self._client
+
+    @property
     def healthy(self) -> bool:
         return not self._closing and self._client.healthy
 
@@ -113,6 +119,19 @@ class VLLMEngine:
     def explain(self, request: GenerationRequest) -> Future[Explanation]:
         self._checked(request)
         return self._client.run(self._translated(self._explain(request)))
+
+    def prepare(self, request: GenerationRequest, *, salt: str | None = None) -> Future[PreparedPrompt]:
+        """Link the prompt of a request that vLLM's own handlers are to answer; ``salt`` is the request's own.
+
+        Where there are several choices, the prompt's KV is in vLLM's prefix cache then, so that it is linked once.
+        Raises PolicyError, ContextLengthError or EngineClosedError at once; later errors are the future's.
+        """
+        self._checked(request)
+        return self._client.run(self._translated(self._prepare(request, salt)))
+
+    def note_uses(self, prepared: PreparedPrompt, tenant: str) -> None:
+        """Note in the store how a prepared prompt used its chunks."""
+        self._executor.submit(self._tell_store, prepared.linked, tenant)
 
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
         raise _unscored("prompt")
@@ -164,13 +183,8 @@ class VLLMEngine:
         check_supported(self.unsupported(request.policy))
         if request.sampling.prompt_logprobs is not None:
             raise _unscored("prompt_logprobs")
-        grammar = request.sampling.grammar
-        if grammar is not None and (grammar.kind == "lark" or grammar.frame):
-            raise InvalidRequestError(
-                "The vllm engine cannot enforce calls of tools, nor forms of answers beside them or behind reasoning. "
-                "Use tool_choice 'auto' or 'none' without a form, or the embedded engine.",
-                param="tool_choice" if grammar.kind == "lark" else grammar.param,
-            )
+        if request.sampling.grammar is not None:
+            self._client.grammars.prepare(request.sampling.grammar)
         if request.sampling.max_tokens == 0:
             raise InvalidRequestError(
                 "max_tokens is 0, but the vllm engine generates at least 1 token.", param="max_tokens"
@@ -263,6 +277,16 @@ class VLLMEngine:
             request.fail(engine_closed())
         request.cancel()
 
+    async def _prepare(self, request: GenerationRequest, own_salt: str | None) -> PreparedPrompt:
+        linked = await self._linker.refine(await self._linker.link(request))
+        transfer, tokens = linked.transfer, linked.plan.prompt.tokens.tolist()
+        salt = linked.salt(request.tenant if own_salt is None else f"{request.tenant}\0{own_salt}")
+        several = request.n > 1
+        if several:
+            await self._client.run_first(tokens, transfer, salt)
+            transfer = linked.transfer_again
+        return PreparedPrompt(linked, self._client.signed(transfer, tokens), salt, computed=several)
+
     async def _explain(self, request: GenerationRequest) -> Explanation:
         linked = await self._linker.refine(await self._linker.link(request), explains=True)
         return linked.explanation(self._facts.cost)
@@ -300,11 +324,13 @@ class VLLMEngine:
 
     def _error_of(self, error: BaseException) -> KVLinkerError:
         """Return the error that a request ends with."""
+        from vllm.exceptions import VLLMClientError
+
         if isinstance(error, KVLinkerError):
             return error
         if not self.healthy:
             return EngineClosedError("vLLM's engine has stopped; see its log. Restart the server.")
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError | VLLMClientError):
             return InvalidRequestError(f"vLLM refuses this request: {error}")
         logger.error("A request failed in vLLM.", exc_info=error)
         return KVLinkerError(f"vLLM failed on this request: {type(error).__name__}.")
