@@ -22,7 +22,6 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -124,9 +123,7 @@ class Settings(BaseSettings):
         default=None, ge=1, description="Most tokens of an answer; the rest of the context window by default."
     )
 
-    policy: str = Field(
-        default="query-5", description="Linking policy of requests that name none; legolink-16 with vLLM."
-    )
+    policy: str = Field(default="query-5", description="Linking policy of requests that name none.")
     generation_context: GenerationContext = Field(
         default=GenerationContext.PREFIX, description="What stands before chunks that name none: alone, bos, prefix."
     )
@@ -311,14 +308,6 @@ class Settings(BaseSettings):
     def served_name(self) -> str:
         """The model's name in the API: a folder's name, or the hub id, unless another is set."""
         return self.served_model_name or (Path(self.model).name if Path(self.model).is_dir() else self.model)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _policy_of_engine(cls, values: Any) -> Any:
-        """vLLM cannot run the usual policy, which looks at the question's attention."""
-        if isinstance(values, dict) and values.get("engine") == "vllm":
-            return {"policy": "legolink-16", **values}
-        return values
 
     @property
     def searchable(self) -> bool:

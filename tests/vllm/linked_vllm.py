@@ -7,6 +7,7 @@ import itertools
 import os
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,9 @@ class LinkedVLLM:
         transfer = transfer_for(prompt, policy, evidence)
         return self.add(prompt.tokens.tolist(), transfer, f"{salt} {transfer}", **options)
 
-    async def run_transfer(self, transfer, tokens):
+    async def run_transfer(self, transfer, tokens, salt=None):
         """What ``VLLMClient`` does under that name."""
-        name = self.add([*tokens, 0], transfer, secrets.token_hex(8), max_tokens=1)
+        name = self.add([*tokens, 0], transfer, salt or secrets.token_hex(8), max_tokens=1)
         return outcome_of(self.run()[name])
 
     def evidence(self, prompt):
@@ -129,8 +130,10 @@ class LinkedVLLM:
         return PromptEvidence(tuple(chunks.get(key_of(chunk)).scores for chunk in prompt.chunks))
 
     def refined(self, prompt, policy):
-        """The link of a policy that refines, when it has compared."""
+        """The link of a policy that looks at vLLM's passes, when it has seen them."""
         link = Link.begin(prompt, parse_policy(policy))
+        if link.policy.needs.scores:
+            link = link.with_scores(self.evidence(prompt).chunk_scores)
         keys = tuple(map(key_of, link.chunks))
         with ThreadPoolExecutor(1) as executor:
             layers = reference_model(self.family, head_dim=HEAD_DIM).config.num_hidden_layers
@@ -140,8 +143,25 @@ class LinkedVLLM:
             return asyncio.run(linker.refine(LinkedPrompt(link, layers, keys)))
 
     def follow(self, linked, **options):
-        name = self.add(linked.plan.prompt.tokens.tolist(), linked.transfer, secrets.token_hex(8), **options)
+        salt = linked.salt(secrets.token_hex(8))
+        name = self.add(linked.plan.prompt.tokens.tolist(), linked.transfer, salt, **options)
         return self.run()[name]
+
+    @contextmanager
+    def local_hits(self):
+        """Note how many tokens of each linked request vLLM's prefix cache has, in order."""
+        found: list[int] = []
+        matched = self.linking.matched
+
+        def noted(request_id, local, tokens):
+            found.append(local)
+            return matched(request_id, local, tokens)
+
+        self.linking.matched = noted
+        try:
+            yield found
+        finally:
+            del self.linking.matched
 
     def abort(self, name):
         self._engine.abort_request([name])
@@ -181,7 +201,7 @@ class LinkedVLLM:
         worker = vllm.distributed.kv_transfer.get_kv_transfer_group()._worker
         assert not worker._tasks
         assert not worker._writing
-        assert not worker._deviations
+        assert not worker._measured
 
     def close(self):
         self._engine.engine_core.shutdown()

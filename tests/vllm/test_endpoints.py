@@ -201,10 +201,10 @@ def test_vllms_own_routes_stay(http: httpx.Client) -> None:
 def test_transfer_plans_of_others_are_not_followed(http: httpx.Client, folder: Path) -> None:
     """vLLM's own routes take them from anybody."""
     transfer = {"linked": 3, "placements": [], "runs": [[0, 3]], "captures": [{"key": "0" * 64, "begin": 0, "end": 3}]}
-    body = {"token_ids": [5, 6, 7, 8], "sampling_params": {"max_tokens": 2}, "cache_salt": "x"}
+    body = {"input": "The cat sat on the mat", "max_output_tokens": 2, "cache_salt": "x"}
     for signature in (None, "0" * 64, "é"):
         params = {"kvlinker": transfer, "kvlinker_signature": signature}
-        answer = http.post("/inference/v1/generate", json=body | {"kv_transfer_params": params})
+        answer = http.post("/v1/responses", json=body | {"kv_transfer_params": params})
         assert answer.status_code == 200, answer.text
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
     chunks = folder / "state" / "chunks"

@@ -17,7 +17,7 @@ from tests.embedded.conftest import linked_prompt
 from tests.vllm.conftest import vllm_settings_for
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 20}
-POLICIES = ["full", "naive", "legolink-16", "random-30", "cacheblend-40-onestep"]
+POLICIES = ["full", "naive", "legolink-16", "random-30", "cacheblend-40-onestep", "query-20"]
 TOLERANCE = 1e-4
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlinker.config import Settings
+import torch
+
 from kvlinker.errors import UnsupportedModelError
 from kvlinker.store.format.encryption import Sealing, load_cipher
 from kvlinker.vllm.adapter import (
@@ -19,6 +20,7 @@ from kvlinker.vllm.adapter import (
     KVConnectorWorkerMetadata,
     bind_caller,
     end_with_parent,
+    forget_prefix,
     require_linkable,
     require_tested_version,
 )
@@ -63,11 +65,7 @@ class KVLinkerConnector(KVConnectorBase_V1):
         self._refusal_file: str | None = options.get(REFUSAL_FILE)
         own = ConnectorOptions.taken_from(options)
         require_tested_version(allow_untested=own.allow_untested)
-        require_linkable(
-            pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
-            speculative_config=vllm_config.speculative_config,
-            lora=vllm_config.lora_config,
-        )
+        require_linkable(vllm_config)
         self._settings = settings = connector_settings(options)
         scheduler_config = vllm_config.scheduler_config
         self._limits = StepLimits(
@@ -79,7 +77,12 @@ class KVLinkerConnector(KVConnectorBase_V1):
             slowdown=own.slowdown,
         )
         is_worker = role == KVConnectorRole.WORKER
-        self._chunks = _open_chunks(settings, memory_bytes=settings.host_memory if is_worker else 0)
+        self._chunks = WorkerChunks(
+            Path(settings.state_dir) / "chunks",
+            memory_bytes=settings.host_memory if is_worker else 0,
+            sealing=Sealing(load_cipher(settings.encryption_key)),
+            pinned=is_worker and torch.cuda.is_available(),
+        )
         self._scheduler: LinkingScheduler | None = None
         if not is_worker:
             end_with_parent()
@@ -99,8 +102,11 @@ class KVLinkerConnector(KVConnectorBase_V1):
             salt=request.cache_salt,
         )
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return self._scheduling.matched(request.request_id, num_computed_tokens, request.num_tokens)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        matched = self._scheduling.matched(request.request_id, num_computed_tokens, request.num_tokens)
+        if matched[0] is None:
+            forget_prefix(self._kv_cache_manager, request)
+        return matched
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduling.allocated(
@@ -188,11 +194,3 @@ class KVLinkerConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-
-
-def _open_chunks(settings: Settings, *, memory_bytes: int) -> WorkerChunks:
-    return WorkerChunks(
-        Path(settings.state_dir) / "chunks",
-        memory_bytes=memory_bytes,
-        sealing=Sealing(load_cipher(settings.encryption_key)),
-    )

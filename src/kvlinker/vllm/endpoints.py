@@ -105,7 +105,6 @@ def settings_of(vllm_config: Any, args: Namespace) -> Settings:
             "trust_remote_code": model.trust_remote_code,
             "max_running": vllm_config.scheduler_config.max_num_seqs,
             "host": getattr(args, "host", None) or ALL_ADDRESSES,
-            "chat_template": load_chat_template(getattr(args, "chat_template", None)),
         }
         | options
     )

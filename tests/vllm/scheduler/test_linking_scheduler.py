@@ -55,6 +55,7 @@ class VLLM:
         self.first_steps = []
         for name in self.new:
             external, waits = self.scheduler.matched(name, 0, len(self.prompts[name]))
+            assert external is not None
             self.scheduler.allocated(name, self.prompts[name], range(1000), external=external)
             if not waits:
                 prefilled += len(self.prompts[name]) - external
@@ -122,13 +123,22 @@ def test_neighbours_wait_no_longer_however_many_are_linked(vllm, count, runs, ow
 def test_transfers_that_compare_cost_what_the_first_layers_do(vllm):
     transfer = transfer_of(4096, [(0, 4096)])
     vllm.add("full", transfer)
-    vllm.add("compared", transfer.model_copy(update={"compares": True}))
+    vllm.add("compared", transfer.model_copy(update={"measure": "deviation"}))
     computed: dict[str, list[int]] = {"full": [], "compared": []}
     while len(vllm.ended) < len(vllm.prompts):
         for each in vllm.step().slices:
             computed[each.request_id] += [end - begin for begin, end in each.runs]
     most, least = (max(computed[name][:-1]) for name in ("compared", "full"))
     assert most == pytest.approx(12 * least, rel=0.1)
+
+
+def test_what_a_first_pass_placed_is_not_computed_upon_when_a_chunk_is_gone(vllm):
+    second = transfer_of(512, [(100, 116)]).model_copy(update={"second_pass": True})
+    vllm.add("second", second)
+    assert vllm.scheduler.matched("second", 256, 520)[0] == 256
+    vllm.gone.update(second.keys)
+    assert vllm.scheduler.matched("second", 256, 520) == (None, False)
+    assert vllm.scheduler.matched("second", 0, 520) == (0, False)
 
 
 def test_none_is_overtaken_by_those_that_come_later(vllm):

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 SPARE_TOKENS = 2
 """The tokens of vLLM's window that capturing leaves free: one behind the captured ones, and an answer of one token."""
 
+IDLE_SECONDS = 0.01
+"""The seconds between two looks at whether vLLM has nothing to do."""
+
 _ONE_TOKEN = SamplingParams(temperature=0, ignore_eos=True)
 
 
@@ -125,9 +128,11 @@ class VLLMClient:
             await outputs.aclose()
         return found
 
-    async def run_transfer(self, transfer: TransferPlan, tokens: Sequence[int]) -> TransferOutcome:
-        """Carry out a transfer plan over ``tokens`` [linked] and return its outcome. The answer is discarded, and no
-        other request reuses its KV."""
+    async def run_transfer(
+        self, transfer: TransferPlan, tokens: Sequence[int], *, salt: str | None = None
+    ) -> TransferOutcome:
+        """Carry out a transfer plan over ``tokens`` [linked] and return its outcome. The answer is discarded. No other
+        request reuses its KV, unless it is given this ``salt``."""
         behind = (*tokens, 0)  # vLLM computes the last token of a prompt itself, so that it may be none of the plan's
         outcome = None
         async for output in self.stream(
@@ -136,10 +141,15 @@ class VLLMClient:
             _ONE_TOKEN,
             max_tokens=1,
             transfer=transfer,
-            salt=secrets.token_hex(16),
+            salt=salt or secrets.token_hex(16),
         ):
             outcome = output.outcome
         return outcome or TransferOutcome(linked=False)
+
+    async def forget_prefixes(self) -> None:
+        """Empty vLLM's prefix cache, as soon as no request is under way."""
+        while not await self._client.reset_prefix_cache():
+            await asyncio.sleep(IDLE_SECONDS)
 
     async def run_first(self, tokens: Sequence[int], transfer: TransferPlan, salt: str) -> None:
         """Generate a token behind a prompt, so that later requests with this salt find its KV."""

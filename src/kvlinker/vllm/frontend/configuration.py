@@ -50,10 +50,9 @@ def configure(settings: Settings) -> Any:
         defaults["gpu_memory_utilization"] = CPU_MEMORY_SHARE
     check_model(settings.model)
     try:
-        structured = {"backend": GUIDANCE} | options.pop("structured_outputs_config", {})
+        structured = StructuredOutputsConfig(**({"backend": GUIDANCE} | options.pop("structured_outputs_config", {})))
         arguments = AsyncEngineArgs(
             model=settings.model,
-            structured_outputs_config=StructuredOutputsConfig(**structured),
             dtype=_dtype(settings, options),
             kv_transfer_config={
                 "kv_connector": NAME,
@@ -67,19 +66,17 @@ def configure(settings: Settings) -> Any:
                     "chunk_scores": settings.chunk_scores,
                 },
             },
+            structured_outputs_config=structured,
             **(defaults | options),
         )
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"vllm_options {json.dumps(options)}: {error}", param="vllm_options") from error
-    require_linkable(
-        pipeline_parallel_size=arguments.pipeline_parallel_size,
-        speculative_config=arguments.speculative_config,
-        lora=arguments.enable_lora,
-    )
     try:
-        return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except Exception as error:  # vLLM raises whatever it meets
         raise ModelLoadError(f"vLLM cannot run {settings.model!r}: {' '.join(str(error).split())}") from error
+    require_linkable(config)
+    return config
 
 
 def _dtype(settings: Settings, options: Mapping[str, Any]) -> str:

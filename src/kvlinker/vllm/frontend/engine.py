@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import hashlib
 import logging
 import secrets
 import threading
@@ -33,7 +32,7 @@ from kvlinker.vllm.frontend.client import SPARE_TOKENS, VLLMClient
 from kvlinker.vllm.frontend.linker import LinkedPrompt, VLLMLinker
 from kvlinker.vllm.frontend.model_facts import ModelFacts
 from kvlinker.vllm.frontend.preparation import PreparedPrompt
-from kvlinker.vllm.protocol.transfer_plan import TransferPlan, unsupported
+from kvlinker.vllm.protocol.transfer_plan import unsupported
 
 T = TypeVar("T")
 
@@ -158,6 +157,11 @@ class VLLMEngine:
         """Return None: vLLM does not report how long it computes."""
         return None
 
+    def forget_prefixes(self) -> None:
+        """Empty vLLM's prefix cache once all requests have ended, so that the next one computes everything; benchmarks
+        do so."""
+        self._client.run(self._client.forget_prefixes()).result()
+
     def close(self) -> None:
         if self._closing:
             return
@@ -229,13 +233,14 @@ class VLLMEngine:
         try:
             if after is not None:
                 await after.wait()
+            linked_before = after is not None and request.choices[0].tokens > 0
             outputs = self._client.stream(
                 name,
                 linked.plan.prompt.tokens.tolist(),
                 request.request.sampling_of(choice.index),
                 max_tokens=request.max_tokens,
-                transfer=linked.transfer,
-                salt=salt_of(linked.transfer, request.request.tenant),
+                transfer=linked.transfer_again if linked_before else linked.transfer,
+                salt=linked.salt(request.request.tenant),
             )
             async with contextlib.aclosing(outputs):
                 async for new in outputs:
@@ -275,10 +280,12 @@ class VLLMEngine:
     async def _prepare(self, request: GenerationRequest, own_salt: str | None) -> PreparedPrompt:
         linked = await self._linker.refine(await self._linker.link(request))
         transfer, tokens = linked.transfer, linked.plan.prompt.tokens.tolist()
-        salt = salt_of(transfer, request.tenant if own_salt is None else f"{request.tenant}\0{own_salt}")
-        if request.n > 1:
+        salt = linked.salt(request.tenant if own_salt is None else f"{request.tenant}\0{own_salt}")
+        several = request.n > 1
+        if several:
             await self._client.run_first(tokens, transfer, salt)
-        return PreparedPrompt(linked, self._client.signed(transfer, tokens), salt)
+            transfer = linked.transfer_again
+        return PreparedPrompt(linked, self._client.signed(transfer, tokens), salt, computed=several)
 
     async def _explain(self, request: GenerationRequest) -> Explanation:
         linked = await self._linker.refine(await self._linker.link(request), explains=True)
@@ -347,9 +354,3 @@ def _unscored(param: str) -> InvalidRequestError:
         "linked. Use the embedded engine.",
         param=param,
     )
-
-
-def salt_of(transfer: TransferPlan, tenant: str) -> str:
-    """Return the salt that keeps a request's KV apart in vLLM's prefix cache: a hash of the tenant and the transfer
-    plan."""
-    return hashlib.sha256(f"{tenant}\0{transfer.model_dump_json()}".encode()).hexdigest()

@@ -23,6 +23,9 @@ class PreparedPrompt:
     salt: str
     """The salt of its KV in vLLM's prefix cache."""
 
+    computed: bool
+    """True if its KV has been computed for this very request already, so that finding it is no reuse."""
+
     @property
     def tokens(self) -> list[int]:
         """The prompt's token ids."""
@@ -32,6 +35,6 @@ class PreparedPrompt:
     def usage(self, told: Mapping[str, Any] | None, output_tokens: int) -> Usage:
         """Count the prompt's tokens by how they were computed. ``told`` are the ``kv_transfer_params`` of vLLM's
         answer, which has the plan's outcome; None where vLLM does not tell, and all went as planned."""
-        outcome = (told or {}).get(PARAM)
-        linked = outcome is None or TransferOutcome.model_validate(outcome).linked
-        return self.linked.usage(output_tokens, linked=linked)
+        outcome = TransferOutcome.model_validate((told or {}).get(PARAM) or {"linked": True})
+        found = 0 if self.computed else outcome.found
+        return self.linked.usage(output_tokens, linked=outcome.linked, found=found)

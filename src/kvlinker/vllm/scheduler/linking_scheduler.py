@@ -40,7 +40,7 @@ class StepLimits:
     """The most sequences that attention takes at once."""
 
     layers: int
-    """The number of the model's layers; transfers that compare compute the first ones only."""
+    """The number of the model's layers; transfers that measure deviation compute the first ones only."""
 
     workers: int = 1
     """The number of workers that report."""
@@ -73,8 +73,8 @@ class _LinkedRequest:
     waits: bool = True
     """True if it is linked before its own first step, False if within it, by the last decision."""
 
-    deviation: bytes | None = None
-    """The result of a plan that compares."""
+    measured: bytes | None = None
+    """The measurement of its plan, once it is done."""
 
     progress: TransferProgress | None = None
     """The rest of the plan while vLLM holds the request back."""
@@ -88,7 +88,7 @@ class _LinkedRequest:
     @property
     def outcome(self) -> TransferOutcome:
         return TransferOutcome(
-            linked=not self.given_up, queued=self.queued or 0.0, found=self.found, deviation=self.deviation
+            linked=not self.given_up, queued=self.queued or 0.0, found=self.found, measured=self.measured
         )
 
 
@@ -108,6 +108,7 @@ class LinkingScheduler:
         self._busy = False
         self._linked_at_once = 0.0  # tokens, within requests' own first steps, of the next step
         self._throttle = LinkThrottle(limits.slice_tokens, slowdown=limits.slowdown)
+        self._target_told = False
 
     def admit(
         self, request_id: str, params: Mapping[str, Any] | None, tokens: Sequence[int], *, salt: str | None
@@ -134,20 +135,23 @@ class LinkingScheduler:
             logger.warning("Request %s is computed in full: chunk %s is gone.", request_id, missing[0])
             request.given_up = True
 
-    def matched(self, request_id: str, local: int, tokens: int) -> tuple[int, bool]:
+    def matched(self, request_id: str, local: int, tokens: int) -> tuple[int | None, bool]:
         """Return how many of a request's ``tokens`` linking provides beyond the ``local`` ones that vLLM has, and
-        whether the request has to wait for it.
+        whether the request has to wait for it; None where vLLM has to forget the local ones and ask again, since a
+        first pass placed them.
 
         vLLM asks in every step in which the request waits, so that nothing slow happens here: no file is looked at.
         """
         request = self._requests.get(request_id)
         if request is None:
             return 0, False
-        if request.queued is None:
-            request.found = local
-        if request.given_up or local >= request.plan.linked:
-            return 0, False
         plan = request.plan
+        if request.queued is None and not plan.second_pass:
+            request.found = local
+        if request.given_up and plan.second_pass and local:
+            return None, False
+        if request.given_up or request.measured is not None or local >= plan.linked:
+            return 0, False
         request.own = tokens - plan.linked
         request.waits = self._has_to_wait(request, self._progress(request_id, local))
         return plan.linked - local, request.waits
@@ -200,6 +204,8 @@ class LinkingScheduler:
             self._throttle.idle()
         budget = self._budget()
         slices += self._next_slices(budget)
+        if self._busy and slices:
+            self._tell_target()
         placed, computed = at_once.placed + budget.placed, at_once.computed + budget.computed
         self._throttle.planned(StepWork(placed, computed, prefilled_tokens, self._busy))
         aborted = tuple(self._aborted)
@@ -219,8 +225,8 @@ class LinkingScheduler:
                 self._waiting[request_id].loaded += workers
         for request_id in report.failed & self._requests.keys():
             self._requests[request_id].given_up = True
-        for request_id in report.deviations.keys() & self._requests.keys():
-            self._requests[request_id].deviation = report.deviations[request_id]
+        for request_id in report.measured.keys() & self._requests.keys():
+            self._requests[request_id].measured = report.measured[request_id]
 
     def note_received(self, finished: Iterable[str]) -> None:
         """Note that the transfers of these requests have ended or were given up."""
@@ -238,7 +244,7 @@ class LinkingScheduler:
     def _has_to_wait(self, request: _LinkedRequest, progress: TransferProgress) -> bool:
         """Return whether linking within the request's own first step would make that much longer."""
         plan = request.plan
-        if plan.captures or plan.compares or not all(map(self._is_held, plan.keys)):
+        if plan.captures or plan.measure or not all(map(self._is_held, plan.keys)):
             return True
         budget = self._budget()
         if not self._busy:
@@ -257,7 +263,8 @@ class LinkingScheduler:
 
     def _progress(self, request_id: str, begin: int) -> TransferProgress:
         plan = self._requests[request_id].plan
-        share = min(1.0, (COMPARED_LAYER + 1) / self._limits.layers) if plan.compares else 1.0
+        compares = plan.measure == "deviation"
+        share = min(1.0, (COMPARED_LAYER + 1) / self._limits.layers) if compares else 1.0
         return TransferProgress(request_id, plan, begin=begin, share=share)
 
     def _next_slices(self, budget: StepBudget) -> list[TransferSlice]:
@@ -278,6 +285,17 @@ class LinkingScheduler:
             slices.append(part)
             request.ending = part.is_last
         return slices
+
+    def _tell_target(self) -> None:
+        """Log what the throttle holds, as soon as it is known."""
+        target = self._throttle.target_seconds
+        if target is not None and not self._target_told:
+            self._target_told = True
+            logger.info(
+                "While prompts are linked, others get a token every %.1f ms on average (slowdown %.2f).",
+                1e3 * target,
+                self._limits.slowdown,
+            )
 
     def _forget_progress(self, request_id: str) -> None:
         request = self._waiting.pop(request_id, None)
