@@ -103,6 +103,10 @@ def test_what_asks_for_linking(fields: dict[str, Any], linked: bool) -> None:
     assert is_linked(json.dumps(fields).encode()) is linked
 
 
-@pytest.mark.parametrize("body", [b"", b'"link"', b'{"link": ', b'["link", 1]', b"[" * 100_000 + b'"link"'])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b'"link"', b'{"link": ', b'["link", 1]', b"[" * 100_000 + b'"link"'],
+    ids=["nothing", "text", "half", "list", "deep"],
+)
 def test_what_is_no_object_is_left_to_vllm(body: bytes) -> None:
     assert not is_linked(body)
