@@ -50,6 +50,7 @@ def test_gauges_are_read_when_scraped(served: Served) -> None:
     served.cache("something to be stored")
     assert served.becomes_idle()
     scraped = figures(served)
+    assert scraped[("kvlinker:healthy", frozenset())] == 1
     assert scraped[("kvlinker:requests_running", frozenset())] == 0
     assert scraped[("kvlinker:requests_waiting", frozenset())] == 0
     assert (
@@ -72,12 +73,13 @@ def test_measured_speeds_are_shown(served: Served) -> None:
 
 def test_evictions_and_damage_are_counted(served: Served) -> None:
     name = "kvlinker:evictions_total", frozenset({("tier", "host")})
-    before = figures(served)[name]
+    damaged = "kvlinker:damaged_chunks_total", frozenset({("tier", "disk")})
+    before = figures(served)
     served.llm.events.publish(ChunkEvicted("host", 5))
     served.llm.events.publish(ChunkDamaged("disk", "key", "why"))
     after = figures(served)
-    assert after[name] == before + 1
-    assert after["kvlinker:damaged_chunks_total", frozenset({("tier", "disk")})] == 1
+    assert after[name] == before[name] + 1
+    assert after[damaged] == before.get(damaged, 0) + 1
 
 
 def test_status_agrees_with_metrics(served: Served) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from contextlib import closing, suppress
 
@@ -12,6 +13,8 @@ from kvlinker.cli.console import BAD_USAGE, failures
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
 from kvlinker.server.address import bind, check_address, url_of
+
+logger = logging.getLogger(__name__)
 
 
 @settings_options()
@@ -24,7 +27,8 @@ def serve(settings: Settings) -> None:
 
 
 def _serve(settings: Settings, listener: socket.socket) -> None:
-    console = Console(stderr=True, highlight=False)
+    lines_only = settings.log_format == "json"
+    console = Console(stderr=True, highlight=False, quiet=lines_only)
     with console.status("Starting"):
         import uvicorn
 
@@ -37,7 +41,9 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
     app = create_app(llm, settings)
     console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
     config = server_config(app, request_timeout=settings.request_timeout)
-    with logging_to_stderr(settings.log_level), suppress(KeyboardInterrupt):
+    with logging_to_stderr(settings.log_level, settings.log_format), suppress(KeyboardInterrupt):
+        if lines_only:
+            logger.info("Serving %s with policy %s at %s", llm.model_name, settings.policy, url_of(listener))
         uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -137,6 +137,7 @@ class _Gauges(Collector):
     def collect(self) -> Iterator[Metric]:
         load = self._llm.load()
         for name, text, value in (
+            ("healthy", "1 while the engine can answer, 0 once it has failed.", float(self._llm.healthy)),
             ("requests_running", "Requests being computed.", load.running),
             ("requests_waiting", "Requests in the queue.", load.waiting),
             ("kv_slots_used", "Slots of the KV pool in use; one slot holds one token.", load.slots_used),
