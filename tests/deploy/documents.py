@@ -78,4 +78,5 @@ def settings_given() -> Iterator[tuple[str, str, str]]:
             yield "kubernetes", entry["name"].removeprefix("KVLINKER_"), entry.get("value", "from a secret")
     for _, name, value in unit_entries():
         if name == "Environment" and value.startswith("KVLINKER_"):
-            yield "kvlinker.service", *value.removeprefix("KVLINKER_").split("=", 1)
+            setting, _, given = value.removeprefix("KVLINKER_").partition("=")
+            yield "kvlinker.service", setting, given

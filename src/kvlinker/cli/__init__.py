@@ -13,6 +13,7 @@ from kvlinker.cli.documents.ingest import ingest
 from kvlinker.cli.documents.search import ask, search
 from kvlinker.cli.linking import calibrate, check, policies
 from kvlinker.cli.serve import serve
+from kvlinker.cli.top import top
 
 app = typer.Typer(
     name="kvlinker",
@@ -39,6 +40,7 @@ def main(
 
 
 app.command()(serve)
+app.command()(top)
 app.command()(ingest)
 app.command()(search)
 app.command()(ask)

@@ -75,6 +75,7 @@ class Client:
     list_caches = _sent(calls.list_caches)
     caches_usage = _sent(calls.caches_usage)
     server_status = _sent(calls.server_status)
+    server_metrics = _sent(calls.server_metrics)
 
     def stream_chat_completion(
         self, messages: Sequence[Message], *, policy: str | None = None, **sampling: Any
@@ -120,6 +121,7 @@ class AsyncClient:
     list_caches = _sent_async(calls.list_caches)
     caches_usage = _sent_async(calls.caches_usage)
     server_status = _sent_async(calls.server_status)
+    server_metrics = _sent_async(calls.server_metrics)
 
     async def stream_chat_completion(
         self, messages: Sequence[Message], *, policy: str | None = None, **sampling: Any
