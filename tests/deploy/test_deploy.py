@@ -89,6 +89,12 @@ def test_cuda_image_says_that_it_was_not_run() -> None:
     assert text_of("Dockerfile.cuda").startswith("# NOT RUN")
 
 
+def test_manifests_are_of_this_version() -> None:
+    (image,) = documents_of("kubernetes/kustomization.yaml")[0]["images"]
+    assert image["name"] == server_container()["image"]
+    assert image["newTag"] == metadata("kvlinker")["Version"]
+
+
 def test_containers_have_keys_and_reach_redis() -> None:
     """A server that others can reach does not start without keys, and its Redis has to be the one beside it."""
     services = documents_of("compose.yaml")[0]["services"]
