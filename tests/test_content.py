@@ -23,7 +23,7 @@ ONE = ContextCacheReference("cc_1")
         (None, ()),
         ([], ()),
         (["a", CACHE, "b"], ("a", ONE, "b")),
-        ([{"type": "text", "text": "a", "cache_control": {}}, {"type": "context_cache", "id": "cc_1"}], ("a", ONE)),
+        ([{"type": "text", "text": "a", "cache_control": None}, {"type": "context_cache", "id": "cc_1"}], ("a", ONE)),
         ((ONE, "a"), (ONE, "a")),
         ([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}], (MarkedText("a"),)),
         (
@@ -70,10 +70,14 @@ def test_prompts_become_values(prompt: Any, parsed: Any) -> None:
 @pytest.mark.parametrize(
     ("message", "words"),
     [
+        ("Hi", "Message 1 is 'Hi', but must be a mapping"),
         ({"content": "a"}, "role of message 1 is None"),
         ({"role": 3, "content": "a"}, "role of message 1 is 3"),
         ({"role": "user", "content": 7}, "content of message 1 is 7"),
         ({"role": "user", "content": "a", "nme": "b"}, "field 'nme'.*Did you mean 'name'"),
+        ({"role": "user", "content": "a", "name": 5}, "name of message 1 is 5"),
+        ({"role": "assistant", "tool_calls": ["f"]}, "tool_calls of message 1 are"),
+        ({"role": "assistant", "tool_calls": 5}, "tool_calls of message 1 are 5"),
         ({"role": "assistant", "tool_calls": [{"id": "c1"}]}, "needs a 'function'"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}, "a JSON object"),
         ({"role": "user", "content": [7]}, "A content part is 7"),
@@ -83,14 +87,21 @@ def test_prompts_become_values(prompt: Any, parsed: Any) -> None:
         ({"role": "user", "content": [{"type": "context_cache", "id": 5}]}, "'context_cache' needs 'id', a text"),
     ],
 )
-def test_mistakes_in_messages_are_named(message: dict[str, Any], words: str) -> None:
+def test_mistakes_in_messages_are_named(message: Any, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words) as caught:
         parse_messages([{"role": "user", "content": "a"}, message])
     assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"), [([1, "x"], "mixes token ids"), ([0.5], "content part is 0.5"), ([{"type": "x"}], "type 'x'")]
+    ("prompt", "words"),
+    [
+        ([1, "x"], "mixes token ids"),
+        ([0.5], "content part is 0.5"),
+        ([{"type": "x"}], "type 'x'"),
+        (None, "'prompt' is None"),
+        ({"type": "text", "text": "a"}, "'prompt' is {'type': 'text'"),
+    ],
 )
 def test_mistakes_in_prompts_are_named(prompt: Any, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words) as caught:
@@ -101,9 +112,11 @@ def test_mistakes_in_prompts_are_named(prompt: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("mark", "words"),
     [
+        ({"cache_control": {}}, "'cache_control' is {}, but must be {'type': 'ephemeral'}"),
         ({"cache_control": {"type": "eternal"}}, "'cache_control' is {'type': 'eternal'}"),
         ({"cache_control": {"type": "ephemeral", "ttl": "0m"}}, "'0m' is no time to live"),
         ({"cache_control": {"type": "ephemeral", "ttl": "25h"}}, "'25h' is longer than a day"),
+        ({"prompt_cache_breakpoint": {}}, "must be {'mode': 'explicit'}"),
         ({"prompt_cache_breakpoint": {"mode": "x"}}, "must be {'mode': 'explicit'}"),
     ],
 )

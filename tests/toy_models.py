@@ -58,6 +58,11 @@ LONG_ROPE = {
     "long_factor": [2.0 + i for i in range(8)],
     "original_max_position_embeddings": 256,
 }
+WIDE_LONG_ROPE = LONG_ROPE | {
+    "short_factor": [1.0 + i / 20 for i in range(16)],
+    "long_factor": [2.0 + i / 2 for i in range(16)],
+}
+
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -78,9 +83,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+WIDE: dict[str, dict[str, Any]] = {
+    "longrope": {"hidden_size": 128, "rope_parameters": WIDE_LONG_ROPE},
+    "gpt_neox-partial": {"hidden_size": 128},
+}
+"""The families whose heads are as wide as other sizes say: these sizes for heads of 32."""
+
+
 def tiny_model(family: str, **changes: Any) -> Any:
     """A transformers model of the family in fp32, with norms and sinks that are not trivially 1 or 0."""
     kind, own = FAMILIES[family]
+    if changes.get("head_dim") == 32:
+        own = own | WIDE.get(family, {})
     config = AutoConfig.for_model(kind, **(BASE | own | changes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

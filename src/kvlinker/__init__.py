@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvlinker.async_llm import AsyncLLM
     from kvlinker.client import AsyncClient, Client
     from kvlinker.errors import KVLinkerError
     from kvlinker.llm import LLM
@@ -16,12 +17,22 @@ if TYPE_CHECKING:
     from kvlinker.types.grammars import AnswerGrammar
     from kvlinker.types.sampling import SamplingParams
 
-__all__ = ["LLM", "AnswerGrammar", "AsyncClient", "Client", "ContextCache", "KVLinkerError", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AnswerGrammar",
+    "AsyncClient",
+    "AsyncLLM",
+    "Client",
+    "ContextCache",
+    "KVLinkerError",
+    "SamplingParams",
+]
 
 _HOMES = {
     "LLM": "kvlinker.llm",
     "AnswerGrammar": "kvlinker.types.grammars",
     "AsyncClient": "kvlinker.client",
+    "AsyncLLM": "kvlinker.async_llm",
     "Client": "kvlinker.client",
     "ContextCache": "kvlinker.types.context_cache",
     "KVLinkerError": "kvlinker.errors",

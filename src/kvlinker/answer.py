@@ -16,7 +16,7 @@ ChoiceSink = Sink
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The whole output of one choice; ``finish_reason`` is ``stop``, ``length`` or ``cancelled``."""
+    """Holds the whole output of one choice; ``finish_reason`` is ``stop``, ``length`` or ``cancelled``."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -22,7 +22,6 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -42,9 +41,9 @@ from kvlinker.types.tenants import SHARED_TENANT, Quota, Quotas, tenant_of_key
 BUNDLED_MODEL = Path(__file__).parent / "models" / "reader"
 VARIABLE_PREFIX = "KVLINKER_"
 CONFIG_FILE_VARIABLE = "KVLINKER_CONFIG"
-OTHER_VARIABLES = {"config", "api_key", "new_encryption_key"}
-"""The rest of the names of prefixed variables that are not settings: here, and in ``kvlinker ingest`` and ``caches
-rekey``."""
+OTHER_VARIABLES = {"config", "api_key", "base_url", "new_encryption_key"}
+"""The rest of the names of prefixed variables that are not settings: here, in ``kvlinker ingest`` and ``caches rekey``,
+and in the packages of ``integrations``."""
 
 SHARED_TIER_SETTINGS = ("redis_url", "redis_space", "redis_prefix", "object_url", "object_space")
 
@@ -56,6 +55,20 @@ bits."""
 
 def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _parse_share(value: object) -> object:
+    """Read a percentage, such as ``1%``, as a share."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            return float(value.strip().removesuffix("%")) / 100
+        except ValueError:
+            raise ValueError("it must be a share such as 1% or 0.01") from None
+    return value
+
+
+Share = Annotated[float, BeforeValidator(_parse_share)]
+"""A share from 0 to 1, which may be written in percent."""
 
 
 def _parse_json(value: object) -> object:
@@ -88,6 +101,11 @@ class Settings(BaseSettings):
     vllm_options: Annotated[dict[str, Any], NoDecode, BeforeValidator(_parse_json)] = Field(
         default={}, description='vLLM\'s own engine options, as JSON: {"tensor_parallel_size": 2}.'
     )
+    on_engine_failure: Literal["exit", "restart"] = Field(
+        default="exit",
+        description="When the engine has failed, as after a kill of vLLM's process: end the server with code 3, or "
+        "start the engine again.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="bfloat16 where the hardware multiplies it, else float32."
     )
@@ -105,9 +123,7 @@ class Settings(BaseSettings):
         default=None, ge=1, description="Most tokens of an answer; the rest of the context window by default."
     )
 
-    policy: str = Field(
-        default="query-5", description="Linking policy of requests that name none; legolink-16 with vLLM."
-    )
+    policy: str = Field(default="query-5", description="Linking policy of requests that name none.")
     generation_context: GenerationContext = Field(
         default=GenerationContext.PREFIX, description="What stands before chunks that name none: alone, bos, prefix."
     )
@@ -213,6 +229,38 @@ class Settings(BaseSettings):
         default="auto", description="Index chunks' texts, in plain, to be searched; auto: unless they are encrypted."
     )
 
+    audit: Share = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of answers, such as 1%, that are compared with the full computation in idle time.",
+    )
+    audit_tokens: int | None = Field(
+        default=None, ge=1, description="Most tokens that the audit computes in an hour; no limit by default."
+    )
+    audit_log: Path | None = Field(
+        default=None, description="File that gets a line of JSON for each compared answer: hashes and figures."
+    )
+    audit_log_text: bool = Field(default=False, description="Write the texts of prompts and answers there, too.")
+
+    quality_target: Share | None = Field(
+        default=None,
+        gt=0.5,
+        lt=1,
+        description="Share of answers, such as 0.98, that are to agree with the full computation: the default policy's "
+        "number follows what the audit finds.",
+    )
+    quality_policies: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
+        default=(),
+        description="Policies that it may become, the cheapest first, with commas between; by default other numbers of "
+        "policy. The last resort is full.",
+    )
+    require_certificate: bool = Field(
+        default=False,
+        description="Answer only under policies that kvlinker certify has certified with this model, and full.",
+    )
+    quality_per_tenant: bool = Field(default=False, description="Steer the default policy of each tenant apart.")
+
     host: str = Field(default="127.0.0.1", description="Address to bind; without API keys only loopback is allowed.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to bind; 0 takes a free one.")
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
@@ -264,14 +312,6 @@ class Settings(BaseSettings):
         """The model's name in the API: a folder's name, or the hub id, unless another is set."""
         return self.served_model_name or (Path(self.model).name if Path(self.model).is_dir() else self.model)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _policy_of_engine(cls, values: Any) -> Any:
-        """vLLM cannot run the usual policy, which looks at the question's attention."""
-        if isinstance(values, dict) and values.get("engine") == "vllm":
-            return {"policy": "legolink-16", **values}
-        return values
-
     @property
     def searchable(self) -> bool:
         """True if chunks' texts are indexed to be searched."""
@@ -288,6 +328,13 @@ class Settings(BaseSettings):
         dtype = info.data.get("dtype")
         if value == "bf16" and dtype not in ("auto", "bfloat16"):
             raise ValueError(f"dtype is {dtype}: leave one of them out")
+        return value
+
+    @field_validator("quality_target")
+    @classmethod
+    def _target_is_audited(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and not info.data.get("audit"):
+            raise ValueError("nothing is audited, so that it cannot be kept: set audit, such as 5%, too")
         return value
 
     @field_validator("state_dir")

@@ -52,6 +52,11 @@ def parse_prompt(prompt: CompletionContent) -> CompletionPrompt[CachedPart]:
         return prompt
     if isinstance(prompt, str):
         return (prompt,)
+    if not isinstance(prompt, Sequence):
+        raise InvalidRequestError(
+            f"'prompt' is {prompt!r}, but must be a text, token ids, or a list of texts and context caches.",
+            param="prompt",
+        )
     token_ids = tuple(part for part in prompt if isinstance(part, int))
     if len(token_ids) == len(prompt):
         return TokenIds(token_ids)
@@ -92,7 +97,11 @@ def _parse_document(index: int, document: Mapping[str, Any]) -> Document[CachedP
 
 
 def _parse_message(index: int, message: Message) -> ChatMessage[CachedPart]:
-    role = message.get("role")
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(
+            f"Message {index} is {message!r}, but must be a mapping with a 'role' and a 'content'.", param="messages"
+        )
+    role, name = message.get("role"), message.get("name")
     if not isinstance(role, str):
         raise InvalidRequestError(
             f"The role of message {index} is {role!r}, but must be a text such as 'user'.", param="messages"
@@ -104,17 +113,28 @@ def _parse_message(index: int, message: Message) -> ChatMessage[CachedPart]:
             f"The content of message {index} is {content!r}, but must be a text or a list of texts and context caches.",
             param="messages",
         )
+    if not isinstance(name, str | None):
+        raise InvalidRequestError(f"The name of message {index} is {name!r}, but must be a text.", param="messages")
     known = {"role", "content", "name", *_FIELDS}
-    for name in message.keys() - known:
-        if message[name] is not None:
+    for field in message.keys() - known:
+        if message[field] is not None:
             raise InvalidRequestError(
-                f"Message {index} has a field {name!r}, which is not known.{did_you_mean(str(name), known)}",
+                f"Message {index} has a field {field!r}, which is not known.{did_you_mean(str(field), known)}",
                 param="messages",
             )
-    fields = {name: message[name] for name in _FIELDS if message.get(name) is not None}
-    if "tool_calls" in fields:
-        fields["tool_calls"] = [template_call(call) for call in fields["tool_calls"]]
-    return ChatMessage(role, tuple(_parse_part(part, "messages") for part in parts), message.get("name"), fields)
+    fields = {field: message[field] for field in _FIELDS if message.get(field) is not None}
+    if calls := fields.pop("tool_calls", None):
+        fields["tool_calls"] = _parse_calls(index, calls)
+    return ChatMessage(role, tuple(_parse_part(part, "messages") for part in parts), name, fields)
+
+
+def _parse_calls(index: int, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
+        raise InvalidRequestError(
+            f"The tool_calls of message {index} are {calls!r}, but must be a list of calls, as answers have them.",
+            param="messages",
+        )
+    return [template_call(call) for call in calls]
 
 
 def _parse_part(part: ContentPart, param: str) -> str | CachedPart:

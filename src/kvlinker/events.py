@@ -94,6 +94,43 @@ class RequestFinished:
     output_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerAudited:
+    """An answer was compared with the full computation of the same tokens."""
+
+    policy: str
+
+    agrees: bool
+    """True if both find the same first token the most likely."""
+
+    alike: bool
+    """True if they do all along the answer."""
+
+    kl: float | None
+    """The divergence of the first token's distributions, in nats; None where it was not recorded."""
+
+    answer_kl: float | None
+    """The mean divergence along the answer, in nats; None where it was not recorded."""
+
+    tokens: int
+    """The tokens that the full computation took."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditSkipped:
+    """A request that was drawn for the audit is not compared; ``reason`` is ``cancelled``, ``empty``, ``backlog``,
+    ``budget`` or ``failed``."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgreementFell:
+    """Answers under a policy agree with the full computation less often than they did."""
+
+    policy: str
+
+
 Event = (
     ChunkLookup
     | ChunkLoaded
@@ -104,6 +141,9 @@ Event = (
     | ImplicitEvicted
     | FirstToken
     | RequestFinished
+    | AnswerAudited
+    | AuditSkipped
+    | AgreementFell
 )
 Listener = Callable[[Event], None]
 

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvlinker.answer import Answer, ChoiceSink, wait_for_answer
+from kvlinker.audit.oversight import Oversight
 from kvlinker.config import Settings, load_settings
 from kvlinker.content import (
     CompletionContent,
@@ -126,19 +127,19 @@ class LLM:
             ),
             events=self.events,
             quotas=settings.quotas,
+            implicit_caches=settings.implicit_caches,
         )
-        policy = parse_policy(settings.policy)
+        try:
+            self.oversight = Oversight(settings, self.engine, self.events, model=self.model_name, decode=self._decode)
+        except BaseException:
+            self.engine.close()
+            self._close_state()
+            raise
+        policy = self.oversight.configured
         self._content = ContentReader(
             self.builder,
             self.caches,
-            ImplicitCaches(
-                self.builder,
-                self.caches,
-                self.catalog,
-                self.events,
-                ttl=settings.implicit_ttl,
-                most=settings.implicit_caches,
-            ),
+            ImplicitCaches(self.builder, self.caches, self.catalog, self.events, ttl=settings.implicit_ttl),
             Recognizer(self.catalog, self.builder.encoder, fingerprint=self.engine.fingerprint),
             ReadingDefaults(
                 policy=policy,
@@ -162,7 +163,7 @@ class LLM:
         return self.engine.load()
 
     def prefill_rate(self) -> float | None:
-        """Tokens per second of a prompt of ``PREFILL_TOKENS``, going by what was computed; None where nothing was."""
+        """Return the tokens per second of a prompt of ``PREFILL_TOKENS``; None where nothing was computed yet."""
         seconds = self.engine.prefill_seconds(PREFILL_TOKENS)
         return PREFILL_TOKENS / seconds if seconds else None
 
@@ -171,8 +172,13 @@ class LLM:
         return self.store.usage()
 
     def bandwidths(self) -> dict[str, float]:
-        """Bytes per second that tiers deliver, by name, for those that were measured."""
+        """Return the bytes per second that tiers deliver, by name, for those that were measured."""
         return self.store.bandwidths.known()
+
+    def default_policy(self, tenant: str = DEFAULT_TENANT) -> Policy:
+        """Return the policy of the tenant's requests that name none: the settings', or what keeps their quality
+        target."""
+        return self.oversight.default_policy(tenant)
 
     def policies(self) -> tuple[dict[str, Any], ...]:
         """Describe all linking policies, sorted by name, as JSON, and tell which ones this engine supports."""
@@ -232,7 +238,7 @@ class LLM:
 
     @property
     def responses(self) -> ResponseFormat:
-        """How the model writes reasoning and calls of tools."""
+        """The form in which the model writes reasoning and calls of tools."""
         return self.builder.responses
 
     def tail_of(self, prompt: Prompt) -> str:
@@ -269,7 +275,7 @@ class LLM:
         ``max_tokens`` and ``temperature``.
         """
         if isinstance(messages, Prompt):
-            return self._answer(self._given(messages, policy), tenant, sampling)
+            return self._answer(ReadPrompt(messages, self._chosen(policy, tenant), {}), tenant, sampling)
         read = self.read_chat(messages, documents=documents, policy=policy, implicit=implicit, tenant=tenant)
         return self._answer(read, tenant, sampling)
 
@@ -440,7 +446,9 @@ class LLM:
         and ContextCacheNotFoundError whose ``param`` is the place of the id.
         """
         how = _reading(policy, implicit, keeps, tenant)
-        return self._content.chat(parse_messages(messages), how, parse_documents(documents), options)
+        return self._steered(
+            self._content.chat(parse_messages(messages), how, parse_documents(documents), options), how
+        )
 
     def read_completion(
         self,
@@ -452,7 +460,8 @@ class LLM:
         tenant: str = DEFAULT_TENANT,
     ) -> ReadPrompt:
         """Build the prompt of a completion, and choose its policy. Raises what ``read_chat`` does."""
-        return self._content.completion(parse_prompt(prompt), _reading(policy, implicit, keeps, tenant))
+        how = _reading(policy, implicit, keeps, tenant)
+        return self._steered(self._content.completion(parse_prompt(prompt), how), how)
 
     def submit(
         self,
@@ -462,21 +471,29 @@ class LLM:
         *,
         policy: str | Policy | None = None,
         n: int = 1,
+        implicit: bool = False,
         tenant: str = DEFAULT_TENANT,
     ) -> RequestHandle:
         """Queue ``n`` choices for one prompt and return at once; events come from the engine's thread.
 
-        With a seed, choice i uses seed + i. When one choice cannot be queued, none is. The handle cancels all. Raises
-        PolicyError, and what ``Engine.generate`` does.
+        With a seed, choice i uses seed + i. When one choice cannot be queued, none is. The handle cancels all.
+        ``implicit``, for the audit's figures: none of the prompt's chunks was named by id. Raises PolicyError, and what
+        ``Engine.generate`` does.
         """
-        chosen = as_policy(self.settings.policy if policy is None else policy)
+        chosen = self._chosen(policy, tenant)
         words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
         bad_words = tuple(chain.from_iterable(words))
-        return self.engine.generate(GenerationRequest(prompt, chosen, sampling, tenant, n, bad_words=bad_words), sink)
+        request = GenerationRequest(prompt, chosen, sampling, tenant, n, bad_words=bad_words)
+        return self.engine.generate(*self.oversight.watch(request, sink, implicit=implicit))
 
     def close(self) -> None:
         """Stop the engine and write what is still to be written. Idempotent."""
         self.engine.close()
+        self.oversight.close()
+        self._close_state()
+
+    def _close_state(self) -> None:
+        """Write what is still to be written."""
         self.caches.close()
         self.store.close()
         self.speeds.close()
@@ -492,15 +509,30 @@ class LLM:
 
     def _answer(self, read: ReadPrompt, tenant: str, sampling: Mapping[str, Any]) -> Answer:
         params = self.sampling_params(**sampling)
-        answer = wait_for_answer(lambda sink: self.submit(read.prompt, params, sink, policy=read.policy, tenant=tenant))
+
+        def submit(sink: ChoiceSink) -> RequestHandle:
+            return self.submit(read.prompt, params, sink, policy=read.policy, implicit=read.implicit, tenant=tenant)
+
+        answer = wait_for_answer(submit)
         return replace(answer, context_caches=read.linked)
 
-    def _given(self, prompt: Prompt, policy: str | Policy | None) -> ReadPrompt:
-        return ReadPrompt(prompt, as_policy(self.settings.policy if policy is None else policy), {})
+    def _chosen(self, policy: str | Policy | None, tenant: str) -> Policy:
+        return self.default_policy(tenant) if policy is None else as_policy(policy)
+
+    def _steered(self, read: ReadPrompt, how: Reading) -> ReadPrompt:
+        """Return the prompt with the default policy as it is now, if it was read with the settings' one."""
+        if how.policy is not None or read.policy != self.oversight.configured:
+            return read
+        return replace(read, policy=self.default_policy(how.tenant))
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """Decode tokens, with special ones."""
+        text: str = self.tokenizer.decode(list(token_ids))
+        return text
 
 
 def _reading(policy: str | Policy | None, implicit: Implicit | str | None, keeps: bool, tenant: str) -> Reading:
-    """Raises PolicyError and InvalidRequestError."""
+    """Parse how content is to be read. Raises PolicyError and InvalidRequestError."""
     return Reading(
         tenant,
         policy=None if policy is None else as_policy(policy),
@@ -510,7 +542,7 @@ def _reading(policy: str | Policy | None, implicit: Implicit | str | None, keeps
 
 
 def _expiry(ttl: float) -> float:
-    """The time in Unix seconds when a ``ttl`` from now is over. Raises InvalidRequestError."""
+    """Return the time in Unix seconds when a ``ttl`` from now is over. Raises InvalidRequestError."""
     if not ttl > 0:
         raise InvalidRequestError(f"ttl is {ttl}, but must be a positive number of seconds.", param="ttl")
     return time.time() + ttl

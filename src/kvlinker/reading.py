@@ -35,7 +35,7 @@ _Chunks = Mapping[CachedPart, Chunk]
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """A prompt, how it is to be linked, and the context caches that stand in it."""
+    """Holds a prompt, how it is to be linked, and the context caches that stand in it."""
 
     prompt: Prompt
 
@@ -51,6 +51,11 @@ class ReadPrompt:
         return tuple(LinkedCache(id, len(each.chunk), each.created) for id, each in self.caches.items())
 
     @property
+    def implicit(self) -> bool:
+        """True if there are context caches, and none of them was named by id."""
+        return bool(self.caches) and all(each.cache.implicit_ttl is not None for each in self.caches.values())
+
+    @property
     def ids(self) -> dict[str, str]:
         """The ids of the context caches, by their chunks' content."""
         return {each.chunk.content: id for id, each in self.caches.items()}
@@ -58,7 +63,7 @@ class ReadPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a request wants its content read; None means as the settings say."""
+    """Tells how a request wants its content read; None means as the settings say."""
 
     tenant: str
     policy: Policy | None = None
@@ -70,7 +75,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class ReadingDefaults:
-    """What applies where a request does not say."""
+    """Tells what applies where a request does not say."""
 
     policy: Policy
     implicit: Implicit

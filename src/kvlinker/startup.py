@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +16,8 @@ from kvlinker.embedded.variants import VariantLibrary
 from kvlinker.engine.contract import Engine
 from kvlinker.events import Events
 from kvlinker.store import Catalog, ChunkStore, Speeds, load_cipher, open_store
+
+logger = logging.getLogger(__name__)
 
 
 class EngineSource(Protocol):
@@ -69,7 +73,10 @@ def engine_source(settings: Settings) -> EngineSource:
         from kvlinker.vllm.frontend.source import own_vllm
 
         return own_vllm(settings)
-    return EmbeddedSource(load_model(settings))
+    began = time.monotonic()
+    loaded = load_model(settings)
+    logger.info("The model is loaded and checked (%.1f s).", time.monotonic() - began)
+    return EmbeddedSource(loaded)
 
 
 class State(NamedTuple):

@@ -25,10 +25,10 @@ def state(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stored(state: Path) -> tuple[ContextCache, ...]:
-    """Two context caches of one tenant, one of another's; an expired one is not listed."""
+    """Two context caches of one tenant, one of another's that is called like markup; an expired one is not listed."""
     with LLM.from_model(tiny_model(), tiny_settings(state)) as llm:
         first = llm.generate_context_cache(["The cat sat on the mat.", "A dog"], name="pets", ttl=1000)
-        other = llm.generate_context_cache(["numbers 1 2 3"], tenant="other")
+        other = llm.generate_context_cache(["numbers 1 2 3"], tenant="other", name="[/b]:cat:[x]")
         llm.generate_context_cache(["soon gone"], ttl=0.01)
     time.sleep(0.02)
     return (*first, *other)

@@ -30,11 +30,11 @@ def test_policies_are_listed_as_json() -> None:
 def test_policies_that_the_engine_cannot_follow_say_so() -> None:
     listed = json.loads(runner.invoke(app, ["policies", "--json", "--engine", "vllm"]).output)
     supported = {policy["name"]: (policy["supported"], policy["restriction"] is None) for policy in listed}
-    assert supported["legolink"] == supported["h2o"] == supported["set-prefix"] == (True, True)
-    assert supported["query"] == supported["cacheblend-auto"] == (False, False)
+    assert supported["legolink"] == supported["h2o"] == supported["query"] == (True, True)
+    assert supported["cacheblend-auto"] == (False, False)
     assert supported["cacheblend"] == supported["cachecraft"] == (True, False)
-    (query,) = (policy["restriction"] for policy in listed if policy["name"] == "query")
-    assert "the question's attention" in query
+    (auto,) = (policy["restriction"] for policy in listed if policy["name"] == "cacheblend-auto")
+    assert "a forecast" in auto
     shown = runner.invoke(app, ["policies", "--engine", "vllm"], env={"COLUMNS": "400"}).output
     assert "which the vllm engine does not offer" in shown
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,11 @@ from typer.testing import CliRunner
 
 from kvlinker.cli import app
 from kvlinker.client import Client
-from kvlinker.server.address import bind, url_of
+from kvlinker.config import Settings
+from kvlinker.errors import ModelLoadError
+from kvlinker.llm import LLM
+from kvlinker.server.edge.address import bind, url_of
+from tests.server.serving import tiny_model, tiny_settings
 
 COMMAND = [sys.executable, "-c", "from kvlinker.cli import app; app()"]
 
@@ -65,6 +70,28 @@ def test_taken_port_is_told_before_the_model_is_loaded() -> None:
     assert result.returncode == 1
     assert "already in use" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_server_whose_engine_has_failed_ends_or_starts_it_again(
+    restarts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[LLM] = []
+
+    def start(settings: Settings) -> LLM:
+        if len(started) == 2:
+            raise ModelLoadError("enough for a test")
+        started.append(LLM.from_model(tiny_model(), tiny_settings(tmp_path / "state")))
+        return started[-1]
+
+    monkeypatch.setattr(LLM, "from_settings", start)
+    monkeypatch.setattr(LLM, "healthy", False)
+    monkeypatch.setattr(import_module("kvlinker.cli.serve"), "LEAST_SECONDS", 0.0)
+    arguments = ["serve", "--port", "0", "--on-engine-failure", "restart" if restarts else "exit"]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, len(started)) == ((1, 2) if restarts else (3, 1))
+    assert ("enough for a test" if restarts else "The engine has failed") in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_model_that_does_not_exist(tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 from prometheus_client.samples import Sample
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
-from kvlinker.cli.top import WINDOW_SECONDS, History, Period, Reading, view, whole_life
-from kvlinker.client import Client
+from kvlinker.cli.top import WINDOW_SECONDS, History, Period, Reading
 from tests.server.serving import Served
 
 TIME_TO_FIRST_TOKEN = "time_to_first_token_seconds"
@@ -69,15 +67,6 @@ def test_nobody_answers() -> None:
     assert (missed.exit_code, missed.stdout) == (1, "")
     assert "cannot be reached" in missed.stderr
     assert run("--every", 0).exit_code == 2
-
-
-def test_a_failed_engine_is_told(served: Served) -> None:
-    with Client(served.url) as client:
-        status = client.server_status()
-    console = Console(width=150)
-    with console.capture() as capture:
-        console.print(view(whole_life(Reading(0, status, {})), served.url))
-    assert "The engine has failed: restart the server." in capture.get()
 
 
 def test_counts_and_rates() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ from kvlinker.errors import (
     OverloadedError,
     PolicyError,
 )
+from kvlinker.types.texts import SearchHit
+from kvlinker.types.tools import ToolCall
 from tests.server.serving import MODEL_NAME, Served
 
 CHUNKS = ("The cat sat on the mat. It was fine!", "numbers 1 2 3 and more words")
@@ -50,6 +53,27 @@ def test_context_caches_are_what_was_asked_for(client: Client) -> None:
         assert cache.bytes > 0
         assert cache.expires_at is not None
         assert abs(cache.expires_at - time.time() - 100) < 5
+
+
+def test_context_caches_tell_whether_a_prompt_brought_them(client: Client) -> None:
+    marked = {"type": "text", "text": "A marked text of its own.", "cache_control": {"type": "ephemeral"}}
+    client.chat_completion([{"role": "user", "content": [marked, "What?"]}], **GREEDY)
+    (named,) = client.generate_context_cache(["A named text of its own."])
+    listed = client.list_caches(limit=2).items
+    assert [(cache.id == named.id, cache.implicit) for cache in listed] == [(True, False), (False, True)]
+
+
+def test_fields_of_newer_servers_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    hit = {"id": "cc_1", "score": 1.0, "text": "a", "tokens": 1, "metadata": {}, "of": "tomorrow"}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"data": [hit]}, request=request)
+
+    with Client("http://server") as client:
+        monkeypatch.setattr(
+            client, "_http", httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+        )
+        assert client.search("a") == (SearchHit("cc_1", 1.0, "a", 1, {}),)
 
 
 def test_explanation_is_that_of_llm(served: Served, client: Client) -> None:
@@ -86,6 +110,18 @@ def test_stream(client: Client) -> None:
     pieces = list(client.stream_chat_completion(HELLO, **GREEDY))
     assert len(pieces) > 1
     assert "".join(pieces) == client.chat_completion(HELLO, **GREEDY).text
+    assert list(client.chat_completion(HELLO, stream=True, **GREEDY)) == pieces
+
+
+def test_calls_and_reasoning_are_told() -> None:
+    call = {"id": "call-1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "reasoning_content": "Where?", "tool_calls": [call]}
+    details = {"cached_tokens": 0, "exact_cached_tokens": 0, "recomputed_tokens": 0}
+    usage = {"prompt_tokens": 5, "completion_tokens": 7, "prompt_tokens_details": details}
+    body = {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": usage}
+    answer = answering(200, json.dumps(body).encode()).chat_completion(HELLO)
+    assert (answer.text, answer.reasoning) == ("", "Where?")
+    assert answer.tool_calls == (ToolCall("call-1", "find", "{}"),)
 
 
 def test_closed_stream_cancels_the_request(served: Served, client: Client) -> None:
@@ -116,6 +152,8 @@ async def test_async_client(served: Served) -> None:
         answer = await client.chat_completion(question(caches), policy="naive", **GREEDY)
         streamed = [piece async for piece in client.stream_chat_completion(question(caches), policy="naive", **GREEDY)]
         assert "".join(streamed) == answer.text
+        again = await client.chat_completion(question(caches), policy="naive", stream=True, **GREEDY)
+        assert [piece async for piece in again] == streamed
         (piece,) = await client.cache_text("One dog.")
         await client.expire_cache(piece)
         with pytest.raises(ContextCacheNotFoundError):
@@ -212,7 +250,7 @@ def test_both_clients_have_the_same_calls() -> None:
 
     sync, asynchronous = shown(Client), shown(AsyncClient)
     assert set(sync) == set(asynchronous)
-    for name in set(sync) - {"stream_chat_completion"}:
+    for name in set(sync) - {"chat_completion", "stream_chat_completion"}:
         assert sync[name] == asynchronous[name]
         assert sync[name][1]
     assert sync["expire_caches"][0] == "(self, metadata: 'Mapping[str, str]', *, scope: 'str' = 'private') -> 'int'"

@@ -12,8 +12,9 @@ from pydantic import ByteSize, TypeAdapter
 from typer.main import get_command
 
 from kvlinker.cli import app
+from kvlinker.cli.console import BAD_USAGE
 from kvlinker.config import Settings, load_settings
-from kvlinker.server.access import OPEN_PATHS
+from kvlinker.server.edge.access import OPEN_PATHS
 from tests.deploy.documents import (
     DEPLOY,
     DOCKERFILES,
@@ -183,4 +184,5 @@ def test_unit_keeps_its_state_where_it_may_write() -> None:
     assert environment["XDG_CACHE_HOME"] == f"/var/cache/{service['CacheDirectory']}"
     assert service["ProtectSystem"] == "strict"
     assert "MemoryDenyWriteExecute" not in service, "oneDNN and the native code could not run"
-    assert service["RestartPreventExitStatus"] == "2", "the exit status of a wrong setting"
+    assert service["Restart"] == "on-failure", "an engine that has failed is started again"
+    assert service["RestartPreventExitStatus"] == str(BAD_USAGE), "a wrong setting stays wrong"

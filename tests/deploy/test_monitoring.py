@@ -10,6 +10,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvlinker.events import (
+    AgreementFell,
+    AnswerAudited,
+    AuditSkipped,
     ChunkDamaged,
     ChunkEvicted,
     ChunkLoaded,
@@ -18,7 +21,7 @@ from kvlinker.events import (
     RequestFinished,
     TierUnavailable,
 )
-from kvlinker.server.access import OPEN_PATHS
+from kvlinker.server.edge.access import OPEN_PATHS
 from tests.deploy.documents import DEPLOY, dashboard, documents_of, rules, settings_given
 from tests.server.serving import Served
 
@@ -36,6 +39,9 @@ def exposed(served: Served) -> Mapping[str, set[str]]:
         ChunkDamaged("disk", "key", "why"),
         TierUnavailable("disk", "why"),
         FirstToken(0.1, "naive"),
+        AnswerAudited("naive", agrees=True, alike=True, kl=0.0, answer_kl=0.0, tokens=1),
+        AuditSkipped("empty"),
+        AgreementFell("naive"),
         RequestFinished("naive", "stop", 0, 0, 0, 0, 0),
     ):
         served.llm.events.publish(event)
@@ -45,6 +51,8 @@ def exposed(served: Served) -> Mapping[str, set[str]]:
         for sample in family.samples:
             samples[sample.name] |= sample.labels.keys()
     samples["kvlinker:tier_bandwidth_bytes_per_second"].add("tier")
+    samples["kvlinker:audit_agreement"] |= {"policy", "bound"}
+    samples["kvlinker:audit_pending"] |= set()
     return samples
 
 

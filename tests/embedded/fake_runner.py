@@ -132,6 +132,12 @@ class VariantWork(ChunkWork):
     kind = Kind.VARIANT
 
 
+class BackgroundWork(ChunkWork):
+    """Is computed only while there is nothing else."""
+
+    kind = Kind.BACKGROUND
+
+
 class FakePool(KVPool):
     """Holds no KV, but the tokens whose KV would lie in its slots: [slots], -1 where nothing does."""
 
@@ -312,6 +318,10 @@ class Simulation:
     def enter_variant(self, length):
         """A variant to be computed."""
         return self.scheduler.enter(VariantWork(length))
+
+    def enter_background(self, length):
+        """Work for an engine that has nothing else to do."""
+        return self.scheduler.enter(BackgroundWork(length))
 
     def add(self, *args, **options):
         """Work whose KV is there, too."""

@@ -99,15 +99,23 @@ def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(
     assert made.engine.load().slots_used == 0
 
 
-def test_a_long_queue_is_refused_by_the_time_that_it_would_take(bench):
+def test_a_long_queue_is_refused_by_the_time_that_it_would_take(bench, monkeypatch):
     made = bench(kv_slots=8192, slo_ttft=1e-4, max_step_tokens=16)
     made.answer(linked_prompt(fresh=400), "full", max_tokens=1)
+    refused, step = threading.Event(), made.engine.runner.step
+
+    def held_up_step(batch):
+        refused.wait(60)
+        return step(batch)
+
+    monkeypatch.setattr(made.engine.runner, "step", held_up_step)
     long, other = (linked_prompt(fresh=1900, seed=seed) for seed in (1, 2))
     first, handle = made.submit(long, "full", max_tokens=1)
     with pytest.raises(OverloadedError, match="The first token is expected") as caught:
         made.submit(other, "full", max_tokens=1)
     assert caught.value.retry_after >= 1
     handle.cancel()
+    refused.set()
     first.wait()
 
 

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from kvlinker.embedded.grammars import MOST_CHARACTERS, GrammarGuide, GrammarGuides
+from kvlinker.embedded.grammars import GrammarGuide, GrammarGuides
 from kvlinker.engine.contract import GenerationRequest
+from kvlinker.engine.grammars import MOST_CHARACTERS
 from kvlinker.errors import EngineClosedError, InvalidRequestError
 from kvlinker.linking import parse_policy
 from kvlinker.research.bench.harness.shapes import byte_tokenizer

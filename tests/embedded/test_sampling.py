@@ -123,6 +123,12 @@ def test_logprobs_only_where_wanted():
         ("logprobs", -1),
         ("stop", ("",)),
         ("stop", (3,)),
+        ("stop", None),
+        ("bad_words", 5),
+        ("stop_token_ids", "5"),
+        ("logit_bias", None),
+        ("seed", "7"),
+        ("seed", 1.5),
     ],
 )
 def test_parameters_out_of_range_are_refused_by_name(name, value):
@@ -134,6 +140,7 @@ def test_parameters_out_of_range_are_refused_by_name(name, value):
 def test_whole_numbers_and_a_single_stop_text_will_do():
     params = SamplingParams(temperature=2, repetition_penalty=2, stop="abc")  # type: ignore[arg-type]  # not a tuple
     assert params.stop == ("abc",)
+    assert SamplingParams(bad_words="abc").bad_words == ("abc",)  # type: ignore[arg-type]
     assert len(draws(3, temperature=2, repetition_penalty=2, tokens=[1], prompt_length=1)) == 3
 
 

@@ -106,6 +106,30 @@ def test_what_a_score_says_of_usage_is_what_a_generation_says(bench):
         assert (scored.cached_tokens, scored.recomputed_tokens) == (usage.cached_tokens, usage.recomputed_tokens)
 
 
+def test_tokens_that_are_scored_whole_are_scored_as_the_model_does(bench):
+    """Piece by piece, beside answers that come first; the prompt's chunks play no part."""
+    made = bench(max_step_tokens=16)
+    answers = [made.submit(PROMPT, "legolink-4", max_tokens=9)[0] for _ in range(2)]
+    first = len(PROMPT) - 9
+    future = made.engine.score_whole(PROMPT.tokens, first=first, top=5, tenant="default")
+    own = after(forward(reference_model("llama"), PROMPT.tokens).logits, PROMPT, 10)
+    found = future.result(timeout=60)
+    assert found.token_ids.tolist() == PROMPT.tokens[first:].tolist()
+    np.testing.assert_allclose(found.logprobs, of(own, PROMPT), atol=TOLERANCE)
+    assert found.top_ids.tolist() == np.argsort(-own)[:, :5].tolist()
+    assert all(answer.wait().failed is None for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("length", "first", "error"),
+    [(9, 0, InvalidRequestError), (9, 9, InvalidRequestError), (10_000, 5, ContextLengthError)],
+)
+def test_what_cannot_be_scored_whole_is_refused(bench, length, first, error):
+    tokens = np.ones(length, dtype=np.int64)
+    with pytest.raises(error):
+        bench().engine.score_whole(tokens, first=first, top=5, tenant="default")
+
+
 def test_a_request_that_loses_its_slots_is_scored_again(bench):
     """An answer outgrows its slots while the prompt is computed, token by token."""
     made = bench(kv_slots=190, max_step_tokens=2)

@@ -26,7 +26,7 @@ from kvlinker.embedded.model.native_products import native_products
 from kvlinker.embedded.model.native_quantized import BlockedMatrix
 from kvlinker.embedded.model.quantized import Int4Matrix, Int8Matrix
 from kvlinker.embedded.model.weights import arrange_weights, watch_linears
-from kvlinker.engine.cost import CostModel
+from kvlinker.engine.cost import CostModel, count_weights
 from kvlinker.engine.model_files import fingerprint
 from kvlinker.errors import ModelLoadError
 from tests.toy_models import FAMILIES, tiny_model
@@ -129,10 +129,10 @@ def test_a_model_is_counted_saved_and_named_as_before(tmp_path: Path) -> None:
     model = tiny_model("qwen3", attention_bias=True).to(torch.bfloat16)
     layers = trace_layers(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    name, cost = fingerprint(model), CostModel(model, layers).per_token
+    name, cost = fingerprint(model), CostModel(count_weights(model), layers).per_token
     pack(model)
     assert fingerprint(model) == name
-    assert CostModel(model, layers).per_token == cost
+    assert CostModel(count_weights(model), layers).per_token == cost
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
     assert again.keys() == before.keys()

@@ -6,13 +6,14 @@ import statistics
 import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from kvlinker.implicit import recognition
 from kvlinker.implicit.recognition import Recognizer
+from kvlinker.implicit.windows import WindowHash
 from kvlinker.prompt.encoding import TextEncoder
-from kvlinker.types.chunks import Chunk
 from kvlinker.types.messages import CachedPart, ChatMessage, ContextCacheReference, MarkedText
 from tests.implicit.test_sights import document
 from tests.toy_tokenizers import byte_level
@@ -21,20 +22,22 @@ ENCODER = TextEncoder(byte_level())
 
 
 class Catalog:
-    """Chunks by tenant, in the order in which they were entered, as ``Recognizer`` asks for them."""
+    """Token ids of chunks by tenant, in the order in which they were entered, as ``Recognizer`` asks for them."""
 
     def __init__(self) -> None:
-        self.entered: list[tuple[str, Chunk]] = []
+        self.entered: list[tuple[str, tuple[int, ...]]] = []
 
     @property
     def implicit(self) -> Catalog:
         return self
 
     def enter(self, text: str, tenant: str = "anna") -> None:
-        self.entered.append((tenant, Chunk(ENCODER.encode_data(text))))
+        self.entered.append((tenant, ENCODER.encode_data(text)))
 
-    def chunks_since(self, number: int, tenant: str, fingerprint: str, *, limit: int) -> tuple[int, list[Chunk]]:
-        return len(self.entered), [chunk for owner, chunk in self.entered[number:] if owner == tenant]
+    def tokens_since(
+        self, number: int, tenant: str, fingerprint: str, *, limit: int
+    ) -> tuple[int, list[tuple[int, ...]]]:
+        return len(self.entered), [tokens for owner, tokens in self.entered[number:] if owner == tenant]
 
 
 class Reader:
@@ -155,6 +158,15 @@ def test_what_is_not_noted_was_not_seen() -> None:
     reader = Reader()
     for _ in range(3):
         assert reader.marked(document("a"), notes=False) == []
+
+
+def test_requests_make_no_tables_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = Mock(side_effect=WindowHash)
+    monkeypatch.setattr(recognition, "WindowHash", tables)
+    reader = Reader()
+    for tenant in ("anna", "bert", "anna"):
+        reader.marked(document("a"), tenant=tenant)
+    assert tables.call_count == 1
 
 
 def test_tenants_see_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

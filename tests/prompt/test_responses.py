@@ -168,6 +168,14 @@ def test_what_is_no_call_is_shown_as_text(name: str, text: str, shown: str, size
     assert calls == []
 
 
+@sizes
+def test_what_stands_before_a_call_that_is_none_is_told_apart(size: int) -> None:
+    """However the answer comes: in pieces or as a whole."""
+    text = f"<think>\nSo?\n</think>\n\nSee.{ONE_CALL['qwen3']}<tool_call>{{broken</tool_call> <b>more"
+    call = ("get_weather", json.loads(ROME))
+    assert read("qwen3", text, size=size) == ("See.{broken <b>more", "So?", [call])
+
+
 @given(
     text=st.text(alphabet='<>/think tool_call{}":,\n[]ax1', max_size=60),
     size=st.integers(1, 9),

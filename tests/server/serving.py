@@ -19,6 +19,8 @@ import httpx
 from kvlinker.config import Settings, load_settings
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from kvlinker.embedded.model.loading import LoadedModel
     from kvlinker.llm import LLM
 
@@ -62,7 +64,10 @@ class Served:
 
 
 @cache
-def tiny_model(head_dim: int = 8) -> LoadedModel:
+def tiny_model(head_dim: int = 8, marks: tuple[str, ...] = ()) -> LoadedModel:
+    """A model with random weights, and ``marks`` as special tokens of its own."""
+    import copy
+
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -70,7 +75,8 @@ def tiny_model(head_dim: int = 8) -> LoadedModel:
     from tests.toy_tokenizers import byte_level
 
     torch.manual_seed(0)
-    tokenizer = byte_level()
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -105,15 +111,27 @@ def serving(
 ) -> Iterator[Served]:
     """Serve until the block ends; closes the LLM, unless another server has it. Every answer is checked against the
     server's OpenAPI document."""
-    import uvicorn
-
-    from kvlinker.server.address import bind, url_of
     from kvlinker.server.app import create_app
-    from kvlinker.server.connections import server_config
     from tests.server.openapi_contract import Contract
 
-    listener = bind("127.0.0.1", 0)
     app = create_app(llm, settings)
+    hooks = {"response": [Contract(app.openapi()).check]}
+    with (
+        listening(app, settings, closes=closes) as url,
+        httpx.Client(base_url=url, headers=headers, timeout=30, event_hooks=hooks) as http,
+    ):
+        yield Served(url, llm, http)
+
+
+@contextmanager
+def listening(app: FastAPI, settings: Settings, *, closes: bool = True) -> Iterator[str]:
+    """The URL of a server of an app, until the block ends."""
+    import uvicorn
+
+    from kvlinker.server.edge.address import bind, url_of
+    from kvlinker.server.edge.connections import server_config
+
+    listener = bind("127.0.0.1", 0)
     config = server_config(app, request_timeout=settings.request_timeout)
     config.lifespan = "on" if closes else "off"
     server = uvicorn.Server(config)
@@ -121,20 +139,18 @@ def serving(
     thread.start()
     url = url_of(listener)
     try:
-        hooks = {"response": [Contract(app.openapi()).check]}
-        with httpx.Client(base_url=url, headers=headers, timeout=30, event_hooks=hooks) as http:
-            _wait_until_up(http)
-            yield Served(url, llm, http)
+        _wait_until_up(url)
+        yield url
     finally:
         server.should_exit = True
         thread.join(timeout=20)
         assert not thread.is_alive(), "the server does not stop"
 
 
-def _wait_until_up(http: httpx.Client) -> None:
+def _wait_until_up(url: str) -> None:
     for _ in range(200):
         try:
-            http.get("/health")
+            httpx.get(f"{url}/health")
             return
         except httpx.ConnectError:
             threading.Event().wait(0.02)

@@ -15,8 +15,8 @@ import pytest
 
 from kvlinker.config import load_settings
 from kvlinker.errors import InvalidRequestError, KVLinkerError
-from kvlinker.server.access import hosts_to_check
-from kvlinker.server.address import bind, check_address, url_of
+from kvlinker.server.edge.access import hosts_to_check
+from kvlinker.server.edge.address import bind, check_address, url_of
 from kvlinker.types.tenants import tenant_of_key
 from tests.server.serving import Served, serving
 

@@ -12,10 +12,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from kvlinker.server.access_log import QUEUED_LINES, JsonLines, logging_to_stderr
+from kvlinker.server.edge.access_log import QUEUED_LINES, JsonLines, logging_to_stderr
 from tests.server.serving import Served
 
-LOGGER = "kvlinker.server.access_log"
+LOGGER = "kvlinker.server.edge.access_log"
 CHAT = "/v1/chat/completions"
 SECRET = "a secret text"
 
@@ -149,7 +149,7 @@ def test_nobody_waits_for_a_log_that_is_not_read(monkeypatch: pytest.MonkeyPatch
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as unread, os.fdopen(writer, "w") as pipe:
         monkeypatch.setattr("sys.stderr", pipe)
-        monkeypatch.setattr("kvlinker.server.access_log.FLUSH_SECONDS", 0.01)
+        monkeypatch.setattr("kvlinker.server.edge.access_log.FLUSH_SECONDS", 0.01)
         with logging_to_stderr("info"):
             for number in range(2 * QUEUED_LINES):
                 logging.getLogger("kvlinker.any").info("line %d", number)

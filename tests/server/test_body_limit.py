@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvlinker.server.errors import LEAST_PROMPT_BODY_BYTES, MAX_BODY_BYTES, prompt_body_bytes
+from kvlinker.server.edge.errors import LEAST_PROMPT_BODY_BYTES, MAX_BODY_BYTES, prompt_body_bytes
 from tests.server.serving import Served
 
 LIMITS = {"/v1/completions": LEAST_PROMPT_BODY_BYTES, "/v1/context_caches": MAX_BODY_BYTES}

@@ -13,7 +13,7 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from kvlinker.server.connections import LEAST_BYTES_PER_SECOND, BodyTimeout
+from kvlinker.server.edge.connections import LEAST_BYTES_PER_SECOND, BodyTimeout
 from tests.server.serving import Served, serving
 
 HEAD = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 13\r\n"

@@ -11,7 +11,7 @@ import pytest
 from transformers import GenerationConfig
 
 from kvlinker.llm import LLM
-from kvlinker.server.completions import DEFAULT_MAX_TOKENS
+from kvlinker.server.answers.completions import DEFAULT_MAX_TOKENS
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import CONTEXT_WINDOW, MODEL_NAME, Served, serving, tiny_model, tiny_settings
 
@@ -90,6 +90,16 @@ def test_an_echo_tells_how_likely_the_prompt_was(served: Served) -> None:
     assert all(len(top) in (1, 2) for top in logprobs["top_logprobs"][1:])
     assert logprobs["tokens"][0] == "<s>"
     assert "".join(logprobs["tokens"][1:-1]) == "The cat sat on the mat."
+
+
+def test_an_echo_and_prompt_logprobs_tell_as_many_alternatives_as_each_asks_for(served: Served) -> None:
+    body: dict[str, Any] = {"prompt": "The cat sat", "echo": True, "max_tokens": 0, "logprobs": 3, "prompt_logprobs": 1}
+    for given in (body, body | {"logprobs": 1, "prompt_logprobs": 3}):
+        (choice,) = served.post(TEXT, given).json()["choices"]
+        told = {"logprobs": choice["logprobs"]["top_logprobs"], "prompt_logprobs": choice["prompt_logprobs"]}
+        for field, entries in told.items():
+            assert entries[0] is None
+            assert {len(entry) - given[field] for entry in entries[1:]} <= {0, 1}, "the token itself may be one of them"
 
 
 def test_prompt_logprobs_begin_behind_the_last_context_cache(served: Served) -> None:

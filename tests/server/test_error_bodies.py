@@ -14,7 +14,7 @@ from starlette.types import Scope
 import kvlinker
 from kvlinker.errors import ContextCacheModelError, ContextCacheNotFoundError, KVLinkerError, OverloadedError
 from kvlinker.llm import LLM
-from kvlinker.server.errors import error_body, error_response
+from kvlinker.server.edge.errors import error_body, error_response
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import Served, serving, tiny_model, tiny_settings
 

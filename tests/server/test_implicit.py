@@ -317,6 +317,9 @@ def test_the_quota_never_makes_a_request_fail(tmp_path: Path) -> None:
         second = ask(served, part(text("qd"), EPHEMERAL))
         assert created(second) == [True], "the one that was used longest ago makes room"
         assert served.get(f"/v1/context_caches/{ids(first)[0]}").status_code == 404
+        refused = served.post("/v1/context_caches", {"chunks": [text("qx"), text("qy")]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "quota_exceeded")
+        assert served.get(f"/v1/context_caches/{ids(second)[0]}").status_code == 200, "nothing goes for what cannot fit"
         served.cache(text("qe"))
         assert served.get(f"/v1/context_caches/{ids(second)[0]}").status_code == 404, "names come first"
         third = ask(served, part(text("qf"), EPHEMERAL))

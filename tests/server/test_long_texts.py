@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvlinker.prompt.encoding import TextEncoder
-from kvlinker.server.threads import LONG_AT_ONCE, LONG_BODY_BYTES
+from kvlinker.server.models import LONG_AT_ONCE, LONG_BODY_BYTES
 from tests.server.serving import Served
 
 LONG = "word and other " * 700_000

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvlinker.embedded.model.loading import prepare_model
 from kvlinker.llm import LLM
-from tests.server.serving import CONTEXT_WINDOW, Served, serving, tiny_settings
-from tests.toy_tokenizers import byte_level
+from tests.server.serving import Served, serving, tiny_model, tiny_settings
 
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}"
@@ -38,23 +33,9 @@ TOOL: Any = {
 
 @pytest.fixture(scope="module")
 def marking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    tokenizer = copy.deepcopy(byte_level())
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]", "[/INST]", "[TOOL_CALLS]"]})
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=CONTEXT_WINDOW,
-        eos_token_id=tokenizer.eos_token_id,
-    )
     settings = tiny_settings(tmp_path_factory.mktemp("state"), chat_template=TEMPLATE)
-    llm = LLM.from_model(prepare_model(LlamaForCausalLM(config).eval(), tokenizer), settings)
-    with serving(llm, settings) as running:
+    model = tiny_model(marks=("[INST]", "[/INST]", "[TOOL_CALLS]"))
+    with serving(LLM.from_model(model, settings), settings) as running:
         yield running
 
 

@@ -50,7 +50,6 @@ def test_gauges_are_read_when_scraped(served: Served) -> None:
     served.cache("something to be stored")
     assert served.becomes_idle()
     scraped = figures(served)
-    assert scraped[("kvlinker:healthy", frozenset())] == 1
     assert scraped[("kvlinker:requests_running", frozenset())] == 0
     assert scraped[("kvlinker:requests_waiting", frozenset())] == 0
     assert (

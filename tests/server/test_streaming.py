@@ -12,7 +12,7 @@ import openai
 import pytest
 from sse_starlette.sse import AppStatus
 
-from kvlinker.server.answering import EventStream
+from kvlinker.server.answers.answering import EventStream
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import Served
 

@@ -274,8 +274,8 @@ def test_kills_of_changes_of_the_key(tmp_path: Path, first: bytes | None, second
             assert all(tier.damaged == () for tier in state.store.check())
             assert [cache.id for cache in state.caches.list(tenant="anna", order="asc").items] == created
             for cache_id in created:
-                chunk = state.caches.usable([cache_id], tenant="anna")[cache_id].chunk
-                assert same_kv(state.store.get(state.caches.key(chunk, "anna")), kv_of(chunk))
+                cache = state.caches.usable([cache_id], tenant="anna")[cache_id]
+                assert same_kv(state.store.get(cache.chunk_key), kv_of(cache.chunk))
     print(f"{half_way} were broken off between files")
 
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,21 @@ from kvlinker.vllm.frontend.linker import LinkedPrompt, VLLMLinker
 from kvlinker.vllm.protocol.signature import PlanSigner
 from kvlinker.vllm.protocol.transfer_plan import PARAM, TransferOutcome, plan_capture, plan_transfer
 from tests.embedded.reference import Reference, reference_model
-from tests.toy_models import tiny_model
+from tests.toy_models import WINDOW, tiny_model
 from tests.vllm.conftest import HEAD_DIM
 
 NO_EVIDENCE = PromptEvidence()
 
+VLLMS_OWN: dict[str, dict[str, Any]] = {"cohere2-interleaved-nope": {"sliding_window": WINDOW + 1}}
+"""What vLLM computes otherwise than transformers: its windows of Cohere 2 have one token more."""
+
 
 @cache
 def model_folder(family: str, folder: Path) -> Path:
-    """The family's tiny model on disk."""
+    """The family's tiny model on disk, which may lie there already."""
     path = folder / family
+    if path.exists():
+        return path
     tiny_model(family, head_dim=HEAD_DIM).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return path
@@ -92,10 +98,10 @@ class LinkedVLLM:
         key = key_of(chunk)
         return self.state / "chunks" / key[:2] / f"{key}.safetensors"
 
-    def add(self, tokens, transfer=None, salt=None, *, max_tokens=4):
+    def add(self, tokens, transfer=None, salt=None, *, max_tokens=4, **sampling):
         name = f"r{next(self._names)}"
         params = vllm.SamplingParams(
-            temperature=0,
+            **({"temperature": 0} | sampling),
             max_tokens=max_tokens,
             logprobs=20,
             ignore_eos=True,
@@ -113,9 +119,9 @@ class LinkedVLLM:
         transfer = transfer_for(prompt, policy, evidence)
         return self.add(prompt.tokens.tolist(), transfer, f"{salt} {transfer}", **options)
 
-    async def run_transfer(self, transfer, tokens):
+    async def run_transfer(self, transfer, tokens, salt=None):
         """What ``VLLMClient`` does under that name."""
-        name = self.add([*tokens, 0], transfer, secrets.token_hex(8), max_tokens=1)
+        name = self.add([*tokens, 0], transfer, salt or secrets.token_hex(8), max_tokens=1)
         return outcome_of(self.run()[name])
 
     def evidence(self, prompt):
@@ -124,8 +130,10 @@ class LinkedVLLM:
         return PromptEvidence(tuple(chunks.get(key_of(chunk)).scores for chunk in prompt.chunks))
 
     def refined(self, prompt, policy):
-        """The link of a policy that refines, when it has compared."""
+        """The link of a policy that looks at vLLM's passes, when it has seen them."""
         link = Link.begin(prompt, parse_policy(policy))
+        if link.policy.needs.scores:
+            link = link.with_scores(self.evidence(prompt).chunk_scores)
         keys = tuple(map(key_of, link.chunks))
         with ThreadPoolExecutor(1) as executor:
             layers = reference_model(self.family, head_dim=HEAD_DIM).config.num_hidden_layers
@@ -135,8 +143,25 @@ class LinkedVLLM:
             return asyncio.run(linker.refine(LinkedPrompt(link, layers, keys)))
 
     def follow(self, linked, **options):
-        name = self.add(linked.plan.prompt.tokens.tolist(), linked.transfer, secrets.token_hex(8), **options)
+        salt = linked.salt(secrets.token_hex(8))
+        name = self.add(linked.plan.prompt.tokens.tolist(), linked.transfer, salt, **options)
         return self.run()[name]
+
+    @contextmanager
+    def local_hits(self):
+        """Note how many tokens of each linked request vLLM's prefix cache has, in order."""
+        found: list[int] = []
+        matched = self.linking.matched
+
+        def noted(request_id, local, tokens):
+            found.append(local)
+            return matched(request_id, local, tokens)
+
+        self.linking.matched = noted
+        try:
+            yield found
+        finally:
+            del self.linking.matched
 
     def abort(self, name):
         self._engine.abort_request([name])
@@ -176,7 +201,7 @@ class LinkedVLLM:
         worker = vllm.distributed.kv_transfer.get_kv_transfer_group()._worker
         assert not worker._tasks
         assert not worker._writing
-        assert not worker._deviations
+        assert not worker._measured
 
     def close(self):
         self._engine.engine_core.shutdown()
@@ -204,9 +229,12 @@ def outcome_of(output):
 
 @cache
 def reference(prompt, family, positioned=True):
-    """In double precision, so that rounding errors are vLLM's alone."""
-    reference_model(family, head_dim=HEAD_DIM).double()
-    return Reference(prompt, family, positioned, head_dim=HEAD_DIM)
+    """In double precision, so that rounding errors are vLLM's alone; mixtures of experts have no products for it."""
+    changes = {"head_dim": HEAD_DIM} | VLLMS_OWN.get(family, {})
+    model = reference_model(family, **changes)
+    if not hasattr(model.config, "num_local_experts"):
+        model.double()
+    return Reference(prompt, family, positioned, **changes)
 
 
 def difference(output, prompt, policy, family, evidence=NO_EVIDENCE):

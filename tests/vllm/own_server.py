@@ -15,7 +15,10 @@ from typing import Any
 
 import httpx
 
-from kvlinker.server.address import bind
+from kvlinker.server.edge.address import bind
+
+START_SECONDS = 600
+"""The seconds that a server may take to start, on a machine that has much else to do."""
 
 
 @contextmanager
@@ -50,7 +53,7 @@ def vllm_serving(model: str | Path, log: Path, extra: Mapping[str, Any], *option
 
 
 def _wait_until_up(url: str, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and server.poll() is None:
         try:
             if httpx.get(f"{url}/health").status_code == 200:

@@ -1,13 +1,17 @@
 import multiprocessing
 import time
-from typing import Any
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 import vllm
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.utils import AttentionGroup
 
 from kvlinker.errors import KVLinkerError, UnsupportedModelError
 from kvlinker.vllm import adapter
@@ -24,19 +28,103 @@ def test_other_versions_are_refused_with_the_way_out(monkeypatch):
     adapter.require_tested_version(allow_untested=True)
 
 
+def config(*, is_moe=False, speculative_config=None, lora_config=None, **parallel):
+    """The parts of vLLM's configuration that decide whether anything can be linked."""
+    sizes = ("pipeline", "decode_context", "prefill_context", "data")
+    defaults = {f"{name}_parallel_size": 1 for name in sizes}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**(defaults | parallel)),
+        model_config=SimpleNamespace(is_moe=is_moe),
+        speculative_config=speculative_config,
+        lora_config=lora_config,
+    )
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("changes", "told"),
     [
-        ("pipeline_parallel_size", 2, "pipeline_parallel_size is 2, .* tensor_parallel_size"),
-        ("speculative_config", {"method": "ngram"}, "leave speculative_config out"),
-        ("lora", True, "leave enable_lora out"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, .* tensor_parallel_size"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2, .* tensor_parallel_size"),
+        ({"prefill_context_parallel_size": 4}, "prefill_context_parallel_size is 4, .* tensor_parallel_size"),
+        ({"data_parallel_size": 2, "is_moe": True}, "data_parallel_size is 2, .* mixture of experts"),
+        ({"speculative_config": {"method": "ngram"}}, "leave speculative_config out"),
+        ({"lora_config": True}, "leave enable_lora out"),
     ],
 )
-def test_what_is_not_linked_is_refused_with_the_way_out(name, value, told):
-    plain: dict[str, Any] = {"pipeline_parallel_size": 1, "speculative_config": None, "lora": None}
-    adapter.require_linkable(**plain)
-    with pytest.raises(UnsupportedModelError, match=told):
-        adapter.require_linkable(**(plain | {name: value}))
+def test_what_is_not_linked_is_refused_in_one_line_with_the_way_out(changes, told):
+    adapter.require_linkable(config(data_parallel_size=2))
+    with pytest.raises(UnsupportedModelError, match=told) as error:
+        adapter.require_linkable(config(**changes))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "told"),
+    [
+        ({"kv_sharing_target_layer_name": "layers.0"}, "uses the KV of layers.0"),
+        ({"impl": SimpleNamespace()}, "choose another attention_backend"),
+        ({"impl": SimpleNamespace(do_kv_cache_update=None, alibi_slopes=[0.5])}, "ALiBi"),
+        ({}, None),
+    ],
+)
+def test_layers_in_which_no_kv_can_be_placed_say_why(monkeypatch, layer, told):
+    monkeypatch.setattr(adapter, "Attention", SimpleNamespace)
+    plain = {"impl": SimpleNamespace(do_kv_cache_update=None), "kv_sharing_target_layer_name": None}
+    reason = adapter._unplaceable(SimpleNamespace(**(plain | layer)))
+    assert (reason is None) == (told is None)
+    assert (told or "") in (reason or "")
+
+
+class Reusing:
+    """A metadata builder that keeps what it builds in a buffer, as FlashAttention 3's and FlashInfer's do."""
+
+    requires_block_table_width = False
+
+    def __init__(self, spec, layers, config, device):
+        self.kv_cache_spec = spec
+        self.buffer = torch.zeros(4, dtype=torch.int32)
+
+    def build(self, common_prefix_len, common, **options):
+        count = len(common.seq_lens)
+        self.buffer[:count] = common.seq_lens
+        return self.buffer[:count], common.block_table_tensor
+
+
+@pytest.mark.parametrize("kernel_block", [32, 16])
+def test_runs_leave_the_metadata_of_vllms_own_step_alone(kernel_block):
+    """Also where the backend's blocks are smaller than the KV cache's: they are mapped once."""
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    backend = SimpleNamespace(
+        get_builder_cls=lambda: Reusing, get_supported_kernel_block_sizes=lambda spec=None: [kernel_block]
+    )
+    model = SimpleNamespace(max_model_len=128)
+    scheduler = SimpleNamespace(max_num_seqs=4)
+    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    settings = SimpleNamespace(model_config=model, scheduler_config=scheduler, parallel_config=parallel)
+    theirs = AttentionGroup(backend, ["layer"], spec, 0)
+    theirs.create_metadata_builders(settings, torch.device("cpu"), kernel_block)
+    ours = adapter.own_group(theirs, settings, torch.device("cpu"))
+
+    def common(length, blocks):
+        return CommonAttentionMetadata(
+            query_start_loc=torch.tensor([0, 1]),
+            query_start_loc_cpu=torch.tensor([0, 1]),
+            seq_lens=torch.tensor([length], dtype=torch.int32),
+            num_reqs=1,
+            num_actual_tokens=1,
+            max_query_len=1,
+            max_seq_len=length,
+            block_table_tensor=torch.tensor([blocks], dtype=torch.int32),
+            slot_mapping=torch.tensor([0]),
+        )
+
+    of_step = theirs.build_metadata(common(33, [3, 1]))
+    of_run = ours.build_metadata(common(5, [2]))
+    assert of_step[0].tolist() == [33]
+    assert of_run[0].tolist() == [5]
+    ratio = 32 // kernel_block
+    assert of_step[1].tolist() == [[block * ratio + part for block in (3, 1) for part in range(ratio)]]
+    assert of_run[1].tolist() == [[2 * ratio + part for part in range(ratio)]]
 
 
 def test_vllms_engine_core_ends_with_a_server_that_is_killed():

@@ -18,7 +18,7 @@ from tests.vllm.conftest import HEAD_DIM
 @pytest.mark.slow
 def test_rows_say_what_was_measured(vllm_settings):
     subject = Subject("tiny", "kvlinker bench …", tiny_model(head_dim=HEAD_DIM), {"repeat": 1})
-    policies = ["full", "naive", "legolink-4", "cacheblend-40-onestep"]
+    policies = ["full", "naive", "legolink-4", "query-5", "cacheblend-40-onestep"]
     told: list[str] = []
 
     def progress(what: str, done: int = 0, total: int | None = None, /) -> None:
@@ -26,10 +26,11 @@ def test_rows_say_what_was_measured(vllm_settings):
 
     rows = run_vllm_ttft(subject, vllm_settings, [Workload(3, 40, 9)], policies, repeat=1, progress=progress)
     assert [row["policy"] for row in rows] == policies
-    full, naive, lego, blend = rows
+    full, naive, lego, query, blend = rows
     assert {row["engine"] for row in rows} == {"vllm"}
     assert {row["context_tokens"] for row in rows} == {129}
     assert [row["recomputed_tokens"] for row in rows[:3]] == [120, 0, 8]
+    assert query["recomputed_tokens"] == 4
     assert 8 < blend["recomputed_tokens"] < 120
     assert full["speedup"] == 1
     assert naive["speedup"] == pytest.approx(full["ttft_ms"] / naive["ttft_ms"])

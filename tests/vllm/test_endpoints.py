@@ -1,7 +1,9 @@
-"""kvlinker's routes in vLLM's own server: what a client sees is what kvlinker's server answers."""
+"""kvlinker in vLLM's own server: linked requests get its prompts, and vLLM's handlers answer all."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,17 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvlinker.config import Settings
+from tests.schemas import check
 from tests.server.serving import TEMPLATE, Served
+from tests.server.test_tools import NEWS, TIME, WEATHER
 from tests.vllm.conftest import vllm_settings_for
 from tests.vllm.own_server import vllm_serving
 
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
 PART = {"type": "text", "text": "Where is the cat?"}
+STORY = "The cat sat on the mat. " * 5
+TOOL_TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -27,44 +35,149 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def http(vllm_settings: Settings, folder: Path) -> Iterator[httpx.Client]:
     settings = vllm_settings_for(Path(vllm_settings.model), folder / "state")
-    extra = {
-        "state_dir": str(settings.state_dir),
-        "policy": settings.policy,
-        "chat_template": settings.chat_template,
-    }
     template = folder / "template.jinja"
-    template.write_text(TEMPLATE)
-    options = ("--dtype", "float32", "--chat-template", str(template))
+    template.write_text(TOOL_TEMPLATE)
+    options = ["--dtype", "float32", "--chat-template", str(template), "--served-model-name", "tiny", "also-tiny"]
+    options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-logprobs", "-1"]
+    extra = {"state_dir": str(settings.state_dir), "policy": settings.policy}
     with (
         vllm_serving(settings.model, folder / "log", extra, *options) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
+        httpx.Client(base_url=url, timeout=180) as client,
     ):
         yield client
 
 
-def answer_of(client: Any, texts: list[str], **fields: Any) -> dict[str, Any]:
-    """The same calls on either server."""
+def cached(client: Any, *texts: str) -> list[dict[str, Any]]:
+    """Parts with context caches of these texts."""
     created = client.post("/v1/context_caches", json={"chunks": texts}).json()
-    parts = [{"type": "context_cache", "id": entry["id"]} for entry in created["data"]]
-    body = {"messages": [{"role": "user", "content": [*parts, PART]}], "max_tokens": 8, "temperature": 0}
-    answer = client.post("/v1/chat/completions", json=body | {"ignore_eos": True} | fields)
+    return [{"type": "context_cache", "id": entry["id"]} for entry in created["data"]]
+
+
+def asked(*parts: Any, **fields: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 8, "temperature": 0}
+    return body | {"ignore_eos": True} | fields
+
+
+def ask(client: Any, *parts: Any, **fields: Any) -> dict[str, Any]:
+    answer = client.post(CHAT, json=asked(*parts, **fields))
     assert answer.status_code == 200, answer.text
-    assert "link;dur=" in answer.headers["server-timing"]
-    return {name: answer.json()[name] for name in ("choices", "usage")}
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+def chunks_of(client: Any, body: dict[str, Any], path: str = CHAT) -> list[dict[str, Any]]:
+    """The chunks of a streamed answer."""
+    told = client.post(path, json=body | {"stream": True, "stream_options": {"include_usage": True}}).text
+    events = [line.removeprefix("data: ") for line in told.splitlines() if line.startswith("data: ")]
+    assert events.pop() == "[DONE]", told
+    return [json.loads(event) for event in events]
+
+
+DETAILS = ("cached_tokens", "exact_cached_tokens", "recomputed_tokens")
+
+
+def seen(answer: dict[str, Any]) -> Any:
+    """What both servers tell alike."""
+    usage = answer["usage"]
+    # a character that is cut at the answer's end is told by kvlinker alone
+    choices = [(each["message"]["content"].rstrip("\ufffd"), each["finish_reason"]) for each in answer["choices"]]
+    details = [usage["prompt_tokens_details"][name] for name in DETAILS]
+    return choices, usage["prompt_tokens"], usage["completion_tokens"], details, answer["link"]["policy"]
 
 
 @pytest.mark.parametrize("policy", ["naive", "legolink-4", "cacheblend-40-onestep", "full"])
 def test_both_servers_answer_alike(http: httpx.Client, served: Served, policy: str) -> None:
-    texts = ["The cat sat on the mat. " * 5, "A dog and a small text. " * 4]
-    link = {"policy": policy}
-    assert answer_of(http, texts, link=link) == answer_of(served.http, texts, link=link)
+    texts = [STORY, "A dog and a small text. " * 4]
+    answers = [ask(each, *cached(each, *texts), PART, link={"policy": policy}) for each in (http, served.http)]
+    assert seen(answers[0]) == seen(answers[1])
 
 
-def test_errors_are_kvlinkers(http: httpx.Client) -> None:
+def test_a_linked_prompt_is_the_one_that_vllm_renders(http: httpx.Client) -> None:
+    """Tools included, and so is its answer, where all of it is computed."""
+    fields = {"tools": [WEATHER, TIME], "return_token_ids": True, "seed": 1}
+    (part,) = cached(http, STORY)
+    linked = ask(http, part, **fields, link={"policy": "full"})
+    plain = ask(http, {"type": "text", "text": STORY}, **fields)
+    assert linked["prompt_token_ids"] == plain["prompt_token_ids"]
+    assert linked["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
+    assert "link" not in plain
+
+
+def test_fields_of_vllms_hold_for_linked_requests(http: httpx.Client) -> None:
+    (part,) = cached(http, STORY)
+    answer = ask(http, part, PART, allowed_token_ids=[40, 41], return_token_ids=True, logprobs=True, top_logprobs=2)
+    assert set(answer["choices"][0]["token_ids"]) <= {40, 41}
+    assert len(answer["choices"][0]["logprobs"]["content"]) == 8
+    several = ask(http, part, PART, n=3, temperature=1, seed=1, priority=0, model="also-tiny")
+    assert len({choice["message"]["content"] for choice in several["choices"]}) > 1
+    assert several["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert several["kv_transfer_params"] is None
+    text = http.post(TEXT, json={"prompt": [part, PART], "max_tokens": 2, "echo": True}).json()
+    assert text["choices"][0]["text"].startswith("<s>The cat sat")
+    assert text["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_forms_hold_for_linked_requests(http: httpx.Client) -> None:
+    marked = {"type": "text", "text": STORY, "cache_control": {"type": "ephemeral"}}
+    schema = {"type": "object", "properties": {"floor": {"type": "integer", "maximum": 9}}, "required": ["floor"]}
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema | {"additionalProperties": False}}}
+    answer = ask(http, marked, PART, response_format=form, max_tokens=300, ignore_eos=False, temperature=1, seed=2)
+    if answer["choices"][0]["finish_reason"] == "stop":
+        check(schema, json.loads(answer["choices"][0]["message"]["content"]))
+    choice = ask(http, marked, PART, structured_outputs={"choice": ["mat", "dog"]}, ignore_eos=False)
+    assert choice["choices"][0]["message"]["content"] in ("mat", "dog")
+    assert choice["link"]["context_caches"][0]["created"] is False
+    body = {"prompt": [marked, PART], "structured_outputs": {"regex": "[ab]{4}"}, "max_tokens": 9}
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks_of(http, body, TEXT) if chunk["choices"])
+    assert re.fullmatch("[ab]{4}", text)
+
+
+def test_calls_of_linked_requests_are_vllms(http: httpx.Client) -> None:
+    (part,) = cached(http, STORY)
+    spaces = [http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json() for text in " \n\t\r"]
+    banned = {str(token): -100 for found in spaces for token in found["tokens"]}  # so that JSON is short
+    fields: dict[str, Any] = {"tools": [NEWS], "max_tokens": 120, "ignore_eos": False, "logit_bias": banned}
+    named = fields | {"tool_choice": {"type": "function", "function": {"name": "get_news"}}}
+    (call,) = ask(http, part, PART, **named)["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("get_news", {"topic": "sport"})
+    first, *rest, last = chunks_of(http, asked(part, PART, **named))
+    assert len(first["link"]["context_caches"]) == 1
+    assert not any("link" in chunk for chunk in rest)
+    deltas = [call for chunk in rest for call in chunk["choices"][0]["delta"].get("tool_calls") or ()]
+    told = "".join(delta["function"].get("arguments") or "" for delta in deltas)
+    assert json.loads(told) == {"topic": "sport"}
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_plain_requests_are_vllms(http: httpx.Client) -> None:
+    names = [model["id"] for model in http.get("/v1/models").json()["data"]]
+    assert names == ["tiny", "also-tiny"]
+    assert http.post("/tokenize", json={"prompt": "a cat"}).json()["max_model_len"] > 0
+    scored = ask(http, PART, prompt_logprobs=1, model="also-tiny", documents=[{"text": "x"}])
+    assert len(scored["prompt_logprobs"]) == scored["usage"]["prompt_tokens"]
+    assert http.post(CHAT, json=asked(PART, model="other")).status_code == 404
+    assert http.post(CHAT, content=b'{"link"').status_code in (400, 422)
+    without = http.post(TEXT, json={"prompt": ["a", "b"], "link": {"policy": "naive"}, "max_tokens": 1})
+    assert len(without.json()["choices"]) == 2
+
+
+def test_errors_are_of_who_knows(http: httpx.Client) -> None:
+    (part,) = cached(http, STORY)
     missing = http.get("/v1/context_caches/cc_none")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "context_cache_not_found")
-    refused = http.post("/v1/completions", json={"prompt": "a", "link": {"policy": "query-5"}})
+    unknown = http.post(CHAT, json=asked({"type": "context_cache", "id": "cc_none"}))
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "messages.0.content.0.id")
+    refused = http.post(TEXT, json={"prompt": [part], "link": {"policy": "query-no"}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "link.policy")
+    unlinkables: list[dict[str, Any]] = [{"use_beam_search": True}, {"prompt_logprobs": 1}]
+    for fields in [*unlinkables, {"kv_transfer_params": {"a": 1}}]:
+        unlinkable = http.post(CHAT, json=asked(part, **fields))
+        assert (unlinkable.status_code, unlinkable.json()["error"]["param"]) == (400, next(iter(fields)))
+    wrongs: list[dict[str, Any]] = [{"temperature": -3}, {"tool_choice": "required"}, {"model": "other"}]
+    for fields in wrongs:
+        wrong = http.post(CHAT, json=asked(part, **fields))
+        assert 400 <= wrong.status_code < 500, wrong.text
+        assert wrong.json()["error"]["message"]
 
 
 def test_other_apis_are_kvlinkers(http: httpx.Client) -> None:
@@ -82,6 +195,7 @@ def test_vllms_own_routes_stay(http: httpx.Client) -> None:
     figures = http.get("/metrics").text
     assert "vllm:num_requests_running" in figures
     assert "kvlinker:store_bytes" in figures
+    assert re.search(r'kvlinker:prompt_tokens_total{source="cached"} [1-9]', figures)
 
 
 def test_transfer_plans_of_others_are_not_followed(http: httpx.Client, folder: Path) -> None:

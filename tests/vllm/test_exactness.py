@@ -4,12 +4,14 @@ import secrets
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from kvlinker.linking import PromptEvidence, parse_policy
 from kvlinker.linking.evidence import NoVariants
 from kvlinker.linking.plan import layer_masks
+from kvlinker.linking.selection import highest, share
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.types.chunks import Chunk
 from tests.embedded.conftest import linked_prompt, random_tokens
@@ -22,6 +24,7 @@ MORE_STEPS_TOLERANCE = 2e-5
 FAMILIES = ["llama", "llama3-rope", "yarn", "qwen3", "mistral", "gemma2-softcap"]
 POLICIES = ["full", "naive", "legolink-16", "legolink-64", "attnlink-9", "random-30", "random-90", "prefix"]
 UNALIGNED = (97, 156, 130, 61)
+BLOCK = 32
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -87,6 +90,65 @@ def test_cacheblend_in_one_step(linked, prompt, policy, percent, parts, lego):
         computed = [mask & prompt.cached for mask in layer_masks(link.plan, oracle.layers, link.refinement.dropped)]
         np.testing.assert_array_equal(computed, expected)
         assert difference_from(linked.follow(link, max_tokens=4), oracle, expected) < TOLERANCE
+
+
+def asked_for(oracle, percent):
+    """The tokens that ``query`` selects by transformers' attention matrices: a mask, [tokens]."""
+    first_pass = oracle.run([np.zeros(len(oracle.prompt), dtype=bool)])
+    attention = torch.stack([weights.mean(0)[-1] for weights in first_pass.attention]).mean(0).double().numpy()
+    return highest(attention, share(percent, int(oracle.inexact.sum())), among=oracle.inexact)
+
+
+@pytest.mark.parametrize(
+    ("policy", "neighbours"),
+    [("query-10", 0), ("query-10+legolink-4", 1), ("query-0", 0), ("query-100", 1), ("query-5+h2o-10", 0)],
+)
+def test_policies_that_look_at_the_question(linked, prompt, policy, neighbours):
+    """The second pass finds the first one's KV in vLLM's prefix cache, but for its last block, and repairs it there."""
+    for _ in range(neighbours):
+        linked.add(list(random_tokens(30, 4)), max_tokens=60)
+    oracle = reference(prompt, linked.family)
+    query, *others = policy.split("+")
+    expected = asked_for(oracle, float(query.removeprefix("query-")))
+    for other in others:
+        expected |= parse_policy(other).select(prompt, linked.evidence(prompt))
+    link = linked.refined(prompt, policy)
+    np.testing.assert_array_equal(link.plan.selections[0], asked_for(oracle, float(query.removeprefix("query-"))))
+    with linked.local_hits() as found:
+        output = linked.follow(link, max_tokens=4)
+    assert difference_from(output, oracle, [expected] * oracle.layers) < TOLERANCE
+    assert outcome_of(output).linked
+    assert found == [link.first_pass.linked // BLOCK * BLOCK]
+
+
+def test_the_question_and_deviations_together(linked, prompt):
+    oracle = reference(prompt, linked.family)
+    asked = asked_for(oracle, 5)
+    link = linked.refined(prompt, "query-5+cacheblend-40-onestep")
+    masks = blended(oracle, 40, onestep=True, parts="kv", also=asked)
+    expected = [masks[0], *[masks[1]] * (oracle.layers - 1)]
+    computed = [mask & prompt.cached for mask in layer_masks(link.plan, oracle.layers, link.refinement.dropped)]
+    np.testing.assert_array_equal(computed, expected)
+    assert difference_from(linked.follow(link, max_tokens=4), oracle, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("lengths", "fresh"), [((1, 1), 0), ((31, 40), 0), ((62,), 1)])
+def test_the_question_may_be_a_chunks_end(linked, lengths, fresh):
+    prompt = linked_prompt(*lengths, fresh=fresh, header=2, seed=13)
+    linked.cache(prompt)
+    oracle = reference(prompt, linked.family)
+    link = linked.refined(prompt, "query-30")
+    output = linked.follow(link, max_tokens=4)
+    assert difference_from(output, oracle, [asked_for(oracle, 30)] * oracle.layers) < MORE_STEPS_TOLERANCE
+
+
+def test_other_choices_find_the_repaired_kv(linked, prompt):
+    link = linked.refined(prompt, "query-20")
+    oracle = reference(prompt, linked.family)
+    for transfer in (link.transfer, link.transfer, link.transfer_again):
+        name = linked.add(prompt.tokens.tolist(), transfer, link.salt("a"))
+        output = linked.run()[name]
+        assert difference_from(output, oracle, [asked_for(oracle, 20)] * oracle.layers) < MORE_STEPS_TOLERANCE
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1), (64, 1), (31, 40)])

@@ -42,10 +42,23 @@ def nothing_is_left(linked):
     linked.settle()
 
 
-def test_plain_requests_get_vllms_own_answer_after_linked_ones(linked, prompt):
-    linked.answer(prompt, "naive")
-    plain = linked.add(prompt.tokens.tolist())
-    assert difference(linked.run()[plain], prompt, "full", "llama") < TOLERANCE
+@pytest.mark.parametrize("preempted", [False, True])
+@pytest.mark.parametrize("policy", ["naive", "random-70", "cacheblend-40-onestep", "query-10"])
+def test_plain_requests_find_no_linked_kv(linked, prompt, policy, preempted):
+    """Nor does one with another salt, although vLLM takes loaded blocks for exact ones. Prompts are prefilled in
+    parts."""
+    link = linked.refined(prompt, policy)
+    for seed in range(2 * preempted):
+        linked.add(random_tokens(330, seed), max_tokens=LONG)
+    linked.add(prompt.tokens.tolist(), link.transfer, link.salt("a"), max_tokens=LONG)
+    requests = dict(linked.scheduler.requests)
+    linked.run()
+    assert preempted == any(request.num_preemptions for request in requests.values())
+    for salt in (None, "another"):
+        plain = linked.add(prompt.tokens.tolist(), salt=salt)
+        output = linked.run()[plain]
+        assert output.num_cached_tokens == 0
+        assert difference(output, prompt, "full", "llama") < TOLERANCE
 
 
 def test_unsalted_requests_are_not_linked(linked, prompt):
@@ -162,6 +175,42 @@ def test_a_comparison_whose_chunk_is_gone_has_everything_computed(linked, prompt
         assert difference(linked.follow(link), prompt, "full", "llama") < TOLERANCE
 
 
+def test_a_first_pass_whose_chunk_is_gone_has_everything_computed(linked, prompt, monkeypatch):
+    """Whether the scheduler notices, or only the worker."""
+    for vanishes in (False, True):
+        if vanishes:
+            forget(linked)
+            monkeypatch.setattr(linked.linking, "_is_stored", lambda key: True)
+        linked.chunk_file(prompt.chunks[1]).unlink(missing_ok=True)
+        link = linked.refined(prompt, "query-20")
+        assert link.usage(0, linked=True).recomputed_tokens == sum(map(len, prompt.chunks))
+        assert difference(linked.follow(link), prompt, "full", "llama") < TOLERANCE
+
+
+def broken(*_, **__):
+    raise RuntimeError("broken for a test")
+
+
+@pytest.mark.parametrize("fault", ["gone", "vanishes", "breaks"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_a_first_pass_placed_is_no_answers_when_the_second_fails(linked, prompt, monkeypatch, fault, at_once):
+    """Nor another choice's. Blocks that were placed and not repaired would be taken for computed ones."""
+    link = linked.refined(prompt, "query-20")
+    if fault == "breaks":
+        monkeypatch.setattr(worker_of(linked)._bound, "forward", broken)
+    else:
+        linked.chunk_file(prompt.chunks[1]).unlink()
+    if fault == "vanishes":
+        monkeypatch.setattr(linked.linking, "_is_stored", lambda key: True)
+    if not at_once:
+        forget(linked)
+    for transfer in (link.transfer, link.transfer_again):
+        name = linked.add(prompt.tokens.tolist(), transfer, link.salt("a"))
+        output = linked.run()[name]
+        assert difference(output, prompt, "full", "llama") < TOLERANCE
+        monkeypatch.undo()
+
+
 def forget(linked):
     """All that workers have in memory."""
     chunks = worker_of(linked)._chunks
@@ -176,9 +225,6 @@ def worker_of(linked):
 
 
 def test_an_exception_while_linking_fails_no_request(linked, prompt, monkeypatch):
-    def broken(*_, **__):
-        raise RuntimeError("broken for a test")
-
     for forgotten in (True, False):
         if forgotten:
             forget(linked)
@@ -243,6 +289,13 @@ def test_preempted_requests_are_linked_again(linked, prompt):
         assert difference(outputs[name], each, policy, "llama") < TOLERANCE
 
 
+def test_a_prompt_that_vllm_has_tells_how_much_of_it(linked, prompt):
+    salt = secrets.token_hex(4)
+    first, second = (outcome_of(linked.answer(prompt, "legolink-4", salt=salt)) for _ in range(2))
+    assert first.found == 0
+    assert second.found == len(prompt) // 32 * 32
+
+
 def test_a_capture_that_the_disk_refuses_leaves_no_file(linked, monkeypatch):
     prompt = linked_prompt(50, seed=next(SEEDS))
     monkeypatch.setattr(worker_of(linked)._chunks._disk, "put", lambda *_: False)
@@ -251,3 +304,15 @@ def test_a_capture_that_the_disk_refuses_leaves_no_file(linked, monkeypatch):
     monkeypatch.undo()
     output = linked.answer(prompt, "naive")
     assert difference(output, prompt, "full", "llama") < TOLERANCE
+
+
+def test_seeds_are_followed_where_a_prompt_is_computed_in_parts(linked):
+    """The second time most of it is in vLLM's prefix cache, and its rest computed at once."""
+    tokens = random_tokens(600, next(SEEDS))
+    linked.add(tokens, temperature=1.0, seed=7, max_tokens=12)
+    (first,) = linked.run().values()
+    again = linked.add(tokens, temperature=1.0, seed=7, max_tokens=12)
+    other = linked.add(tokens, temperature=1.0, seed=8, max_tokens=12)
+    outputs = linked.run()
+    assert outputs[again].outputs[0].token_ids == first.outputs[0].token_ids
+    assert outputs[other].outputs[0].token_ids != first.outputs[0].token_ids

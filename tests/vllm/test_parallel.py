@@ -12,12 +12,12 @@ pytest.importorskip("vllm")
 
 from kvlinker.llm import LLM
 from kvlinker.prompt.segments import Prompt
-from kvlinker.types.chunks import Chunk
+from kvlinker.types.chunks import Chunk, chunk_key
 from tests.embedded.conftest import linked_prompt
 from tests.vllm.conftest import vllm_settings_for
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 20}
-POLICIES = ["full", "naive", "legolink-16", "random-30", "cacheblend-40-onestep"]
+POLICIES = ["full", "naive", "legolink-16", "random-30", "cacheblend-40-onestep", "query-20"]
 TOLERANCE = 1e-4
 
 
@@ -83,7 +83,7 @@ def test_two_engines_behind_one_client_share_chunks(vllm_settings, tmp_path, mon
 
 
 def chunk_file(llm: LLM, chunk: Chunk) -> Path:
-    key = llm.caches.key(chunk, "default")
+    key = chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="default")
     return Path(key[:2]) / f"{key}.safetensors"
 
 

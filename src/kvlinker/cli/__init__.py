@@ -9,6 +9,7 @@ import typer
 
 from kvlinker.cli import bench, caches
 from kvlinker.cli.advise import advise
+from kvlinker.cli.certify import certify
 from kvlinker.cli.documents.ingest import ingest
 from kvlinker.cli.documents.search import ask, search
 from kvlinker.cli.linking import calibrate, check, policies
@@ -45,6 +46,7 @@ app.command()(ingest)
 app.command()(search)
 app.command()(ask)
 app.command()(check)
+app.command()(certify)
 app.command()(policies)
 app.command()(calibrate)
 app.command()(advise)

@@ -217,7 +217,9 @@ def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
 
 
 def _print(table: Table) -> None:
-    Console(highlight=False, width=None if sys.stdout.isatty() else _UNLIMITED).print(table)
+    """Print a table whose texts are callers': nothing in them is markup."""
+    width = None if sys.stdout.isatty() else _UNLIMITED
+    Console(markup=False, emoji=False, highlight=False, width=width).print(table)
 
 
 def _all(catalog: Catalog, metadata: Mapping[str, str] = MappingProxyType({})) -> Iterator[ContextCache]:

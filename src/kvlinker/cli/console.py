@@ -12,6 +12,7 @@ from kvlinker.research.progress import Progress
 
 BAD_USAGE = 2
 FAILURE = 1
+ENGINE_FAILED = 3
 
 
 def fail(message: str, code: int) -> typer.Exit:
@@ -41,7 +42,12 @@ def progress_display() -> Iterator[Progress]:
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Display
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[count]}"),
+    )
     with Display(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as display:
         task = display.add_task("preparing the model", total=None, count="")
 

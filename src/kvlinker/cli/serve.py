@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from contextlib import closing, suppress
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from kvlinker.cli.console import BAD_USAGE, failures
+from kvlinker.cli.console import BAD_USAGE, ENGINE_FAILED, fail, failures
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
-from kvlinker.server.address import bind, check_address, url_of
+from kvlinker.server.edge.address import bind, check_address, url_of
+
+LEAST_SECONDS = 60.0
+"""The time that an engine has to last, its start included, to be started again."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +32,51 @@ def serve(settings: Settings) -> None:
 
 
 def _serve(settings: Settings, listener: socket.socket) -> None:
-    lines_only = settings.log_format == "json"
-    console = Console(stderr=True, highlight=False, quiet=lines_only)
+    console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")
     with console.status("Starting"):
-        import uvicorn
+        from kvlinker.server.edge.access_log import logging_to_stderr
+    with logging_to_stderr(settings.log_level, settings.log_format):
+        began = time.monotonic()
+        while _serve_until_failure(settings, listener, console):
+            message = "The engine has failed; what it said is above."
+            if settings.on_engine_failure == "exit":
+                raise fail(f"{message} Start the server again, or set on_engine_failure to restart.", ENGINE_FAILED)
+            if time.monotonic() - began < LEAST_SECONDS:
+                raise fail(f"{message} It began less than {LEAST_SECONDS:.0f} s ago: it stays so.", ENGINE_FAILED)
+            logger.error("%s It is started again.", message)
+            began = time.monotonic()
 
-        from kvlinker.llm import LLM
-        from kvlinker.server.access_log import logging_to_stderr
-        from kvlinker.server.app import create_app
-        from kvlinker.server.connections import server_config
-    with console.status(f"Loading and checking {settings.model}"):
+
+def _serve_until_failure(settings: Settings, listener: socket.socket, console: Console) -> bool:
+    """Start the engine and serve until told to stop, or until the engine has failed; returns True if it has."""
+    import uvicorn
+
+    from kvlinker.llm import LLM
+    from kvlinker.server.app import create_app
+    from kvlinker.server.edge.connections import server_config
+
+    with console.status(f"Loading and checking {escape(settings.model)}"):
         llm = LLM.from_settings(settings)
+
+    class Server(uvicorn.Server):
+        engine_failed = False
+
+        async def on_tick(self, counter: int) -> bool:
+            self.engine_failed = not llm.healthy
+            return self.engine_failed or await super().on_tick(counter)
+
     app = create_app(llm, settings)
+    if settings.engine == "vllm":
+        from kvlinker.vllm.other_routes import add_other_routes
+
+        add_other_routes(app, llm.engine, settings)
     console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
-    config = server_config(app, request_timeout=settings.request_timeout)
-    with logging_to_stderr(settings.log_level, settings.log_format), suppress(KeyboardInterrupt):
-        if lines_only:
-            logger.info("Serving %s with policy %s at %s", llm.model_name, settings.policy, url_of(listener))
-        uvicorn.Server(config).run(sockets=[listener])
+    if settings.log_format == "json":
+        logger.info("Serving %s with policy %s at %s", llm.model_name, settings.policy, url_of(listener))
+    server = Server(server_config(app, request_timeout=settings.request_timeout))
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[listener.dup()])  # which is closed at the end; connections wait in the original
+    return server.engine_failed
 
 
 def _summary(settings: Settings, name: str, window: int, address: str) -> Table:
@@ -60,12 +92,12 @@ def _summary(settings: Settings, name: str, window: int, address: str) -> Table:
         ("access", f"{keys} API keys" if keys else "loopback only, no API keys"),
         ("address", f"{address} (OpenAI's API at {address}/v1)"),
     ):
-        table.add_row(f"[dim]{title}[/dim]", value)
+        table.add_row(f"[dim]{title}[/dim]", escape(value))
     return table
 
 
 def _shared_places(settings: Settings) -> list[str]:
-    """The remote tiers' places and budgets, without credentials."""
+    """Return the remote tiers' places and budgets, without credentials."""
     from kvlinker.store.tiers.medium import place_of
 
     tiers = ((settings.redis_url, settings.redis_space), (settings.object_url, settings.object_space))

@@ -162,9 +162,7 @@ def view(period: Period, url: str) -> RenderableType:
         f"  {status['policy']}  {url}  up {_duration(time.time() - status['started_at'])}",
         (f"  figures {'since the start' if since_start else f'of {period.seconds:.0f} s'}", "dim"),
     )
-    healthy = period.until.total("healthy") == 1
-    warning = [] if healthy else [Text("The engine has failed: restart the server.", style="bold red")]
-    return Group(title, *warning, "", _requests(period), "", _tiers(period))
+    return Group(title, "", _requests(period), "", _tiers(period))
 
 
 def _requests(period: Period) -> Table:

@@ -50,7 +50,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """A request, and how its answer is read.
+    """Describes a request, and how its answer is read.
 
     ``named``: the values that an error's ``param`` may name, where they are not in the body.
     """
@@ -63,7 +63,7 @@ class Call(Generic[T]):
     named: Mapping[str, Any] | None = None
 
     def request(self) -> dict[str, Any]:
-        """The arguments of httpx's ``request`` and ``stream``. Raises InvalidRequestError for what is not JSON."""
+        """Return the arguments of httpx's ``request``. Raises InvalidRequestError for what is not JSON."""
         return {
             "method": self.method,
             "url": self.path,
@@ -188,8 +188,8 @@ def _chat_body(messages: Sequence[Message], policy: str | None, sampling: Mappin
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    content = message["content"]
-    parts = content if isinstance(content, str) else [_part(part) for part in content]
+    content = message.get("content")
+    parts = content if content is None or isinstance(content, str) else [_part(part) for part in content]
     return {**message, "content": parts}
 
 

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from functools import wraps
 from inspect import Parameter, signature
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 import httpx
 from httpx_sse import EventSource
 
 from kvlinker.client import calls
 from kvlinker.client.calls import Call, Message
-from kvlinker.client.wire import read_texts, transport_errors
+from kvlinker.client.wire import RemoteAnswer, read_texts, transport_errors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,7 +22,7 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
 def _with_self(method: Callable[P, T]) -> Callable[P, T]:
-    """``method``, showing the signature of the call that it wraps as a method's: with ``self``, and what it returns."""
+    """Have ``method`` show the signature of the call that it wraps as a method's, with ``self`` and its result."""
     shown = signature(method)
     parameters = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *shown.parameters.values()]
     returned = str(shown.return_annotation).removeprefix("Call[").removesuffix("]")
@@ -31,7 +31,7 @@ def _with_self(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _sent(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]:
-    """The method of ``Client`` that sends the call which ``describe`` describes."""
+    """Make the method of ``Client`` that sends the call which ``describe`` describes."""
 
     @wraps(describe)
     def method(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -44,7 +44,7 @@ def _sent(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]
 
 
 def _sent_async(describe: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
-    """The method of ``AsyncClient`` that sends the call which ``describe`` describes."""
+    """Make the method of ``AsyncClient`` that sends the call which ``describe`` describes."""
 
     @wraps(describe)
     async def method(client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -57,7 +57,7 @@ def _sent_async(describe: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncCli
 
 
 class Client:
-    """A kvlinker server. Errors are raised as the KVLinkerErrors that ``LLM`` raises."""
+    """Calls a kvlinker server. Errors are raised as the KVLinkerErrors that ``LLM`` raises."""
 
     def __init__(self, base_url: str, api_key: str | None = None, *, timeout: httpx.Timeout = TIMEOUT) -> None:
         self._http = httpx.Client(base_url=_root(base_url), headers=_access(api_key), timeout=timeout)
@@ -67,7 +67,6 @@ class Client:
     split_text = _sent(calls.split_text)
     search = _sent(calls.search)
     read_cache = _sent(calls.read_cache)
-    chat_completion = _sent(calls.chat_completion)
     explain = _sent(calls.explain)
     expire_cache = _sent(calls.expire_cache)
     expire_caches = _sent(calls.expire_caches)
@@ -76,11 +75,33 @@ class Client:
     caches_usage = _sent(calls.caches_usage)
     server_status = _sent(calls.server_status)
     server_metrics = _sent(calls.server_metrics)
+    _chat_completion = _sent(calls.chat_completion)
+
+    @overload
+    def chat_completion(
+        self, messages: Sequence[Message], *, policy: str | None = None, stream: Literal[False] = False, **sampling: Any
+    ) -> RemoteAnswer: ...
+
+    @overload
+    def chat_completion(
+        self, messages: Sequence[Message], *, policy: str | None = None, stream: Literal[True], **sampling: Any
+    ) -> Iterator[str]: ...
+
+    def chat_completion(
+        self, messages: Sequence[Message], *, policy: str | None = None, stream: bool = False, **sampling: Any
+    ) -> RemoteAnswer | Iterator[str]:
+        """Answer a conversation; with ``stream``, as ``stream_chat_completion`` does.
+
+        ``sampling`` are fields of the HTTP API, such as ``max_tokens``.
+        """
+        if stream:
+            return self.stream_chat_completion(messages, policy=policy, **sampling)
+        return self._chat_completion(messages, policy=policy, **sampling)
 
     def stream_chat_completion(
         self, messages: Sequence[Message], *, policy: str | None = None, **sampling: Any
     ) -> Iterator[str]:
-        """The answer's text as it is generated; closing the iterator cancels the request."""
+        """Yield the answer's text as it is generated; closing the iterator cancels the request."""
         call = calls.stream_chat_completion(messages, policy, sampling)
         with transport_errors(), self._http.stream(**call.request()) as response:
             if response.is_error:
@@ -103,7 +124,7 @@ class Client:
 
 
 class AsyncClient:
-    """A kvlinker server, for asyncio: the calls of ``Client``, to be awaited."""
+    """Calls a kvlinker server from asyncio: its methods are those of ``Client``, to be awaited."""
 
     def __init__(self, base_url: str, api_key: str | None = None, *, timeout: httpx.Timeout = TIMEOUT) -> None:
         self._http = httpx.AsyncClient(base_url=_root(base_url), headers=_access(api_key), timeout=timeout)
@@ -113,7 +134,6 @@ class AsyncClient:
     split_text = _sent_async(calls.split_text)
     search = _sent_async(calls.search)
     read_cache = _sent_async(calls.read_cache)
-    chat_completion = _sent_async(calls.chat_completion)
     explain = _sent_async(calls.explain)
     expire_cache = _sent_async(calls.expire_cache)
     expire_caches = _sent_async(calls.expire_caches)
@@ -122,11 +142,33 @@ class AsyncClient:
     caches_usage = _sent_async(calls.caches_usage)
     server_status = _sent_async(calls.server_status)
     server_metrics = _sent_async(calls.server_metrics)
+    _chat_completion = _sent_async(calls.chat_completion)
+
+    @overload
+    async def chat_completion(
+        self, messages: Sequence[Message], *, policy: str | None = None, stream: Literal[False] = False, **sampling: Any
+    ) -> RemoteAnswer: ...
+
+    @overload
+    async def chat_completion(
+        self, messages: Sequence[Message], *, policy: str | None = None, stream: Literal[True], **sampling: Any
+    ) -> AsyncIterator[str]: ...
+
+    async def chat_completion(
+        self, messages: Sequence[Message], *, policy: str | None = None, stream: bool = False, **sampling: Any
+    ) -> RemoteAnswer | AsyncIterator[str]:
+        """Answer a conversation; with ``stream``, as ``stream_chat_completion`` does.
+
+        ``sampling`` are fields of the HTTP API, such as ``max_tokens``.
+        """
+        if stream:
+            return self.stream_chat_completion(messages, policy=policy, **sampling)
+        return await self._chat_completion(messages, policy=policy, **sampling)
 
     async def stream_chat_completion(
         self, messages: Sequence[Message], *, policy: str | None = None, **sampling: Any
     ) -> AsyncIterator[str]:
-        """The answer's text as it is generated; closing the iterator cancels the request."""
+        """Yield the answer's text as it is generated; closing the iterator cancels the request."""
         call = calls.stream_chat_completion(messages, policy, sampling)
         with transport_errors():
             async with self._http.stream(**call.request()) as response:
@@ -151,7 +193,7 @@ class AsyncClient:
 
 
 def _root(base_url: str) -> str:
-    """The address without the ``/v1`` that OpenAI's clients want at its end."""
+    """Return the address without the ``/v1`` that OpenAI's clients want at its end."""
     return base_url.rstrip("/").removesuffix("/v1")
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
@@ -27,6 +27,7 @@ from kvlinker.errors import (
 )
 from kvlinker.types.answers import Timing, Usage
 from kvlinker.types.texts import CacheContent, Piece, SearchHit
+from kvlinker.types.tools import ToolCall
 
 _ERRORS: dict[str, type[KVLinkerError]] = {
     error.code: error
@@ -52,7 +53,7 @@ class ServerUnreachableError(KVLinkerError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteContextCache:
-    """A context cache of the server's; stands in message content. Times are Unix seconds."""
+    """Describes a context cache of the server's, which stands in message content. Times are Unix seconds."""
 
     id: str
     model: str
@@ -69,9 +70,12 @@ class RemoteContextCache:
     usable: bool
     """False where it was made with another model, or other weights, than the server has now."""
 
+    implicit: bool
+    """True where a prompt's text was cached on the way; it lives on with every use."""
+
 
 class RemotePage(NamedTuple):
-    """One page of a listing; ``has_more``: further context caches follow the last item."""
+    """Holds one page of a listing; ``has_more`` tells that further context caches follow the last item."""
 
     items: tuple[RemoteContextCache, ...]
     has_more: bool
@@ -79,20 +83,29 @@ class RemotePage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RemoteAnswer:
-    """The answer to a conversation: its text, why it ended, what the prompt reused, and where the time went."""
+    """Holds the answer to a conversation: its text, why it ended, what the prompt reused, and where the time went."""
 
     text: str
     finish_reason: str
     usage: Usage
     timing: Timing
 
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls of tools that the model asks for; the text may be empty then."""
+
+    reasoning: str = ""
+    """What the model thought before it answered, where it tells that."""
+
+
+Told = TypeVar("Told", RemoteContextCache, SearchHit)
+
 
 def read_context_cache(response: httpx.Response) -> RemoteContextCache:
-    return _context_cache(response.json())
+    return _known(RemoteContextCache, response.json())
 
 
 def read_caches(response: httpx.Response) -> tuple[RemoteContextCache, ...]:
-    return tuple(map(_context_cache, response.json()["data"]))
+    return tuple(_known(RemoteContextCache, entry) for entry in response.json()["data"])
 
 
 def read_page(response: httpx.Response) -> RemotePage:
@@ -106,7 +119,7 @@ def read_pieces(response: httpx.Response, text: str) -> tuple[Piece, ...]:
 
 
 def read_hits(response: httpx.Response) -> tuple[SearchHit, ...]:
-    return tuple(SearchHit(**entry) for entry in response.json()["data"])
+    return tuple(_known(SearchHit, entry) for entry in response.json()["data"])
 
 
 def read_content(response: httpx.Response) -> CacheContent:
@@ -114,8 +127,9 @@ def read_content(response: httpx.Response) -> CacheContent:
     return CacheContent(body["id"], body["text"], tuple(body["token_ids"]), body["metadata"])
 
 
-def _context_cache(entry: Mapping[str, Any]) -> RemoteContextCache:
-    return RemoteContextCache(**{name: entry[name] for name in RemoteContextCache.__slots__})
+def _known(kind: type[Told], entry: Mapping[str, Any]) -> Told:
+    """Make a value of the fields that this client knows; a newer server may tell more."""
+    return kind(**{name: entry[name] for name in kind.__slots__})
 
 
 def read_answer(response: httpx.Response) -> RemoteAnswer:
@@ -123,18 +137,29 @@ def read_answer(response: httpx.Response) -> RemoteAnswer:
     choice = body["choices"][0]
     usage = body["usage"]
     details = usage["prompt_tokens_details"]
-    known = details["cached_tokens"] + details["recomputed_tokens"]
+    cached, recomputed = details["cached_tokens"], details["recomputed_tokens"]
     phases = re.findall(r"(queue|load|link|decode);dur=([0-9.]+)", response.headers.get("server-timing", ""))
     return RemoteAnswer(
-        text=choice["message"]["content"],
+        text=choice["message"]["content"] or "",  # null where there are calls of tools alone
         finish_reason=choice["finish_reason"],
-        usage=Usage(**details, fresh_tokens=usage["prompt_tokens"] - known, output_tokens=usage["completion_tokens"]),
+        usage=Usage(
+            cached_tokens=cached,
+            recomputed_tokens=recomputed,
+            fresh_tokens=usage["prompt_tokens"] - cached - recomputed,
+            output_tokens=usage["completion_tokens"],
+            exact_cached_tokens=details["exact_cached_tokens"],
+        ),
         timing=Timing(**{phase: float(milliseconds) / 1000 for phase, milliseconds in phases}),
+        tool_calls=tuple(
+            ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+            for call in choice["message"].get("tool_calls") or ()
+        ),
+        reasoning=choice["message"].get("reasoning_content") or "",
     )
 
 
 def read_texts(data: str) -> Iterator[str]:
-    """The text in the data of one event of a stream, if there is any. Raises the error that it tells of."""
+    """Yield the text in the data of one event of a stream, if there is any. Raises the error that it tells of."""
     if data == "[DONE]":
         return
     chunk = json.loads(data)
@@ -155,7 +180,7 @@ def transport_errors() -> Iterator[None]:
 
 
 def error_of(response: httpx.Response, body: Mapping[str, Any]) -> KVLinkerError:
-    """The error that an answer tells of; ``body`` is what was sent."""
+    """Make the error that an answer tells of; ``body`` is what was sent."""
     try:
         error = response.json()["error"]
         told = {name: error[name] for name in ("message", "code", "param")}

@@ -31,7 +31,7 @@ from kvlinker.store import (
     TierUsage,
     Unchanged,
 )
-from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
+from kvlinker.types.chunks import Chunk, GenerationContext
 from kvlinker.types.tenants import NO_QUOTAS, SHARED_TENANT, Quota, Quotas, Scope
 from kvlinker.types.texts import CacheContent, SearchHit
 
@@ -70,14 +70,19 @@ class ContextCaches:
         texts: ChunkTexts,
         events: Events,
         quotas: Quotas = NO_QUOTAS,
+        implicit_caches: int | None = None,
     ) -> None:
-        """Also finishes the deletions that the last process on this catalog was in the midst of."""
+        """Finish the deletions that the last process on this catalog was in the midst of.
+
+        ``implicit_caches``: the most implicit context caches that a tenant has at a time, of which those that were used
+        longest ago make room for others; None for no limit.
+        """
         self._model = model
         self._engine = engine
         self._catalog = catalog
         self._store = store
         self._texts = texts
-        self._limits = Limits(quotas, pinned_bytes=store.largest_budget_bytes // 2)
+        self._limits = Limits(quotas, store.largest_budget_bytes // 2, implicit_caches)
         self._upkeep = Upkeep(catalog, store, texts)
         self._creation = Creation(
             model=model,
@@ -133,15 +138,16 @@ class ContextCaches:
         return self._engine.max_model_len
 
     def enter_implicit(
-        self, chunk: Chunk, *, tenant: str, ttl: float, most: int, kept: Collection[str]
+        self, chunk: Chunk, *, tenant: str, ttl: float, kept: Collection[str]
     ) -> tuple[ContextCache, bool] | None:
         """Record an implicit context cache, unless the tenant has one of this chunk by now; returns it, and whether it
-        is new. None where the tenant's quota has no room for it.
+        is new.
 
-        It lives ``ttl`` seconds from its last use. A tenant has at most ``most``, of which those that were used longest
-        ago make room, but for the ids in ``kept``. The KV is computed when a prompt first needs it.
+        It lives ``ttl`` seconds from its last use. Expired context caches make room for it, and implicit ones that were
+        used longest ago, but for the ids in ``kept``; None where that is not enough. The KV is computed when a prompt
+        first needs it.
         """
-        return self._creation.enter_implicit(chunk, owner=tenant, ttl=ttl, most=most, kept=kept)
+        return self._creation.enter_implicit(chunk, owner=tenant, ttl=ttl, kept=kept)
 
     def get(self, cache_id: str, *, tenant: str) -> ContextCache:
         """Return the tenant's own or a shared one.
@@ -296,10 +302,6 @@ class ContextCaches:
     def nbytes(self, cache: ContextCache) -> int:
         """Return the bytes of its KV in the store; 0 while it was evicted."""
         return self._store.nbytes(cache.chunk_key) or 0
-
-    def key(self, chunk: Chunk, tenant: str) -> str:
-        """Compute the key of the tenant's chunk for the model served now."""
-        return chunk_key(chunk, fingerprint=self._engine.fingerprint, tenant=tenant)
 
     def close(self) -> None:
         """Finish what is being entered."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -11,19 +11,16 @@ from dataclasses import replace
 from kvlinker.context_caches.texts import ChunkTexts
 from kvlinker.context_caches.upkeep import Upkeep
 from kvlinker.engine.contract import Engine
-from kvlinker.errors import ContextLengthError, InvalidRequestError, PinLimitError, QuotaExceededError
+from kvlinker.errors import ContextLengthError, InvalidRequestError
 from kvlinker.events import Events, ImplicitEvicted
 from kvlinker.futures import gather
 from kvlinker.prompt.builder import PromptBuilder
-from kvlinker.store import Catalog, ContextCache, Limits, StoreError, new_context_cache_id
+from kvlinker.store import Catalog, ContextCache, Limits, Room, StoreError, new_context_cache_id
 from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
 from kvlinker.types.tenants import SHARED_TENANT, UNLIMITED
 
 MAX_CHUNKS = 10_000
 """The most chunks that one call creates context caches of."""
-
-EVICTED_AT_ONCE = 16
-"""The number of implicit context caches that make room at a time for those that are created by name."""
 
 Metadata = Mapping[str, str] | Sequence[Mapping[str, str]]
 """The metadata of several context caches: one for all of them, or one for each in order."""
@@ -84,28 +81,24 @@ class Creation:
             for chunk, label in zip(chunks, labels, strict=True)
         )
         if pinned or self._limits.quotas.of(owner) != UNLIMITED:
-            self._with_room(owner, lambda: self._catalog.check_room(records, self._limits))
+            self._catalog.check_room(records, self._limits, now=created)
         entered: Future[tuple[ContextCache, ...]] = Future()
         computed = gather([self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks], len)
         computed.add_done_callback(lambda done: self._computed(done, records, entered))
         return entered
 
     def enter_implicit(
-        self, chunk: Chunk, *, owner: str, ttl: float, most: int, kept: Collection[str]
+        self, chunk: Chunk, *, owner: str, ttl: float, kept: Collection[str]
     ) -> tuple[ContextCache, bool] | None:
-        """Do what ``ContextCaches.enter_implicit`` tells."""
-        created = time.time()
-        record = replace(
-            self._describe(chunk, owner=owner, created_at=created, expires_at=created + ttl), implicit_ttl=ttl
-        )
-        for _ in range(2):
-            entered = self._catalog.implicit.enter(record, self._limits, now=time.time(), most=most, kept=kept)
-            if entered is not None:
-                self._dropped(entered.evicted, entered.released)
-                return entered.cache, entered.created
-            if not self._upkeep.sweep():
-                break
-        return None
+        """Enter an implicit context cache in the catalog, as ``ContextCaches.enter_implicit`` tells, and drop what made
+        room for it."""
+        now = time.time()
+        record = replace(self._describe(chunk, owner=owner, created_at=now, expires_at=now + ttl), implicit_ttl=ttl)
+        entered = self._catalog.implicit.enter(record, self._limits, now=now, kept=kept)
+        if entered is None:
+            return None
+        self._drop(entered.room)
+        return entered.cache, entered.created
 
     def close(self) -> None:
         """Finish what is being entered."""
@@ -154,8 +147,9 @@ class Creation:
 
     def _enter(self, records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]) -> None:
         try:
-            self._with_room(records[0].tenant, lambda: self._catalog.add(records, self._limits))
+            room = self._catalog.add(records, self._limits, now=time.time())
             self._catalog.persist()
+            self._drop(room)
             if records[0].pinned:
                 self._upkeep.pin()
             with suppress(StoreError):  # the next sweep catches up
@@ -166,30 +160,11 @@ class Creation:
                 self._upkeep.drop(self._catalog.unheld(record.chunk_key for record in records))
             entered.set_exception(error)
 
-    def _with_room(self, owner: str, enter: Callable[[], None]) -> None:
-        """Enter; where a limit is in the way, expired context caches that remain make room, and then implicit ones."""
-        try:
-            return enter()
-        except PinLimitError:
-            if not self._upkeep.sweep():
-                raise
-            return enter()
-        except QuotaExceededError:
-            self._upkeep.sweep()
-        while True:
-            try:
-                return enter()
-            except QuotaExceededError:
-                count, released = self._catalog.implicit.evict(owner, EVICTED_AT_ONCE, time.time())
-                self._dropped(count, released)
-                if not count:
-                    raise
-
-    def _dropped(self, count: int, released: Iterable[str]) -> None:
-        """Note that so many implicit context caches made room, and delete the chunks that they alone held."""
-        self._upkeep.drop(released)
-        if count:
-            self._events.publish(ImplicitEvicted(count))
+    def _drop(self, room: Room) -> None:
+        """Delete the KV of chunks that the catalog gave up for others, and tell how many context caches went."""
+        self._upkeep.drop(room.released)
+        if room.evicted:
+            self._events.publish(ImplicitEvicted(room.evicted))
 
 
 def _labels(metadata: Metadata | None, count: int) -> Sequence[Mapping[str, str]]:

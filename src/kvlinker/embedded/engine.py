@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 
 from kvlinker.config import Settings
 from kvlinker.embedded.chunks import ChunkBuilder, LinkLoader
@@ -27,6 +28,7 @@ from kvlinker.embedded.scheduling.scheduler import Scheduler
 from kvlinker.embedded.slots import SequenceSlots
 from kvlinker.embedded.throughput import ComputeThroughput, throughput_name
 from kvlinker.embedded.variants import VariantBuilder, VariantLibrary
+from kvlinker.embedded.whole import WholeScoring
 from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engine.limits import RequestLimits
 from kvlinker.errors import ModelLoadError
@@ -210,6 +212,13 @@ class EmbeddedEngine:
             linked=self._note_use,
         )
         return self._enter(scoring).future
+
+    def score_whole(self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str) -> Future[PromptLogprobs]:
+        self._limits.check_whole(tokens, first)
+        top = min(top, self._loaded.vocabulary)
+        return self._scheduler.enter(
+            WholeScoring(tokens, self._runner.head, first=first, top=top, tenant=tenant)
+        ).future
 
     def load(self) -> EngineLoad:
         return EngineLoad(

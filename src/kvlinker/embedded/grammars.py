@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from torch import Tensor
 
 from kvlinker.embedded.model.loading import LoadedModel
+from kvlinker.engine.grammars import check_enforceable, unenforceable
 from kvlinker.engine.limits import engine_closed
 from kvlinker.errors import InvalidRequestError
 from kvlinker.threads import compute_serially
@@ -25,9 +26,6 @@ from kvlinker.types.grammars import AnswerGrammar, json_style
 
 MOST_COMPILED = 32
 """The number of grammars that are kept compiled, for requests that bring the same one again."""
-
-MOST_CHARACTERS = 1_000_000
-"""The most characters of a grammar."""
 
 Mask = Tensor | None
 """The tokens that may come next [vocabulary], as booleans on the CPU; None where the answer is complete."""
@@ -48,11 +46,7 @@ class GrammarGuides:
         Raises InvalidRequestError, which names the cause, for a grammar that is invalid or cannot be enforced; and
         EngineClosedError.
         """
-        if len(grammar.source) > MOST_CHARACTERS:
-            raise InvalidRequestError(
-                f"The grammar has {len(grammar.source):,} characters; at most {MOST_CHARACTERS:,} are taken.",
-                param=grammar.param,
-            )
+        check_enforceable(grammar)
         matcher = self._compiled(grammar)
         return lambda: GrammarGuide(matcher.deep_copy(), self._loaded.vocabulary, self._submit)
 
@@ -72,8 +66,6 @@ class GrammarGuides:
             tokenizer = self._tokenizer
         try:
             if grammar.kind == "json":
-                if _counts_names(json.loads(grammar.source)):
-                    raise _unenforceable(grammar, "minProperties above 1 cannot be, since names may come twice")
                 style: Any = json_style()
                 compiled = LLMatcher.grammar_from_json_schema(grammar.source, overrides=style)
             else:
@@ -81,12 +73,12 @@ class GrammarGuides:
             if grammar.frame:
                 compiled = _framed(compiled, grammar.frame)
         except ValueError as error:
-            raise _unenforceable(grammar, str(error)) from error
+            raise unenforceable(grammar, str(error)) from error
         except RecursionError as error:
-            raise _unenforceable(grammar, "it is nested too deeply") from error
+            raise unenforceable(grammar, "it is nested too deeply") from error
         matcher = LLMatcher(tokenizer, compiled, log_level=0)
         if matcher.is_error():
-            raise _unenforceable(grammar, matcher.get_error())
+            raise unenforceable(grammar, matcher.get_error())
         return matcher
 
     def _submit(self, work: Callable[[], Mask]) -> Future[Mask]:
@@ -138,18 +130,3 @@ def _framed(compiled: str, frame: str) -> str:
     is_lark = not compiled.lstrip().startswith("{")
     inner = {"lark_grammar": compiled} if is_lark else json.loads(compiled)["grammars"][0]
     return json.dumps({"grammars": [{"lark_grammar": frame}, {**inner, "name": "answer"}]})
-
-
-def _counts_names(schema: Any) -> bool:
-    """Return whether a schema asks for several properties, whichever: grammars do not keep two from having one
-    name."""
-    if isinstance(schema, dict):
-        least = schema.get("minProperties")
-        return (isinstance(least, int) and least > 1) or any(map(_counts_names, schema.values()))
-    return isinstance(schema, list) and any(map(_counts_names, schema))
-
-
-def _unenforceable(grammar: AnswerGrammar, cause: str) -> InvalidRequestError:
-    names = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
-    name = names.get(grammar.kind, grammar.kind)
-    return InvalidRequestError(f"This {name} cannot be enforced: {cause}", param=grammar.param)

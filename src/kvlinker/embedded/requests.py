@@ -19,7 +19,7 @@ from kvlinker.embedded.grammars import GrammarGuide
 from kvlinker.embedded.model.loading import LoadedModel
 from kvlinker.embedded.paths import LinkedPath, linked_path
 from kvlinker.embedded.sampling import Sampler
-from kvlinker.embedded.scoring import Head, LogprobCollector
+from kvlinker.embedded.scoring import Head, LogprobCollector, first_scored
 from kvlinker.embedded.sequence import Refining, TokenSequence
 from kvlinker.engine.contract import GenerationRequest, Sink
 from kvlinker.engine.cost import CostModel
@@ -74,6 +74,9 @@ class Kind(Enum):
     ANSWER = 0
     CHUNK = 1
     VARIANT = 2
+
+    BACKGROUND = 3
+    """Computed a piece at a time, and only in steps that nobody else needs."""
 
 
 class Request(ABC):
@@ -130,7 +133,7 @@ class Request(ABC):
     @property
     def deferral(self) -> float:
         """The seconds for which it lets answers come first that arrive later."""
-        if self.kind is Kind.VARIANT:
+        if self.kind in (Kind.VARIANT, Kind.BACKGROUND):
             return math.inf
         return CHUNK_DELAY if self.kind is Kind.CHUNK and not self.urgent else 0.0
 
@@ -417,7 +420,7 @@ class Generation(LinkedRequest):
 
     def _collector(self, prompt: Prompt) -> LogprobCollector | None:
         if self._head is not None:
-            self._scored = LogprobCollector(prompt, self._head, top=self._top)
+            self._scored = LogprobCollector(prompt.tokens, self._head, first=first_scored(prompt), top=self._top)
         return self._scored
 
     def _accept(self, logits: Tensor) -> Ending | None:
@@ -506,7 +509,7 @@ class Scoring(FutureRequest[PromptLogprobs]):
         self._collected: LogprobCollector | None = None
 
     def _collector(self, prompt: Prompt) -> LogprobCollector:
-        self._collected = LogprobCollector(prompt, self._head, top=self._top)
+        self._collected = LogprobCollector(prompt.tokens, self._head, first=first_scored(prompt), top=self._top)
         return self._collected
 
     def _value(self) -> PromptLogprobs:

@@ -22,19 +22,26 @@ ROWS_AT_ONCE = 128
 """The number of tokens whose logits are in memory at a time; with a large vocabulary, each takes a megabyte."""
 
 
-class LogprobCollector:
-    """Collects the log probability, in nats, of each token behind a prompt's last chunk, given all tokens before it.
+def first_scored(prompt: Prompt) -> int:
+    """Return the position of the first token of a linked prompt that can be scored: the second one behind its last
+    chunk, since predicting the first needs the chunk's last token, which a policy may not compute."""
+    return max((span.end for span in prompt.spans), default=0) + 1
 
-    The first of these tokens is left out: its prediction needs the chunk's last token, which a policy may not compute.
+
+class LogprobCollector:
+    """Collects the log probability, in nats, of each token from a position on, given all tokens before it.
+
     ``token_ids`` and ``logprobs`` are [scored], ``top_ids`` and ``top_logprobs`` [scored, top] with the most likely
-    token first; complete once the fresh tokens are computed. Tokens that are computed again are collected again.
+    token first; complete once the tokens that predict them are computed. Tokens that are computed again are collected
+    again.
     """
 
-    def __init__(self, prompt: Prompt, head: Head, *, top: int) -> None:
-        """``head`` computes logits; ``top`` alternatives are kept per token, at most the vocabulary."""
+    def __init__(self, tokens: NDArray[np.int64], head: Head, *, first: int, top: int) -> None:
+        """Score ``tokens`` [length] from position ``first`` (at least 1) on. ``head`` computes logits; ``top``
+        alternatives are kept per token, at most the vocabulary."""
         self._head = head
-        self._first = max((span.end for span in prompt.spans), default=0)
-        self.token_ids: NDArray[np.int64] = prompt.tokens[self._first + 1 :]
+        self._first = first - 1
+        self.token_ids: NDArray[np.int64] = tokens[first:]
         scored = len(self.token_ids)
         self.logprobs = np.empty(scored, dtype=np.float32)
         self.top_ids = np.empty((scored, top), dtype=np.int64)

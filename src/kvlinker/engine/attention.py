@@ -100,12 +100,17 @@ class Queries:
 
 
 def attention_weights(queries: Queries, query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
-    """Compute the attention weights that ``attend`` would use: [heads, queries, last + 1], fp32; for few queries."""
+    """Compute the attention weights that ``attend`` would use: [heads, queries, last + 1], fp32; for few queries.
+
+    Positions of queries that lie on the CPU spare waiting for another device.
+    """
     first = queries.first_seen(options.window)
     groups = query.shape[0] // key.shape[0]
     folded = query.reshape(key.shape[0], groups * len(queries), query.shape[2])
     windowed = options.window is not None and queries.last >= options.window
     mask = None if queries.contiguous and not windowed else queries.mask(options.window, groups, torch.float32)
+    if mask is not None:
+        mask = mask.to(query.device)
     scores = attention_scores(folded, key[:, first:], mask, options).view(query.shape[0], len(queries), -1)
     if mask is None:  # only the queries' own positions hide anything
         own = scores[..., -len(queries) :]

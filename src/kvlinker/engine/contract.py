@@ -7,6 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvlinker.errors import InvalidRequestError, KVLinkerError
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
@@ -126,6 +129,15 @@ class Engine(Protocol):
         ``request.sampling.logprobs`` is the number of alternatives per token. Raises InvalidRequestError when fewer
         than two tokens stand behind the last chunk, and PolicyError, ContextLengthError, OverloadedError or
         EngineClosedError at once; later errors are the future's.
+        """
+        ...
+
+    def score_whole(self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str) -> Future[PromptLogprobs]:
+        """Compute all of ``tokens`` [length], linking and reusing nothing, and return the log probabilities of those
+        from position ``first`` (at least 1) on, each with the ``top`` most likely tokens in its place.
+
+        It is computed while the engine has nothing else to do, so that it slows nobody down and may take any time.
+        Raises InvalidRequestError, ContextLengthError or EngineClosedError at once; later errors are the future's.
         """
         ...
 

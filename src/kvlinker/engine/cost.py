@@ -33,6 +33,13 @@ def kv_bytes_per_token(layers: Sequence[AttentionShape], dtype: torch.dtype) -> 
     return sum(layer.values_per_token for layer in layers) * dtype.itemsize
 
 
+def count_weights(model: Any) -> int:
+    """Count a transformers model's weights, without embeddings and the output head."""
+    return sum(
+        weight.numel() for name, weight in model.named_parameters() if "embed" not in name and "lm_head" not in name
+    )
+
+
 class CostModel:
     """Counts floating point operations: 2 per weight and token, 4 · heads · head_dim per query and key that it sees.
 
@@ -40,10 +47,8 @@ class CostModel:
     layers with a sliding window.
     """
 
-    def __init__(self, model: Any, layers: Sequence[AttentionShape]) -> None:
-        weights: int = sum(
-            weight.numel() for name, weight in model.named_parameters() if "embed" not in name and "lm_head" not in name
-        )
+    def __init__(self, weights: int, layers: Sequence[AttentionShape]) -> None:
+        """``weights`` is the number of weights, as ``count_weights`` counts them."""
         self._per_token = 2 * weights / len(layers)
         self._per_key = [2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers]
 

@@ -125,6 +125,22 @@ class RequestLimits:
             return wanted
         return room if most is None else min(room, most)
 
+    def check_whole(self, tokens: NDArray[np.int64], first: int) -> None:
+        """Check ``tokens`` [length] to compute whole and score from position ``first`` on. Raises InvalidRequestError
+        where no token can be scored, and ContextLengthError for more tokens than the model takes."""
+        self.check_vocabulary(tokens, param="tokens")
+        if not 1 <= first < len(tokens):
+            raise InvalidRequestError(
+                f"There is nothing to score from position {first} of {len(tokens)} tokens on: give one from 1 to "
+                f"{len(tokens) - 1}.",
+                param="first",
+            )
+        if len(tokens) > self.max_model_len:
+            raise ContextLengthError(
+                f"There are {len(tokens)} tokens, but the model takes {self.max_model_len}. Give fewer.",
+                param="tokens",
+            )
+
     def check_scorable(self, prompt: Prompt) -> None:
         """Check a prompt to score. Raises InvalidRequestError where no token can be scored, and ContextLengthError for
         a prompt that is too long."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
-import transformers
 from blake3 import blake3
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -24,8 +26,17 @@ logger = logging.getLogger(__name__)
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The sampling parameters that a model's ``generation_config.json`` may recommend."""
 
+_WANTED = "Give the path of a folder with a transformers model, or the id of one on the Hugging Face hub."
+
 FINGERPRINTS = "fingerprints.json"
-"""The file in the state directory that remembers the fingerprints of models' files."""
+"""The file in the state directory that remembers the hashes of weight files, by path, size and time."""
+
+CONFIG = "config.json"
+VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
+"""The entries of a model's configuration that change nothing that it computes."""
+
+WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.gguf")
+"""The names of weight files, in the order in which they are looked for: a folder may hold the same weights twice."""
 
 
 def read_model(settings: Settings) -> tuple[Any, Any]:
@@ -42,25 +53,13 @@ def read_model(settings: Settings) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def read_tokenizer(settings: Settings) -> Any:
-    """Read the model's tokenizer. Raises ModelLoadError when it cannot be loaded."""
-    tokenizer = _read(AutoTokenizer, settings)
+def read_tokenizer(settings: Settings, **options: Any) -> Any:
+    """Read the tokenizer of ``settings.model``; ``options`` are transformers', such as ``revision``. Raises
+    ModelLoadError when it cannot be loaded."""
+    tokenizer = _read(AutoTokenizer, settings, **options)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ModelLoadError(f"The tokenizer of {settings.model!r} has no tokenizer.json; kvlinker needs one.")
     return tokenizer
-
-
-def read_config(settings: Settings) -> Any:
-    """Read the model's configuration. Raises ModelLoadError when it cannot be loaded."""
-    return _read(AutoConfig, settings)
-
-
-def read_generation_config(settings: Settings) -> Any:
-    """Read the model's ``generation_config.json``; None where it has none."""
-    try:
-        return GenerationConfig.from_pretrained(settings.model)
-    except OSError:
-        return None
 
 
 def sampling_defaults(generation_config: Any) -> dict[str, float]:
@@ -70,17 +69,42 @@ def sampling_defaults(generation_config: Any) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def check_model(model: str) -> None:
+    """Raise ModelLoadError for a path where there is no model of transformers, and for GGUF."""
+    path = Path(model)
+    if (path / "config.json").is_file():
+        return
+    if "gguf" in path.name.lower() or any(path.glob("*.gguf")):
+        raise ModelLoadError(
+            f"{model} is GGUF, the format of llama.cpp, which kvlinker does not read. Give the model that it was made "
+            "of, as a folder with config.json and *.safetensors, or by its hub id; weights=int4 holds it in 4 bits."
+        )
+    if path.is_file():
+        raise ModelLoadError(f"{model} is a file. {_WANTED}")
+    if path.is_dir():
+        raise ModelLoadError(f"{model} has no config.json. {_WANTED}")
+    if os.path.isabs(model) or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ModelLoadError(f"No model at {model}: there is no such folder.")
+
+
 def _read(kind: Any, settings: Settings, **options: Any) -> Any:
-    if os.path.isabs(settings.model) and not Path(settings.model).is_dir():
-        raise ModelLoadError(f"No model at {settings.model}: there is no such folder.")
+    check_model(settings.model)
     transformers_logging.disable_progress_bar()
     try:
         return kind.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code, **options)
     except Exception as error:  # transformers raises whatever it meets
-        raise ModelLoadError(
-            f"Cannot load {settings.model!r}: {error} Give the path of a folder with a transformers model, or the id "
-            "of one on the Hugging Face hub."
-        ) from error
+        if _is_offline(error):
+            raise ModelLoadError(
+                f"{settings.model!r} is not on this machine, and the Hugging Face hub cannot be reached. Where it can "
+                f"be, run `hf download {settings.model} --local-dir FOLDER`; copy the folder, and give its path."
+            ) from error
+        raise ModelLoadError(f"Cannot load {settings.model!r}: {error} {_WANTED}") from error
+
+
+def _is_offline(error: BaseException | None) -> bool:
+    """Tell if an error comes from a hub that cannot be reached."""
+    causes = (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError)
+    return error is not None and (isinstance(error, causes) or _is_offline(error.__cause__ or error.__context__))
 
 
 def choose_device(name: str) -> torch.device:
@@ -108,12 +132,12 @@ def choose_dtype(name: str, device: torch.device, weights: WeightFormat = "auto"
 
 
 def fingerprint(model: Any) -> str:
-    """Compute the model's fingerprint: BLAKE3 (hex) over its config, rotary parameters included, and every weight in
-    the dtype that it runs in."""
+    """Compute the fingerprint of a model that comes from no files: BLAKE3 (hex) over its config, rotary parameters
+    included, and every weight in the dtype that it runs in."""
     digest = blake3(max_threads=blake3.AUTO)
     config = model.config.to_dict()
-    for volatile in ("_name_or_path", "transformers_version", "_attn_implementation_autoset"):
-        config.pop(volatile, None)
+    for name in VOLATILE:
+        config.pop(name, None)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
@@ -127,38 +151,57 @@ def fingerprint_with(name: str, weights: WeightFormat) -> str:
     return name if weights in ("auto", "bf16") else blake3(f"{name} weights in {weights}".encode()).hexdigest()
 
 
-def known_fingerprint(settings: Settings, dtype: torch.dtype) -> str:
-    """Return the fingerprint of ``settings.model`` in this dtype, without a model in memory.
+def fingerprint_of_files(folder: Path, dtype: torch.dtype, *, state_dir: Path) -> str | None:
+    """Compute the fingerprint of the model in ``folder`` as it runs in this dtype: BLAKE3 (hex) over its config.json
+    and the content of its weight files, which no memory holds at once. Returns None where it has no such files.
 
-    It is remembered in the state directory, where it was computed for the same files before; else all weights are read.
-    Raises ModelLoadError.
+    A file's hash is remembered in ``state_dir`` until its size or time changes, so that it is read once.
     """
-    place = settings.state_dir / FINGERPRINTS
-    name = _files_name(settings, dtype)
+    weights = weight_files(folder)
+    if not weights or not (folder / CONFIG).is_file():
+        return None
+    config = json.loads((folder / CONFIG).read_text())
+    for name in VOLATILE:
+        config.pop(name, None)
+    hashes = [(path.name, name) for path, name in zip(weights, _file_hashes(weights, state_dir), strict=True)]
+    return blake3(json.dumps([config, str(dtype), hashes], sort_keys=True).encode()).hexdigest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files in ``folder`` that hold the model's weights, of the first kind of which there are some."""
+    found = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
+    return next((files for files in found if files), [])
+
+
+def model_folder(name: str, *, revision: str | None = None, cache_dir: str | None = None) -> Path:
+    """Return the folder with the files of a model, which may be a hub's that have been downloaded. Raises
+    ModelLoadError."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(cached_file(name, CONFIG, revision=revision, cache_dir=cache_dir, local_files_only=True)).parent
+    except OSError as error:
+        raise ModelLoadError(f"The files of {name!r} are not found: {error}") from error
+
+
+def _file_hashes(files: Sequence[Path], state_dir: Path) -> list[str]:
+    """Return each file's BLAKE3 (hex), from ``state_dir`` where size and time are as they were."""
+    place = state_dir / FINGERPRINTS
     try:
         known = json.loads(place.read_text())
-        if isinstance(known[name], str):
-            return str(known[name])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         known = {}
-    dtype_name = str(dtype).removeprefix("torch.")
-    on_cpu = settings.model_copy(update={"device": "cpu", "dtype": dtype_name, "weights": "auto", "threads": None})
-    model, _ = read_model(on_cpu)
-    known = (known if isinstance(known, dict) else {}) | {name: fingerprint(model)}
+    known = known if isinstance(known, dict) else {}
+    hashes = []
+    for path in files:
+        status = path.stat()
+        name = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+        if not isinstance(known.get(name), str):
+            known[name] = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+        hashes.append(known[name])
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(place, json.dumps(known).encode())
     except OSError as error:
-        logger.warning("The model's fingerprint is computed again next time: %s", error)
-    return str(known[name])
-
-
-def _files_name(settings: Settings, dtype: torch.dtype) -> str:
-    """Return a name of everything that the fingerprint depends on; of the weights' files only size and time are
-    read."""
-    folder = Path(settings.model)
-    if not folder.is_dir():
-        folder = Path(cached_file(settings.model, "config.json")).parent
-    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir())
-    parts = [str(folder.resolve()), files, str(dtype), transformers.__version__]
-    return blake3(json.dumps(parts).encode()).hexdigest()
+        logger.warning("The model's weight files are hashed again next time: %s", error)
+    return hashes

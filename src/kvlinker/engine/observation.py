@@ -77,15 +77,23 @@ class ChunkWatch:
 class ScoreCollector:
     """Collects the ``ChunkScores`` of the chunks in a sequence that is computed as a whole."""
 
-    def __init__(self, layers: int, spans: Sequence[tuple[int, int]], contents: Sequence[str]) -> None:
-        """Begin for chunks at the positions [start, end) of ``spans``, ascending, that have these ``contents``."""
+    def __init__(
+        self,
+        layers: int,
+        spans: Sequence[tuple[int, int]],
+        contents: Sequence[str],
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Begin for chunks at the positions [start, end) of ``spans``, ascending, that have these ``contents``. Scores
+        are summed up on ``device``; that of the weights spares a copy of each."""
         self._layers = layers
         self._spans = tuple(spans)
         self._contents = tuple(contents)
         sizes = [end - start for start, end in spans]
-        self._inter = [torch.zeros(index, size) for index, size in enumerate(sizes)]  # [earlier chunks, tokens]
-        self._received = [torch.zeros(size) for size in sizes]
-        self._intra = [0.0 for _ in sizes]
+        self._inter = [torch.zeros(index, size, device=device) for index, size in enumerate(sizes)]
+        self._received = [torch.zeros(size, device=device) for size in sizes]
+        self._intra = torch.zeros(len(sizes), dtype=torch.float64, device=device)
 
     def observe(self, layer: int, start: int, tokens: int, weights: Weights) -> None:
         end = start + tokens
@@ -93,22 +101,22 @@ class ScoreCollector:
             begin, stop = max(start, first), min(end, last)
             if begin < stop:
                 for position, mean in _mean_weights(start, begin, stop, weights):
-                    self._note(index, position, mean.cpu())
+                    self._note(index, position, mean.to(self._inter[index].device))
 
     def finish(self) -> list[ChunkScores]:
         """Return the scores of every chunk, once all layers have seen all tokens."""
         finished = []
         for index, (first, last) in enumerate(self._spans):
-            inter = self._inter[index] / self._layers
+            inter = self._inter[index].cpu() / self._layers
             context = tuple(
                 ContextChunk(content, end - begin, float(attention.sum()))
                 for content, (begin, end), attention in zip(self._contents, self._spans, inter, strict=False)
             )
             finished.append(
                 ChunkScores(
-                    Contextualization(last - first, self._intra[index] / self._layers, context),
+                    Contextualization(last - first, float(self._intra[index]) / self._layers, context),
                     inter=inter.sum(0).numpy(),
-                    received=(self._received[index] / self._layers).numpy(),
+                    received=(self._received[index].cpu() / self._layers).numpy(),
                 )
             )
         return finished
@@ -120,7 +128,7 @@ class ScoreCollector:
         for earlier, (begin, end) in enumerate(self._spans[:index]):
             self._inter[index][earlier, tokens] += weights[:, begin:end].sum(1)
         own = weights[:, first:]
-        self._intra[index] += float(own.sum() - own.diagonal(position - first).sum())
+        self._intra[index] += own.sum() - own.diagonal(position - first).sum()
         self._received[index][: own.shape[1]] += own.sum(0)
 
 

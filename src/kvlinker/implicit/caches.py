@@ -19,7 +19,7 @@ from kvlinker.store import Catalog, ContextCache
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.messages import MarkedText
 
-SPARE_TOKENS = 64
+TOKENS_AROUND = 64
 """The tokens of the context window that an implicit chunk leaves to the prompt around it."""
 
 SLACK = 0.01
@@ -27,7 +27,7 @@ SLACK = 0.01
 
 
 class FoundChunk(NamedTuple):
-    """The chunk of a text, and the context cache that holds it."""
+    """Holds the chunk of a text, and the context cache that has it."""
 
     chunk: Chunk
     cache: ContextCache
@@ -47,16 +47,13 @@ class ImplicitCaches:
         events: Events,
         *,
         ttl: float,
-        most: int,
     ) -> None:
-        """``ttl``: seconds that an implicit context cache lives from its last use. ``most``: how many of them a tenant
-        has at a time; those that were used longest ago make room for others."""
+        """``ttl``: the seconds that an implicit context cache lives from its last use."""
         self._builder = builder
         self._caches = caches
         self._catalog = catalog
         self._events = events
         self._ttl = ttl
-        self._most = most
 
     def encode(self, text: str) -> Chunk | None:
         """Return the chunk of a text; None where it can be none: it is empty, too long, or spells special tokens that
@@ -67,7 +64,7 @@ class ImplicitCaches:
             chunk = replace(self._builder.encode_chunk(text), scored=False)
         except InvalidRequestError:
             return None
-        fits = len(chunk.prefix) + len(chunk) + SPARE_TOKENS <= self._caches.longest
+        fits = len(chunk.prefix) + len(chunk) + TOKENS_AROUND <= self._caches.longest
         return chunk if fits else None
 
     def find(self, chunks: Sequence[Chunk], *, tenant: str) -> dict[Chunk, FoundChunk]:
@@ -86,9 +83,9 @@ class ImplicitCaches:
         return found
 
     def use(self, texts: Mapping[Chunk, MarkedText], *, tenant: str) -> dict[Chunk, FoundChunk]:
-        """Return the chunks with context caches: those that there are, which live on, and new ones.
+        """Return the chunks with their context caches: those that exist live on, and others are entered.
 
-        A chunk for which the tenant's quota has no room is missing in the result.
+        A chunk for which there is no room is missing in the result.
         """
         found = self.find(tuple(texts), tenant=tenant)
         self.extend({each.cache: texts[chunk].ttl for chunk, each in found.items()})
@@ -97,9 +94,7 @@ class ImplicitCaches:
             outcome: Literal["hit", "created", "refused"] = "hit"
             if chunk not in found:
                 outcome = "refused"
-                entered = self._caches.enter_implicit(
-                    chunk, tenant=tenant, ttl=text.ttl or self._ttl, most=self._most, kept=kept
-                )
+                entered = self._caches.enter_implicit(chunk, tenant=tenant, ttl=text.ttl or self._ttl, kept=kept)
                 if entered is not None:
                     cache, created = entered
                     kept.add(cache.id)

@@ -32,13 +32,13 @@ def marked_text(part: Mapping[str, Any], text: str, *, param: str) -> str | Mark
     """Return the text of a content part, marked where the part says ``cache_control`` (Anthropic's form) or
     ``prompt_cache_breakpoint`` (OpenAI's). Raises InvalidRequestError for a mark of another form."""
     control, breakpoint_ = part.get("cache_control"), part.get("prompt_cache_breakpoint")
-    if breakpoint_ and breakpoint_ != {"mode": "explicit"}:
+    if breakpoint_ is not None and breakpoint_ != {"mode": "explicit"}:
         raise InvalidRequestError(
             f"'prompt_cache_breakpoint' is {breakpoint_!r}, but must be {{'mode': 'explicit'}}.", param=param
         )
     match control:
-        case None | {} if not control:
-            return MarkedText(text) if breakpoint_ else text
+        case None:
+            return text if breakpoint_ is None else MarkedText(text)
         case {"type": "ephemeral", "ttl": str(ttl)}:
             try:
                 return MarkedText(text, ttl_seconds(ttl))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from kvlinker.implicit.known import KnownTexts, Span
-from kvlinker.implicit.sights import LEAST_CHARACTERS, Sights, Unit, units_of
+from kvlinker.implicit.sights import LEAST_CHARACTERS, RecentDigests, Sights, Unit, units_of
 from kvlinker.implicit.windows import WINDOW, WindowHash
 from kvlinker.prompt.encoding import TextEncoder
 from kvlinker.store import Catalog
@@ -24,8 +24,7 @@ MOST_TENANTS = 64
 """The most tenants whose texts are remembered; of the others, those that asked longest ago are forgotten."""
 
 MOST_BEGINNINGS = 16_384
-"""The most beginnings of prompts, each up to the end of a line, that are remembered of one tenant; those that were seen
-last stay."""
+"""The most beginnings of prompts, each up to the end of a line, that are remembered of one tenant."""
 
 MOST_LOADED = 2048
 """The most chunks that are read from the catalog at once; of more, the newest."""
@@ -41,6 +40,7 @@ class Recognizer:
         self._catalog = catalog
         self._encoder = encoder
         self._fingerprint = fingerprint
+        self._windows = WindowHash()
         self._lock = threading.Lock()  # guards the tenants, not what each of them has
         self._tenants: OrderedDict[str, _TenantTexts] = OrderedDict()
 
@@ -64,7 +64,8 @@ class Recognizer:
 
     def _texts_of(self, tenant: str) -> _TenantTexts:
         with self._lock:
-            texts = self._tenants.setdefault(tenant, _TenantTexts())
+            texts = self._tenants.get(tenant) or _TenantTexts(self._windows)
+            self._tenants[tenant] = texts
             self._tenants.move_to_end(tenant)
             if len(self._tenants) > MOST_TENANTS:
                 self._tenants.popitem(last=False)
@@ -72,21 +73,21 @@ class Recognizer:
 
     def _load(self, texts: _TenantTexts, tenant: str) -> None:
         """Have the tenant's texts know all chunks that the catalog has of it by now."""
-        texts.loaded, chunks = self._catalog.implicit.chunks_since(
+        texts.loaded, chunks = self._catalog.implicit.tokens_since(
             texts.loaded, tenant, self._fingerprint, limit=MOST_LOADED
         )
-        for chunk in chunks:
-            texts.known.add(self._encoder.decode_data(chunk.tokens))
+        for tokens in chunks:
+            texts.known.add(self._encoder.decode_data(tokens))
 
 
 class _TenantTexts:
-    """What is remembered of one tenant's texts; whoever uses it holds ``lock``."""
+    """Remembers one tenant's texts; whoever uses it holds ``lock``."""
 
-    def __init__(self) -> None:
+    def __init__(self, windows: WindowHash) -> None:
         self.lock = threading.Lock()
-        self.known = KnownTexts(WindowHash())
+        self.known = KnownTexts(windows)
         self.sights = Sights()
-        self.beginnings: OrderedDict[bytes, None] = OrderedDict()
+        self.beginnings = RecentDigests(MOST_BEGINNINGS)
         """The SHA-256 of prompts up to the ends of lines."""
 
         self.loaded = 0
@@ -96,15 +97,11 @@ class _TenantTexts:
         """Remember what a prompt brought, once it is read: it does not come again within itself."""
         for units in reading.fresh:
             self.sights.note(units)
-        for beginning in reading.beginnings:
-            self.beginnings[beginning] = None
-            self.beginnings.move_to_end(beginning)
-        while len(self.beginnings) > MOST_BEGINNINGS:
-            self.beginnings.popitem(last=False)
+        self.beginnings.add(reading.beginnings)
 
 
 class _Reading:
-    """One prompt while it is read, message by message."""
+    """Reads one prompt, message by message."""
 
     def __init__(self, texts: _TenantTexts, opening: str) -> None:
         self.fresh: list[list[Unit]] = []

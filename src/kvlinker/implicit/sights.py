@@ -5,27 +5,30 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 from kvlinker.implicit.known import Span
 
 MOST_SIGHTS = 16_384
-"""The most units, and pairs of them, that are remembered of one tenant; those that were seen last stay."""
+"""The most units, and pairs of them, that are remembered of one tenant."""
 
 LEAST_CHARACTERS = 256
 """The fewest characters of a passage that becomes a chunk: shorter ones are computed as quickly."""
 
 LEAST_AVERAGE = 16
-"""The fewest characters that the lines of a text have on average, unless it is short: others are no prose."""
+"""The fewest characters that the lines of a text have on average, unless there are few: others are no prose."""
+
+FEW_LINES = 64
+"""The lines of a text that may have any length."""
 
 _LINE = re.compile(r"\S[^\n]*")
 _RULE = re.compile(r"[-=*_#~]{3,}")
 
 
 class Unit(NamedTuple):
-    """A line of a text without the white space around it."""
+    """Describes a line of a text, without the white space around it."""
 
     begin: int
     end: int
@@ -33,11 +36,33 @@ class Unit(NamedTuple):
     """The SHA-256 of its text; empty for a rule such as ``---``, which stands between passages."""
 
 
+class RecentDigests:
+    """Remembers digests: of more than ``most``, those that were added last. Not thread safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._digests: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._digests
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def add(self, digests: Iterable[bytes]) -> None:
+        """Remember digests, in their order."""
+        for digest in digests:
+            self._digests[digest] = None
+            self._digests.move_to_end(digest)
+        while len(self._digests) > self._most:
+            self._digests.popitem(last=False)
+
+
 class Sights:
     """Remembers units, and pairs of them that followed each other, by their SHA-256. Not thread safe."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._seen = RecentDigests(MOST_SIGHTS)
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -59,22 +84,19 @@ class Sights:
     def note(self, units: Sequence[Unit]) -> None:
         """Remember the units of one text."""
         pairs = (_pair(one, other) for one, other in pairwise(units) if one.digest and other.digest)
-        for digest in chain((unit.digest for unit in units if unit.digest), pairs):
-            self._seen[digest] = None
-            self._seen.move_to_end(digest)
-        while len(self._seen) > MOST_SIGHTS:
-            self._seen.popitem(last=False)
+        self._seen.add(chain((unit.digest for unit in units if unit.digest), pairs))
 
 
 def units_of(text: str, begin: int, end: int) -> list[Unit]:
     """Return the units of ``text[begin:end]``, which are its lines; text in small shreds has none."""
     units = []
-    for match in islice(_LINE.finditer(text, begin, end), 64 + (end - begin) // LEAST_AVERAGE):
+    most = FEW_LINES + (end - begin) // LEAST_AVERAGE
+    for match in islice(_LINE.finditer(text, begin, end), most):
         first = match.start()
         line = match[0].rstrip()
         digest = b"" if _RULE.fullmatch(line) else hashlib.sha256(line.encode(errors="surrogatepass")).digest()
         units.append(Unit(first, first + len(line), digest))
-    return units if len(units) < 64 + (end - begin) // LEAST_AVERAGE else []
+    return units if len(units) < most else []
 
 
 def _pair(one: Unit, other: Unit) -> bytes:

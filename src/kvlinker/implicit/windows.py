@@ -14,9 +14,9 @@ Hashes = NDArray[np.uint64]
 
 
 class WindowHash:
-    """A polynomial hash modulo 2^64 of every window of ``WINDOW`` characters, by a base that each process draws.
+    """Computes a polynomial hash modulo 2^64 of every window of ``WINDOW`` characters, by a base of its own.
 
-    Collisions can be crafted all the same, so whoever finds a window compares what stands there.
+    Collisions can be crafted all the same, so whoever finds a window compares what stands there. Any thread may use it.
     """
 
     def __init__(self) -> None:

@@ -26,6 +26,7 @@ from kvlinker.linking.plan import (
     ranges,
     takes_first_pass,
 )
+from kvlinker.linking.policies.baselines import Full
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.refinement import ChunkAttention, Refinement
 from kvlinker.prompt.segments import Prompt, ReusedPrefix
@@ -129,6 +130,11 @@ class Link:
     def with_attention(self, attention: NDArray[np.float32]) -> Link:
         """Plan the second pass by the question's ``attention`` [layers, length] in the first one."""
         return self._planned(replace(self.evidence, attention=attention))
+
+    def in_full(self) -> Link:
+        """Plan to compute every token: an engine does so where it cannot tell what the policy looks at."""
+        full = Full()
+        return replace(self, policy=full, plan=make_plan(self.prompt, full, self.evidence))
 
     def placed(self, fetched: Sequence[T]) -> tuple[tuple[Placement, T], ...]:
         """Pair the plan's placements with their entries of ``fetched``, which holds one for each of ``chunks``."""

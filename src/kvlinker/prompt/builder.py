@@ -63,8 +63,12 @@ class PromptBuilder:
 
     @cached_property
     def responses(self) -> ResponseFormat:
-        """How the model writes reasoning and calls of tools."""
+        """The form in which the model writes reasoning and calls of tools."""
         return ResponseFormat.of(self._tokenizer, self._template.source)
+
+    def has_variable(self, name: str) -> bool:
+        """Return whether the chat template has a variable of this name that callers may set."""
+        return self._template.has_variable(name)
 
     def encode_chunk(self, text: str, context: GenerationContext | None = None) -> Chunk:
         """Make the chunk of a text. Special tokens that the text spells are plain text in it.

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateSyntaxError
 
 from kvlinker.errors import InvalidRequestError, ModelLoadError
-from kvlinker.prompt.documents import with_documents
 from kvlinker.prompt.encoding import require_unicode
-from kvlinker.prompt.tool_section import needs_tool_section, with_tool_section
+from kvlinker.prompt.sections import needs_tool_section, with_documents, with_tool_section
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
 
@@ -113,12 +112,20 @@ class ChatTemplate:
                     return name
         return None
 
+    def has_variable(self, name: str) -> bool:
+        """Return whether the template has a variable of this name that callers may set."""
+        return name not in self._reserved and re.search(rf"\b{re.escape(name)}\b", self._template or "") is not None
+
+    @cached_property
+    def _reserved(self) -> frozenset[str]:
+        """The names that are no variables of the template's own."""
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        return frozenset({"messages", *own, *self._tokenizer.special_tokens_map})
+
     def _check_variables(self, options: TemplateOptions) -> None:
         """Check that the template knows its variables. Raises InvalidRequestError."""
-        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        reserved = {"messages", *own, *self._tokenizer.special_tokens_map}
         for name in options.variables:
-            if name in reserved or not re.search(rf"\b{re.escape(name)}\b", self._template or ""):
+            if not self.has_variable(name):
                 raise InvalidRequestError(
                     f"The model's chat template has no variable {name!r} to be set. Leave it out.",
                     param="chat_template_kwargs",

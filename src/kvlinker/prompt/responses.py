@@ -5,6 +5,7 @@ The parser is transformers', by the response template that the tokenizer brings,
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlinker.prompt.response_formats import format_for
+from kvlinker.types.answers import ResponsePiece
 from kvlinker.types.grammars import AnswerGrammar, json_style
-from kvlinker.types.responses import ResponsePiece, ToolCall
-from kvlinker.types.tools import Tool, function_of
+from kvlinker.types.tools import Tool, ToolCall, function_of
 
 ID_LENGTH = 9
 """The length of the ids of calls: Mistral's chat templates take no other."""
@@ -27,7 +28,7 @@ _ANYTHING = r"/(?s:.*)/"
 
 @dataclass(frozen=True)
 class ResponseFormat:
-    """How one model writes reasoning and calls. Any thread may use it."""
+    """Knows how one model writes reasoning and calls. Any thread may use it."""
 
     tokenizer: Any
 
@@ -157,7 +158,8 @@ class ResponseFormat:
 
 
 class ResponseReader:
-    """Reads one answer as it comes. What cannot be parsed, such as a call that is not JSON, is told as text."""
+    """Reads one answer as it comes. A call that cannot be parsed, such as one that is not JSON, is told as text, and so
+    is all that follows."""
 
     def __init__(self, parser: Any) -> None:
         self._parser = parser
@@ -171,10 +173,15 @@ class ResponseReader:
         """Take the next piece of the answer, and return what it is, as far as that is clear."""
         if self._plain:
             return ResponsePiece(content=text)
+        before = vars(self) | {"_parser": copy.copy(self._parser)}
         try:
             return self._piece(self._parser.feed(text))
         except (ValueError, KeyError, TypeError):
-            return self._give_up(text)
+            if len(text) < 2:
+                return self._give_up()
+            vars(self).update(before)  # to tell what stands before the call that cannot be parsed
+            middle = len(text) // 2
+            return self.feed(text[:middle]) + self.feed(text[middle:])
 
     def finish(self) -> ResponsePiece:
         """Return the rest: no more text comes."""
@@ -183,7 +190,7 @@ class ResponseReader:
         try:
             return self._piece(self._parser.finalize()[1])
         except (ValueError, KeyError, TypeError):
-            return self._give_up("")
+            return self._give_up()
 
     def _piece(self, events: Sequence[Mapping[str, Any]]) -> ResponsePiece:
         texts = {"content": "", "reasoning": ""}
@@ -211,10 +218,10 @@ class ResponseReader:
             self._trims = not text
         return text
 
-    def _give_up(self, text: str) -> ResponsePiece:
-        """Return the call that is none as text, as all that follows."""
+    def _give_up(self) -> ResponsePiece:
+        """Return the call that is none as text."""
         self._plain = True
-        return ResponsePiece(content=self._call + text)
+        return ResponsePiece(content=self._call)
 
 
 def _either(rule: str, tools: Sequence[Tool]) -> str:

@@ -54,7 +54,7 @@ class ChunkSpan:
 
 @dataclass(frozen=True, eq=False)
 class ReusedPrefix:
-    """The beginning of a prompt whose KV an earlier request left, as it was linked then."""
+    """Describes the beginning of a prompt whose KV an earlier request left, as it was linked then."""
 
     length: int
     """The tokens in it: positions [0, length)."""

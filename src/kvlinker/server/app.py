@@ -18,13 +18,13 @@ from kvlinker.config import Settings
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import KVLinkerError
 from kvlinker.llm import LLM
-from kvlinker.server import chat, completions, context_caches, docs, link, models, status, tokenize
-from kvlinker.server.access import OPEN_PATHS, HostCheck, KeyCheck, hosts_to_check
-from kvlinker.server.access_log import AccessLog
-from kvlinker.server.bodies import UnknownPart
-from kvlinker.server.connections import BodyTimeout
-from kvlinker.server.cors import add_cors
-from kvlinker.server.errors import (
+from kvlinker.server import audit, context_caches, docs, link, models, status, tokenize
+from kvlinker.server.answers import chat, completions
+from kvlinker.server.edge.access import OPEN_PATHS, HostCheck, KeyCheck, hosts_to_check
+from kvlinker.server.edge.access_log import AccessLog
+from kvlinker.server.edge.connections import BodyTimeout
+from kvlinker.server.edge.cors import add_cors
+from kvlinker.server.edge.errors import (
     BodyLimit,
     RequestIds,
     UnexpectedErrors,
@@ -33,6 +33,8 @@ from kvlinker.server.errors import (
     error_responses,
     prompt_body_bytes,
 )
+from kvlinker.server.edge.routing import HeadRequests, refuse_unknown_query
+from kvlinker.server.fields.bodies import UnknownPart
 from kvlinker.server.messages import routes as messages
 from kvlinker.server.messages.answers import MessageStreamEvent
 from kvlinker.server.messages.blocks import UnknownBlock
@@ -41,7 +43,6 @@ from kvlinker.server.models import Service
 from kvlinker.server.responses import routes as responses
 from kvlinker.server.responses.events import ResponseStreamEvent
 from kvlinker.server.responses.items import UnknownItem
-from kvlinker.server.routing import HeadRequests, refuse_unknown_query
 
 SWEEP_SECONDS = 5.0
 
@@ -69,7 +70,7 @@ _CATCH_ALLS = (UnknownPart, UnknownBlock, UnknownItem)
 
 
 def create_app(llm: LLM, settings: Settings) -> FastAPI:
-    """An app that serves ``llm`` and closes it when it shuts down.
+    """Make an app that serves ``llm`` and closes it when it shuts down.
 
     The framework's documentation pages are off, for they load scripts from elsewhere: /docs is kvlinker's own.
     """
@@ -112,7 +113,8 @@ def create_app(llm: LLM, settings: Settings) -> FastAPI:
     add_cors(app, settings.cors_origins)
     app.add_middleware(AccessLog)
     app.add_middleware(RequestIds)
-    for resource in (chat, completions, messages, responses, context_caches, link, models, status, tokenize, docs):
+    resources = (audit, chat, completions, messages, responses, context_caches, link, models, status, tokenize, docs)
+    for resource in resources:
         app.include_router(resource.router)
     return app
 

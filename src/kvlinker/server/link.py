@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import Explanation
-from kvlinker.server.access import TenantParam
-from kvlinker.server.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
-from kvlinker.server.completions import PromptBody, single_prompt
-from kvlinker.server.errors import blaming, error_responses
+from kvlinker.server.answers.completions import PromptBody, single_prompt
+from kvlinker.server.edge.access import TenantParam
+from kvlinker.server.edge.errors import blaming, error_responses
+from kvlinker.server.fields.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.tools import MOST_TOOLS, ToolBody, shown_tools
 from kvlinker.server.models import Service, ServiceParam
@@ -165,10 +165,10 @@ class LinkExplanation(ResponseBody):
 
 
 @router.get("/policies", response_model=PolicyList)
-async def list_policies(service: ServiceParam) -> Response:
+async def list_policies(service: ServiceParam, tenant: TenantParam) -> Response:
     """List all linking policies with their parameters, and the one for requests that name none."""
     data = [{"object": "policy", **policy} for policy in service.llm.policies()]
-    return JSONResponse({"object": "list", "data": data, "default": service.settings.policy})
+    return JSONResponse({"object": "list", "data": data, "default": service.llm.default_policy(tenant).name})
 
 
 @router.post("/link/explain", response_model=LinkExplanation, responses=error_responses(400, 404, 429, 503))

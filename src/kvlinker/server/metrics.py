@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvlinker.events import (
+    AgreementFell,
+    AnswerAudited,
+    AuditSkipped,
     ChunkDamaged,
     ChunkEvicted,
     ChunkLoaded,
@@ -28,15 +31,17 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SOURCES = ("cached", "recomputed", "fresh")
 
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+_KL_BUCKETS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _LOAD_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10)
 
 
 class Metrics:
-    """The figures of one app, in a registry of its own. Subscribe ``count`` to the LLM's events."""
+    """Keeps the figures of one app, in a registry of its own. Subscribe ``count`` to the LLM's events."""
 
     def __init__(self, llm: LLM) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Gauges(llm))
+        self._has_vllm = llm.settings.engine == "vllm"
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"kvlinker:{name}", text, labels, registry=self.registry)
@@ -71,6 +76,19 @@ class Metrics:
         self._implicit_evictions = counter("implicit_evictions", "Implicit context caches that made room for others.")
         self._damaged = counter("damaged_chunks", "Stored copies that failed their checks.", "tier")
         self._tier_errors = counter("tier_errors", "Times that a tier did not answer, or refused.", "tier")
+        self._audited = counter("audit_samples", "Answers compared with the full computation.", "policy")
+        self._audit_agreeing = counter("audit_agreeing", "Of those, the ones whose first token is the same.", "policy")
+        self._audit_alike = counter("audit_alike", "Of those, the ones all of whose tokens are the same.", "policy")
+        self._audit_tokens = counter("audit_tokens", "Tokens that the audit computed.")
+        self._audit_skipped = counter("audit_skipped", "Drawn requests that were not compared.", "reason")
+        self._audit_drifts = counter("audit_drifts", "Times that a policy's agreement was seen to fall.", "policy")
+        self._audit_kl, self._audit_answer_kl = (
+            Histogram(f"kvlinker:{name}", text, ("policy",), registry=self.registry, buckets=_KL_BUCKETS)
+            for name, text in (
+                ("audit_kl", "Divergence of the first token's distribution from the full computation's, in nats."),
+                ("audit_answer_kl", "Mean divergence along an answer, in nats."),
+            )
+        )
         for text_source in TextSource:
             for result in ("hit", "created", "refused"):
                 self._implicit_texts.labels(text_source, result)
@@ -102,25 +120,41 @@ class Metrics:
                 self._implicit_texts.labels(event.source, event.outcome).inc()
             case ImplicitEvicted():
                 self._implicit_evictions.inc(event.count)
+            case AnswerAudited():
+                self._count_audited(event)
+            case AuditSkipped():
+                self._audit_skipped.labels(event.reason).inc()
+            case AgreementFell():
+                self._audit_drifts.labels(event.policy).inc()
             case ChunkDamaged():
                 self._damaged.labels(event.tier).inc()
             case TierUnavailable():
                 self._tier_errors.labels(event.tier).inc()
 
+    def _count_audited(self, event: AnswerAudited) -> None:
+        self._audited.labels(event.policy).inc()
+        self._audit_agreeing.labels(event.policy).inc(event.agrees)
+        self._audit_alike.labels(event.policy).inc(event.alike)
+        self._audit_tokens.inc(event.tokens)
+        if event.kl is not None and event.answer_kl is not None:
+            self._audit_kl.labels(event.policy).observe(event.kl)
+            self._audit_answer_kl.labels(event.policy).observe(event.answer_kl)
+
     def exposition(self) -> bytes:
-        """All figures in Prometheus' text format."""
-        return generate_latest(self.registry)
+        """Return all figures in Prometheus' text format, with those of vLLM where it is the engine."""
+        own = generate_latest(self.registry)
+        return own + generate_latest(REGISTRY) if self._has_vllm else own
 
     def prompt_tokens(self) -> dict[str, int]:
-        """Prompt tokens since the start, by what became of them."""
+        """Count prompt tokens since the start, by what became of them."""
         return {source: self._total("kvlinker:prompt_tokens_total", source=source) for source in SOURCES}
 
     def output_tokens(self) -> int:
-        """Tokens generated since the start."""
+        """Count the tokens generated since the start."""
         return self._total("kvlinker:output_tokens_total")
 
     def finished(self) -> int:
-        """Requests that ended since the start, whatever the reason."""
+        """Count the requests that ended since the start, whatever the reason."""
         (family,) = self._requests.collect()
         return int(sum(sample.value for sample in family.samples if sample.name.endswith("_total")))
 
@@ -137,7 +171,6 @@ class _Gauges(Collector):
     def collect(self) -> Iterator[Metric]:
         load = self._llm.load()
         for name, text, value in (
-            ("healthy", "1 while the engine can answer, 0 once it has failed.", float(self._llm.healthy)),
             ("requests_running", "Requests being computed.", load.running),
             ("requests_waiting", "Requests in the queue.", load.waiting),
             ("kv_slots_used", "Slots of the KV pool in use; one slot holds one token.", load.slots_used),
@@ -168,3 +201,21 @@ class _Gauges(Collector):
         if (rate := self._llm.prefill_rate()) is not None:
             prefill.add_metric([], rate)
         yield prefill
+        yield from self._audit()
+
+    def _audit(self) -> Iterator[Metric]:
+        """Yield the agreement of each policy with its exact interval, where there is an audit."""
+        auditor = self._llm.oversight.auditor
+        if auditor is None:
+            return
+        yield GaugeMetricFamily("kvlinker:audit_pending", "Answers that wait to be compared.", value=auditor.pending)
+        agreement = GaugeMetricFamily(
+            "kvlinker:audit_agreement",
+            "Share of answers whose first token is the full computation's, and its exact 95% interval.",
+            labels=["policy", "bound"],
+        )
+        for policy, tally in auditor.figures.by_policy().items():
+            low, high = tally.agreement_interval
+            for bound, value in (("low", low), ("value", tally.agreement), ("high", high)):
+                agreement.add_metric([policy, bound], value)
+        yield agreement

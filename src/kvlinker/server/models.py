@@ -1,26 +1,49 @@
-"""The model that an app serves, as all routes reach it; GET /v1/models."""
+"""The model that an app serves, as all routes reach it, and the threads that encode texts for it; GET /v1/models."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
+import anyio.to_thread
 from fastapi import APIRouter, Depends, Request
 
 from kvlinker.config import Settings
 from kvlinker.errors import ModelNotFoundError
 from kvlinker.llm import LLM
-from kvlinker.server.bodies import ResponseBody
-from kvlinker.server.errors import error_responses
+from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.metrics import Metrics
-from kvlinker.server.threads import EncodingThreads
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
 
+T = TypeVar("T")
+
+LONG_BODY_BYTES = 256 * 2**10
+"""The length of a body from which on its texts take noticeable time and memory to encode."""
+
+LONG_AT_ONCE = 2
+"""The most requests with long bodies that are encoded at the same time."""
+
+
+class EncodingThreads:
+    """Runs what encodes a request's texts: short ones in the threads that all routes share, long ones a few at a time
+    in threads of their own."""
+
+    def __init__(self) -> None:
+        self._long = anyio.CapacityLimiter(LONG_AT_ONCE)
+
+    async def run(self, request: Request, function: Callable[[], T]) -> T:
+        """Return what ``function`` returns, for a request whose body has been read."""
+        is_long = len(await request.body()) >= LONG_BODY_BYTES
+        return await anyio.to_thread.run_sync(function, limiter=self._long if is_long else None)
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One model, as one app serves it."""
+    """Holds one model, as one app serves it."""
 
     llm: LLM
     settings: Settings
@@ -63,13 +86,13 @@ class ModelList(ResponseBody):
 
 @router.get("")
 async def list_models(service: ServiceParam) -> ModelList:
-    """The one model that is served."""
+    """List the one model that is served."""
     return ModelList(data=[_model(service)])
 
 
 @router.get("/{name:path}", responses=error_responses(404))
 async def read_model(name: str, service: ServiceParam) -> ModelObject:
-    """The model of this name."""
+    """Describe the model of this name."""
     service.check_model(name)
     return _model(service)
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
-from kvlinker.server.bodies import ResponseBody
+from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.metrics import CONTENT_TYPE
 from kvlinker.server.models import ServiceParam
 
@@ -84,7 +84,7 @@ _UNHEALTHY: dict[int | str, dict[str, Any]] = {
 
 @router.get("/", response_class=HTMLResponse)
 async def page() -> HTMLResponse:
-    """A page for people; it reads /status every few seconds."""
+    """Show a page for people, which reads /status every few seconds."""
     return HTMLResponse(_PAGE)
 
 
@@ -99,19 +99,19 @@ async def health(service: ServiceParam, response: Response) -> Health:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: ServiceParam) -> Response:
-    """All metrics in Prometheus' text format."""
+    """Tell all metrics in Prometheus' text format."""
     return Response(await run_in_threadpool(service.metrics.exposition), media_type=CONTENT_TYPE)
 
 
 @router.get("/status")
 def status(service: ServiceParam) -> ServerStatus:
-    """The page's figures. Runs in the thread pool: a remote tier may take its time to answer."""
+    """Tell the page's figures. Runs in the thread pool: a remote tier may take its time to answer."""
     llm = service.llm
     load, bandwidths = llm.load(), llm.bandwidths()
     return ServerStatus(
         model=llm.model_name,
         max_model_len=llm.max_model_len,
-        policy=service.settings.policy,
+        policy=llm.default_policy().name,
         started_at=int(llm.created_at),
         requests=RequestCounts(running=load.running, waiting=load.waiting, finished=service.metrics.finished()),
         kv_slots=SlotCounts(used=load.slots_used, total=load.slots_total),

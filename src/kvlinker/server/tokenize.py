@@ -7,11 +7,11 @@ from pydantic import Field, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import Prompt
-from kvlinker.server.access import TenantParam
-from kvlinker.server.access_log import note_tokens
-from kvlinker.server.bodies import DocumentBody, RequestBody, ResponseBody, Text, exactly_one
-from kvlinker.server.completions import PromptBody, single_prompt
-from kvlinker.server.errors import error_responses
+from kvlinker.server.answers.completions import PromptBody, single_prompt
+from kvlinker.server.edge.access import TenantParam
+from kvlinker.server.edge.access_log import note_tokens
+from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.fields.bodies import DocumentBody, RequestBody, ResponseBody, Text, exactly_one
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.tools import MOST_TOOLS, ToolBody, shown_tools
 from kvlinker.server.models import Service, ServiceParam

@@ -10,6 +10,7 @@ from kvlinker.errors import StoreError
 from kvlinker.events import Events
 from kvlinker.store.catalog.catalog import Catalog
 from kvlinker.store.catalog.limits import Limits, TenantUsage
+from kvlinker.store.catalog.room import Room
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.chunk_store import ChunkStore
 from kvlinker.store.format.encryption import Cipher, load_cipher
@@ -41,6 +42,7 @@ __all__ = [
     "LayerKV",
     "Limits",
     "Page",
+    "Room",
     "Speeds",
     "StoreError",
     "TenantUsage",

@@ -1,4 +1,4 @@
-"""Answers as plain values: pieces of output, log probabilities, usage and timing."""
+"""Answers as plain values: pieces of output, and what they say, log probabilities, usage and timing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvlinker.types.tools import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,21 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsePiece:
+    """New output of an answer in a conversation, told apart by what it is."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+    def __add__(self, other: ResponsePiece) -> ResponsePiece:
+        return ResponsePiece(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,18 @@ from typing import NamedTuple
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.tenants import Scope
 
+LONGEST_NAME = 256
+"""The most characters of a context cache's name."""
+
+MOST_PAIRS = 16
+"""The most pairs of metadata of a context cache."""
+
+LONGEST_KEY = 64
+"""The most characters of a pair's key."""
+
+LONGEST_VALUE = 512
+"""The most characters of a pair's value."""
+
 
 def new_context_cache_id() -> str:
     """Make an id that cannot be guessed: "cc_" and 24 random hexadecimal characters."""

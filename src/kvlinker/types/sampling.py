@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from types import MappingProxyType
 
 from kvlinker.errors import InvalidRequestError
@@ -25,6 +26,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 _WHOLE = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs")
 MOST_BIAS = 100
+"""The largest number that ``logit_bias`` adds to a logit, or takes from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check the values. Raises InvalidRequestError, naming the parameter, for those out of range."""
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        self._check_types()
         for name in _RANGES:
             self._check_number(name)
         for name in ("stop", "bad_words"):
@@ -94,6 +92,24 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, but max_tokens, {self.max_tokens}, ends the answer before.",
                 param="min_tokens",
             )
+
+    def _check_types(self) -> None:
+        """Check what is no number, and keep it as values that do not change."""
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            value = getattr(self, name)
+            if not isinstance(value, Iterable):
+                raise InvalidRequestError(
+                    f"{name} is {value!r}, but must be a list; leave it out for none.", param=name
+                )
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequestError(
+                f"logit_bias is {self.logit_bias!r}, but must be a mapping from token ids to numbers.",
+                param="logit_bias",
+            )
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        if not isinstance(self.seed, Integral | None):
+            raise InvalidRequestError(f"seed is {self.seed!r}, but must be a whole number.", param="seed")
 
     def _check_number(self, name: str) -> None:
         """Check the parameter ``name`` against its range, and make it a float where it need not be whole."""

@@ -1,9 +1,10 @@
-"""Tools that a model may call: functions, each described by OpenAI's definition."""
+"""Tools that a model may call: functions, each described by OpenAI's definition; and the calls that it asks for."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kvlinker.errors import InvalidRequestError
@@ -11,6 +12,15 @@ from kvlinker.errors import InvalidRequestError
 Tool = Mapping[str, Any]
 """A definition: ``{"type": "function", "function": {"name", "description"?, "parameters"?}}``; parameters are a JSON
 schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function that the model asks for; ``arguments`` is a JSON object, as text."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 def function_of(tool: Tool) -> Mapping[str, Any]:

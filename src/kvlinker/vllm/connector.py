@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlinker.config import Settings
+import torch
+
+from kvlinker.errors import UnsupportedModelError
 from kvlinker.store.format.encryption import Sealing, load_cipher
 from kvlinker.vllm.adapter import (
+    CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -17,10 +20,11 @@ from kvlinker.vllm.adapter import (
     KVConnectorWorkerMetadata,
     bind_caller,
     end_with_parent,
+    forget_prefix,
     require_linkable,
     require_tested_version,
 )
-from kvlinker.vllm.options import ConnectorOptions, connector_settings
+from kvlinker.vllm.options import REFUSAL_FILE, ConnectorOptions, connector_settings
 from kvlinker.vllm.protocol.signature import PlanSigner
 from kvlinker.vllm.protocol.steps import StepReport, StepTransfers
 from kvlinker.vllm.scheduler.linking_scheduler import LinkingScheduler, StepLimits
@@ -58,13 +62,10 @@ class KVLinkerConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._refusal_file: str | None = options.get(REFUSAL_FILE)
         own = ConnectorOptions.taken_from(options)
         require_tested_version(allow_untested=own.allow_untested)
-        require_linkable(
-            pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
-            speculative_config=vllm_config.speculative_config,
-            lora=vllm_config.lora_config,
-        )
+        require_linkable(vllm_config)
         self._settings = settings = connector_settings(options)
         scheduler_config = vllm_config.scheduler_config
         self._limits = StepLimits(
@@ -76,7 +77,12 @@ class KVLinkerConnector(KVConnectorBase_V1):
             slowdown=own.slowdown,
         )
         is_worker = role == KVConnectorRole.WORKER
-        self._chunks = _open_chunks(settings, memory_bytes=settings.host_memory if is_worker else 0)
+        self._chunks = WorkerChunks(
+            Path(settings.state_dir) / "chunks",
+            memory_bytes=settings.host_memory if is_worker else 0,
+            sealing=Sealing(load_cipher(settings.encryption_key)),
+            pinned=is_worker and torch.cuda.is_available(),
+        )
         self._scheduler: LinkingScheduler | None = None
         if not is_worker:
             end_with_parent()
@@ -96,13 +102,25 @@ class KVLinkerConnector(KVConnectorBase_V1):
             salt=request.cache_salt,
         )
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return self._scheduling.matched(request.request_id, num_computed_tokens, request.num_tokens)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        matched = self._scheduling.matched(request.request_id, num_computed_tokens, request.num_tokens)
+        if matched[0] is None:
+            forget_prefix(self._kv_cache_manager, request)
+        return matched
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduling.allocated(
             request.request_id, request.all_token_ids, blocks.get_block_ids()[0], external=num_external_tokens
         )
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Tell vLLM's metrics which tokens come from chunks; what linking computes has no source."""
+        placed = self._scheduling.placed_tokens(request.request_id, external=num_external_tokens)
+        by_source = {
+            CacheHitSource.HOST: placed,
+            CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens - placed,
+        }
+        return {source: tokens for source, tokens in by_source.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> TransfersMetadata:
         counts = scheduler_output.num_scheduled_tokens.values()
@@ -126,13 +144,20 @@ class KVLinkerConnector(KVConnectorBase_V1):
     # What vLLM's workers call.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._worker = LinkingWorker(
-            bind_caller(),
-            self._chunks,
-            pass_tokens=self._limits.step_tokens,
-            pass_runs=self._limits.runs,
-            with_scores=self._settings.chunk_scores,
-        )
+        """Make the worker's side. Raises UnsupportedModelError for a model that cannot be linked."""
+        try:
+            self._worker = LinkingWorker(
+                bind_caller(),
+                self._chunks,
+                pass_tokens=self._limits.step_tokens,
+                pass_runs=self._limits.runs,
+                with_scores=self._settings.chunk_scores,
+            )
+        except UnsupportedModelError as error:
+            logger.error(error.message)
+            if self._refusal_file is not None:
+                Path(self._refusal_file).write_text(error.message)
+            raise
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
@@ -169,11 +194,3 @@ class KVLinkerConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-
-
-def _open_chunks(settings: Settings, *, memory_bytes: int) -> WorkerChunks:
-    return WorkerChunks(
-        Path(settings.state_dir) / "chunks",
-        memory_bytes=memory_bytes,
-        sealing=Sealing(load_cipher(settings.encryption_key)),
-    )

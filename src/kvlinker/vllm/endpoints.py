@@ -1,8 +1,7 @@
 """vLLM's entry point ``vllm.endpoint_plugins``, which brings kvlinker's routes into vLLM's own server.
 
-Load it with ``VLLM_PLUGINS=kvlinker``. kvlinker's application is put before vLLM's routes as it is, and answers what
-it has routes for, ``/v1/messages`` and ``/v1/responses`` among them, which vLLM has, too; ``/health``, ``/metrics``,
-``/openapi.json`` and ``/docs`` stay vLLM's, and ``/metrics`` tells kvlinker's figures, too.
+Load it with ``VLLM_PLUGINS=kvlinker``. kvlinker's application is put before vLLM's routes, and answers what only it has
+routes for, and requests that ask for linking; all others are vLLM's, and ``/metrics`` tells kvlinker's figures, too.
 """
 
 from __future__ import annotations
@@ -16,42 +15,24 @@ from typing import Any, ClassVar
 import prometheus_client
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
-from starlette.routing import BaseRoute, Match
-from starlette.types import Receive, Scope, Send
+from fastapi.routing import APIRoute
 
 from kvlinker.config import Settings
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM
 from kvlinker.server.app import create_app
 from kvlinker.server.models import Service
+from kvlinker.vllm.adapter import load_chat_template
+from kvlinker.vllm.diversion import Diversion
 from kvlinker.vllm.frontend.client import VLLMClient
-from kvlinker.vllm.frontend.model_facts import CHANGES_KV, read_facts
 from kvlinker.vllm.frontend.source import VLLMSource
+from kvlinker.vllm.linked_requests import LinkedRequests
 from kvlinker.vllm.options import ConnectorOptions, connector_settings
 from kvlinker.vllm.plugin import NAME
 from kvlinker.vllm.protocol.signature import PlanSigner
 
 ALL_ADDRESSES = "0.0.0.0"
 """The address that vLLM binds to unless it is given another."""
-
-LEFT_TO_VLLM = frozenset({"/docs", "/health", "/metrics", "/openapi.json"})
-
-
-class Diversion(BaseRoute):
-    """Routes requests to kvlinker's application where that has a route for them."""
-
-    def __init__(self) -> None:
-        self.app: FastAPI | None = None
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if self.app is None or scope["type"] != "http" or scope["path"] in LEFT_TO_VLLM:
-            return Match.NONE, {}
-        found = (route.matches(scope)[0] for route in self.app.router.routes)
-        return max(found, key=lambda match: match.value, default=Match.NONE), {}
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert self.app is not None
-        await self.app(scope, receive, send)
 
 
 class KVLinkerEndpoints:
@@ -61,10 +42,10 @@ class KVLinkerEndpoints:
     required_tasks: ClassVar[tuple[str, ...]] = ("generate",)
 
     def __init__(self) -> None:
-        self._diversion = Diversion()
         self._running = AsyncExitStack()
 
     def attach_router(self, app: FastAPI) -> None:
+        self._diversion = Diversion(app)
         app.router.routes.insert(0, self._diversion)
         outer = app.router.lifespan_context
 
@@ -82,8 +63,12 @@ class KVLinkerEndpoints:
         """
         settings = settings_of(engine_client.vllm_config, args)
         client = VLLMClient(engine_client, asyncio.get_running_loop(), PlanSigner.of(settings.state_dir))
-        llm = await run_in_threadpool(_start, settings, client)
+        llm = await run_in_threadpool(_start, settings, client, engine_client.vllm_config)
         app = create_app(llm, settings)
+        linked = LinkedRequests(self._diversion, llm, state.online_renderer).router
+        replaced = {route.path for route in linked.routes if isinstance(route, APIRoute)}
+        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in replaced]
+        app.include_router(linked)
         await self._running.enter_async_context(app.router.lifespan_context(app))
         service: Service = app.state.service
         prometheus_client.REGISTRY.register(service.metrics.registry)
@@ -91,8 +76,8 @@ class KVLinkerEndpoints:
         self._diversion.app = app
 
 
-def _start(settings: Settings, client: VLLMClient) -> LLM:
-    return LLM.from_source(VLLMSource(read_facts(settings), lambda: client), settings)
+def _start(settings: Settings, client: VLLMClient, vllm_config: Any) -> LLM:
+    return LLM.from_source(VLLMSource(vllm_config, settings, lambda: client), settings)
 
 
 def settings_of(vllm_config: Any, args: Namespace) -> Settings:
@@ -110,18 +95,17 @@ def settings_of(vllm_config: Any, args: Namespace) -> Settings:
     options = dict(transfer.kv_connector_extra_config)
     ConnectorOptions.taken_from(options)
     model = vllm_config.model_config
-    changes = {name: value for name in CHANGES_KV if (value := getattr(args, name, None)) and value != "auto"}
     served = getattr(args, "served_model_name", None)
     return connector_settings(
         {
             "engine": "vllm",
             "model": model.model,
+            "chat_template": load_chat_template(getattr(args, "chat_template", None)),
             "served_model_name": served[0] if served else None,
             "dtype": str(model.dtype).removeprefix("torch."),
             "trust_remote_code": model.trust_remote_code,
             "max_running": vllm_config.scheduler_config.max_num_seqs,
             "host": getattr(args, "host", None) or ALL_ADDRESSES,
-            "vllm_options": changes,
         }
         | options
     )

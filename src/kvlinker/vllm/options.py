@@ -11,6 +11,10 @@ from kvlinker.config import Settings, read_settings
 from kvlinker.errors import InvalidRequestError
 from kvlinker.vllm.scheduler.link_throttle import SLOWDOWN
 
+REFUSAL_FILE = "refusal_file"
+"""The option that names a file for the one line in which a worker says why it refuses the model: vLLM itself tells its
+front end only that it did not start."""
+
 
 class ConnectorOptions(BaseModel):
     """The connector's own options."""
@@ -29,6 +33,7 @@ class ConnectorOptions(BaseModel):
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Self:
         """Remove the connector's options from ``options`` and return them. Raises InvalidRequestError."""
+        options.pop(REFUSAL_FILE, None)
         own = {name: options.pop(name) for name in cls.model_fields if name in options}
         try:
             return cls.model_validate(own)

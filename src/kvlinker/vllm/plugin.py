@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 NAME = "KVLinkerConnector"
 
 
@@ -11,3 +13,13 @@ def register() -> None:
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "kvlinker.vllm.connector", NAME)
+    _log_as_vllm()
+
+
+def _log_as_vllm() -> None:
+    """Have kvlinker's messages look like vLLM's, with time and level, in processes where nobody else takes them."""
+    own, theirs = logging.getLogger("kvlinker"), logging.getLogger("vllm")
+    if not own.hasHandlers():
+        own.setLevel(theirs.level)
+        for handler in theirs.handlers:
+            own.addHandler(handler)

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlinker.embedded.scheduling.composition import (
+    BACKGROUND_SECONDS,
+    BACKGROUND_TOKENS,
     ELDEST_SHARE,
     IDLE_MULTIPLE,
     LEAST_PIECE,
@@ -53,6 +55,19 @@ def test_alone_a_prompt_takes_all_the_tokens_of_a_step():
     simulation.add(2000)
     simulation.run()
     assert [prompt_tokens(batch) for batch in simulation.runner.steps] == [512, 512, 512, 464]
+
+
+@pytest.mark.parametrize("per_token", [0.0005, 0.01])
+def test_in_the_background_steps_are_short(per_token):
+    """So that whoever arrives waits for one of them at most; where tokens are slow, for a few tokens."""
+    timing = Timing(per_token=per_token, per_pair=1e-9)
+    simulation = measured(timing)
+    work = simulation.enter_background(1000)
+    while not work.told:
+        simulation.step()
+    piece = max(BACKGROUND_SECONDS, BACKGROUND_TOKENS * per_token)
+    *pieces, _ = timing.taken
+    assert 0.9 * piece <= min(pieces) - timing.constant <= max(pieces) - timing.constant <= 1.05 * piece
 
 
 @pytest.mark.parametrize("target", [None, 0.15, 0.5])

@@ -17,6 +17,7 @@ from tests.embedded.fake_runner import (
     CHUNK_BYTES,
     LAYER,
     LAYERS,
+    BackgroundWork,
     ChunkWork,
     Simulation,
     Timing,
@@ -235,6 +236,64 @@ def test_variants_wait_for_an_idle_engine_and_the_last_comes_first():
     while simulation.step() is not None:
         order += [variant for variant in variants if variant.told == ["finished"] and variant not in order]
     assert order == variants[:0:-1]
+
+
+@pytest.mark.parametrize("others", ["chunk", "answer"])
+def test_what_runs_in_the_background_pauses_and_goes_on(others):
+    simulation = Simulation(1000, max_step_tokens=8)
+    background = simulation.enter_background(40)
+    simulation.step()
+    other = simulation.enter_chunk(9) if others == "chunk" else simulation.add(9, 3)
+    while not other.told:
+        assert background.sequence not in owners(simulation.step())
+    assert background.state is State.RUNNING, "it keeps its slots"
+    assert simulation.scheduler.running == 0
+    steps = 0
+    while not background.told:
+        steps += 1
+        simulation.step()
+    assert steps == 4, "what was computed before is not computed again"
+
+
+def test_what_runs_in_the_background_gives_its_slots_up_to_whoever_needs_them():
+    simulation = Simulation(100, max_step_tokens=8)
+    background = simulation.enter_background(50)
+    simulation.step()
+    small = simulation.add(8, 3)
+    simulation.step()
+    assert state_of(background) is State.RUNNING
+    large = simulation.add(80)
+    simulation.step()
+    assert state_of(background) is State.PREEMPTED
+    simulation.run()
+    assert small.told == large.told == background.told == ["finished"]
+
+
+def test_what_runs_in_the_background_counts_for_no_place():
+    simulation = Simulation(1000, max_step_tokens=8, max_running=1)
+    background = simulation.enter_background(40)
+    simulation.step()
+    answer = simulation.add(9)
+    simulation.run()
+    assert answer.told == background.told == ["finished"]
+
+
+def test_a_late_layer_is_waited_for_beside_what_runs_in_the_background():
+    """Only an answer that could run ends the wait in the middle of a step."""
+    simulation = Simulation(1000)
+    simulation.enter_background(40)
+    simulation.step()
+    work, kv = simulation.enter(5), arriving(1, 1)
+    simulation.load(work, kv)
+    simulation.scheduler.next_step()
+    came = iter([False, True])
+    waited = threading.Thread(target=lambda: simulation.scheduler.wait_in_step(lambda: next(came)))
+    waited.start()
+    waited.join(0.05)
+    assert waited.is_alive()
+    simulation.scheduler.wake()
+    waited.join(5)
+    assert not waited.is_alive()
 
 
 def test_choices_fork_from_one_prompt():
@@ -541,6 +600,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(length=st.integers(1, 60))
     def variant(self, length):
         self.enter(VariantWork(length))
+
+    @rule(length=st.integers(1, 60))
+    def background(self, length):
+        self.enter(BackgroundWork(length))
 
     @precondition(lambda self: self.simulation.loads)
     @rule(data=st.data(), delivered=st.lists(st.integers(0, LAYERS), max_size=2))

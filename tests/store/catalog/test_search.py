@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.store import Catalog, Cipher, ContextCache, new_context_cache_id
+from kvlinker.store.catalog.search import MOST_WORDS
 from kvlinker.types.chunks import Chunk, chunk_key
 from kvlinker.types.texts import SearchHit
 
@@ -101,6 +102,13 @@ def test_best_match_is_first(catalog: Catalog) -> None:
 def test_nothing_in_a_query_is_syntax(catalog: Catalog, query: str) -> None:
     add(catalog, *map(record, TEXTS))
     assert texts(search(catalog, query))[0] == TEXTS[1]
+
+
+def test_the_first_words_of_a_long_query_count(catalog: Catalog) -> None:
+    add(catalog, *map(record, TEXTS))
+    others = " ".join(f"word{number}" for number in range(MOST_WORDS))
+    assert texts(search(catalog, f"Tom {others}"))[0] == TEXTS[1]
+    assert search(catalog, f"{others} Tom") == ()
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # no example changes the catalog

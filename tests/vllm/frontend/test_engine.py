@@ -15,21 +15,20 @@ import psutil
 from kvlinker.engine.contract import Failed, GenerationRequest
 from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError, OverloadedError, PolicyError
 from kvlinker.events import ChunkLookup, RequestFinished
-from kvlinker.linking import parse_policy
+from kvlinker.linking import Link, parse_policy
 from kvlinker.llm import LLM
 from kvlinker.store import StoreError
 from kvlinker.types.answers import Delta, Finished
-from kvlinker.types.chunks import Chunk, GenerationContext
+from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
 from kvlinker.types.sampling import SamplingParams
-from kvlinker.vllm.frontend.engine import salt_of
-from kvlinker.vllm.protocol.transfer_plan import TransferPlan
+from kvlinker.vllm.frontend.linker import LinkedPrompt
 from tests.embedded.conftest import linked_prompt, random_tokens
 from tests.vllm.conftest import vllm_settings_for
 
 TOLERANCE = 1e-4
 TEXTS = ["The cat sat on the mat, and it was fine. " * 4, "A dog and a small text. " * 3, "Yes, yes. " * 9]
 POLICIES = ["full", "naive", "naive-unpositioned", "legolink-4", "attnlink-5", "random-30", "prefix"]
-POLICIES += ["cacheblend-40-onestep", "cacheblend-30-onestep-k+legolink-2"]
+POLICIES += ["cacheblend-40-onestep", "cacheblend-30-onestep-k+legolink-2", "query-10", "query-5+cacheblend-20-onestep"]
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logprobs": 3}
 
 
@@ -88,7 +87,7 @@ def test_scores_of_chunks_are_alike(llm, embedded):
     """And so is what the policies make of them. A chunk's key knows its generation context."""
     texts = ["numbers 1 2 3 and more words: alpha. " * 5, "user assistant system question. " * 7, TEXTS[2]]
     chunks = [llm.builder.encode_chunk(text, GenerationContext.PREFIX) for text in texts]
-    keys = [llm.caches.key(chunk, "default") for chunk in chunks]
+    keys = [chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="default") for chunk in chunks]
     for key, chunk in zip(keys, chunks, strict=True):
         llm.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
         ours = llm.store.get(key).scores
@@ -101,7 +100,7 @@ def test_scores_of_chunks_are_alike(llm, embedded):
         np.testing.assert_allclose(ours.inter, theirs.inter, atol=1e-4)
         np.testing.assert_allclose(ours.received, theirs.received, atol=1e-4)
     ids = llm.generate_context_cache(texts)
-    for policy in ("h2o-20", "cachecraft-0.7", "cachecraft-1+legolink-2"):
+    for policy in ("h2o-20", "cachecraft-0.7", "cachecraft-1+legolink-2+query-5"):
         answers = [each.chat_completion(question(ids), policy=policy, **GREEDY) for each in (llm, embedded)]
         assert_same(*answers)
         assert answers[0].usage.recomputed_tokens
@@ -109,7 +108,7 @@ def test_scores_of_chunks_are_alike(llm, embedded):
 
 def test_explanations_are_alike(llm, embedded):
     ids = llm.generate_context_cache(TEXTS)
-    for policy in ("full", "legolink-4", "random-30", "cacheblend-40-onestep-v"):
+    for policy in ("full", "legolink-4", "random-30", "cacheblend-40-onestep-v", "query-10+legolink-2"):
         ours, theirs = (each.explain(question(ids), policy=policy) for each in (llm, embedded))
         for one, other in zip(ours.scores, theirs.scores, strict=True):
             assert (one.name, one.layer) == (other.name, other.layer)
@@ -324,11 +323,10 @@ def test_a_sink_that_fails_for_one_choice_leaves_the_others(served, llm):
 @pytest.mark.parametrize(
     ("policy", "lacks"),
     [
-        ("query-5", "the question's attention"),
         ("cacheblend-15", "dropping tokens in every layer"),
         ("cacheblend-auto-onestep", "a forecast"),
         ("cachecraft-1-focus", "the question's attention on chunks"),
-        ("query-5+legolink-4", "the question's attention"),
+        ("query-5+cacheblend-15", "dropping tokens in every layer"),
     ],
 )
 def test_policies_that_decide_on_the_way_are_refused(served, llm, policy, lacks):
@@ -368,14 +366,51 @@ def test_a_chunk_is_computed_once_however_many_ask(llm, monkeypatch):
     chunk = Chunk(random_tokens(200, 17))
     sizes = {future.result(timeout=60) for future in [llm.engine.cache_chunk(chunk, tenant="t") for _ in range(5)]}
     assert len(sizes) == len(asked) == 1
-    assert sizes == {llm.store.nbytes(llm.caches.key(chunk, "t"))}
+    assert sizes == {llm.store.nbytes(chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="t"))}
+
+
+def test_a_chunk_that_vanishes_when_it_was_written_is_no_error(llm, monkeypatch):
+    run_transfer = llm.engine._client.run_transfer
+
+    async def deleted(transfer, tokens):
+        outcome = await run_transfer(transfer, tokens)
+        for captured in transfer.captures:
+            llm.store.delete(captured.key)
+        return outcome
+
+    monkeypatch.setattr(llm.engine._client, "run_transfer", deleted)
+    prompt = linked_prompt(40, 30, seed=23)
+    assert llm.engine.cache_chunk(prompt.chunks[0], tenant="default").result(timeout=60) == 0
+    answer = llm.chat_completion(prompt, policy="naive", **GREEDY)
+    monkeypatch.undo()
+    assert_same(answer, llm.chat_completion(prompt, policy="full", **GREEDY))
+
+
+def test_what_vllm_still_has_of_a_prompt_counts_as_cached(llm):
+    prompt = linked_prompt(64, 33, fresh=40, seed=34)
+    llm.chat_completion(prompt, policy="legolink-4", max_tokens=1)  # computes its chunks
+    first, second = (
+        llm.chat_completion(prompt, policy="legolink-4", tenant="again", max_tokens=1).usage for _ in range(2)
+    )
+    assert first.exact_cached_tokens == 0
+    found = len(prompt) // 32 * 32
+    assert second.exact_cached_tokens == found
+    assert second.recomputed_tokens == 0
+    assert second.fresh_tokens == len(prompt) - found
+    assert second.prompt_tokens == first.prompt_tokens == len(prompt)
+
+
+def test_vllms_own_figures_stay(served):
+    figures = served.get("/metrics").text
+    assert "vllm:num_requests_running" in figures
+    assert "kvlinker:store_bytes" in figures
 
 
 def test_evicted_chunks_are_computed_again(llm):
     prompt = linked_prompt(60, 40, seed=21)
     first, cached = (llm.chat_completion(prompt, policy="naive", **GREEDY) for _ in range(2))
     for chunk in prompt.chunks:
-        llm.store.delete(llm.caches.key(chunk, "default"))
+        llm.store.delete(chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant="default"))
     assert_same(llm.chat_completion(prompt, policy="naive", **GREEDY), first)
     assert cached.token_ids == first.token_ids
     assert (first.usage.cached_tokens, cached.usage.cached_tokens) == (0, 100)
@@ -387,9 +422,10 @@ def test_tenants_share_nothing(llm):
     second = llm.chat_completion(prompt, policy="naive", tenant="b", **GREEDY)
     assert first.token_ids == second.token_ids
     for chunk in prompt.chunks:
-        assert llm.store.tier_of(llm.caches.key(chunk, "a")) == llm.store.tier_of(llm.caches.key(chunk, "b")) == "disk"
-    transfer = TransferPlan(linked=0)
-    assert salt_of(transfer, "a") != salt_of(transfer, "b")
+        keys = [chunk_key(chunk, fingerprint=llm.engine.fingerprint, tenant=tenant) for tenant in ("a", "b")]
+        assert [llm.store.tier_of(key) for key in keys] == ["disk", "disk"]
+    linked = LinkedPrompt(Link.begin(prompt, parse_policy("naive")), layers=2, keys=("0" * 64, "1" * 64))
+    assert linked.salt("a") != linked.salt("b")
 
 
 def test_many_at_once(llm):

@@ -1,16 +1,21 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import PromptEvidence, make_plan, parse_policy
+from kvlinker.linking.plan import probe_plan
 from kvlinker.vllm.protocol.signature import SIGNATURE, PlanSigner
 from kvlinker.vllm.protocol.steps import StepBudget, TransferProgress
 from kvlinker.vllm.protocol.transfer_plan import (
     PARAM,
     PlacedChunk,
+    QuestionAttention,
     TransferPlan,
     plan_capture,
+    plan_observation,
+    plan_second_pass,
     plan_transfer,
     read_plan,
 )
@@ -52,9 +57,28 @@ def test_a_transfer_plan_and_the_last_run_are_the_plan(prompt, policy):
     assert read_plan(params_of(transfer), prompt_tokens=len(prompt)) == transfer
 
 
-@given(prompts, st.sampled_from(POLICIES), st.integers(0, 60), st.integers(1, 30), st.integers(1, 3))
-def test_slices_do_all_of_a_transfer_plan_once_and_in_order(prompt, policy, begin, tokens, runs):
+@given(prompts, st.sampled_from(["query-5", "query-0+legolink-3", "query-100"]))
+def test_a_second_pass_leaves_to_vllm_what_the_first_ones_last_run_computed(prompt, policy):
+    parsed = parse_policy(policy)
+    first = probe_plan(prompt, parsed)
+    keys = (KEY,) * len(first.placements)
+    observation = plan_observation(first, keys)
+    assert (observation.linked, observation.runs) == (len(prompt), first.runs)
+    attention = np.random.default_rng(0).random((2, len(prompt)), dtype=np.float32)
+    again = QuestionAttention.from_bytes(QuestionAttention(attention).to_bytes(), tokens=len(prompt))
+    np.testing.assert_array_equal(again.weights, attention)
+    second = make_plan(prompt, parsed, PromptEvidence(attention=attention))
+    transfer = plan_second_pass(second, keys, linked=first.runs[-1][0])
+    assert read_plan(params_of(transfer), prompt_tokens=len(prompt)) == transfer
+    computed = [*transfer.runs, (transfer.linked, len(prompt))]
+    assert positions_of(len(prompt), computed) == positions_of(len(prompt), second.runs)
+
+
+@given(prompts, st.sampled_from(POLICIES), st.integers(0, 60), st.integers(1, 30), st.integers(1, 3), st.booleans())
+def test_slices_do_all_of_a_transfer_plan_once_and_in_order(prompt, policy, begin, tokens, runs, second_pass):
+    """A second pass computes all runs, wherever vLLM's own KV ends, which the first one placed."""
     _, transfer = transfer_for(prompt, policy)
+    transfer = transfer.model_copy(update={"second_pass": second_pass})
     progress = TransferProgress("r", transfer, begin=begin)
     placed: list[tuple[int, int]] = []
     computed: list[tuple[int, int]] = []
@@ -80,7 +104,8 @@ def test_slices_do_all_of_a_transfer_plan_once_and_in_order(prompt, policy, begi
         computed += part.runs
         done = part.is_last
     assert computed == sorted(computed)
-    wanted = [(max(first, begin), last) for first, last in transfer.runs if last > begin]
+    own = 0 if second_pass else begin
+    wanted = [(max(first, own), last) for first, last in transfer.runs if last > own]
     assert positions_of(len(prompt), computed) == positions_of(len(prompt), wanted)
     wanted = [(max(each.begin, begin), each.end) for each in transfer.placements if each.end > begin]
     assert positions_of(len(prompt), placed) == positions_of(len(prompt), wanted)

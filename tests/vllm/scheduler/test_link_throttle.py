@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.vllm.scheduler.link_throttle import LEAST_TOKENS, MOST_OWED, MOST_SAVED, LinkThrottle, StepWork
+from kvlinker.vllm.scheduler.link_throttle import CAPACITY, LEAST_TOKENS, MOST_OWED, LinkThrottle, StepWork
 
 PLAIN = StepWork()
 
@@ -57,7 +57,7 @@ def test_neighbours_wait_no_longer_than_they_shall(plain, share, slowdown, token
     while machine.throttle.tokens == 0:
         machine.step()
     machine.throttle.idle()
-    owed = max(own * computed - MOST_SAVED * plain, 0.0)  # more than that is not saved for
+    owed = max(own * computed - CAPACITY * plain, 0.0)  # more than that is not saved for
     for _ in range(2):
         mean = machine.link(4096, tokens, own)
         assert mean <= 1.1 * slowdown * plain + owed / machine.linked_steps

@@ -23,8 +23,9 @@ class VLLM:
 
     def __init__(self, decoders=1, **limits):
         defaults = {"slice_tokens": 256, "step_tokens": 2048, "runs": 256, "layers": 24}
+        self.looked_at = []
         self.scheduler = LinkingScheduler(
-            limits=StepLimits(**(defaults | limits)), signer=SIGNER, is_stored=lambda key: key not in self.gone
+            limits=StepLimits(**(defaults | limits)), signer=SIGNER, is_stored=self.is_stored
         )
         self.scheduler._throttle = LinkThrottle(256, slowdown=1.4, clock=lambda: self.now)
         self.decoders = decoders
@@ -35,6 +36,10 @@ class VLLM:
         self.new = []
         self.first_steps = []
         self.ended = {}
+
+    def is_stored(self, key):
+        self.looked_at.append(key)
+        return key not in self.gone
 
     def add(self, name, transfer, own=8):
         tokens = [0] * (transfer.linked + own)
@@ -50,6 +55,7 @@ class VLLM:
         self.first_steps = []
         for name in self.new:
             external, waits = self.scheduler.matched(name, 0, len(self.prompts[name]))
+            assert external is not None
             self.scheduler.allocated(name, self.prompts[name], range(1000), external=external)
             if not waits:
                 prefilled += len(self.prompts[name]) - external
@@ -117,13 +123,22 @@ def test_neighbours_wait_no_longer_however_many_are_linked(vllm, count, runs, ow
 def test_transfers_that_compare_cost_what_the_first_layers_do(vllm):
     transfer = transfer_of(4096, [(0, 4096)])
     vllm.add("full", transfer)
-    vllm.add("compared", transfer.model_copy(update={"compares": True}))
+    vllm.add("compared", transfer.model_copy(update={"measure": "deviation"}))
     computed: dict[str, list[int]] = {"full": [], "compared": []}
     while len(vllm.ended) < len(vllm.prompts):
         for each in vllm.step().slices:
             computed[each.request_id] += [end - begin for begin, end in each.runs]
     most, least = (max(computed[name][:-1]) for name in ("compared", "full"))
     assert most == pytest.approx(12 * least, rel=0.1)
+
+
+def test_what_a_first_pass_placed_is_not_computed_upon_when_a_chunk_is_gone(vllm):
+    second = transfer_of(512, [(100, 116)]).model_copy(update={"second_pass": True})
+    vllm.add("second", second)
+    assert vllm.scheduler.matched("second", 256, 520)[0] == 256
+    vllm.gone.update(second.keys)
+    assert vllm.scheduler.matched("second", 256, 520) == (None, False)
+    assert vllm.scheduler.matched("second", 0, 520) == (0, False)
 
 
 def test_none_is_overtaken_by_those_that_come_later(vllm):
@@ -191,6 +206,22 @@ def test_vanished_chunks_are_not_waited_for(vllm):
     vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
     assert vllm.scheduler.matched("r", 0, 34) == (0, False)
     assert vllm.scheduler.finished("r")[PARAM]["linked"] is False
+
+
+@pytest.mark.parametrize(("external", "placed"), [(32, 29), (22, 19), (20, 19), (19, 19), (0, 0)])
+def test_only_what_comes_from_chunks_counts_as_such(vllm, external, placed):
+    transfer = transfer_of(32, [(10, 13)])
+    vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
+    assert vllm.scheduler.placed_tokens("r", external=external) == placed
+
+
+def test_no_file_is_looked_at_while_a_request_waits(vllm):
+    transfer = transfer_of(32, [(10, 13)])
+    vllm.scheduler.admit("r", SIGNER.params(transfer, [0] * 34), [0] * 34, salt="salt")
+    vllm.looked_at.clear()
+    for _ in range(3):
+        vllm.scheduler.matched("r", 0, 34)
+    assert not vllm.looked_at
 
 
 @pytest.mark.parametrize("signature", ["é", "\ud800", None, 7, ["0"]])

@@ -23,7 +23,7 @@ def tell_cost(pieces: Sequence[Piece], storage: Storage) -> None:
     written = "" if storage.codec == "raw" else f" as computed, and less on disk as {storage.codec}"
     typer.echo(
         f"kvlinker: to cache: {len(pieces):,} chunks, {tokens:,} tokens: {_size(nbytes)} of KV for "
-        f"{_size(text_bytes(pieces))} of text{written}; the disk tier has {_size(free)} free",
+        f"{_size(_text_bytes(pieces))} of text{written}; the disk tier has {_size(free)} free",
         err=True,
     )
     if storage.codec == "raw" and nbytes >= WORTH_A_CODEC_BYTES:
@@ -40,10 +40,10 @@ def tell_cost(pieces: Sequence[Piece], storage: Storage) -> None:
 def tell_taken(pieces: Sequence[Piece], before: Storage, after: Storage) -> None:
     """Tell what the KV of these pieces has taken on the disk."""
     taken = after.used_bytes - before.used_bytes
-    typer.echo(f"kvlinker: {_size(max(0, taken))} on disk for {_size(text_bytes(pieces))} of text", err=True)
+    typer.echo(f"kvlinker: {_size(max(0, taken))} on disk for {_size(_text_bytes(pieces))} of text", err=True)
 
 
-def text_bytes(pieces: Sequence[Piece]) -> int:
+def _text_bytes(pieces: Sequence[Piece]) -> int:
     """Return the length of the pieces' text in UTF-8."""
     return sum(len(piece.text.encode()) for piece in pieces)
 

@@ -19,6 +19,7 @@ from kvlinker.cli.documents.progress import Advance, show_progress
 from kvlinker.cli.options import ApiKey, Url, settings_options
 from kvlinker.config import SHARED_TIER_SETTINGS, Settings
 from kvlinker.errors import did_you_mean
+from kvlinker.types.context_cache import LONGEST_NAME
 
 BATCH_TOKENS = 2048
 """Chunks of about so many tokens are cached, entered in the catalog, and printed together."""
@@ -103,7 +104,7 @@ def _cache_missing(document: Document, library: Library, options: dict[str, Any]
         ids = library.cache(
             [piece.text for piece in pieces],
             [document.metadata(index) for index in indices],
-            name=document.source[-256:],
+            name=document.source[-LONGEST_NAME:],
             **options,
         )
         for index, piece, cache_id in zip(indices, pieces, ids, strict=True):

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from kvlinker.config import Settings
 from kvlinker.errors import ContextCacheNotFoundError
@@ -197,7 +198,7 @@ def open_library(settings: Settings, *, url: str | None, api_key: str | None) ->
         with Client(url, api_key) as client:
             yield RemoteLibrary(client)
         return
-    with Console(stderr=True).status(f"Loading and checking {settings.model}"):
+    with Console(stderr=True).status(f"Loading and checking {escape(settings.model)}"):
         from kvlinker.llm import LLM
         from kvlinker.types.tenants import DEFAULT_TENANT, tenant_of_key
 

@@ -13,14 +13,11 @@ from kvlinker.cli.documents.conversion import MissingLibraryError
 from kvlinker.cli.documents.files import File, NoTextError
 from kvlinker.cli.documents.library import Cached, Library
 from kvlinker.errors import InvalidRequestError
+from kvlinker.types.context_cache import LONGEST_VALUE
 from kvlinker.types.texts import Piece
 
 ORIGIN = {"origin": "kvlinker ingest"}
 """The pair of metadata that all context caches of ingestions have."""
-
-LONGEST_VALUE = 512
-"""The most characters of a value of metadata."""
-
 
 _NUMBERS = ("chunks", "index", "start", "end")
 

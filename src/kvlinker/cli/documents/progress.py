@@ -33,7 +33,11 @@ def show_progress(total: int) -> Iterator[Advance]:
     if not console.is_terminal:
         yield _Lines(total).advance
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,} tokens"))
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.completed:,}/{task.total:,} tokens"),
+    )
     with Progress(
         *columns,
         _Rate(),

@@ -65,8 +65,16 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
 
 
 def context_window(model: Any) -> int:
-    """Count the positions that the model is made for, and over which its rotary embedding stays the same."""
+    """Count the positions that the model is made for, and over which its rotary embedding stays the same.
+
+    Raises UnsupportedModelError where its configuration does not say.
+    """
     config = model.config.get_text_config()
+    if getattr(config, "max_position_embeddings", None) is None:
+        raise UnsupportedModelError(
+            f"The configuration of {type(model).__name__} has no max_position_embeddings, so that its context window "
+            "is not known. Models without rotary embedding cannot be linked; for one with, add it to config.json."
+        )
     window = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:

@@ -15,8 +15,15 @@ from kvlinker.embedded.model.norms import quicken_norms
 from kvlinker.embedded.model.rotary import RotatedKeys
 from kvlinker.embedded.model.selftest import require_exact
 from kvlinker.embedded.model.weights import arrange_weights, watch_linears
-from kvlinker.engine.cost import CostModel, kv_bytes_per_token
-from kvlinker.engine.model_files import fingerprint, fingerprint_with, read_model, sampling_defaults
+from kvlinker.engine.cost import CostModel, count_weights, kv_bytes_per_token
+from kvlinker.engine.model_files import (
+    fingerprint,
+    fingerprint_of_files,
+    fingerprint_with,
+    model_folder,
+    read_model,
+    sampling_defaults,
+)
 from kvlinker.threads import in_own_thread
 
 
@@ -61,16 +68,22 @@ def load_model(settings: Settings) -> LoadedModel:
 
     Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be linked exactly.
     """
-    return prepare_model(*read_model(settings), weights=settings.weights, native=settings.native_attention)
+    model, tokenizer = read_model(settings)
+    dtype = next(model.parameters()).dtype
+    name = fingerprint_of_files(model_folder(settings.model), dtype, state_dir=settings.state_dir)
+    return prepare_model(model, tokenizer, weights=settings.weights, native=settings.native_attention, name=name)
 
 
 @in_own_thread
-def prepare_model(model: Any, tokenizer: Any, *, weights: WeightFormat = "auto", native: bool = True) -> LoadedModel:
+def prepare_model(
+    model: Any, tokenizer: Any, *, weights: WeightFormat = "auto", native: bool = True, name: str | None = None
+) -> LoadedModel:
     """Check that a transformers model can be linked exactly, give it kvlinker's attention, and its weights the format
     ``weights``. With ``native``, native code multiplies by them and computes norms where the CPU multiplies bf16.
 
-    Raises UnsupportedModelError when its KV cannot be linked, and ModelLoadError when the format needs a library that
-    is not installed.
+    ``name`` is the fingerprint of the model's files; without it that of the model is computed. Raises
+    UnsupportedModelError when its KV cannot be linked, and ModelLoadError when the format needs a library that is not
+    installed.
     """
     transformers_logging.set_verbosity_error()
     with watch_linears(model) as linear_calls:
@@ -78,8 +91,8 @@ def prepare_model(model: Any, tokenizer: Any, *, weights: WeightFormat = "auto",
     require_exact(model)
     model.set_attn_implementation(ATTENTION_NAME)
     parameter = next(model.parameters())
-    cost = CostModel(model, layers)
-    name = fingerprint_with(fingerprint(model), weights)
+    cost = CostModel(count_weights(model), layers)
+    name = fingerprint_with(fingerprint(model) if name is None else name, weights)
     arrange_weights(model, linear_calls, weights, native=native)
     if native:
         quicken_norms(model)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlinker.embedded.batch import Batch, Run, Sight
-from kvlinker.embedded.requests import Request
+from kvlinker.embedded.requests import Kind, Request
 from kvlinker.embedded.sequence import TokenSequence
 from kvlinker.embedded.throughput import ComputeThroughput, TokenCost
 
@@ -26,6 +26,12 @@ LEAST_PROMPT_SHARE = 0.25
 
 ELDEST_SHARE = 0.25
 """The share of what prompts get that goes to the one whose turn came first, however long it is."""
+
+BACKGROUND_SECONDS = 0.05
+"""The longest step for a request in the background, in seconds: whoever arrives meanwhile waits for its end."""
+
+BACKGROUND_TOKENS = 32
+"""The fewest tokens of such a step, as long as more are left: shorter ones mostly wait for memory."""
 
 ONE_PER_TOKEN = TokenCost(1.0, 0.0)
 """Counts tokens instead of time."""
@@ -67,7 +73,8 @@ class StepComposer:
     While requests decode, a step is to take no longer than the target: the setting, or a multiple of the step that only
     decodes. While nobody does, a step holds as many tokens as memory is made for. What prompts get goes first to the
     tenant that has got least so far, and to the shortest of its prompts; but a share of it to the prompt whose turn
-    came first, so that none stands still.
+    came first, so that none stands still. A request in the background has steps for itself, short ones, and only while
+    there is no other.
 
     An indivisible prompt may exceed the budget. Then prompts wait until decoding has caught up with its target, so that
     the mean time per token keeps it.
@@ -92,6 +99,25 @@ class StepComposer:
 
     def compose(self, running: Sequence[Request]) -> tuple[Batch, tuple[Request, ...]]:
         """Take the next tokens of ``running`` requests, and mark them as done; return them, and whose they are."""
+        wanted = [request for request in running if request.kind is not Kind.BACKGROUND]
+        granted = self._grant(wanted) if wanted else [(request, self._background_piece(request)) for request in running]
+        runs: list[Run] = []
+        sights: dict[object, Sight] = {}
+        for request, tokens in granted:
+            sequence = sequence_of(request)
+            taken, sights[sequence] = sequence.take(tokens)
+            runs += taken
+        return Batch(tuple(runs), sights), tuple(request for request, _ in granted)
+
+    def _background_piece(self, request: Request) -> int:
+        """Return how many of the next tokens of a request in the background a step computes."""
+        cost = self._throughput.cost_beside_decoding()
+        pending = sequence_of(request).pending
+        affordable = 0 if cost is None else cost.affordable(pending, BACKGROUND_SECONDS)
+        return min(max(affordable, BACKGROUND_TOKENS), self._max_step_tokens)
+
+    def _grant(self, running: Sequence[Request]) -> list[tuple[Request, int]]:
+        """Return how many tokens of which ``running`` requests the step computes."""
         decoding = [request for request in running if sequence_of(request).decoding][: self._max_step_tokens]
         prompts = [request for request in running if sequence_of(request).pending and request not in decoding]
         budget = self._budget(decoding)
@@ -103,13 +129,7 @@ class StepComposer:
             if any(sequence_of(request).indivisible for request, _ in shared) and decoding:
                 self._owed += max(0.0, -budget.amount)
             granted += shared
-        runs: list[Run] = []
-        sights: dict[object, Sight] = {}
-        for request, tokens in granted:
-            sequence = sequence_of(request)
-            taken, sights[sequence] = sequence.take(tokens)
-            runs += taken
-        return Batch(tuple(runs), sights), tuple(request for request, _ in granted)
+        return granted
 
     def _budget(self, decoding: Sequence[Request]) -> _Budget:
         """Return what prompts get beside the requests that decode."""

@@ -15,8 +15,9 @@ class Places:
     """Holds the running requests, by admission, and their slots.
 
     One chunk at a time is computed whatever else waits, more of them only while nobody waits for an answer; variants
-    only when there is nothing else at all. When the pool is full, the request admitted last gives its slots up and
-    starts again later; when one tenant has taken all places, it gives one up to a tenant that has none.
+    and what is computed in the background only when there is nothing else at all. A background request keeps its slots,
+    paused, while others run, until they need them. When the pool is full, the request admitted last gives its slots up
+    and starts again later; when one tenant has taken all places, it gives one up to a tenant that has none.
 
     The scheduler calls all methods under its lock.
     """
@@ -63,7 +64,12 @@ class Places:
         too few."""
         for request in list(self.running):
             while request.state is State.RUNNING and not self.slots.grow(sequence_of(request)):
-                self._preempt(self.running[-1])
+                self._preempt(self._in_background or self.running[-1])
+
+    @property
+    def _in_background(self) -> Request | None:
+        """The background request that holds slots; None if none does."""
+        return next((request for request in self.running if request.kind is Kind.BACKGROUND), None)
 
     def _preempt(self, request: Request) -> None:
         self._move(request, State.PREEMPTED)
@@ -73,9 +79,9 @@ class Places:
 
     def admit(self) -> None:
         """Give slots to waiting requests, as far as they go: to the next chunk while none is computed, to answers, to
-        more chunks while no answer waits, and to a variant while nothing else is there."""
+        more chunks while no answer waits, and to a variant or a background request while nothing else is there."""
         chunk = next(iter(self._waiting[Kind.CHUNK]), None)
-        its_turn = chunk is not None and all(request.kind is Kind.ANSWER for request in self.running)
+        its_turn = chunk is not None and all(request.kind in (Kind.ANSWER, Kind.BACKGROUND) for request in self.running)
         if chunk is not None and its_turn and not self._admit_one(chunk) and chunk.urgent:
             self._admit_answers(before=chunk.turn)  # later ones shall not take the slots it waits for
         else:
@@ -83,8 +89,9 @@ class Places:
         if not self._waiting[Kind.ANSWER]:
             while self._waiting[Kind.CHUNK] and self._admit_one(self._waiting[Kind.CHUNK][0]):
                 pass
-        if not self.running and self._waiting[Kind.VARIANT]:
-            self._admit_one(self._waiting[Kind.VARIANT][0])
+        for kind in (Kind.VARIANT, Kind.BACKGROUND):
+            if not self.running and self._waiting[kind]:
+                self._admit_one(self._waiting[kind][0])
 
     def _admit_answers(self, before: float = math.inf) -> None:
         """Admit answers whose turn comes ``before`` then, in order, until the next one does not fit."""
@@ -113,7 +120,19 @@ class Places:
         return False
 
     def _admit_one(self, request: Request) -> bool:
-        """Give the request slots; False if too few are free."""
+        """Give the request slots, those of a background request if need be; False if too few are free."""
+        paused = self._in_background
+        return self._place(request) or (paused is not None and self._place_without(request, paused))
+
+    def _place_without(self, request: Request, paused: Request) -> bool:
+        """Give the request slots that a ``paused`` one gives up for it; False if even those are too few."""
+        if not self.slots.would_fit(sequence_of(request), [sequence_of(paused)]):
+            return False
+        self._preempt(paused)
+        return self._place(request)
+
+    def _place(self, request: Request) -> bool:
+        """Give the request slots that are free; False if they are too few."""
         if len(self.running) >= self._max_running:
             return False
         linked = next((sequence_of(other) for other in _running_siblings(request) if _prompt_in_place(other)), None)

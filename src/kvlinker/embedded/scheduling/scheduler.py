@@ -100,8 +100,8 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """The number of requests, for answers or chunks, that hold slots."""
-        return len(self._places.running)
+        """The number of requests that hold slots, without those in the background."""
+        return sum(request.kind is not Kind.BACKGROUND for request in self._places.running)
 
     @property
     def waiting(self) -> int:
@@ -304,9 +304,8 @@ class Scheduler:
 
         def others_could_run() -> bool:
             waiting = self._waiting[Kind.ANSWER] or self._waiting[Kind.CHUNK]
-            return bool(self._closed or self._cancelled or waiting) or not self._in_step.issuperset(
-                self._places.running
-            )
+            running = (request for request in self._places.running if request.kind is not Kind.BACKGROUND)
+            return bool(self._closed or self._cancelled or waiting) or not self._in_step.issuperset(running)
 
         with self._changed:
             self._changed.wait_for(lambda: came() or others_could_run())

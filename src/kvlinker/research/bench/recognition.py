@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvlinker.audit.next_token import agree, kl_divergence
 from kvlinker.errors import ContextLengthError, InvalidRequestError
 from kvlinker.research.bench.harness.benchmark import ChunkTokens, Setup, benchmark
 from kvlinker.research.bench.harness.report import Report, Row
@@ -20,14 +21,14 @@ from kvlinker.research.evaluation.contexts import ContextSplitter
 from kvlinker.research.evaluation.datasets import load_dataset
 from kvlinker.research.evaluation.examples import REFERENCE, Question
 from kvlinker.research.evaluation.joining import Joined, Recognised, Template, find_template, recognise
-from kvlinker.research.evaluation.metrics import METRICS, NextToken, agree, best_score, kl_divergence
+from kvlinker.research.evaluation.metrics import METRICS, best_score
 from kvlinker.research.evaluation.statistics import mean_interval
 from kvlinker.research.progress import Progress, silent
 from kvlinker.types.tenants import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from kvlinker.implicit.recognition import Recognizer
-    from kvlinker.llm import LLM, Prompt
+    from kvlinker.llm import LLM
 
 COLUMNS = (
     "dataset",
@@ -46,9 +47,8 @@ COLUMNS = (
     "agreement",
     "kl",
 )
-LOGPROBS = 100
-LIFE_SECONDS = 24 * 3600.0
 MOST_KNOWN = 100_000
+LIFE_SECONDS = 24 * 3600.0
 
 
 @benchmark("recognition")
@@ -103,7 +103,7 @@ def run_recognition(
     rows: list[Row] = []
     for name in datasets:
         for template in templates:
-            with subject.llm(disk_space=0) as llm:
+            with subject.llm(disk_space=0, implicit_caches=MOST_KNOWN) as llm:
                 splitter = ContextSplitter(llm.builder.encoder, max_tokens=chunk_tokens)
                 found = load_dataset(name, splitter, limit=limit)
                 questions = [example for example in found.examples if isinstance(example, Question)]
@@ -193,40 +193,29 @@ def _second_sight(
 
 
 def _answered(llm: LLM, question: Question, joined: Joined) -> _Answered:
+    from kvlinker.research.evaluation.examiner import QuestionTrial
+
     messages = [{"role": "user", "content": joined.text}]
     whole = llm.read_chat(messages, implicit="off", policy=REFERENCE).prompt
     split = llm.read_chat(messages, implicit="auto", policy="naive", keeps=False).prompt
-    score, token = _ask(llm, question, whole)
-    split_score, split_token = _ask(llm, question, split)
+    trials = (QuestionTrial(llm, prompt, question.max_tokens, question.first_line) for prompt in (whole, split))
+    answers = [trial.ask(REFERENCE) for trial in trials]
+    first_tokens = [answer.first_token for answer in answers]
+    scores = [best_score(METRICS[question.metric], answer.text, question.answers) for answer in answers]
     return _Answered(
-        joined=score,
-        split=split_score,
+        joined=scores[0],
+        split=scores[1],
         tokens=len(split) / len(whole),
-        agreement=agree(token, split_token),
-        kl=kl_divergence(token, split_token),
+        agreement=agree(*first_tokens),
+        kl=kl_divergence(*first_tokens),
     )
-
-
-def _ask(llm: LLM, question: Question, prompt: Prompt) -> tuple[float, NextToken]:
-    """Return the answer's score, and its first token's distribution."""
-    answer = llm.chat_completion(
-        prompt, policy=REFERENCE, max_tokens=question.max_tokens, temperature=0, logprobs=LOGPROBS, ignore_eos=False
-    )
-    text = answer.text.strip()
-    if question.first_line:
-        text = text.split("\n", 1)[0].strip()
-    if not answer.logprobs:  # it ended at once
-        answer = llm.chat_completion(
-            prompt, policy=REFERENCE, max_tokens=1, temperature=0, logprobs=LOGPROBS, ignore_eos=True
-        )
-    return best_score(METRICS[question.metric], text, question.answers), NextToken.of(answer.logprobs[0].top)
 
 
 def _enter(llm: LLM, passages: Sequence[str]) -> None:
     """Have the passages be known, without computing any KV."""
     for passage in passages:
         chunk = llm.builder.encode_chunk(passage.strip())
-        llm.caches.enter_implicit(chunk, tenant=DEFAULT_TENANT, ttl=LIFE_SECONDS, most=MOST_KNOWN, kept=())
+        llm.caches.enter_implicit(chunk, tenant=DEFAULT_TENANT, ttl=LIFE_SECONDS, kept=())
 
 
 def _share(found: Sequence[Recognised]) -> float:

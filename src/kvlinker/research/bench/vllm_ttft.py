@@ -11,12 +11,19 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlinker.config import Settings, load_settings
 from kvlinker.engine.contract import Failed, GenerationEvent
 from kvlinker.prompt.segments import Prompt
-from kvlinker.research.bench.harness.measurement import Workload, cache_chunks, first_token, greedy_request, in_turn
+from kvlinker.research.bench.harness.measurement import (
+    FirstToken,
+    Workload,
+    cache_chunks,
+    first_token,
+    greedy_request,
+    in_turn,
+)
 from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.progress import Progress, silent
@@ -66,8 +73,8 @@ def run_vllm_ttft(
     """Make one row per workload and policy: medians of ``repeat`` measurements in turn, after one warm-up.
 
     ``itl_ms`` is the mean time between two tokens of a neighbour until the prompt's own first token, ``busy_ttft_ms``
-    how long that takes, ``idle_itl_ms`` the median of a neighbour that is alone. vLLM's prefix cache is off, for
-    prompts are repeated.
+    how long that takes, ``idle_itl_ms`` the median of a neighbour that is alone. vLLM's prefix cache is emptied before
+    each prompt, for they are repeated.
     """
     longest = max(workload.tokens for workload in workloads)
     progress("starting vLLM")
@@ -78,7 +85,7 @@ def run_vllm_ttft(
             progress(f"{len(prompt)} tokens: caching {workload.chunks} chunks in vLLM")
             cache_chunks(llm.engine, prompt)
             alone = in_turn(
-                {name: partial(first_token, llm.engine, prompt, name) for name in policies},
+                {name: partial(_alone, llm, prompt, name) for name in policies},
                 repeat=repeat,
                 what="{} (vllm)".format,
                 progress=progress,
@@ -110,7 +117,7 @@ def _vllm(subject: Subject, settings: Settings, window: int) -> Iterator[LLM]:
             state_dir=Path(folder) / "state",
             host_memory=HOST_MEMORY,
             max_model_len=window,
-            vllm_options={"enable_prefix_caching": False} | settings.vllm_options,
+            vllm_options=settings.vllm_options,
             redis_space=0,
             object_space=0,
         )
@@ -140,8 +147,20 @@ def _row(
     }
 
 
+def _alone(llm: LLM, prompt: Prompt, policy: str) -> FirstToken:
+    """Answer the prompt with nothing beside it."""
+    _forget_prefixes(llm)
+    return first_token(llm.engine, prompt, policy)
+
+
+def _forget_prefixes(llm: LLM) -> None:
+    engine: Any = llm.engine
+    engine.forget_prefixes()
+
+
 def _neighbour(llm: LLM, prompt: Prompt, policy: str) -> _Gaps:
     """Let a neighbour decode alone, then beside the prompt."""
+    _forget_prefixes(llm)
     window = llm.max_model_len - NEIGHBOUR_TOKENS
     own = Workload(0, 1, NEIGHBOUR_TOKENS).prompt(256, seed=1)
     tokens: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()

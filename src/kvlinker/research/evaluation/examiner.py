@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kvlinker.audit.next_token import NextToken, agree, kl_divergence
 from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Answer, ContentPart, Message
@@ -27,7 +28,6 @@ from kvlinker.research.evaluation.examples import (
     Skipped,
 )
 from kvlinker.research.evaluation.inspection import Inspector, LayerView, deviation
-from kvlinker.research.evaluation.metrics import NextToken, agree, kl_divergence
 from kvlinker.store import ContextCache
 from kvlinker.store.format.byte_source import BufferSource
 from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk
@@ -234,6 +234,15 @@ class Trial(Protocol):
         ...
 
 
+class GreedyAnswer(NamedTuple):
+    """The likeliest answer to a question."""
+
+    text: str
+    usage: Usage
+    first_token: NextToken
+    """The distribution of its first token."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuestionTrial:
     """Asks a question, which is answered greedily, so that equal prompts get equal answers."""
@@ -247,11 +256,16 @@ class QuestionTrial:
         return self.llm.chat_prompt(self.messages)
 
     def run(self, policy: str | Policy) -> PolicyRun:
+        answer = self.ask(policy)
+        return PolicyRun(answer.usage, (answer.first_token,), partial(Answered, text=answer.text))
+
+    def ask(self, policy: str | Policy) -> GreedyAnswer:
+        """Return the answer under a policy."""
         answer = self._answer(policy, self.max_tokens)
         text = answer.text.strip()
         if self.first_line:
             text = text.split("\n", 1)[0].strip()
-        return PolicyRun(answer.usage, (self._first_token(policy, answer),), partial(Answered, text=text))
+        return GreedyAnswer(text, answer.usage, self._first_token(policy, answer))
 
     def _answer(self, policy: str | Policy, max_tokens: int, **sampling: Any) -> Answer:
         return self.llm.chat_completion(

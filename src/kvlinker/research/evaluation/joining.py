@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvlinker.errors import InvalidRequestError
+from kvlinker.implicit.known import Span
 from kvlinker.types.messages import ChatMessage, MarkedText
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ FRAMEWORKS = {
 }
 """Where packages that join texts have the templates that they use unless they are given another: the modules of one
 version or another, and the name in it."""
-
-Span = tuple[int, int]
-"""Characters [begin, end) of a text."""
 
 
 class Joined(NamedTuple):

@@ -1,4 +1,4 @@
-"""Measures answers against references, and next-token distributions against those of a full prefill."""
+"""Measures answers against references, and against one another."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvlinker.research.libraries import bench_library
-from kvlinker.types.answers import TokenLogprob
 
 Metric = Callable[[str, str], float]
 """Scores an answer (first) against a reference (second), from 0 to 1."""
-
-NEGLIGIBLE = 1e-6
-"""Probability mass below the rounding error of a sum of fp32 probabilities."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -86,39 +78,3 @@ def best_score(metric: Metric, answer: str, references: Sequence[str]) -> float:
 def similarity(metric: Metric, answer: str, other: str) -> float:
     """Return the score between two answers of a model; 1 where they are the same text, be it one without words."""
     return 1.0 if answer == other else metric(answer, other)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NextToken:
-    """Holds the distribution of a token: the most likely ones, best first; all others share what mass is left."""
-
-    ids: NDArray[np.int64]
-    """Token ids, [k]."""
-    logprobs: NDArray[np.float64]
-    """Their log-probabilities, [k]."""
-
-    @classmethod
-    def of(cls, top: Sequence[TokenLogprob]) -> NextToken:
-        """Take a distribution as an engine reports it."""
-        ids = np.array([entry.token_id for entry in top], dtype=np.int64)
-        return cls(ids, np.array([entry.logprob for entry in top], dtype=np.float64))
-
-
-def agree(reference: NextToken, other: NextToken) -> bool:
-    """Return whether both find the same token the most likely."""
-    return bool(reference.ids[0] == other.ids[0])
-
-
-def kl_divergence(reference: NextToken, other: NextToken) -> float:
-    """Return KL(reference || other) in nats, with all tokens that are not listed in both taken as one.
-
-    That is exact where both list the whole vocabulary, and else a lower bound (merging outcomes never adds
-    divergence). 0 for a distribution and itself.
-    """
-    _, mine, theirs = np.intersect1d(reference.ids, other.ids, assume_unique=True, return_indices=True)
-    p, q = np.exp(reference.logprobs[mine]), np.exp(other.logprobs[theirs])
-    divergence = float((p * (reference.logprobs[mine] - other.logprobs[theirs])).sum())
-    rest, rest_of_other = 1 - float(p.sum()), 1 - float(q.sum())
-    if rest > NEGLIGIBLE:
-        divergence += rest * float(np.log(rest / max(rest_of_other, NEGLIGIBLE)))
-    return max(divergence, 0.0)

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvlinker.audit.statistics import Interval
 from kvlinker.research.libraries import bench_library
 
 LEVEL = 0.95
 MEAN_RESAMPLES = 2000
 CORRELATION_RESAMPLES = 500
-
-
-class Interval(NamedTuple):
-    """The bounds of a 95% confidence interval, in the unit of what was measured."""
-
-    low: float
-    high: float
 
 
 def mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from kvlinker.audit.statistics import Interval
 from kvlinker.research.evaluation.examples import REFERENCE, Answered, Example, Question, Result
 from kvlinker.research.evaluation.metrics import METRICS, VERSUS_FULL, best_score, similarity
-from kvlinker.research.evaluation.statistics import Interval, mean_interval
+from kvlinker.research.evaluation.statistics import mean_interval
 
 ALL_TASKS = "all"
 """The task that stands for all tasks of a data set together."""

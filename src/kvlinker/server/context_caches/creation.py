@@ -13,12 +13,12 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from kvlinker.context_caches import MAX_CHUNKS
 from kvlinker.errors import ContextLengthError, InvalidRequestError
-from kvlinker.server.access import CallerParam
-from kvlinker.server.access_log import note_tokens
-from kvlinker.server.bodies import Metadata, Name, Text, exactly_one
 from kvlinker.server.context_caches.objects import ContextCacheList, Lifetime, described
 from kvlinker.server.context_caches.splitting import NonemptyText, SplitOptions, check_input
-from kvlinker.server.errors import error_responses
+from kvlinker.server.edge.access import CallerParam
+from kvlinker.server.edge.access_log import note_tokens
+from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.fields.bodies import Metadata, Name, Text, exactly_one
 from kvlinker.server.models import Service, ServiceParam
 from kvlinker.types.chunks import GenerationContext
 from kvlinker.types.context_cache import ContextCache

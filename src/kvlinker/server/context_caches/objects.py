@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.bodies import RequestBody, ResponseBody
+from kvlinker.server.fields.bodies import RequestBody, ResponseBody
 from kvlinker.server.models import Service
 from kvlinker.types.context_cache import ContextCache
 from kvlinker.types.tenants import Scope
@@ -69,7 +69,7 @@ class Lifetime(RequestBody):
         return self
 
     def expiry(self) -> float | None:
-        """The end of life in Unix seconds; None for never."""
+        """Return the end of life in Unix seconds; None for never."""
         return self.expires_at if self.ttl is None else time.time() + self.ttl
 
 

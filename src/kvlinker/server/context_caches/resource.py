@@ -8,8 +8,6 @@ from fastapi import APIRouter, Query
 from fastapi.concurrency import run_in_threadpool
 
 from kvlinker.errors import ContextCacheNotFoundError, InvalidRequestError
-from kvlinker.server.access import CallerParam, TenantParam
-from kvlinker.server.bodies import METADATA_PARAMETER, Metadata, MetadataParam, Name, ResponseBody
 from kvlinker.server.context_caches.objects import (
     ContextCacheList,
     ContextCacheObject,
@@ -18,7 +16,9 @@ from kvlinker.server.context_caches.objects import (
     describe,
     described,
 )
-from kvlinker.server.errors import error_responses
+from kvlinker.server.edge.access import CallerParam, TenantParam
+from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.fields.bodies import METADATA_PARAMETER, Metadata, MetadataParam, Name, ResponseBody
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.tenants import Scope
 

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Request
 from pydantic import Field, StringConstraints
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.access_log import note_tokens
-from kvlinker.server.bodies import RequestBody, ResponseBody, Text, Unicode
-from kvlinker.server.errors import error_responses
+from kvlinker.server.edge.access_log import note_tokens
+from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.fields.bodies import RequestBody, ResponseBody, Text, Unicode
 from kvlinker.server.models import ServiceParam
 from kvlinker.splitting import splitters
 

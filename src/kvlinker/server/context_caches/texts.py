@@ -8,9 +8,9 @@ from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 from pydantic import Field, StringConstraints
 
-from kvlinker.server.access import TenantParam
-from kvlinker.server.bodies import Metadata, RequestBody, ResponseBody, Text
-from kvlinker.server.errors import error_responses
+from kvlinker.server.edge.access import TenantParam
+from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.fields.bodies import Metadata, RequestBody, ResponseBody, Text
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.tenants import Scope
 

@@ -7,10 +7,10 @@ from typing import Literal
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 
-from kvlinker.server.access import TenantParam
-from kvlinker.server.bodies import ResponseBody
 from kvlinker.server.context_caches.objects import ScopeQuery
-from kvlinker.server.errors import error_responses
+from kvlinker.server.edge.access import TenantParam
+from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.tenants import Scope
 

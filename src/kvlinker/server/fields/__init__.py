@@ -1,1 +1,1 @@
-"""Fields of requests and answers that several routes share, beside those in ``kvlinker.server.bodies``."""
+"""Fields of requests and answers that several routes share, beside those in ``kvlinker.server.fields.bodies``."""

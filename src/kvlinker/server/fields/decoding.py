@@ -10,14 +10,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.bodies import SamplingBody, Unicode
+from kvlinker.server.fields.bodies import SamplingBody, Unicode
 from kvlinker.server.fields.structured import ResponseFormatBody, StructuredOutputsBody, answer_grammar
+from kvlinker.types.sampling import MOST_BIAS
 
 MOST_BIASED = 4096
 MOST_ENDINGS = 128
 
 _TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
-_Bias = Annotated[float, Field(ge=-100, le=100)]
+_Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 _LogitBias = Annotated[
     dict[_TokenName, _Bias], Field(max_length=MOST_BIASED, json_schema_extra={"additionalProperties": False})
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from kvlinker.server.bodies import Part, RequestBody, Text, content_of
+from kvlinker.server.fields.bodies import Part, RequestBody, Text, content_of
 from kvlinker.server.fields.tools import ToolCallBody
 from kvlinker.types.messages import CachedPart, ChatMessage
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvlinker.llm import Prompt
-from kvlinker.server.answering import finite
-from kvlinker.server.bodies import ResponseBody
+from kvlinker.server.answers.answering import finite
+from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.types.answers import PromptLogprobs, TokenLogprob
 
 
 class PromptLogprob(ResponseBody):
-    """How likely a token is after all that stands before it in the prompt, in nats."""
+    """Tells how likely a token is after all that stands before it in the prompt, in nats."""
 
     logprob: float
     decoded_token: str
@@ -22,18 +22,19 @@ PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
 
 
 def scored_tokens(
-    prompt: Prompt, scored: PromptLogprobs | None, text_of: Callable[[int], str]
+    prompt: Prompt, scored: PromptLogprobs | None, text_of: Callable[[int], str], *, most: int | None = None
 ) -> list[TokenLogprob | None]:
-    """Return an entry for each token of ``prompt``, None for those that are not ``scored``: the ones up to its last
-    context cache, and the first behind it. ``text_of`` decodes a token alone."""
+    """Return an entry for each token of ``prompt``, with ``most`` alternatives or all that there are; None for those
+    that are not ``scored``: the ones up to its last context cache, and the first behind it. ``text_of`` decodes a token
+    alone."""
     if scored is None:
         return [None] * len(prompt)
     entries: list[TokenLogprob | None] = [None] * (len(prompt) - len(scored.token_ids))
     rows = zip(
         scored.token_ids.tolist(),
         scored.logprobs.tolist(),
-        scored.top_ids.tolist(),
-        scored.top_logprobs.tolist(),
+        scored.top_ids[:, :most].tolist(),
+        scored.top_logprobs[:, :most].tolist(),
         strict=True,
     )
     for token, logprob, top_ids, top_logprobs in rows:
@@ -45,9 +46,10 @@ def scored_tokens(
 
 
 def prompt_logprobs_body(
-    prompt: Prompt, scored: PromptLogprobs | None, text_of: Callable[[int], str]
+    prompt: Prompt, scored: PromptLogprobs | None, text_of: Callable[[int], str], *, most: int | None = None
 ) -> PromptLogprobsBody | None:
-    """Return the field ``prompt_logprobs`` of an answer; None where it was not asked for."""
+    """Return the field ``prompt_logprobs`` of an answer, with the alternatives of ``scored_tokens``; None where it was
+    not asked for."""
     if scored is None:
         return None
     return [
@@ -57,5 +59,5 @@ def prompt_logprobs_body(
             str(one.token_id): PromptLogprob(logprob=finite(one.logprob), decoded_token=one.text)
             for one in (entry, *entry.top)
         }
-        for entry in scored_tokens(prompt, scored, text_of)
+        for entry in scored_tokens(prompt, scored, text_of, most=most)
     ]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Discriminator, Field, JsonValue, StringConstraints, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.bodies import RequestBody, Text, Unicode
+from kvlinker.server.fields.bodies import RequestBody, Text, Unicode
 from kvlinker.types.grammars import AnswerGrammar
 
 MOST_CHOICES = 1024

@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Discriminator, JsonValue, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from kvlinker.server.bodies import RequestBody, ResponseBody, Text
-from kvlinker.types.responses import ToolCall
-from kvlinker.types.tools import Tool, template_call
+from kvlinker.server.fields.bodies import RequestBody, ResponseBody, Text
+from kvlinker.types.tools import Tool, ToolCall, template_call
 
 MOST_TOOLS = 256
 

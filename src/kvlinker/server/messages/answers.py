@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, RootModel
 
 from kvlinker.llm import LLM, ReadPrompt
-from kvlinker.server.answering import LinkBody, link_body
-from kvlinker.server.blocks import Block, BlockReader, BlockStep
-from kvlinker.server.bodies import ResponseBody
-from kvlinker.server.errors import ErrorBody
+from kvlinker.server.answers.answering import LinkBody, link_body
+from kvlinker.server.answers.blocks import Block, BlockReader, BlockStep
+from kvlinker.server.edge.errors import ErrorBody
+from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.messages.errors import MessagesError, messages_error
 from kvlinker.types.answers import Finished
 

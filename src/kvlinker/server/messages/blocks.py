@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 from pydantic.json_schema import SkipJsonSchema
 
-from kvlinker.prompt.documents import GAP
-from kvlinker.server.bodies import CacheControl, ContextCachePart, Part, RequestBody, Text, TextPart
+from kvlinker.prompt.sections import GAP
+from kvlinker.server.fields.bodies import CacheControl, ContextCachePart, Part, RequestBody, Text, TextPart
 
 Texts = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[Part], Tag("<parts>")],

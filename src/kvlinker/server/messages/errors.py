@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvlinker.server.bodies import ResponseBody
+from kvlinker.server.fields.bodies import ResponseBody
 
 _PATH = "/v1/messages"
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.bodies import CacheControl, LinkOptions, RequestBody, Text
-from kvlinker.server.dialects import Translation
+from kvlinker.server.answers.dialects import Translation
+from kvlinker.server.fields.bodies import CacheControl, LinkOptions, RequestBody, Text
 from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
 from kvlinker.server.messages.blocks import (
     Block,

@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from kvlinker.server.access import TenantParam
-from kvlinker.server.access_log import note_tokens
-from kvlinker.server.answering import completion_responses
-from kvlinker.server.bodies import ResponseBody
-from kvlinker.server.conversing import Conversing
-from kvlinker.server.dialects import respond_in_dialect
-from kvlinker.server.errors import error_responses
+from kvlinker.server.answers.answering import completion_responses
+from kvlinker.server.answers.conversing import Conversing
+from kvlinker.server.answers.dialects import respond_in_dialect
+from kvlinker.server.edge.access import TenantParam
+from kvlinker.server.edge.access_log import note_tokens
+from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.messages.answers import MessageAnswer, MessageObject, MessageStreamEvent
 from kvlinker.server.messages.errors import MessagesError
 from kvlinker.server.messages.requests import CountTokensRequest, MessagesRequest

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from kvlinker.llm import LLM, ReadPrompt
-from kvlinker.server.answering import link_body
-from kvlinker.server.blocks import Block, BlockReader, BlockStep
-from kvlinker.server.errors import ErrorBody
+from kvlinker.server.answers.answering import link_body
+from kvlinker.server.answers.blocks import Block, BlockReader, BlockStep
+from kvlinker.server.edge.errors import ErrorBody
 from kvlinker.server.responses.events import (
     AnyEvent,
     ArgumentsDelta,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, RootModel
 
-from kvlinker.server.bodies import ResponseBody
+from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.responses.objects import OutputItem, PartBody, ResponseObject
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
-from kvlinker.server.bodies import Part, RequestBody, Text, TextPart
-from kvlinker.server.dialects import Translation
+from kvlinker.server.answers.dialects import Translation
+from kvlinker.server.fields.bodies import Part, RequestBody, Text, TextPart
 
 _Content = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[Part], Field(min_length=1), Tag("<parts>")],

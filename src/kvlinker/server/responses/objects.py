@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
-from kvlinker.server.answering import LinkBody
-from kvlinker.server.bodies import ResponseBody
+from kvlinker.server.answers.answering import LinkBody
+from kvlinker.server.fields.bodies import ResponseBody
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 

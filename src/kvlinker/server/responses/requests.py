@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
 
-from kvlinker.server.bodies import LinkOptions, Metadata, RequestBody, StreamOptions, Text
-from kvlinker.server.dialects import Translation
+from kvlinker.server.answers.dialects import Translation
+from kvlinker.server.fields.bodies import LinkOptions, Metadata, RequestBody, StreamOptions, Text
 from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
 from kvlinker.server.responses.items import Item, MessageItem, add_items
 

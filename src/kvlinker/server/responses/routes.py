@@ -6,9 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from kvlinker.server.access import TenantParam
-from kvlinker.server.answering import completion_responses
-from kvlinker.server.dialects import respond_in_dialect
+from kvlinker.server.answers.answering import completion_responses
+from kvlinker.server.answers.dialects import respond_in_dialect
+from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.models import ServiceParam
 from kvlinker.server.responses.answers import ResponseAnswer
 from kvlinker.server.responses.events import ResponseStreamEvent

@@ -15,7 +15,7 @@ from typing import Literal
 from kvlinker.errors import ContextCacheNotFoundError
 from kvlinker.store.catalog.check import check_catalog
 from kvlinker.store.catalog.database import Database, StateLock
-from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted, tokens_of
+from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted
 from kvlinker.store.catalog.implicit import ImplicitIndex
 from kvlinker.store.catalog.limits import (
     NO_LIMITS,
@@ -23,20 +23,21 @@ from kvlinker.store.catalog.limits import (
     TENANT_USAGE,
     Limits,
     TenantUsage,
-    check_added,
     check_pinned,
 )
 from kvlinker.store.catalog.releases import forget_released, release, released
+from kvlinker.store.catalog.room import Room, make_room, remove_expired
 from kvlinker.store.catalog.rows import (
     BY_OWNER,
     CHUNK,
+    CHUNK_COLUMNS,
     COLUMNS,
     LIVE,
     insert_rows,
-    is_genuine,
     matching,
     pack_metadata,
     read_row,
+    read_tokens,
 )
 from kvlinker.store.catalog.schema import index_metadata
 from kvlinker.store.catalog.search import SearchIndex
@@ -76,19 +77,23 @@ class Catalog:
         self.search = SearchIndex(self._database)
         self.implicit = ImplicitIndex(self._database, self._blobs)
 
-    def add(self, records: Sequence[ContextCache], limits: Limits = NO_LIMITS) -> None:
-        """Record context caches and the chunks they hold: all of them or, on an error, none.
+    def add(self, records: Sequence[ContextCache], limits: Limits = NO_LIMITS, *, now: float = 0.0) -> Room:
+        """Record context caches and the chunks they hold: all of them or, on an error, none. Returns what had to go
+        for them, as ``make_room`` tells; the caller deletes the KV of released chunks as after ``delete``.
 
         Raises QuotaExceededError and PinLimitError.
         """
         with self._database.transaction() as connection:
-            check_added(connection, records, limits)
+            room = make_room(connection, records, limits, now)
             insert_rows(connection, self._blobs, records)
+            return room
 
-    def check_room(self, records: Sequence[ContextCache], limits: Limits) -> None:
-        """Raise what ``add`` would raise now, and record nothing."""
+    def check_room(self, records: Sequence[ContextCache], limits: Limits, *, now: float = 0.0) -> None:
+        """Raise what ``add`` would raise, and change nothing."""
         with self._database.transaction() as connection:
-            check_added(connection, records, limits)
+            connection.execute("SAVEPOINT trial")
+            make_room(connection, records, limits, now)
+            connection.execute("ROLLBACK TO trial")
 
     def get(self, cache_id: str, tenant: str, now: float) -> ContextCache | None:
         """Return the tenant's context cache of this id, or the shared one; None where there is none."""
@@ -225,10 +230,7 @@ class Catalog:
         does."""
         with self._database.transaction() as connection:
             connection.execute("DELETE FROM removed_positions WHERE removed_at <= ?", (now - POSITION_SECONDS,))
-            removed = connection.execute(
-                "DELETE FROM context_caches WHERE expires_at <= ? RETURNING chunk_key", (now,)
-            ).fetchall()
-            return len(removed), release(connection, {key for (key,) in removed}, now)
+            return remove_expired(connection, now)
 
     def released(self, after: float, until: float, *, limit: int = -1) -> dict[str, float]:
         """Return chunk keys that were released in this time and are held by nothing now, and when: any ``limit`` of
@@ -267,16 +269,12 @@ class Catalog:
         outside are left out.
         """
         rows = self._database.query(
-            "SELECT key, fingerprint, tenant, tokens, prefix FROM chunks INDEXED BY chunks_without_text"
+            f"SELECT {CHUNK_COLUMNS} FROM chunks k INDEXED BY chunks_without_text"
             " WHERE fingerprint = :fingerprint AND text_number IS NULL AND EXISTS"
             " (SELECT 1 FROM context_caches c WHERE c.chunk_key = key AND c.implicit_ttl IS NULL) LIMIT :limit",
             {"fingerprint": fingerprint, "limit": limit},
         )
-        return {
-            key: self._blobs.unpack(tokens, tokens_of(key))
-            for key, owner, tenant, tokens, prefix in rows
-            if is_genuine(self._blobs, key, owner, tenant, tokens, prefix)
-        }
+        return read_tokens(rows, self._blobs)
 
     def set_sizes(self, fingerprint: str, bytes_per_token: int) -> None:
         """Set the bytes per token of the model's chunks that an older kvlinker recorded without a size."""

@@ -80,7 +80,7 @@ def variant_of(chunk_key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column of encrypted token ids."""
+    """Names a column of encrypted token ids."""
 
     table: str
     name: str

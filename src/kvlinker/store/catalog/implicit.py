@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from kvlinker.errors import QuotaExceededError
 from kvlinker.store.catalog.database import Database
 from kvlinker.store.catalog.encryption import TokenBlobs
-from kvlinker.store.catalog.limits import Limits, check_added
-from kvlinker.store.catalog.releases import release
-from kvlinker.store.catalog.rows import CHUNK, COLUMNS, LIVE, insert_rows, read_row
-from kvlinker.types.chunks import Chunk
+from kvlinker.store.catalog.limits import Limits
+from kvlinker.store.catalog.room import Room, make_room
+from kvlinker.store.catalog.rows import (
+    CHUNK,
+    CHUNK_COLUMNS,
+    COLUMNS,
+    LIVE,
+    insert_rows,
+    read_genuine,
+    read_tokens,
+)
 from kvlinker.types.context_cache import ContextCache
 from kvlinker.types.tenants import SHARED_TENANT
 
 
 class Entered(NamedTuple):
-    """The context cache of a chunk that was to be entered, and what had to go for it."""
+    """Holds the context cache of a chunk that was to be entered, and tells what had to go for it."""
 
     cache: ContextCache
 
     created: bool
     """False if there was one already."""
 
-    evicted: int
-    """The number of implicit context caches that had to go for it."""
-
-    released: tuple[str, ...]
-    """Chunk keys that no context cache holds any more, as ``Catalog.delete`` returns them."""
+    room: Room
 
 
 class ImplicitIndex:
@@ -45,7 +48,8 @@ class ImplicitIndex:
     def find(
         self, contents: Collection[str], tenant: str, fingerprint: str, now: float
     ) -> Mapping[str, Sequence[ContextCache]]:
-        """Return, by content, the live context caches of chunks that say this: the tenant's, and shared ones."""
+        """Return, by content, the live context caches of chunks that say this: the tenant's, and shared ones. Chunks
+        whose token ids were changed from outside are left out."""
         rows = self._database.query(
             f"SELECT {COLUMNS} FROM chunks k INDEXED BY chunks_by_content CROSS JOIN context_caches c"
             " ON c.chunk_key = k.key WHERE k.fingerprint = :fingerprint AND k.tenant IN (:tenant, :shared)"
@@ -60,20 +64,25 @@ class ImplicitIndex:
         )
         found: defaultdict[str, list[ContextCache]] = defaultdict(list)
         for row in rows:
-            cache = read_row(row, self._blobs)
-            found[cache.chunk.content].append(cache)
+            if (cache := read_genuine(row, self._blobs)) is not None:
+                found[cache.chunk.content].append(cache)
         return found
 
-    def chunks_since(self, number: int, tenant: str, fingerprint: str, *, limit: int) -> tuple[int, list[Chunk]]:
-        """Return the number of the last context cache, whosever it is, and the chunks of those that were entered after
-        ``number``, the tenant's and shared ones: the newest ``limit`` of them, the last one last."""
+    def tokens_since(
+        self, number: int, tenant: str, fingerprint: str, *, limit: int
+    ) -> tuple[int, Sequence[tuple[int, ...]]]:
+        """Return the number of the last context cache, whosever it is, and the token ids of the chunks of those that
+        were entered after ``number``, the tenant's and shared ones: the newest ``limit`` of them, the last one last.
+
+        Chunks whose token ids were changed from outside are left out.
+        """
         ((last,),) = self._database.query(
             "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'context_caches'", {}
         )
         if last <= number:
-            return number, []
+            return number, ()
         rows = self._database.query(
-            f"SELECT {COLUMNS} FROM context_caches c {CHUNK} WHERE c.number > :number AND c.number <= :last"
+            f"SELECT {CHUNK_COLUMNS} FROM context_caches c {CHUNK} WHERE c.number > :number AND c.number <= :last"
             " AND c.tenant IN (:tenant, :shared) AND k.fingerprint = :fingerprint ORDER BY c.number DESC LIMIT :limit",
             {
                 "number": number,
@@ -84,38 +93,29 @@ class ImplicitIndex:
                 "limit": limit,
             },
         )
-        return last, [read_row(row, self._blobs).chunk for row in reversed(rows)]
+        return last, tuple(read_tokens(reversed(rows), self._blobs).values())
 
-    def enter(
-        self, record: ContextCache, limits: Limits, *, now: float, most: int, kept: Collection[str]
-    ) -> Entered | None:
+    def enter(self, record: ContextCache, limits: Limits, *, now: float, kept: Collection[str]) -> Entered | None:
         """Record an implicit context cache, unless its tenant has one of this chunk by now.
 
-        Returns None where there is no room.
-        A tenant has at most ``most`` implicit ones. Those that were used longest ago make room, but for the ids in
-        ``kept``.
+        Returns None where there is no room for it that ``make_room`` can make without the ids in ``kept``, and where
+        the token ids of the one that is there were changed from outside.
         """
-        with self._database.transaction() as connection:
+        if limits.implicit_caches == 0:
+            return None
+        with suppress(QuotaExceededError), self._database.transaction() as connection:
             row = connection.execute(
                 f"SELECT {COLUMNS} FROM context_caches c {CHUNK}"
                 f" WHERE c.tenant = :tenant AND c.chunk_key = :key AND {LIVE} ORDER BY c.implicit_ttl IS NOT NULL",
                 {"tenant": record.tenant, "key": record.chunk_key, "now": now},
             ).fetchone()
             if row is not None:
-                return Entered(read_row(row, self._blobs), False, 0, ())
-            oldest = _oldest(connection, record.tenant, kept)
-            count = before = _count(connection, record.tenant)
-            gone: list[str] = []
-            connection.execute("SAVEPOINT before")
-            for number in [*oldest, None]:
-                if count < most and _fits(connection, record, limits):
-                    insert_rows(connection, self._blobs, [record])
-                    return Entered(record, True, before - count, tuple(gone))
-                if number is not None:
-                    gone += _remove(connection, [number], now)
-                    count -= 1
-            connection.execute("ROLLBACK TO before")
-            return None
+                cache = read_genuine(row, self._blobs)
+                return None if cache is None else Entered(cache, False, Room())
+            room = make_room(connection, [record], limits, now, kept=kept)
+            insert_rows(connection, self._blobs, [record])
+            return Entered(record, True, room)
+        return None
 
     def extend(self, lives: Mapping[str, float], now: float) -> None:
         """Note a use of implicit context caches: by id, the seconds that each is to live from now at least."""
@@ -137,41 +137,3 @@ class ImplicitIndex:
             {},
         )
         return count, nbytes
-
-    def evict(self, tenant: str, count: int, now: float) -> tuple[int, tuple[str, ...]]:
-        """Remove up to ``count`` of the tenant's implicit context caches, those that were used longest ago first;
-        returns how many, and the released chunk keys."""
-        with self._database.transaction() as connection:
-            numbers = _oldest(connection, tenant, ())[:count]
-            return len(numbers), _remove(connection, numbers, now)
-
-
-def _oldest(connection: sqlite3.Connection, tenant: str, kept: Collection[str]) -> list[int]:
-    """Return the numbers of the tenant's implicit context caches by last use, without those in ``kept``."""
-    rows = connection.execute(
-        "SELECT number, id FROM context_caches WHERE tenant = ? AND implicit_ttl IS NOT NULL"
-        " ORDER BY expires_at - implicit_ttl, number",
-        (tenant,),
-    )
-    return [number for number, cache_id in rows if cache_id not in kept]
-
-
-def _count(connection: sqlite3.Connection, tenant: str) -> int:
-    query = "SELECT count(*) FROM context_caches WHERE tenant = ? AND implicit_ttl IS NOT NULL"
-    return int(connection.execute(query, (tenant,)).fetchone()[0])
-
-
-def _fits(connection: sqlite3.Connection, record: ContextCache, limits: Limits) -> bool:
-    try:
-        check_added(connection, [record], limits)
-    except QuotaExceededError:
-        return False
-    return True
-
-
-def _remove(connection: sqlite3.Connection, numbers: Sequence[int], now: float) -> tuple[str, ...]:
-    keys = set()
-    for number in numbers:
-        removed = connection.execute("DELETE FROM context_caches WHERE number = ? RETURNING chunk_key", (number,))
-        keys |= {key for (key,) in removed.fetchall()}
-    return release(connection, keys, now)

@@ -19,7 +19,7 @@ PINNED_BYTES = """SELECT tenant, sum(nbytes) FROM chunks
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """The contents of the catalog that belong to one tenant. All counts but ``caches`` count each chunk once."""
+    """Counts what belongs to one tenant in the catalog. All counts but ``caches`` count each chunk once."""
 
     caches: int = 0
     chunks: int = 0
@@ -30,11 +30,14 @@ class TenantUsage:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits on what tenants may have in the catalog."""
+    """Limits what tenants may have in the catalog."""
 
     quotas: Quotas = NO_QUOTAS
     pinned_bytes: int | None = None
     """The bytes of KV as computed that all tenants together may pin; None for no limit."""
+
+    implicit_caches: int | None = None
+    """The most implicit context caches of one tenant; None for no limit."""
 
 
 NO_LIMITS = Limits()
@@ -54,6 +57,7 @@ def check_added(connection: sqlite3.Connection, records: Sequence[ContextCache],
     for tenant in sorted(caches):
         row = connection.execute(TENANT_USAGE, {"tenant": tenant}).fetchone()
         _check_quota(tenant, TenantUsage(*(row or ())), caches[tenant], added[tenant], limits.quotas)
+        _check_implicit(connection, tenant, [record for record in records if record.tenant == tenant], limits)
     pinned = {record.chunk_key: record.tenant for record in records if record.pinned}
     sizes = {key: known.get(key, chunks[key].kv_bytes) for key in pinned}
     _check_pins(connection, pinned, sizes, limits)
@@ -84,6 +88,20 @@ def _check_quota(tenant: str, has: TenantUsage, caches: int, nbytes: int, quotas
                 "Delete context caches that are no longer needed (DELETE /v1/context_caches/{id}, or by metadata), "
                 f"give them a ttl, or ask the server's operator for a higher {setting}."
             )
+
+
+def _check_implicit(
+    connection: sqlite3.Connection, tenant: str, records: Sequence[ContextCache], limits: Limits
+) -> None:
+    """Check that a tenant may have these context caches by the number of implicit ones. Raises QuotaExceededError."""
+    new, limit = sum(record.implicit_ttl is not None for record in records), limits.implicit_caches
+    if limit is None or not new:
+        return
+    ((old,),) = connection.execute(
+        "SELECT count(*) FROM context_caches WHERE tenant = ? AND implicit_ttl IS NOT NULL", (tenant,)
+    ).fetchall()
+    if old + new > limit:
+        raise QuotaExceededError(f"At most {limit:,} implicit context caches are kept of a tenant, which has {old:,}.")
 
 
 def _check_pins(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ COLUMNS = """c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expire
 """Names the columns that ``read_row`` takes, of context caches ``c`` that are joined with ``CHUNK``."""
 
 CHUNK = "JOIN chunks k ON k.key = c.chunk_key"
+
+CHUNK_COLUMNS = "k.key, k.fingerprint, k.tenant, k.tokens, k.prefix"
+"""Names the columns that ``read_tokens`` takes, of chunks ``k``."""
 
 BY_OWNER = "context_caches AS c INDEXED BY context_caches_by_owner"
 """Selects context caches ``c`` by owner and id in one index: another tenant's id takes exactly the way of an unknown
@@ -42,19 +45,25 @@ class Matching:
 
 def matching(tenant: str, metadata: Mapping[str, str], now: float) -> Matching:
     """Describe a tenant's live context caches that have all these pairs."""
-    values: dict[str, Any] = {"tenant": tenant, "now": now}
+    conditions, pairs = with_pairs(metadata)
+    values = {"tenant": tenant, "now": now, **pairs}
     if not metadata:
         return Matching("context_caches c", f"c.tenant = :tenant AND {LIVE}", values, "c.created_at, c.number")
-    conditions = ["m.tenant = :tenant AND m.key = :key0 AND m.value = :value0", LIVE]
-    for index, (key, value) in enumerate(metadata.items()):
-        values |= {f"key{index}": key, f"value{index}": value}
-        if index:
-            conditions.append(
-                f"EXISTS (SELECT 1 FROM metadata WHERE number = c.number AND key = :key{index}"
-                f" AND value = :value{index})"
-            )
+    first = "m.tenant = :tenant AND m.key = :key0 AND m.value = :value0"
     tables = "metadata m CROSS JOIN context_caches c ON c.number = m.number"
-    return Matching(tables, " AND ".join(conditions), values, "m.created_at, m.number")
+    return Matching(tables, " AND ".join([first, LIVE, *conditions[1:]]), values, "m.created_at, m.number")
+
+
+def with_pairs(metadata: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return a condition for each pair, by which a context cache ``c`` has it, and the values of all conditions."""
+    conditions: list[str] = []
+    values: dict[str, str] = {}
+    for index, (key, value) in enumerate(metadata.items()):
+        conditions.append(
+            f"EXISTS (SELECT 1 FROM metadata WHERE number = c.number AND key = :key{index} AND value = :value{index})"
+        )
+        values |= {f"key{index}": key, f"value{index}": value}
+    return conditions, values
 
 
 def insert_rows(connection: sqlite3.Connection, blobs: TokenBlobs, records: Sequence[ContextCache]) -> None:
@@ -127,6 +136,24 @@ def read_row(row: Any, blobs: TokenBlobs) -> ContextCache:
         kv_bytes=nbytes,
         implicit_ttl=implicit_ttl,
     )
+
+
+def read_genuine(row: Any, blobs: TokenBlobs) -> ContextCache | None:
+    """Return what ``read_row`` does; None where it raises."""
+    try:
+        return read_row(row, blobs)
+    except StoreError:
+        return None
+
+
+def read_tokens(rows: Iterable[Any], blobs: TokenBlobs) -> dict[str, tuple[int, ...]]:
+    """Return the token ids of chunks by chunk key, in the order of their rows of ``CHUNK_COLUMNS``, without those that
+    were changed from outside."""
+    return {
+        key: blobs.unpack(tokens, tokens_of(key))
+        for key, owner, tenant, tokens, prefix in rows
+        if is_genuine(blobs, key, owner, tenant, tokens, prefix)
+    }
 
 
 def is_genuine(blobs: TokenBlobs, key: str, fingerprint: str, tenant: str, tokens: bytes, prefix: bytes) -> bool:

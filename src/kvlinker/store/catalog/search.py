@@ -8,9 +8,13 @@ from collections.abc import Mapping
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.store.catalog.database import Database
-from kvlinker.store.catalog.rows import LIVE
+from kvlinker.store.catalog.rows import LIVE, with_pairs
 from kvlinker.store.catalog.text_tables import insert_text, remove_all_texts, table_name
 from kvlinker.types.texts import SearchHit
+
+MOST_WORDS = 1000
+"""The most words of a query that are searched for, the first ones: the time to parse it grows with their square, and
+others wait for the database meanwhile."""
 
 _WORD = re.compile(r"\w+")
 
@@ -49,23 +53,20 @@ class SearchIndex:
         table = self._table(tenant)
         if table is None:
             return ()
-        pairs = "".join(
-            f" AND EXISTS (SELECT 1 FROM metadata WHERE number = c.number AND key = :key{i} AND value = :value{i})"
-            for i in range(len(metadata))
-        )
-        values = {f"key{i}": key for i, key in enumerate(metadata)}
-        values |= {f"value{i}": value for i, value in enumerate(metadata.values())}
+        conditions, values = with_pairs(metadata)
+        matching = " AND ".join([LIVE, *conditions])
         rows = self._database.query(
             f"SELECT h.id, -t.rank, t.text, k.length, h.metadata FROM {table} t"
             " CROSS JOIN chunks k ON k.tenant = :tenant AND k.text_number = t.rowid AND k.fingerprint = :fingerprint"
             " CROSS JOIN context_caches h ON h.number ="
             " (SELECT max(c.number) FROM context_caches c WHERE c.chunk_key = k.key AND c.implicit_ttl IS NULL"
-            f" AND {LIVE}{pairs})"
+            f" AND {matching})"
             f" WHERE {table} MATCH :match ORDER BY t.rank LIMIT :limit",
             {**values, "tenant": tenant, "fingerprint": fingerprint, "now": now, "match": match, "limit": limit},
         )
         return tuple(
-            SearchHit(cache_id, score, text, tokens, json.loads(pairs)) for cache_id, score, text, tokens, pairs in rows
+            SearchHit(cache_id, score, text, tokens, json.loads(labels))
+            for cache_id, score, text, tokens, labels in rows
         )
 
     def clear(self) -> bool:
@@ -80,7 +81,7 @@ class SearchIndex:
 
 def _match(query: str) -> str:
     """Return FTS5's expression for texts that have any of the query's words."""
-    words = dict.fromkeys(_WORD.findall(query))
+    words = list(dict.fromkeys(_WORD.findall(query)))[:MOST_WORDS]
     if not words:
         raise InvalidRequestError(f"'query' has no word to search for: {query!r}.", param="query")
     return " OR ".join(f'"{word}"' for word in words)

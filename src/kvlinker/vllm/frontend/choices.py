@@ -27,6 +27,7 @@ class VLLMRequest:
         self.clock = RequestClock()
         self._linked: LinkedPrompt | None = None
         self._outcome: TransferOutcome | None = None
+        self._found = 0
         self.choices = tuple(Choice(self, index, sink, tokenizer, events) for index in range(request.n))
 
     @property
@@ -44,8 +45,11 @@ class VLLMRequest:
         self._linked = linked
         self.clock.started = self.clock.loaded  # as long as vLLM has not told how long it queued
 
-    def note_outcome(self, outcome: TransferOutcome) -> None:
-        """Note the outcome of the transfer plan, which vLLM reports with each choice; the first report counts."""
+    def note_outcome(self, outcome: TransferOutcome, choice: int) -> None:
+        """Note the outcome of the transfer plan, which vLLM reports with each choice; the first report counts, but only
+        the first choice tells what vLLM had of the prompt before it."""
+        if choice == 0:
+            self._found = outcome.found
         if self._outcome is None and self.clock.loaded is not None:
             self._outcome = outcome
             self.clock.started = self.clock.loaded + outcome.queued
@@ -55,7 +59,8 @@ class VLLMRequest:
         plan."""
         if self._linked is None:
             return Usage(0, 0, 0, output_tokens)
-        return self._linked.usage(output_tokens, linked=self._outcome is None or self._outcome.linked)
+        linked = self._outcome is None or self._outcome.linked
+        return self._linked.usage(output_tokens, linked=linked, found=self._found)
 
     def cancel(self) -> None:
         """End all choices that have not ended as cancelled."""
@@ -93,7 +98,7 @@ class Choice:
     def accept(self, new: NewTokens) -> None:
         """Pass on what vLLM generated. Ends the choice with its last tokens, or behind a stop string."""
         if new.outcome is not None:
-            self._request.note_outcome(new.outcome)
+            self._request.note_outcome(new.outcome, self.index)
         for index, token in enumerate(new.token_ids):
             ends = new.reason if index == len(new.token_ids) - 1 else None
             end = self._output.push(token, self._logprobs(token, new, index), ends=ends)

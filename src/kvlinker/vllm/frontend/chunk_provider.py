@@ -30,7 +30,8 @@ FILE_OVERHEAD_BYTES = 1 << 14
 
 
 class ChunkNotStoredError(StoreError):
-    """Raised when a chunk is not in the store's folder although it has just been computed for it."""
+    """Raised when a chunk could not be computed and written. One that was written and has vanished since is evicted
+    like any other, and no error."""
 
 
 class Provided(NamedTuple):
@@ -74,8 +75,8 @@ class ChunkProvider:
         return chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant)
 
     async def cache(self, chunk: Chunk, tenant: str) -> int:
-        """Make sure that the chunk's file is stored, and return its bytes. Raises KVLinkerError, ChunkNotStoredError
-        among them."""
+        """Make sure that the chunk's file is stored, and return its bytes; 0 where it has vanished since. Raises
+        KVLinkerError, ChunkNotStoredError among them."""
         key = self.key(chunk, tenant)
         async with self._room:
             stored = await self._in_executor(self._store.nbytes, key)
@@ -134,7 +135,7 @@ class ChunkProvider:
             )
         capture = plan_capture(key, begin=len(chunk.prefix), end=len(tokens))
         outcome = await self._client.run_transfer(capture, tokens)
-        if not outcome.linked or not await self._in_executor(self._store.nbytes, key):
+        if not outcome.linked:
             raise ChunkNotStoredError(
                 f"Chunk {key} could not be computed and stored: see the log of vLLM's processes, and whether the state "
                 "directory can be written to."

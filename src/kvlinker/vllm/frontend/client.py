@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from kvlinker.config import Settings
-from kvlinker.errors import InvalidRequestError, ModelLoadError
-from kvlinker.types.grammars import AnswerGrammar
+from kvlinker.errors import ModelLoadError, UnsupportedModelError
 from kvlinker.types.sampling import SamplingParams
-from kvlinker.vllm.options import ConnectorOptions
-from kvlinker.vllm.plugin import NAME
+from kvlinker.vllm.frontend.grammars import VLLMGrammars
+from kvlinker.vllm.options import REFUSAL_FILE
 from kvlinker.vllm.protocol.signature import PlanSigner
 from kvlinker.vllm.protocol.transfer_plan import PARAM, TransferOutcome, TransferPlan
 
 T = TypeVar("T")
 
-MOST_LOGPROBS = 1000
-CPU_MEMORY_SHARE = 0.4
-"""The share of all memory that vLLM may take without a GPU; its default, 0.92, is more than most machines have free."""
+logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 2
 """The tokens of vLLM's window that capturing leaves free: one behind the captured ones, and an answer of one token."""
 
-_ONE_TOKEN = SamplingParams(temperature=0, ignore_eos=True)
+IDLE_SECONDS = 0.01
+"""The seconds between two looks at whether vLLM has nothing to do."""
 
-RESERVED_OPTIONS = ("model", "tokenizer", "dtype", "kv_transfer_config")
+_ONE_TOKEN = SamplingParams(temperature=0, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,12 @@ class VLLMClient:
         self._client = client
         self.loop = loop
         self._signer = signer
+        self.grammars = VLLMGrammars(client)
+
+    @property
+    def engine_client(self) -> Any:
+        """vLLM's own client, to be used in ``loop``."""
+        return self._client
 
     @property
     def healthy(self) -> bool:
@@ -95,18 +102,37 @@ class VLLMClient:
     ) -> AsyncGenerator[NewTokens, None]:
         """Yield what the request ``name`` generates, as it comes. Closing the iterator aborts the request."""
         prompt = {"prompt_token_ids": list(tokens)} | ({} if salt is None else {"cache_salt": salt})
-        transfer_params = None if transfer is None else self._signer.params(transfer, tokens)
-        params = _vllm_sampling(sampling, max_tokens, transfer_params)
-        outputs = self._client.generate(prompt, params, name)
+        transfer_params = None if transfer is None else self.signed(transfer, tokens)
+        structured = None if sampling.grammar is None else self.grammars.prepare(sampling.grammar)
+        params = _vllm_sampling(sampling, max_tokens, transfer_params, structured)
+        outputs = self._client.generate(prompt, params, name, reasoning_ended=True)  # grammars have reasoning in them
         try:
             async for output in outputs:
                 yield _new_tokens(output)
         finally:
             await outputs.aclose()  # which aborts what is under way
 
-    async def run_transfer(self, transfer: TransferPlan, tokens: Sequence[int]) -> TransferOutcome:
-        """Carry out a transfer plan over ``tokens`` [linked] and return its outcome. The answer is discarded, and no
-        other request reuses its KV."""
+    async def prompt_logprobs(self, tokens: Sequence[int], *, top: int) -> list[Mapping[int, float] | None]:
+        """Compute ``tokens`` [length], linking and reusing nothing, and return for each the log probabilities, by token
+        id, of itself and of the ``top`` most likely tokens in its place; None for the first."""
+        name = f"kvlinker-{secrets.token_hex(8)}"
+        params = _vllm_sampling(replace(_ONE_TOKEN, prompt_logprobs=top), 1, None, None)
+        prompt = {"prompt_token_ids": list(tokens), "cache_salt": secrets.token_hex(16)}
+        found: list[Mapping[int, float] | None] = []
+        outputs = self._client.generate(prompt, params, name)
+        try:
+            async for output in outputs:
+                for entries in output.prompt_logprobs or ():
+                    found.append(entries and {token: entry.logprob for token, entry in entries.items()})
+        finally:
+            await outputs.aclose()
+        return found
+
+    async def run_transfer(
+        self, transfer: TransferPlan, tokens: Sequence[int], *, salt: str | None = None
+    ) -> TransferOutcome:
+        """Carry out a transfer plan over ``tokens`` [linked] and return its outcome. The answer is discarded. No other
+        request reuses its KV, unless it is given this ``salt``."""
         behind = (*tokens, 0)  # vLLM computes the last token of a prompt itself, so that it may be none of the plan's
         outcome = None
         async for output in self.stream(
@@ -115,10 +141,25 @@ class VLLMClient:
             _ONE_TOKEN,
             max_tokens=1,
             transfer=transfer,
-            salt=secrets.token_hex(16),
+            salt=salt or secrets.token_hex(16),
         ):
             outcome = output.outcome
         return outcome or TransferOutcome(linked=False)
+
+    async def forget_prefixes(self) -> None:
+        """Empty vLLM's prefix cache, as soon as no request is under way."""
+        while not await self._client.reset_prefix_cache():
+            await asyncio.sleep(IDLE_SECONDS)
+
+    async def run_first(self, tokens: Sequence[int], transfer: TransferPlan, salt: str) -> None:
+        """Generate a token behind a prompt, so that later requests with this salt find its KV."""
+        name = f"kvlinker-{secrets.token_hex(8)}"
+        async for _ in self.stream(name, tokens, _ONE_TOKEN, max_tokens=1, transfer=transfer, salt=salt):
+            pass
+
+    def signed(self, transfer: TransferPlan, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return the ``kv_transfer_params`` that carry a transfer plan for a prompt of these tokens."""
+        return self._signer.params(transfer, tokens)
 
     def close(self) -> None:
         """Do nothing: the client is stopped by its creator."""
@@ -127,18 +168,21 @@ class VLLMClient:
 class OwnClient(VLLMClient):
     """A vLLM engine of its own, with an event loop in a thread of its own."""
 
-    def __init__(self, settings: Settings, *, dtype: str) -> None:
-        """Start vLLM; takes half a minute or more. Raises InvalidRequestError and ModelLoadError."""
+    def __init__(self, settings: Settings, vllm_config: Any) -> None:
+        """Start vLLM as ``configure`` has it; takes half a minute or more. Raises ModelLoadError, and
+        UnsupportedModelError for a model that cannot be linked."""
         loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=loop.run_forever, name="kvlinker-vllm", daemon=True)
         self._thread.start()
         try:
-            client = asyncio.run_coroutine_threadsafe(_start(settings, dtype), loop).result()
+            client = asyncio.run_coroutine_threadsafe(_start(settings, vllm_config), loop).result()
         except BaseException:
             self._stop(loop)
             raise
         super().__init__(client, loop, PlanSigner.of(settings.state_dir))
+        began = time.monotonic()
         self.run(self._warm_up()).result()
+        logger.info("vLLM has answered its first request (%.1f s).", time.monotonic() - began)
 
     async def _warm_up(self) -> None:
         """Send a first request, so that vLLM compiles what it needs before users wait for it."""
@@ -165,60 +209,27 @@ async def _end_all_tasks() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _start(settings: Settings, dtype: str) -> Any:
-    import torch
-    from vllm.engine.arg_utils import AsyncEngineArgs
+async def _start(settings: Settings, vllm_config: Any) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from kvlinker.vllm.adapter import require_linkable, require_tested_version
-
-    options = dict(settings.vllm_options)
-    connector = ConnectorOptions.taken_from(options)
-    require_tested_version(allow_untested=connector.allow_untested)
-    for name in RESERVED_OPTIONS:
-        if name in options:
-            raise InvalidRequestError(f"vllm_options may not set {name!r}: kvlinker sets it itself.", param=name)
-    defaults: dict[str, Any] = {
-        "max_model_len": settings.max_model_len,
-        "max_num_batched_tokens": settings.max_step_tokens,
-        "max_num_seqs": settings.max_running,
-        "trust_remote_code": settings.trust_remote_code,
-        "max_logprobs": MOST_LOGPROBS,
-        "disable_log_stats": True,
-    }
-    if not torch.cuda.is_available():
-        defaults["gpu_memory_utilization"] = CPU_MEMORY_SHARE
     if settings.encryption_key is not None:
         os.environ["KVLINKER_ENCRYPTION_KEY"] = settings.encryption_key.get_secret_value()  # never among vLLM's options
-    try:
-        arguments = AsyncEngineArgs(
-            model=settings.model,
-            dtype=dtype,
-            kv_transfer_config={
-                "kv_connector": NAME,
-                "kv_role": "kv_both",
-                "kv_connector_module_path": "kvlinker.vllm.connector",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": connector.model_dump()
-                | {
-                    "state_dir": str(settings.state_dir),
-                    "host_memory": settings.host_memory,
-                    "chunk_scores": settings.chunk_scores,
-                },
-            },
-            **(defaults | options),
-        )
-    except TypeError as error:
-        raise InvalidRequestError(f"vllm_options {json.dumps(options)}: {error}", param="vllm_options") from error
-    require_linkable(
-        pipeline_parallel_size=arguments.pipeline_parallel_size,
-        speculative_config=arguments.speculative_config,
-        lora=arguments.enable_lora,
-    )
-    try:
-        return AsyncLLM.from_engine_args(arguments)
-    except Exception as error:  # vLLM raises whatever it meets, the reason being in its log
-        raise ModelLoadError(f"vLLM cannot run {settings.model!r}: {error}") from error
+    began = time.monotonic()
+    with TemporaryDirectory() as folder:
+        refusal = Path(folder) / "refusal"
+        vllm_config.kv_transfer_config.kv_connector_extra_config[REFUSAL_FILE] = str(refusal)
+        try:
+            client = AsyncLLM.from_vllm_config(
+                vllm_config,
+                disable_log_stats=settings.vllm_options.get("disable_log_stats", False),
+                enable_log_requests=settings.vllm_options.get("enable_log_requests", False),
+            )
+        except Exception as error:  # vLLM raises whatever it meets, the reason being in its log
+            if refusal.exists():
+                raise UnsupportedModelError(refusal.read_text()) from error
+            raise ModelLoadError(f"vLLM cannot run {settings.model!r}: {' '.join(str(error).split())}") from error
+    logger.info("vLLM's engine is up (%.1f s).", time.monotonic() - began)
+    return client
 
 
 def _new_tokens(output: Any) -> NewTokens:
@@ -235,18 +246,15 @@ def _new_tokens(output: Any) -> NewTokens:
     )
 
 
-def _structured(grammar: AnswerGrammar) -> Any:
-    """Return a grammar as vLLM takes it."""
-    from vllm.sampling_params import StructuredOutputsParams
+def _vllm_sampling(
+    sampling: SamplingParams, max_tokens: int, transfer: Mapping[str, Any] | None, structured: Mapping[str, Any] | None
+) -> Any:
+    """Return vLLM's sampling parameters, without stop strings: kvlinker looks for them itself.
 
-    source = json.loads(grammar.source) if grammar.kind == "choice" else grammar.source
-    return StructuredOutputsParams(**{grammar.kind: source})
-
-
-def _vllm_sampling(sampling: SamplingParams, max_tokens: int, transfer: Mapping[str, Any] | None) -> Any:
-    """Return vLLM's sampling parameters, without stop strings: kvlinker looks for them itself."""
+    ``structured`` are the fields of vLLM's for the request's grammar, which alone decides where its answer ends.
+    """
     from vllm import SamplingParams as VLLMSamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     return VLLMSamplingParams(
         temperature=sampling.temperature,
@@ -257,13 +265,14 @@ def _vllm_sampling(sampling: SamplingParams, max_tokens: int, transfer: Mapping[
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         seed=None if sampling.seed is None else sampling.seed % 2**63,
-        ignore_eos=sampling.ignore_eos,
-        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos and structured is None,
+        min_tokens=sampling.min_tokens if structured is None else 0,
         stop_token_ids=list(sampling.stop_token_ids),
         bad_words=list(sampling.bad_words),
         logit_bias=dict(sampling.logit_bias) or None,
         logprobs=sampling.logprobs,
-        structured_outputs=None if sampling.grammar is None else _structured(sampling.grammar),
+        prompt_logprobs=sampling.prompt_logprobs,
+        structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
         max_tokens=max_tokens,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,

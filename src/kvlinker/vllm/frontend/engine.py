@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import hashlib
 import logging
 import secrets
 import threading
@@ -16,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engine.limits import RequestLimits, check_room, check_supported, engine_closed
@@ -24,14 +24,15 @@ from kvlinker.events import Events
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
 from kvlinker.store import ChunkStore
-from kvlinker.types.answers import PromptLogprobs
+from kvlinker.types.answers import PromptLogprobs, Usage
 from kvlinker.types.chunks import Chunk
 from kvlinker.vllm.frontend.choices import Choice, VLLMRequest
 from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.vllm.frontend.client import SPARE_TOKENS, VLLMClient
 from kvlinker.vllm.frontend.linker import LinkedPrompt, VLLMLinker
 from kvlinker.vllm.frontend.model_facts import ModelFacts
-from kvlinker.vllm.protocol.transfer_plan import TransferPlan, unsupported
+from kvlinker.vllm.frontend.preparation import PreparedPrompt
+from kvlinker.vllm.protocol.transfer_plan import unsupported
 
 T = TypeVar("T")
 
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 STORE_THREADS = 4
 CLOSE_SECONDS = 30.0
+
+IDLE_POLL_SECONDS = 0.1
+"""The time between two looks at whether anybody is being answered."""
 
 
 class VLLMEngine:
@@ -85,6 +89,11 @@ class VLLMEngine:
         atexit.register(self.close)
 
     @property
+    def client(self) -> VLLMClient:
+        """The client of vLLM's engine."""
+        return self._client
+
+    @property
     def healthy(self) -> bool:
         return not self._closing and self._client.healthy
 
@@ -111,8 +120,28 @@ class VLLMEngine:
         self._checked(request)
         return self._client.run(self._translated(self._explain(request)))
 
+    def prepare(self, request: GenerationRequest, *, salt: str | None = None) -> Future[PreparedPrompt]:
+        """Link the prompt of a request that vLLM's own handlers are to answer; ``salt`` is the request's own.
+
+        Where there are several choices, the prompt's KV is in vLLM's prefix cache then, so that it is linked once.
+        Raises PolicyError, ContextLengthError or EngineClosedError at once; later errors are the future's.
+        """
+        self._checked(request)
+        return self._client.run(self._translated(self._prepare(request, salt)))
+
+    def note_uses(self, prepared: PreparedPrompt, tenant: str) -> None:
+        """Note in the store how a prepared prompt used its chunks."""
+        self._executor.submit(self._tell_store, prepared.linked, tenant)
+
     def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
         raise _unscored("prompt")
+
+    def score_whole(self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str) -> Future[PromptLogprobs]:
+        """See the contract. vLLM has no requests that give way: it is sent once nobody is answered, and computed beside
+        whoever comes then."""
+        self._refuse_if_closing()
+        self._limits.check_whole(tokens, first)
+        return self._client.run(self._translated(self._score_whole(tokens, first, min(top, self._facts.vocabulary))))
 
     def load(self) -> EngineLoad:
         """Return the requests under way and their tokens so far, as counted here: vLLM's own figures are in its
@@ -127,6 +156,11 @@ class VLLMEngine:
     def prefill_seconds(self, tokens: int) -> float | None:
         """Return None: vLLM does not report how long it computes."""
         return None
+
+    def forget_prefixes(self) -> None:
+        """Empty vLLM's prefix cache once all requests have ended, so that the next one computes everything; benchmarks
+        do so."""
+        self._client.run(self._client.forget_prefixes()).result()
 
     def close(self) -> None:
         if self._closing:
@@ -149,13 +183,8 @@ class VLLMEngine:
         check_supported(self.unsupported(request.policy))
         if request.sampling.prompt_logprobs is not None:
             raise _unscored("prompt_logprobs")
-        grammar = request.sampling.grammar
-        if grammar is not None and (grammar.kind == "lark" or grammar.frame):
-            raise InvalidRequestError(
-                "The vllm engine cannot enforce calls of tools, nor forms of answers beside them or behind reasoning. "
-                "Use tool_choice 'auto' or 'none' without a form, or the embedded engine.",
-                param="tool_choice" if grammar.kind == "lark" else grammar.param,
-            )
+        if request.sampling.grammar is not None:
+            self._client.grammars.prepare(request.sampling.grammar)
         if request.sampling.max_tokens == 0:
             raise InvalidRequestError(
                 "max_tokens is 0, but the vllm engine generates at least 1 token.", param="max_tokens"
@@ -204,13 +233,14 @@ class VLLMEngine:
         try:
             if after is not None:
                 await after.wait()
+            linked_before = after is not None and request.choices[0].tokens > 0
             outputs = self._client.stream(
                 name,
                 linked.plan.prompt.tokens.tolist(),
                 request.request.sampling_of(choice.index),
                 max_tokens=request.max_tokens,
-                transfer=linked.transfer,
-                salt=salt_of(linked.transfer, request.request.tenant),
+                transfer=linked.transfer_again if linked_before else linked.transfer,
+                salt=linked.salt(request.request.tenant),
             )
             async with contextlib.aclosing(outputs):
                 async for new in outputs:
@@ -247,9 +277,34 @@ class VLLMEngine:
             request.fail(engine_closed())
         request.cancel()
 
+    async def _prepare(self, request: GenerationRequest, own_salt: str | None) -> PreparedPrompt:
+        linked = await self._linker.refine(await self._linker.link(request))
+        transfer, tokens = linked.transfer, linked.plan.prompt.tokens.tolist()
+        salt = linked.salt(request.tenant if own_salt is None else f"{request.tenant}\0{own_salt}")
+        several = request.n > 1
+        if several:
+            await self._client.run_first(tokens, transfer, salt)
+            transfer = linked.transfer_again
+        return PreparedPrompt(linked, self._client.signed(transfer, tokens), salt, computed=several)
+
     async def _explain(self, request: GenerationRequest) -> Explanation:
         linked = await self._linker.refine(await self._linker.link(request), explains=True)
         return linked.explanation(self._facts.cost)
+
+    async def _score_whole(self, tokens: NDArray[np.int64], first: int, top: int) -> PromptLogprobs:
+        while self.load().running:
+            await asyncio.sleep(IDLE_POLL_SECONDS)
+            self._refuse_if_closing()
+        scored = (await self._client.prompt_logprobs(tokens.tolist(), top=top))[first:]
+        best = [sorted((entries or {}).items(), key=lambda entry: -entry[1])[:top] for entries in scored]
+        own = [(entries or {})[token] for token, entries in zip(tokens[first:].tolist(), scored, strict=True)]
+        return PromptLogprobs(
+            token_ids=tokens[first:],
+            logprobs=np.array(own, dtype=np.float32),
+            top_ids=np.array([[token for token, _ in row] for row in best], dtype=np.int64),
+            top_logprobs=np.array([[logprob for _, logprob in row] for row in best], dtype=np.float32),
+            usage=Usage(0, 0, len(tokens)),
+        )
 
     async def _translated(self, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work``, and raise every error as a KVLinkerError."""
@@ -269,11 +324,13 @@ class VLLMEngine:
 
     def _error_of(self, error: BaseException) -> KVLinkerError:
         """Return the error that a request ends with."""
+        from vllm.exceptions import VLLMClientError
+
         if isinstance(error, KVLinkerError):
             return error
         if not self.healthy:
             return EngineClosedError("vLLM's engine has stopped; see its log. Restart the server.")
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError | VLLMClientError):
             return InvalidRequestError(f"vLLM refuses this request: {error}")
         logger.error("A request failed in vLLM.", exc_info=error)
         return KVLinkerError(f"vLLM failed on this request: {type(error).__name__}.")
@@ -297,9 +354,3 @@ def _unscored(param: str) -> InvalidRequestError:
         "linked. Use the embedded engine.",
         param=param,
     )
-
-
-def salt_of(transfer: TransferPlan, tenant: str) -> str:
-    """Return the salt that keeps a request's KV apart in vLLM's prefix cache: a hash of the tenant and the transfer
-    plan."""
-    return hashlib.sha256(f"{tenant}\0{transfer.model_dump_json()}".encode()).hexdigest()

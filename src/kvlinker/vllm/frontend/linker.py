@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import secrets
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -23,12 +25,26 @@ from kvlinker.vllm.frontend.client import VLLMClient
 from kvlinker.vllm.protocol.transfer_plan import (
     COMPARED_LAYER,
     KVDeviation,
+    QuestionAttention,
     TransferPlan,
     plan_comparison,
+    plan_observation,
+    plan_second_pass,
     plan_transfer,
 )
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPass:
+    """The traces of a first pass in vLLM's prefix cache."""
+
+    salt: str
+    """The salt of the KV that it placed; no other request has it."""
+
+    linked: int
+    """The begin of its last run. What stands before it is found under the salt, but for the last block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +65,9 @@ class LinkedPrompt:
     made: frozenset[Chunk] = frozenset()
     """The chunks whose KV was computed for this very request."""
 
+    first_pass: FirstPass | None = None
+    """The first pass, whose KV the second one repairs where it lies; None where there was none."""
+
     @property
     def plan(self) -> LinkPlan:
         """The link's plan."""
@@ -61,12 +80,46 @@ class LinkedPrompt:
         attention."""
         dropped = () if self.refinement is None else self.refinement.dropped
         *_, computed = layer_masks(self.plan, COMPARED_LAYER + 1, dropped)
-        return plan_transfer(replace(self.plan, runs=ranges(computed)), self.keys)
+        plan = replace(self.plan, runs=ranges(computed))
+        if self.first_pass is not None:
+            return plan_second_pass(plan, self.keys, linked=self.first_pass.linked)
+        return plan_transfer(plan, self.keys)
 
-    def usage(self, output_tokens: int, *, linked: bool) -> Usage:
-        """Count the prompt's tokens by how they were computed. ``linked`` is False where vLLM computed all of them
-        itself."""
-        return self.link.usage(self.refinement, output_tokens=output_tokens, linked=linked, made=self.made)
+    @property
+    def transfer_again(self) -> TransferPlan:
+        """The transfer plan once another request has followed ``transfer``: KV in vLLM's prefix cache is complete."""
+        return self.transfer.model_copy(update={"second_pass": False})
+
+    def salt(self, tenant: str) -> str:
+        """Return the salt that keeps the prompt's KV apart in vLLM's prefix cache: the first pass's, or a hash of the
+        tenant and the transfer plan."""
+        if self.first_pass is not None:
+            return self.first_pass.salt
+        return hashlib.sha256(f"{tenant}\0{self.transfer.model_dump_json()}".encode()).hexdigest()
+
+    def usage(self, output_tokens: int, *, linked: bool, found: int = 0) -> Usage:
+        """Count the prompt's tokens by how they were computed.
+
+        ``linked`` is False where vLLM computed all of them itself, but for the first ``found`` tokens, whose KV it had:
+        they are cached.
+        """
+        usage = self.link.usage(self.refinement, output_tokens=output_tokens, linked=linked, made=self.made)
+        if not found:
+            return usage
+        chunks = self.plan.prompt.cached[:found]
+        again = np.ones(found)
+        if linked:
+            dropped = () if self.refinement is None else self.refinement.dropped
+            again = np.mean(layer_masks(self.plan, self.layers, dropped), axis=0)[:found]
+        fresh = min(int((~chunks).sum()), usage.fresh_tokens)
+        recomputed = min(round(float(again[chunks].sum())), usage.recomputed_tokens)
+        return replace(
+            usage,
+            cached_tokens=usage.cached_tokens + fresh + recomputed,
+            recomputed_tokens=usage.recomputed_tokens - recomputed,
+            fresh_tokens=usage.fresh_tokens - fresh,
+            exact_cached_tokens=min(found, usage.cached_tokens + fresh + recomputed),
+        )
 
     def uses(self) -> tuple[ChunkUse, ...]:
         """Return the share of each placed chunk that is computed again."""
@@ -78,7 +131,8 @@ class LinkedPrompt:
 
 
 class VLLMLinker:
-    """Drives links, and has vLLM compare KV for policies that refine. Its methods are called in the client's loop."""
+    """Drives links, and has vLLM measure for policies that look at the question's attention, or at how KV deviates. Its
+    methods are called in the client's loop."""
 
     def __init__(
         self, client: VLLMClient, chunks: ChunkProvider, executor: Executor, *, layers: int, longest: int
@@ -103,11 +157,14 @@ class VLLMLinker:
         return LinkedPrompt(link, self._layers, tuple(key for _, key in placed), made=made)
 
     async def refine(self, linked: LinkedPrompt, *, explains: bool = False) -> LinkedPrompt:
-        """Have a policy that refines see how the KV of its tokens deviates, and drop some of them.
+        """Have a policy see the question's attention and select tokens, or see how their KV deviates and drop some of
+        them.
 
-        All of them stay where that cannot be told. With ``explains``, what the policy is shown is kept. Raises
-        KVLinkerError.
+        Where the attention cannot be told, everything is computed; where the deviation cannot be, all tokens stay. With
+        ``explains``, what the policy is shown is kept. Raises KVLinkerError.
         """
+        if linked.link.probing:
+            linked = await self._observe(linked)
         refinement = linked.link.refinement(self._layers, explains=explains)
         if refinement is None:
             return linked
@@ -120,13 +177,31 @@ class VLLMLinker:
             raise linked.link.failed(refinement.error) from refinement.error
         return replace(linked, refinement=refinement)
 
+    async def _observe(self, linked: LinkedPrompt) -> LinkedPrompt:
+        """Have vLLM run the first pass, and plan the second one by the question's attention in it."""
+        probe, link = linked.plan, linked.link
+        tokens = probe.prompt.tokens.tolist()
+        start = probe.runs[-1][0]
+        if start:  # so that vLLM never finds the question's own KV again, which the first pass computed over others'
+            tokens[start - 1] = int(tokens[start - 1] == 0)
+        salt = secrets.token_hex(16)
+        measured = None
+        if probe.length <= self._longest:
+            outcome = await self._client.run_transfer(plan_observation(probe, linked.keys), tokens, salt=salt)
+            measured = outcome.measured
+        if measured is None:
+            return replace(linked, link=await self._run(link.in_full), keys=())
+        attention = QuestionAttention.from_bytes(measured, tokens=probe.length).weights
+        link = await self._run(partial(link.with_attention, attention))
+        return replace(linked, link=link, first_pass=FirstPass(salt, start))
+
     async def _compare(self, linked: LinkedPrompt) -> KVDeviation | None:
         """Return the deviation of computed from placed KV, as vLLM measures it; None where a chunk vanished
         meanwhile."""
         comparison = plan_comparison(linked.plan, linked.keys, most=self._longest)
         tokens = linked.plan.prompt.tokens[: comparison.linked].tolist()
         outcome = await self._client.run_transfer(comparison, tokens)
-        return None if outcome.deviation is None else KVDeviation.from_bytes(outcome.deviation)
+        return None if outcome.measured is None else KVDeviation.from_bytes(outcome.measured)
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)

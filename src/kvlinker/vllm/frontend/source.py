@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 from kvlinker.config import Settings
 from kvlinker.engine.contract import Engine
@@ -11,32 +14,46 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
 from kvlinker.store import Catalog, ChunkStore, Speeds
 from kvlinker.vllm.frontend.client import OwnClient, VLLMClient
+from kvlinker.vllm.frontend.configuration import configure
 from kvlinker.vllm.frontend.engine import VLLMEngine
-from kvlinker.vllm.frontend.model_facts import ModelFacts, read_facts
+from kvlinker.vllm.frontend.model_facts import read_facts, sampling_defaults_of, tokenizer_of
+
+logger = logging.getLogger(__name__)
 
 
 class VLLMSource:
-    """An ``EngineSource`` for vLLM: the model's facts are known, and ``start`` starts or finds vLLM once there is a
+    """An ``EngineSource`` for vLLM: its configuration is known, and ``start`` starts or finds vLLM once there is a
     store."""
 
     uses_host_memory = False
     device = None
 
-    def __init__(self, facts: ModelFacts, start: Callable[[], VLLMClient]) -> None:
-        self._facts = facts
+    def __init__(self, vllm_config: Any, settings: Settings, start: Callable[[], VLLMClient]) -> None:
+        """Read the tokenizer of the model of ``vllm_config``. Raises ModelLoadError."""
+        self._config = vllm_config
         self._start = start
-        self.tokenizer = facts.tokenizer
-        self.sampling_defaults = facts.sampling_defaults
+        self.tokenizer = tokenizer_of(vllm_config, settings)
+        self.sampling_defaults = sampling_defaults_of(vllm_config)
 
     def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:
-        """Make the engine. Raises InvalidRequestError for a store without a disk, and what ``start`` raises."""
+        """Make the engine.
+
+        Raises InvalidRequestError for a store without a disk, ModelLoadError where the model's files are not found, and
+        what ``start`` raises.
+        """
         if not settings.disk_space:
             raise InvalidRequestError(
                 "disk_space is 0, but vLLM's processes take chunks from the disk. Give it some.", param="disk_space"
             )
+        client = self._start()
+        try:
+            facts = read_facts(self._config, settings, self.tokenizer)
+        except BaseException:
+            client.close()
+            raise
         return VLLMEngine(
-            self._start(),
-            self._facts,
+            client,
+            facts,
             store=store,
             events=events,
             max_running=settings.max_running,
@@ -48,12 +65,14 @@ class VLLMSource:
 def own_vllm(settings: Settings) -> VLLMSource:
     """Make a source with vLLM in processes of its own.
 
-    Raises InvalidRequestError where it is not installed, and ModelLoadError.
+    Raises InvalidRequestError where it is not installed or does not take its options, and ModelLoadError.
     """
     if find_spec("vllm") is None:
         raise InvalidRequestError(
             "vLLM is not installed here. Run pip install 'kvlinker[vllm]', or see docs/vllm.md for CPUs.",
             param="engine",
         )
-    facts = read_facts(settings)
-    return VLLMSource(facts, lambda: OwnClient(settings, dtype=str(facts.dtype).removeprefix("torch.")))
+    began = time.monotonic()
+    vllm_config = configure(settings)
+    logger.info("vLLM is configured for %s (%.1f s).", settings.model, time.monotonic() - began)
+    return VLLMSource(vllm_config, settings, lambda: OwnClient(settings, vllm_config))

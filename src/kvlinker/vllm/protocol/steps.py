@@ -51,6 +51,11 @@ class TransferSlice:
     is_last: bool
     """True if this slice completes the plan."""
 
+    def is_whole(self, plan: TransferPlan) -> bool:
+        """Return whether this slice is all of the plan."""
+        placed = sum(part.last - part.first for part in self.parts)
+        return self.runs == plan.runs and placed == sum(each.last - each.first for each in plan.placements)
+
 
 @dataclass(frozen=True, slots=True)
 class StepTransfers:
@@ -81,16 +86,16 @@ class StepReport:
     evicted: frozenset[tuple[str, int]] = frozenset()
     """The chunks that left a worker's memory, each with the worker's rank."""
 
-    deviations: Mapping[str, bytes] = field(default_factory=dict)
-    """The ``KVDeviation`` in bytes of requests that compare and have ended."""
+    measured: Mapping[str, bytes] = field(default_factory=dict)
+    """The measurements in bytes of requests whose plans have one and have ended."""
 
     def joined(self, other: StepReport) -> StepReport:
         """Join the reports of two groups of workers."""
         names = {*self.loaded, *other.loaded}
         loaded = {name: self.loaded.get(name, 0) + other.loaded.get(name, 0) for name in names}
-        deviations = {**self.deviations, **other.deviations}
+        measured = {**self.measured, **other.measured}
         held, evicted = self.held | other.held, self.evicted | other.evicted
-        return StepReport(loaded, self.failed | other.failed, held, evicted, deviations)
+        return StepReport(loaded, self.failed | other.failed, held, evicted, measured)
 
 
 @dataclass(slots=True)
@@ -130,8 +135,8 @@ class StepBudget:
 
 
 class TransferProgress:
-    """The rest of a transfer plan that is left to do. It begins at position ``begin``: KV before it is there
-    already."""
+    """The rest of a transfer plan that is left to do. It begins at position ``begin``: KV before it is there already,
+    but for a second pass's runs, all of which are computed."""
 
     def __init__(self, request_id: str, plan: TransferPlan, *, begin: int = 0, share: float = 1.0) -> None:
         """``share`` is the cost of one token here, as a share of its cost in all layers."""
@@ -142,7 +147,8 @@ class TransferProgress:
             for index, placed in enumerate(plan.placements)
             if placed.end > begin
         ]
-        self._runs = [(max(first, begin), last) for first, last in plan.runs if last > begin]
+        computed_from = 0 if plan.second_pass else begin
+        self._runs = [(max(first, computed_from), last) for first, last in plan.runs if last > computed_from]
 
     def cost(self, budget: StepBudget) -> float:
         """Return the cost of all that is left, in the budget's tokens."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,13 @@ PARAM = "kvlinker"
 COMPARED_LAYER = 1
 """The layer in which computed KV is compared with placed KV: the first one whose KV depends on other tokens."""
 
-OFFERED = Needs(scores=True, variants=True, layers=COMPARED_LAYER)
+OFFERED = Needs(scores=True, variants=True, question_attention=True, layers=COMPARED_LAYER)
 """The needs of policies that transfer plans can follow. Variants are never stored here, so policies are shown none."""
 
-_DEVIATION_DTYPE = "<f4"
+Measure = Literal["deviation", "attention"]
+"""The measurement of a first pass: the ``KVDeviation`` of computed from placed KV, or the ``QuestionAttention``."""
+
+_FIGURES = "<f4"
 
 Key = Annotated[str, Field(pattern=f"^{CHUNK_KEY.pattern}$")]
 Position = Annotated[int, Field(ge=0, strict=True)]
@@ -40,7 +43,8 @@ def unsupported(policy: Policy) -> str | None:
         return None
     return (
         f"The policy {policy.name} needs {' and '.join(missing)}, which the vllm engine does not offer. Use a policy "
-        "that decides before the model runs, such as legolink-16 or cacheblend-15-onestep, or the embedded engine."
+        "that decides before the answer's own pass, such as query-5, legolink-16 or cacheblend-15-onestep, or the "
+        "embedded engine."
     )
 
 
@@ -83,15 +87,19 @@ class TransferPlan(_Value):
 
     Every one of these positions is placed or computed, so that no token attends to what other requests left in memory.
 
-    A plan that ``compares`` is not for an answer: both happen in the first layer only, and the ``TransferOutcome`` has
-    the deviation of the runs' KV from that of the placements in the second.
+    A plan with a ``measure`` is for a first pass, not for an answer; the ``TransferOutcome`` has what was measured. To
+    measure deviation, it places and computes in the first layer only, and compares in the second.
     """
 
     linked: Position
     placements: tuple[PlacedChunk, ...] = ()
     runs: tuple[tuple[Position, Position], ...] = ()
     captures: tuple[CapturedChunk, ...] = ()
-    compares: bool = False
+    measure: Measure | None = None
+
+    second_pass: bool = False
+    """True if a first pass may have placed what vLLM's prefix cache holds of the prompt: runs are computed there,
+    too."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -108,8 +116,8 @@ class TransferPlan(_Value):
             raise ValueError(f"placements are not ranges within the first {self.linked} tokens")
         if any(not captured.begin < captured.end <= self.linked for captured in self.captures):
             raise ValueError(f"captures are not ranges within the first {self.linked} tokens")
-        if self.compares and self.captures:
-            raise ValueError("one transfer plan does not compare and capture")
+        if self.measure and self.captures:
+            raise ValueError("one transfer plan does not measure and capture")
         covered = 0
         for begin, end in sorted([*self.runs, *((placed.begin, placed.end) for placed in self.placements)]):
             if begin > covered:
@@ -129,8 +137,11 @@ class TransferOutcome(_Value):
     queued: float = 0.0
     """The seconds until vLLM began with the request."""
 
-    deviation: bytes | None = None
-    """The ``KVDeviation`` of the first ``linked`` tokens in bytes, if the plan compares."""
+    found: Position = 0
+    """The tokens of the prompt's beginning whose KV vLLM still had of a request that began alike."""
+
+    measured: bytes | None = None
+    """The plan's measurement of the first ``linked`` tokens in bytes, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +164,30 @@ class KVDeviation:
 
     def to_bytes(self) -> bytes:
         """Serialise it to be sent between processes."""
-        return np.stack([self.key, self.value]).astype(_DEVIATION_DTYPE).tobytes()
+        return np.stack([self.key, self.value]).astype(_FIGURES).tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KVDeviation:
         """Read what ``to_bytes`` wrote."""
-        key, value = np.frombuffer(data, _DEVIATION_DTYPE).reshape(2, -1).astype(np.float32)
+        key, value = np.frombuffer(data, _FIGURES).reshape(2, -1).astype(np.float32)
         return cls(key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionAttention:
+    """The ``weights`` of the last token's attention on every token in a first pass, mean over all heads: [layers,
+    tokens]. They are the ``question_attention`` that policies look at."""
+
+    weights: NDArray[np.float32]
+
+    def to_bytes(self) -> bytes:
+        """Serialise it to be sent between processes."""
+        return self.weights.astype(_FIGURES).tobytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, tokens: int) -> QuestionAttention:
+        """Read what ``to_bytes`` wrote of so many tokens."""
+        return cls(np.frombuffer(data, _FIGURES).reshape(-1, tokens).astype(np.float32))
 
 
 def read_plan(params: Mapping[str, Any] | None, *, prompt_tokens: int) -> TransferPlan | None:
@@ -198,7 +226,22 @@ def plan_comparison(plan: LinkPlan, keys: Sequence[str], *, most: int) -> Transf
     last_chunk = max(placement.start + placement.last for placement in plan.placements)
     linked = min(last_chunk, most)
     runs = tuple((begin, min(end, linked)) for begin, end in plan.runs if begin < linked)
-    return TransferPlan(linked=linked, placements=_placed(plan.placements, keys, linked), runs=runs, compares=True)
+    placements = _placed(plan.placements, keys, linked)
+    return TransferPlan(linked=linked, placements=placements, runs=runs, measure="deviation")
+
+
+def plan_observation(plan: LinkPlan, keys: Sequence[str]) -> TransferPlan:
+    """Make the transfer plan to carry out a link plan for a first pass, which observes the last token's attention."""
+    placements = _placed(plan.placements, keys, plan.length)
+    return TransferPlan(linked=plan.length, placements=placements, runs=plan.runs, measure="attention")
+
+
+def plan_second_pass(plan: LinkPlan, keys: Sequence[str], *, linked: int) -> TransferPlan:
+    """Make the transfer plan for a link plan whose chunks a first pass has placed. vLLM computes the tokens from
+    ``linked`` on, where the last run of the first pass began."""
+    runs = tuple((begin, min(end, linked)) for begin, end in plan.runs if begin < linked)
+    placements = _placed(plan.placements, keys, linked)
+    return TransferPlan(linked=linked, placements=placements, runs=runs, second_pass=True)
 
 
 def plan_capture(key: str, *, begin: int, end: int) -> TransferPlan:

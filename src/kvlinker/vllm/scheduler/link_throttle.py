@@ -1,4 +1,5 @@
-"""Limits how much linking a step may do while others decode; it learns from how long steps take."""
+"""Limits how much linking steps do while others decode: a token bucket of seconds, with prices that are learnt from
+steps."""
 
 from __future__ import annotations
 
@@ -28,11 +29,12 @@ LEAST_SECONDS = 1e-6
 PLAIN_STEPS = 16
 """The number of steps without linking that are remembered."""
 
-MOST_SAVED = 8
-"""The most time that is saved for a request's own first step, in steps without linking."""
+CAPACITY = 8
+"""The most time in the bucket, in steps without linking: it is saved for a request's own first step."""
 
 MOST_OWED = 32
-"""The most time that linking owes to requests that waited for it, in steps without linking; more is forgotten."""
+"""The most time that the bucket owes, in steps without linking: what took longer than was expected is taken afterwards,
+and more than that is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,12 @@ class StepWork:
 
 
 class LinkThrottle:
-    """Holds linking back so that requests that decode meanwhile wait ``slowdown`` times as long for a token, on
-    average.
+    """Holds linking back so that requests that decode meanwhile wait ``target_seconds`` for a token, on average.
 
-    Every step earns some of the time that slices take, and the first steps of the requests that they are for. A slice
-    takes as long as the rest of its step, if that is enough for ``LEAST_TOKENS``.
+    It is a token bucket of seconds. Every step adds ``slowdown`` - 1 times the seconds of a step without linking, and
+    linking takes out the seconds by which it lengthens a step: those of slices, and of the first steps of the requests
+    that they are for. There is no slice while the bucket owes. A slice takes as long as the rest of its step, if that
+    is enough for ``LEAST_TOKENS``.
     """
 
     def __init__(
@@ -70,17 +73,22 @@ class LinkThrottle:
         self._most = most_tokens
         self._slowdown = slowdown
         self._clock = clock
-        self._under_way: deque[tuple[StepWork, float]] = deque()  # with what was taken of the savings for it
+        self._under_way: deque[tuple[StepWork, float]] = deque()  # with what was taken out for it
         self._last_end: float | None = None
         self._plain: deque[float] = deque(maxlen=PLAIN_STEPS)  # seconds of steps that do nothing but decode
         self._computed: float | None = None  # seconds per token
         self._placed: float | None = None  # seconds per token
-        self._saved = 0.0  # seconds that linking may take; less than 0: that others still have to get back
+        self._bucket = 0.0  # seconds that linking may take; less than 0: that it owes
+
+    @property
+    def target_seconds(self) -> float | None:
+        """The seconds that others wait for a token while prompts are linked, on average; None until measured."""
+        return self._slowdown * self._plain_seconds if self._plain else None
 
     @property
     def tokens(self) -> float:
         """The number of tokens that linking may compute in the step that is being planned."""
-        if self._saved < 0:
+        if self._bucket < 0:
             return 0
         least = min(LEAST_TOKENS, self._most)
         if not self._plain:
@@ -100,28 +108,28 @@ class LinkThrottle:
         These include the tokens that the request's own first step computes afterwards, since they keep others waiting,
         too. Time is saved for them, but not indefinitely.
         """
-        return not self._plain or self._saved >= self._reserve(tokens)
+        return not self._plain or self._bucket >= self._reserve(tokens)
 
     def spend(self, tokens: float) -> None:
         """Reserve time for a request's own first step, which will compute so many tokens."""
         if self._plain:
-            self._saved -= self._reserve(tokens)
+            self._bucket -= self._reserve(tokens)
 
     def idle(self) -> None:
-        """Save no time, since nothing is to be linked."""
-        self._saved = min(self._saved, 0.0)
+        """Empty the bucket, since nothing is to be linked; what it owes it still owes."""
+        self._bucket = min(self._bucket, 0.0)
 
     def planned(self, work: StepWork) -> None:
         """Note the work of the next step."""
         price = self._price(work) if work.busy else 0.0
         self._under_way.append((work, price))
-        self._saved -= price
+        self._bucket -= price
 
     def ended(self) -> None:
         """Note that the oldest step is done. Steps follow each other closely as long as vLLM computes something."""
         now = self._clock()
         work, price = self._under_way.popleft() if self._under_way else (StepWork(busy=False), 0.0)
-        self._saved += price
+        self._bucket += price
         if work.busy and self._last_end is not None:
             self._learn(work, now - self._last_end)
         self._last_end = now if work.busy else None
@@ -139,7 +147,7 @@ class LinkThrottle:
         return self._placed or self._computed_price / PLACED_PER_COMPUTED
 
     def _reserve(self, tokens: float) -> float:
-        return min(tokens * self._computed_price, MOST_SAVED * self._plain_seconds)
+        return min(tokens * self._computed_price, CAPACITY * self._plain_seconds)
 
     def _price(self, work: StepWork) -> float:
         """Return the seconds that linking will take of a step, as far as is known."""
@@ -160,8 +168,8 @@ class LinkThrottle:
         elif work.placed and not work.computed:
             self._placed = _smoothed(self._placed, extra / work.placed)
         plain = self._plain_seconds
-        saved = self._saved + (self._slowdown - 1) * plain - (extra if work.links else 0.0)
-        self._saved = max(-MOST_OWED * plain, min(saved, MOST_SAVED * plain))
+        level = self._bucket + (self._slowdown - 1) * plain - (extra if work.links else 0.0)
+        self._bucket = max(-MOST_OWED * plain, min(level, CAPACITY * plain))
 
 
 def _smoothed(old: float | None, new: float) -> float:

@@ -40,7 +40,7 @@ class StepLimits:
     """The most sequences that attention takes at once."""
 
     layers: int
-    """The number of the model's layers; transfers that compare compute the first ones only."""
+    """The number of the model's layers; transfers that measure deviation compute the first ones only."""
 
     workers: int = 1
     """The number of workers that report."""
@@ -64,14 +64,17 @@ class _LinkedRequest:
     queued: float | None = None
     """The seconds from arrival until vLLM began with it; None before that."""
 
+    found: int = 0
+    """The tokens that vLLM had in its prefix cache when it began with the request."""
+
     given_up: bool = False
     """True if a chunk vanished or linking failed, so that vLLM computes the request."""
 
     waits: bool = True
     """True if it is linked before its own first step, False if within it, by the last decision."""
 
-    deviation: bytes | None = None
-    """The result of a plan that compares."""
+    measured: bytes | None = None
+    """The measurement of its plan, once it is done."""
 
     progress: TransferProgress | None = None
     """The rest of the plan while vLLM holds the request back."""
@@ -84,7 +87,9 @@ class _LinkedRequest:
 
     @property
     def outcome(self) -> TransferOutcome:
-        return TransferOutcome(linked=not self.given_up, queued=self.queued or 0.0, deviation=self.deviation)
+        return TransferOutcome(
+            linked=not self.given_up, queued=self.queued or 0.0, found=self.found, measured=self.measured
+        )
 
 
 class LinkingScheduler:
@@ -103,6 +108,7 @@ class LinkingScheduler:
         self._busy = False
         self._linked_at_once = 0.0  # tokens, within requests' own first steps, of the next step
         self._throttle = LinkThrottle(limits.slice_tokens, slowdown=limits.slowdown)
+        self._target_told = False
 
     def admit(
         self, request_id: str, params: Mapping[str, Any] | None, tokens: Sequence[int], *, salt: str | None
@@ -110,7 +116,8 @@ class LinkingScheduler:
         """Accept a request for a prompt of these tokens.
 
         Its transfer plan is refused, and the request computed by vLLM alone, if the plan is not valid, or the request
-        has no salt: its KV would be taken for that of the plain tokens.
+        has no salt: its KV would be taken for that of the plain tokens. It is given up if a chunk is gone already; one
+        that goes later is the workers' to notice.
         """
         try:
             plan = self._signer.verified(params, tokens)
@@ -122,22 +129,28 @@ class LinkingScheduler:
         if not salt:
             logger.warning("Request %s is not linked: it has no cache_salt, which every linked one needs.", request_id)
             return
-        self._requests[request_id] = _LinkedRequest(plan, len(tokens) - plan.linked, time.perf_counter())
-
-    def matched(self, request_id: str, local: int, tokens: int) -> tuple[int, bool]:
-        """Return how many of a request's ``tokens`` linking provides beyond the ``local`` ones that vLLM has, and
-        whether the request has to wait for it.
-
-        The only side effect: once a chunk has vanished, it returns 0 from then on.
-        """
-        request = self._requests.get(request_id)
-        if request is None or request.given_up or local >= request.plan.linked:
-            return 0, False
-        plan = request.plan
+        request = self._requests[request_id] = _LinkedRequest(plan, len(tokens) - plan.linked, time.perf_counter())
         missing = [key for key in plan.keys if not self._is_stored(key)]
         if missing:
             logger.warning("Request %s is computed in full: chunk %s is gone.", request_id, missing[0])
             request.given_up = True
+
+    def matched(self, request_id: str, local: int, tokens: int) -> tuple[int | None, bool]:
+        """Return how many of a request's ``tokens`` linking provides beyond the ``local`` ones that vLLM has, and
+        whether the request has to wait for it; None where vLLM has to forget the local ones and ask again, since a
+        first pass placed them.
+
+        vLLM asks in every step in which the request waits, so that nothing slow happens here: no file is looked at.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return 0, False
+        plan = request.plan
+        if request.queued is None and not plan.second_pass:
+            request.found = local
+        if request.given_up and plan.second_pass and local:
+            return None, False
+        if request.given_up or request.measured is not None or local >= plan.linked:
             return 0, False
         request.own = tokens - plan.linked
         request.waits = self._has_to_wait(request, self._progress(request_id, local))
@@ -170,6 +183,15 @@ class LinkingScheduler:
         else:
             self._linked_at_once += progress.cost(self._budget()) + request.own
 
+    def placed_tokens(self, request_id: str, *, external: int) -> int:
+        """Return how many of the ``external`` tokens that a request was allocated come from chunks. The others are
+        computed, for it or for a chunk."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return 0
+        begin = request.plan.linked - external
+        return external - sum(max(0, last - max(first, begin)) for first, last in request.plan.runs)
+
     def plan_step(self, *, scheduled_tokens: int, prefilled_tokens: int) -> StepTransfers:
         """Plan the workers' tasks in a step that also computes ``scheduled_tokens`` tokens, ``prefilled_tokens`` of
         them of prompts."""
@@ -182,6 +204,8 @@ class LinkingScheduler:
             self._throttle.idle()
         budget = self._budget()
         slices += self._next_slices(budget)
+        if self._busy and slices:
+            self._tell_target()
         placed, computed = at_once.placed + budget.placed, at_once.computed + budget.computed
         self._throttle.planned(StepWork(placed, computed, prefilled_tokens, self._busy))
         aborted = tuple(self._aborted)
@@ -201,8 +225,8 @@ class LinkingScheduler:
                 self._waiting[request_id].loaded += workers
         for request_id in report.failed & self._requests.keys():
             self._requests[request_id].given_up = True
-        for request_id in report.deviations.keys() & self._requests.keys():
-            self._requests[request_id].deviation = report.deviations[request_id]
+        for request_id in report.measured.keys() & self._requests.keys():
+            self._requests[request_id].measured = report.measured[request_id]
 
     def note_received(self, finished: Iterable[str]) -> None:
         """Note that the transfers of these requests have ended or were given up."""
@@ -220,7 +244,7 @@ class LinkingScheduler:
     def _has_to_wait(self, request: _LinkedRequest, progress: TransferProgress) -> bool:
         """Return whether linking within the request's own first step would make that much longer."""
         plan = request.plan
-        if plan.captures or plan.compares or not all(map(self._is_held, plan.keys)):
+        if plan.captures or plan.measure or not all(map(self._is_held, plan.keys)):
             return True
         budget = self._budget()
         if not self._busy:
@@ -239,7 +263,8 @@ class LinkingScheduler:
 
     def _progress(self, request_id: str, begin: int) -> TransferProgress:
         plan = self._requests[request_id].plan
-        share = min(1.0, (COMPARED_LAYER + 1) / self._limits.layers) if plan.compares else 1.0
+        compares = plan.measure == "deviation"
+        share = min(1.0, (COMPARED_LAYER + 1) / self._limits.layers) if compares else 1.0
         return TransferProgress(request_id, plan, begin=begin, share=share)
 
     def _next_slices(self, budget: StepBudget) -> list[TransferSlice]:
@@ -260,6 +285,17 @@ class LinkingScheduler:
             slices.append(part)
             request.ending = part.is_last
         return slices
+
+    def _tell_target(self) -> None:
+        """Log what the throttle holds, as soon as it is known."""
+        target = self._throttle.target_seconds
+        if target is not None and not self._target_told:
+            self._target_told = True
+            logger.info(
+                "While prompts are linked, others get a token every %.1f ms on average (slowdown %.2f).",
+                1e3 * target,
+                self._limits.slowdown,
+            )
 
     def _forget_progress(self, request_id: str) -> None:
         request = self._waiting.pop(request_id, None)

@@ -51,6 +51,10 @@ def trace_layers(bound: BoundModel) -> tuple[LinkedLayer, ...]:
         bound.trace()
     if sorted(layer.attention.name for layer in layers) != sorted(by_name):
         raise UnsupportedModelError("The model does not call each of its attention layers once per pass.")
+    if all(layer.rotary is None for layer in layers):
+        raise UnsupportedModelError(
+            f"{type(bound.model).__name__} applies no rotary embedding in vLLM: with other positions, KV cannot move."
+        )
     return tuple(layers)
 
 
@@ -90,29 +94,38 @@ def place(layers: Sequence[LinkedLayer], parts: Sequence[ChunkPart]) -> None:
         return
     slots = torch.cat([part.slots for part in parts])
     for index, layer in enumerate(layers):
-        key, value = placed_kv(layers, index, parts)
-        layer.attention.write(key, value, slots)
+        layer.attention.write(*placed_kv(layers, index, parts), slots)
 
 
 def placed_kv(layers: Sequence[LinkedLayer], index: int, parts: Sequence[ChunkPart]) -> tuple[Tensor, Tensor]:
     """Return the parts' keys, rotated, and values in layer ``index``, this worker's heads: [all tokens, heads,
     head_dim] on its device."""
-    layer = layers[index]
-    key = _own_heads(layer, [part.kv.layers[index].key[:, part.first : part.last] for part in parts], parts)
-    value = _own_heads(layer, [part.kv.layers[index].value[:, part.first : part.last] for part in parts], parts)
-    return layer.rotated(key, torch.cat([part.positions for part in parts])), value
+    values = [part.kv.layers[index].value for part in parts]
+    return placed_keys(layers, index, parts), _own_heads(layers[index], values, parts)
 
 
-def _own_heads(layer: LinkedLayer, heads: Sequence[Tensor], parts: Sequence[ChunkPart]) -> Tensor:
-    """Gather this worker's heads of all parts' [kv_heads, tokens, head_dim], as [all tokens, heads, head_dim]."""
+def placed_keys(layers: Sequence[LinkedLayer], index: int, parts: Sequence[ChunkPart]) -> Tensor:
+    """Return the parts' keys alone, rotated, as ``placed_kv`` does: [all tokens, heads, head_dim]."""
+    keys = [part.kv.layers[index].key for part in parts]
+    return layers[index].rotated(_own_heads(layers[index], keys, parts), torch.cat([part.positions for part in parts]))
+
+
+def _own_heads(layer: LinkedLayer, chunks: Sequence[Tensor], parts: Sequence[ChunkPart]) -> Tensor:
+    """Gather this worker's heads of all parts from their ``chunks`` [kv_heads, tokens, head_dim], as [all tokens,
+    heads, head_dim].
+
+    A chunk's heads are copied to another device as they lie in memory, which waits for nothing where that is pinned,
+    and are cut and transposed there.
+    """
     attention = layer.attention
     own = slice(attention.first_head, attention.first_head + attention.heads)
     tokens = sum(part.last - part.first for part in parts)
     device = parts[0].slots.device
-    gathered = torch.empty((tokens, attention.heads, attention.head_dim), dtype=heads[0].dtype, device=device)
+    gathered = torch.empty((tokens, attention.heads, attention.head_dim), dtype=chunks[0].dtype, device=device)
     begin = 0
-    for part in heads:
-        end = begin + part.shape[1]
-        gathered[begin:end].copy_(part[own].transpose(0, 1))
+    for chunk, part in zip(chunks, parts, strict=True):
+        end = begin + part.last - part.first
+        heads = chunk[own].to(device, non_blocking=True)
+        gathered[begin:end].copy_(heads[:, part.first : part.last].transpose(0, 1))
         begin = end
     return gathered

@@ -12,9 +12,12 @@ from typing import Any
 from kvlinker.store import ChunkKV
 from kvlinker.vllm.adapter import BoundModel
 from kvlinker.vllm.protocol.steps import StartedTransfer, StepReport, StepTransfers, TransferSlice
+from kvlinker.vllm.protocol.transfer_plan import TransferPlan
 from kvlinker.vllm.worker.layers import check_chunk, trace_layers
+from kvlinker.vllm.worker.observing import QuestionObservation
 from kvlinker.vllm.worker.passes import Passes, TransferTask
 from kvlinker.vllm.worker.recording import ChunkCapture, KVComparison
+from kvlinker.vllm.worker.selftest import require_exact
 from kvlinker.vllm.worker.worker_chunks import WorkerChunks
 
 logger = logging.getLogger(__name__)
@@ -55,18 +58,20 @@ class LinkingWorker:
         """
         self._bound = bound
         self._layers = trace_layers(bound)
+        require_exact(bound, self._layers)
         self._passes = Passes(bound, self._layers, tokens=pass_tokens, runs=pass_runs)
         self._chunks = chunks
         self._with_scores = with_scores
         self._tasks: dict[str, TransferTask] = {}
         self._writing: dict[str, Future[bool]] = {}
-        self._deviations: dict[str, bytes] = {}
+        self._measured: dict[str, bytes] = {}
         self._results = WorkerResults()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-load")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-write")
 
     def step(self, transfers: StepTransfers) -> StepReport:
         """Carry out the transfers that the scheduler side planned for this step, and report on them."""
+        self._bound.hold_generators()
         try:
             self._step(transfers)
         except Exception:
@@ -78,13 +83,13 @@ class LinkingWorker:
         evicted = self._chunks.take_evicted()
         newly = self._newly_loaded()
         keys = {key for task in newly for key in task.started.plan.keys if self._chunks.holds(key)}
-        deviations, self._deviations = self._deviations, {}
+        measured, self._measured = self._measured, {}
         return StepReport(
             loaded={task.started.request_id: 1 for task in newly},
             failed=frozenset(self._results.failed),
             held=frozenset((key, self._bound.rank) for key in keys),
             evicted=frozenset((key, self._bound.rank) for key in evicted),
-            deviations=deviations,
+            measured=measured,
         )
 
     def _step(self, transfers: StepTransfers) -> None:
@@ -120,17 +125,32 @@ class LinkingWorker:
 
     def _task(self, started: StartedTransfer) -> TransferTask:
         captures = tuple(
-            ChunkCapture(chunk, started.tokens, self._layers, self._bound.dtype, with_scores=self._with_scores)
+            ChunkCapture(
+                chunk,
+                started.tokens,
+                self._layers,
+                self._bound.dtype,
+                with_scores=self._with_scores,
+                device=self._bound.device,
+            )
             for chunk in started.plan.captures
         )
-        comparison = KVComparison(self._layers, started.plan.linked) if started.plan.compares else None
         resident = {key: kv for key in started.plan.keys if (kv := self._chunks.resident(key)) is not None}
         if len(resident) == len(started.plan.keys) and all(map(self._fits, resident, resident.values())):
             loaded: Future[dict[str, ChunkKV] | None] = Future()
             loaded.set_result(resident)
         else:
             loaded = self._loader.submit(self._load, started.plan.keys)
-        return TransferTask(started, loaded, captures, comparison)
+        return TransferTask(started, loaded, captures, self._measurement(started.plan))
+
+    def _measurement(self, plan: TransferPlan) -> KVComparison | QuestionObservation | None:
+        match plan.measure:
+            case "deviation":
+                return KVComparison(self._layers, plan.linked, self._bound.device)
+            case "attention":
+                return QuestionObservation(self._layers, plan.linked)
+            case None:
+                return None
 
     def _load(self, keys: Sequence[str]) -> dict[str, ChunkKV] | None:
         """Load the chunks, in the loader's thread. All of them are read even if one is damaged, so that one request
@@ -199,10 +219,10 @@ class LinkingWorker:
         request_id = task.started.request_id
         if task.failed:
             self._end(request_id, failed=True)
-        elif task.comparison is not None:
-            deviation = task.comparison.finish(self._bound)
+        elif task.measurement is not None:
+            measured = task.measurement.finish(self._bound)
             if self._bound.is_first_rank:
-                self._deviations[request_id] = deviation.to_bytes()
+                self._measured[request_id] = measured
             self._end(request_id)
         elif not task.captures:
             self._end(request_id)
@@ -225,7 +245,7 @@ class LinkingWorker:
                 error = written.exception()
                 if error is not None:
                     logger.error("A chunk could not be written.", exc_info=error)
-                self._end(request_id)
+                self._end(request_id, failed=error is not None or not written.result())
 
     def _end(self, request_id: str, *, failed: bool = False) -> None:
         """End the work for a request. If it waits, vLLM is told so, exactly once; if it does not, vLLM is told which of
@@ -238,5 +258,5 @@ class LinkingWorker:
         if task.started.waits:
             self._results.finished.add(request_id)
         elif failed:
-            first = task.started.begin // self._bound.block_size
+            first = 0 if task.started.plan.second_pass else task.started.begin // self._bound.block_size
             self._results.invalid_blocks.update(task.started.block_ids[first:])

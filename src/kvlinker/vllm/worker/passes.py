@@ -13,6 +13,7 @@ from kvlinker.store import ChunkKV
 from kvlinker.vllm.adapter import BoundModel, VirtualSequences
 from kvlinker.vllm.protocol.steps import PlacedPart, StartedTransfer, TransferSlice
 from kvlinker.vllm.worker.layers import ChunkPart, LinkedLayer, place
+from kvlinker.vllm.worker.observing import ObservedRows, QuestionObservation, observing
 from kvlinker.vllm.worker.recording import (
     FIRST_LAYERS,
     CapturedRows,
@@ -36,7 +37,9 @@ class TransferTask:
     """The plan's chunks by key, or None where one could not be loaded."""
 
     captures: tuple[ChunkCapture, ...] = ()
-    comparison: KVComparison | None = None
+    measurement: KVComparison | QuestionObservation | None = None
+    """The collector of what a first pass measures."""
+
     told_loaded: bool = False
     """True once the scheduler side knows that the chunks are in memory."""
 
@@ -56,9 +59,10 @@ class TransferTask:
                 logger.error("Chunk %s has %d tokens; %d are to be placed.", placed.key, kv.tokens, part.last)
                 self.failed = True
                 return
-            offsets = torch.arange(part.first, part.last, device=bound.device)
+            offsets = torch.arange(part.first, part.last)
             slots = bound.slots(self.started.block_ids, offsets + placed.start)
-            yield ChunkPart(kv, part.first, part.last, placed.start + part.first, offsets + placed.rotary_start, slots)
+            positions, slots = bound.to_device(torch.stack([offsets + placed.rotary_start, slots]))
+            yield ChunkPart(kv, part.first, part.last, placed.start + part.first, positions, slots)
 
     def parts_within(self, bound: BoundModel, begin: int, end: int) -> Iterator[ChunkPart]:
         """Yield the parts of the placements at positions [begin, end)."""
@@ -91,19 +95,31 @@ class Passes:
         self._runs = runs
 
     def place(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
-        """Place the chunks of all slices, before anything is computed."""
-        self._place(self._layers, [each for each in slices if each[0].comparison is None])
-        self._place(self._layers[FIRST_LAYERS], [each for each in slices if each[0].comparison is not None])
+        """Place the chunks of all slices, before anything is computed; those of a request that is observed in a single
+        pass are left to it."""
+        observed = [run for task, each in slices if _observes(task) for run in each.runs]
+        one_pass = len(observed) <= self._runs and sum(end - begin for begin, end in observed) <= self._tokens
+        others = []
+        for task, each in slices:
+            if isinstance(task.measurement, QuestionObservation) and one_pass and each.is_whole(task.started.plan):
+                task.measurement.unplaced = tuple(task.parts(self._bound, each.parts))
+            else:
+                others.append((task, each))
+        self._place(self._layers, [each for each in others if not _compares(each[0])])
+        self._place(self._layers[FIRST_LAYERS], [each for each in others if _compares(each[0])])
 
     def compute(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
         """Compute the slices' runs. Raises what the model does."""
         runs = [_TaskRun(task, *run) for task, each in slices for run in each.runs]
-        for group in self._grouped(runs, lambda task: not task.captures and task.comparison is None):
+        for group in self._grouped(runs, lambda task: not task.captures and task.measurement is None):
             self._bound.forward(self._sequences(group))
         for group in self._grouped(runs, lambda task: bool(task.captures)):
             with capturing(self._bound, self._layers, _captured_rows(group)):
                 self._bound.forward(self._sequences(group), eager=True)
-        for group in self._grouped(runs, lambda task: task.comparison is not None):
+        for group in self._grouped(runs, _observes):
+            with observing(self._bound, self._layers, list(self._observed_rows(group))):
+                self._bound.forward(self._sequences(group), eager=True)
+        for group in self._grouped(runs, _compares):
             with comparing(self._bound, self._layers, list(self._compared_rows(group))):
                 self._bound.forward(self._sequences(group), eager=True)
 
@@ -131,14 +147,14 @@ class Passes:
                 yield _TaskRun(run.task, begin, min(begin + self._tokens, run.end))
 
     def _sequences(self, runs: Sequence[_TaskRun]) -> VirtualSequences:
-        device = self._bound.device
-        positions = [torch.arange(run.begin, run.end, device=device) for run in runs]
+        positions = [torch.arange(run.begin, run.end) for run in runs]
         slots = [self._bound.slots(run.task.started.block_ids, own) for run, own in zip(runs, positions, strict=True)]
         tokens = [torch.from_numpy(run.task.started.tokens[run.begin : run.end]) for run in runs]
+        rows = self._bound.to_device(torch.stack([torch.cat(each) for each in (tokens, positions, slots)]))
         return VirtualSequences(
-            tokens=torch.cat(tokens).to(device),
-            positions=torch.cat(positions),
-            slots=torch.cat(slots),
+            tokens=rows[0],
+            positions=rows[1],
+            slots=rows[2],
             query_lengths=[run.end - run.begin for run in runs],
             lengths=[run.end for run in runs],
             block_ids=[run.task.started.block_ids for run in runs],
@@ -146,9 +162,27 @@ class Passes:
 
     def _compared_rows(self, runs: Iterable[_TaskRun]) -> Iterator[ComparedRows]:
         for run in runs:
-            assert run.task.comparison is not None
+            assert isinstance(run.task.measurement, KVComparison)
             parts = tuple(run.task.parts_within(self._bound, run.begin, run.end))
-            yield ComparedRows(run.first, run.begin, parts, run.task.comparison)
+            yield ComparedRows(run.first, run.begin, parts, run.task.measurement)
+
+    def _observed_rows(self, runs: Iterable[_TaskRun]) -> Iterator[ObservedRows]:
+        for run in runs:
+            assert isinstance(run.task.measurement, QuestionObservation)
+            observation = run.task.measurement
+            length = run.task.started.plan.linked
+            parts: tuple[ChunkPart, ...] = ()
+            if run.end == length:
+                parts = observation.unplaced or tuple(run.task.parts_within(self._bound, 0, length))
+            yield ObservedRows(run.first, run.end - run.begin, run.begin, parts, observation)
+
+
+def _compares(task: TransferTask) -> bool:
+    return isinstance(task.measurement, KVComparison)
+
+
+def _observes(task: TransferTask) -> bool:
+    return isinstance(task.measurement, QuestionObservation)
 
 
 def _captured_rows(runs: Iterable[_TaskRun]) -> list[CapturedRows]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from kvlinker.vllm.adapter import BoundModel, watched
 from kvlinker.vllm.protocol.transfer_plan import COMPARED_LAYER, CapturedChunk, KVDeviation
 from kvlinker.vllm.worker.layers import ChunkPart, LinkedLayer, placed_kv
 
+CPU = torch.device("cpu")
 FIRST_LAYERS = slice(0, COMPARED_LAYER)
 """The layers that a comparing pass goes through."""
 
@@ -36,16 +38,18 @@ class ChunkCapture:
         dtype: torch.dtype,
         *,
         with_scores: bool,
+        device: torch.device = CPU,
     ) -> None:
-        """``tokens`` [linked] are the request's."""
+        """``tokens`` [linked] are the request's, ``device`` the model's."""
         self.chunk = chunk
         length = chunk.end - chunk.begin
-        shapes = [(layer.attention.heads, length, layer.attention.head_dim) for layer in layers]
-        self._kv = [(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)) for shape in shapes]
+        shapes = [(length, layer.attention.heads, layer.attention.head_dim) for layer in layers]
+        empty = partial(torch.empty, dtype=dtype, pin_memory=device.type != "cpu")
+        self._kv = [(empty(shape), empty(shape)) for shape in shapes]
         self._scores: ScoreCollector | None = None
         if with_scores:
             content = content_of(tokens[chunk.begin : chunk.end].astype("<u4").tobytes())
-            self._scores = ScoreCollector(len(layers), [(chunk.begin, chunk.end)], [content])
+            self._scores = ScoreCollector(len(layers), [(chunk.begin, chunk.end)], [content], device=device)
             self._rotated: list[list[Tensor]] = [[] for _ in layers]  # keys [heads, tokens, head_dim], slice by slice
 
     def note(self, layer: int, begin: int, key: Tensor, value: Tensor) -> None:
@@ -55,8 +59,8 @@ class ChunkCapture:
         last = min(begin + len(key), self.chunk.end)
         if first < last:
             for kept, new in zip(self._kv[layer], (key, value), strict=True):
-                own = new[first - begin : last - begin].transpose(0, 1)
-                kept[:, first - self.chunk.begin : last - self.chunk.begin].copy_(own)
+                own = new[first - begin : last - begin]
+                kept[first - self.chunk.begin : last - self.chunk.begin].copy_(own, non_blocking=True)
 
     def observe(self, layer: int, begin: int, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
         """Score by queries and keys [tokens, heads, head_dim] with their rotary embedding; a request's slices come in
@@ -67,15 +71,16 @@ class ChunkCapture:
             keys, queries = torch.cat(earlier, dim=1), query.transpose(0, 1)
 
             def weights(first: int, last: int) -> Tensor:
-                positions = Queries(torch.arange(begin + first, begin + last, device=queries.device))
+                positions = Queries(torch.arange(begin + first, begin + last))
                 return attention_weights(positions, queries[:, first:last], keys[:, : positions.last + 1], options)
 
             self._scores.observe(layer, begin, len(query), weights)
 
     def finish(self, bound: BoundModel) -> ChunkKV:
         """Return the chunk with the heads of all workers, which all have to ask for it."""
+        bound.finish_copies()
         layers = tuple(
-            LayerKV(*(bound.gather_heads(part.to(bound.device)).cpu() for part in layer)) for layer in self._kv
+            LayerKV(*(bound.gather_heads(part.transpose(0, 1)).contiguous() for part in layer)) for layer in self._kv
         )
         return ChunkKV(layers, None if self._scores is None else _averaged(bound, *self._scores.finish()))
 
@@ -94,20 +99,20 @@ class KVComparison:
     """Collects the deviation of the KV of a request's first ``length`` tokens, as computed in the compared layer, from
     that of chunks: the measure that CacheBlend chooses by (CacheBlend, section 4.3). Has this worker's heads only."""
 
-    def __init__(self, layers: Sequence[LinkedLayer], length: int) -> None:
+    def __init__(self, layers: Sequence[LinkedLayer], length: int, device: torch.device) -> None:
         self._attention = layers[COMPARED_LAYER].attention
-        self._squares = torch.zeros(2, length)
+        self._squares = torch.zeros(2, length, device=device)
 
     def note(self, position: int, part: int, new: Tensor, placed: Tensor) -> None:
         """Compare keys (``part`` 0) or values (1) [tokens, heads, head_dim] from ``position`` on."""
         distances = (new.float() - placed.float()).square_().sum(dim=(1, 2))
-        self._squares[part, position : position + len(distances)] = distances.cpu()
+        self._squares[part, position : position + len(distances)] = distances
 
-    def finish(self, bound: BoundModel) -> KVDeviation:
-        """Return the deviation over the heads of all workers, which all have to ask for it."""
-        mean = bound.mean_over_workers(self._squares.to(bound.device)).cpu()
+    def finish(self, bound: BoundModel) -> bytes:
+        """Return the ``KVDeviation`` over the heads of all workers, which all have to ask for it."""
+        mean = bound.mean_over_workers(self._squares).cpu()
         key, value = (mean * (self._attention.total_heads / self._attention.heads)).numpy()
-        return KVDeviation(key, value)
+        return KVDeviation(key, value).to_bytes()
 
 
 @dataclass(frozen=True, slots=True)

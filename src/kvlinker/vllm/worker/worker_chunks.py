@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 from kvlinker.events import Events
-from kvlinker.store import ChunkKV, DiskTier
+from kvlinker.store import ChunkKV, DiskTier, LayerKV
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.format.encryption import Sealing
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
@@ -19,8 +20,12 @@ class WorkerChunks:
     """Reads and writes chunk files, but evicts none: the store does that, in the process that has the catalog, and
     chunks that it deletes are gone here, too. All methods may be called from any thread."""
 
-    def __init__(self, directory: Path, *, memory_bytes: int, sealing: Sealing) -> None:
-        """Open the folder. Raises StoreError where it cannot be used."""
+    def __init__(self, directory: Path, *, memory_bytes: int, sealing: Sealing, pinned: bool = False) -> None:
+        """Open the folder. With ``pinned``, chunks lie in pinned memory, which devices read without anybody waiting.
+
+        Raises StoreError where it cannot be used.
+        """
+        self._pinned = pinned
         self._disk = DiskTier(directory, _NO_LIMIT, Events(), sealing=sealing, yields=False)
         self._folder = ChunkFolder(directory)
         self._index = EvictionIndex(memory_bytes)
@@ -48,7 +53,7 @@ class WorkerChunks:
         if kv is None and self.contains(key):
             kv = self._disk.get(key)
             if kv is not None:
-                self._keep(key, kv)
+                kv = self._keep(key, kv)
         return kv
 
     def put(self, key: str, kv: ChunkKV) -> bool:
@@ -70,16 +75,21 @@ class WorkerChunks:
             self._evicted.clear()
             return evicted
 
-    def _keep(self, key: str, kv: ChunkKV) -> None:
+    def _keep(self, key: str, kv: ChunkKV) -> ChunkKV:
+        """Keep the KV in memory if there is room, and return what is to be used of it."""
+        if self._pinned:
+            layers = tuple(LayerKV(layer.key.pin_memory(), layer.value.pin_memory()) for layer in kv.layers)
+            kv = replace(kv, layers=layers)
         with self._lock:
             if key in self._index or not self._index.fits(kv.nbytes):
-                return
+                return kv
             for old, _ in self._index.make_room(kv.nbytes):
                 del self._memory[old]
                 self._evicted.add(old)
             self._index.add(key, kv.nbytes)
             self._memory[key] = kv
             self._evicted.discard(key)
+        return kv
 
     def _forget(self, key: str) -> None:
         self._index.remove(key)

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvlinker.research.bench.load.endpoint import Endpoint
-from kvlinker.server.address import bind, url_of
+from kvlinker.server.edge.address import bind, url_of
 
 Body = Mapping[str, Any]
 Answer = Callable[[Body], Response]

@@ -123,8 +123,8 @@ def served(llm: LLM) -> Iterator[str]:
     """Serve an LLM on a free port of this machine, in a thread of its own; yield its address."""
     import uvicorn
 
-    from kvlinker.server.address import bind, url_of
     from kvlinker.server.app import create_app
+    from kvlinker.server.edge.address import bind, url_of
 
     with closing(bind("127.0.0.1", 0)) as listening:
         app = create_app(llm, llm.settings)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.research.evaluation.statistics import Interval, mean_interval
+from kvlinker.audit.statistics import Interval
+from kvlinker.research.evaluation.statistics import mean_interval
 
 
 @dataclass(frozen=True, slots=True)

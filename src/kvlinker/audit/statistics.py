@@ -1,0 +1,129 @@
+"""Says what shares of agreeing answers prove: exact intervals, and tests that may be looked at after every answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+LEVEL = 0.95
+"""The confidence of intervals."""
+
+BASELINE_SAMPLES = 100
+"""The first answers, which say how high a share is as long as nothing drifts."""
+
+FALSE_ALARM_SAMPLES = 1000
+"""The fewest answers between two false alarms of ``DriftDetector``, on average."""
+
+_HIGHER = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
+_LOWER = (0.0, 0.1, 0.25, 0.5, 0.75)
+
+
+class Interval(NamedTuple):
+    """The bounds of a 95% confidence interval, in the unit of what was measured."""
+
+    low: float
+    high: float
+
+
+def clopper_pearson(successes: int, trials: int) -> Interval:
+    """Bound a probability by ``successes`` out of ``trials`` with the exact interval of Clopper and Pearson (1934),
+    which covers it in at least 95% of all cases, however few trials there are. Without trials it is [0, 1]."""
+    from scipy.special import betaincinv  # which takes a while, and not every command needs it
+
+    tail = (1 - LEVEL) / 2
+    low = float(betaincinv(successes, trials - successes + 1, tail)) if successes else 0.0
+    high = float(betaincinv(successes + 1, trials - successes, 1 - tail)) if successes < trials else 1.0
+    return Interval(low, high)
+
+
+class RateTest:
+    """Gathers evidence against the hypothesis that successes come at a rate on one side of a bound.
+
+    It is a sequential probability ratio test (Wald 1945) against a mixture of alternatives (Robbins 1970). While the
+    hypothesis is true, the chance that ``evidence`` ever reaches 1/α is at most α, however often one looks (Ville
+    1939).
+    """
+
+    def __init__(self, bound: float, failure_rates: Sequence[float]) -> None:
+        """Test whether the rate is ``bound``, between 0 and 1, against these ``failure_rates``, all of which are on the
+        other side of ``1 - bound``."""
+        self._steps = tuple(_log_ratios(bound, rate) for rate in failure_rates)
+        self._logs = [-math.log(len(failure_rates))] * len(failure_rates)
+
+    @classmethod
+    def falls_below(cls, bound: float) -> Self:
+        """Test the hypothesis that the rate is at least ``bound``: evidence grows where it is below."""
+        return cls(bound, higher_failure_rates(bound))
+
+    @classmethod
+    def exceeds(cls, bound: float) -> Self:
+        """Test the hypothesis that the rate is at most ``bound``: evidence grows where it is above."""
+        return cls(bound, [share * (1 - bound) for share in _LOWER])
+
+    @property
+    def evidence(self) -> float:
+        """The factor by which the alternatives explain the answers so far better than the bound does."""
+        return math.exp(min(_log_sum(self._logs), 700.0))
+
+    def note(self, success: bool) -> None:
+        """Take another answer into account."""
+        self._logs = [log + step[success] for log, step in zip(self._logs, self._steps, strict=True)]
+
+
+class DriftDetector:
+    """Notices when successes become rarer than they were in the first hundred answers.
+
+    It is a mixture of e-CUSUM detectors (Shin, Ramdas and Rinaldo 2024, after Page 1954) against the lower end of the
+    exact interval of those first answers: as long as the rate is not below that, alarms are at least
+    ``FALSE_ALARM_SAMPLES`` answers apart on average. After an alarm it learns the new rate and begins again.
+    """
+
+    def __init__(self) -> None:
+        self.alarms = 0
+        """The number of times that successes have become rarer."""
+
+        self._begin()
+
+    def _begin(self) -> None:
+        self._seen = self._successes = 0
+        self._steps: tuple[tuple[float, float], ...] = ()
+        self._logs: list[float] = []
+
+    def note(self, success: bool) -> bool:
+        """Take another answer into account; return whether it raises an alarm."""
+        self._seen += 1
+        self._successes += success
+        if self._seen <= BASELINE_SAMPLES:
+            if self._seen == BASELINE_SAMPLES:
+                self._learn()
+            return False
+        self._logs = [max(0.0, log) + step[success] for log, step in zip(self._logs, self._steps, strict=True)]
+        if _log_sum(self._logs) - math.log(len(self._logs)) < math.log(FALSE_ALARM_SAMPLES):
+            return False
+        self.alarms += 1
+        self._begin()
+        return True
+
+    def _learn(self) -> None:
+        bound = max(clopper_pearson(self._successes, self._seen).low, 1e-3)
+        self._steps = tuple(_log_ratios(bound, rate) for rate in higher_failure_rates(bound))
+        self._logs = [0.0] * len(self._steps)
+
+
+def higher_failure_rates(bound: float) -> list[float]:
+    """Return rates of failure above ``1 - bound``, in geometric steps up to 1."""
+    return [(1 - bound) ** (1 - part) for part in _HIGHER]
+
+
+def _log_ratios(bound: float, failure_rate: float) -> tuple[float, float]:
+    """Return the logarithms of how much likelier a failure, and a success, is at ``failure_rate`` than at ``bound``."""
+    success = math.log((1 - failure_rate) / bound)
+    return (math.log(failure_rate / (1 - bound)) if failure_rate else -math.inf), success
+
+
+def _log_sum(logs: Sequence[float]) -> float:
+    highest = max(logs)
+    if highest == -math.inf:
+        return highest
+    return highest + math.log(sum(math.exp(log - highest) for log in logs))

@@ -1,0 +1,1 @@
+"""Answers prompts: OpenAI's two completion routes, and what all routes that generate share."""

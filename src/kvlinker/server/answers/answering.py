@@ -1,0 +1,261 @@
+"""Answers of both completion routes: from prompts to a response, whole or as server-sent events.
+
+An ``AnswerFormat`` makes a route's bodies; usage, timing, streaming and its end are here. The routes of other APIs
+(``kvlinker.server.answers.dialects``) share how choices begin and how events are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from sse_starlette import EventSourceResponse
+from starlette.types import Receive, Scope, Send
+
+from kvlinker.errors import KVLinkerError
+from kvlinker.llm import Answer, Prompt, ReadPrompt
+from kvlinker.server.answers.choices import Choices
+from kvlinker.server.edge.access_log import note_tokens
+from kvlinker.server.edge.errors import error_body, error_responses
+from kvlinker.server.fields.bodies import ResponseBody, SamplingBody
+from kvlinker.server.models import Service
+from kvlinker.types.answers import Delta, Finished, Timing, Usage
+from kvlinker.types.sampling import SamplingParams
+
+LEAST_LOGPROB = -9999.0
+"""OpenAI's value for the log probability of an impossible token: JSON has no infinity."""
+
+
+class PromptTokensDetails(ResponseBody):
+    """The prompt tokens whose KV was there and was kept, and those of chunks that were computed again; all others were
+    fresh. ``exact_cached_tokens`` are those of the former that an earlier request computed in just this sequence."""
+
+    cached_tokens: int
+    exact_cached_tokens: int
+    recomputed_tokens: int
+
+
+class UsageBody(ResponseBody):
+    """The tokens of a request: each prompt counts once, all choices count."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class LinkedCacheBody(ResponseBody):
+    """A context cache in the prompt; ``created`` is true if this request brought its text first."""
+
+    id: str
+    tokens: int
+    created: bool
+
+
+class LinkBody(ResponseBody):
+    """How the prompt was linked: the policy, and the context caches in it in the order in which they stand there."""
+
+    policy: str
+    context_caches: list[LinkedCacheBody]
+
+
+class Asked(NamedTuple):
+    """What a request asks the engine for: ``prompts``, by the fields that they come from, and how to answer them."""
+
+    prompts: Mapping[str, ReadPrompt]
+    sampling: SamplingParams
+
+
+class AnswerFormat(Protocol):
+    """The bodies of one route; one instance serves one request. What is not set in a chunk is not sent."""
+
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        """Take note of the prompts, before any other call."""
+        ...
+
+    def opening(self, index: int) -> BaseModel | None:
+        """The choice that a stream begins with, if there is one."""
+        ...
+
+    def delta(self, index: int, delta: Delta) -> BaseModel | None:
+        """A choice with new output; None where there is nothing to tell yet."""
+        ...
+
+    def closing(self, index: int, finished: Finished) -> BaseModel:
+        """A choice that is finished."""
+        ...
+
+    def chunk(self, choices: Sequence[Any]) -> BaseModel:
+        """A chunk of a stream with these choices, and a field ``usage`` that is not set."""
+        ...
+
+    def answer(self, answers: Sequence[Answer], usage: UsageBody) -> BaseModel:
+        """The whole answer."""
+        ...
+
+
+def completion_responses(chunk: str) -> dict[int | str, dict[str, Any]]:
+    """Describe the answers of a completion route; ``chunk`` names the schema of a stream's events."""
+    events = {"schema": {"$ref": f"#/components/schemas/{chunk}"}}
+    timing = {"description": "Milliseconds: queue, load, link, decode.", "schema": {"type": "string"}}
+    answered = {
+        "description": "The answer; with `stream`, a server-sent event per chunk, then `[DONE]`. A stream that fails "
+        "half way has the error's body as its last event.",
+        "headers": {"Server-Timing": timing},
+        "content": {"text/event-stream": events},
+    }
+    return {200: answered, **error_responses(400, 404, 429, 503)}
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    body: SamplingBody,
+    build: Callable[[], Asked],
+    answer_format: AnswerFormat,
+    *,
+    tenant: str,
+) -> Response:
+    """Generate and respond. A client that goes away has its choices cancelled.
+
+    ``build`` makes the prompts; like all that takes long, it runs in a thread.
+    """
+
+    def begin() -> Asked:
+        asked = build()
+        answer_format.begin([read.prompt for read in asked.prompts.values()])
+        return asked
+
+    choices = await begin_choices(service, request, begin, n=body.choices, tenant=tenant)
+    if body.stream:
+        return EventStream(choices, _chunks(choices, answer_format, request.scope, include_usage=body.include_usage))
+    async with choices.cancelled_on_disconnect(request.receive):
+        answers = await choices.answers()
+    usage = usage_body([answer.usage for answer in answers], choices.n)
+    note_tokens(request.scope, usage.prompt_tokens, usage.completion_tokens)
+    link = link_body(choices.prompts.values())
+
+    def tell() -> dict[str, Any]:
+        answer = answer_format.answer(answers, usage).model_dump(exclude={"link"})
+        return answer if link is None else answer | {"link": link.model_dump()}
+
+    told = await run_in_threadpool(tell)  # log probabilities of a long prompt take a while
+    return JSONResponse(
+        told,
+        headers={"Server-Timing": server_timing([answer.timing for answer in answers])},
+    )
+
+
+async def begin_choices(
+    service: Service, request: Request, build: Callable[[], Asked], *, n: int, tenant: str
+) -> Choices:
+    """Build the prompts and queue their choices, in a thread. Raises what both raise."""
+    loop = asyncio.get_running_loop()
+
+    def begin() -> Choices:
+        prompts, sampling = build()
+        return Choices(service.llm, prompts, sampling, n=n, tenant=tenant, loop=loop)
+
+    return await service.encoding.run(request, begin)
+
+
+class EventStream(EventSourceResponse):
+    """Sends the events of choices as they go, and cancels the choices as soon as the client is gone.
+
+    A comment every few seconds keeps the connection open while nothing is said. A server that shuts down lets streams
+    go on for as long as it waits for requests.
+    """
+
+    def __init__(self, choices: Choices, events: AsyncIterator[str | dict[str, str]]) -> None:
+        """``events`` are texts, or have a name (``event``) beside it (``data``)."""
+        super().__init__(events, sep="\n", shutdown_grace_period=math.inf)
+        self._choices = choices
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._choices.cancel()  # also where the client left before the first event
+
+
+async def _chunks(
+    choices: Choices, answer_format: AnswerFormat, scope: Scope, *, include_usage: bool
+) -> AsyncIterator[str]:
+    """Yield the chunks of a completion's stream, and its end."""
+    link = link_body(choices.prompts.values())
+
+    def chunk(choice: BaseModel) -> str:
+        nonlocal link
+        added: dict[str, Any] = {"usage": None} if include_usage else {}
+        if link is not None:  # the first chunk tells it
+            added["link"], link = link, None
+        return _encoded(answer_format.chunk([choice]).model_copy(update=added))
+
+    finished: dict[int, Usage] = {}
+    try:
+        for index in range(len(choices)):
+            if opening := answer_format.opening(index):
+                yield chunk(opening)
+        async for index, event in choices.events():
+            if isinstance(event, Finished):
+                finished[index] = event.usage
+                yield chunk(answer_format.closing(index, event))
+            elif (event.text or event.logprobs) and (choice := answer_format.delta(index, event)):
+                yield chunk(choice)
+        usage = usage_body([finished[index] for index in sorted(finished)], choices.n)
+        note_tokens(scope, usage.prompt_tokens, usage.completion_tokens)
+        if include_usage:
+            yield _encoded(answer_format.chunk([]).model_copy(update={"usage": usage}))
+    except KVLinkerError as error:
+        yield _encoded(error_body(error, scope))
+    yield "[DONE]"
+
+
+def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
+    """Add up the usage of an answer's choices, ``n`` to a prompt, whose tokens are those of its first choice."""
+    prompts = usages[::n]
+    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+    output_tokens = sum(usage.output_tokens for usage in usages)
+    return UsageBody(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=output_tokens,
+        total_tokens=prompt_tokens + output_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=sum(usage.cached_tokens for usage in prompts),
+            exact_cached_tokens=sum(usage.exact_cached_tokens for usage in prompts),
+            recomputed_tokens=sum(usage.recomputed_tokens for usage in prompts),
+        ),
+    )
+
+
+def link_body(prompts: Iterable[ReadPrompt]) -> LinkBody | None:
+    """Tell how prompts were linked; None where no chunk took part. Each context cache is told of once."""
+    linked = [prompt for prompt in prompts if prompt.linked]
+    caches: dict[str, LinkedCacheBody] = {}
+    for cache in (each for prompt in linked for each in prompt.linked):
+        body = LinkedCacheBody(id=cache.id, tokens=cache.tokens, created=cache.created)
+        caches.setdefault(cache.id, body)
+    return LinkBody(policy=linked[0].policy.name, context_caches=list(caches.values())) if linked else None
+
+
+def server_timing(timings: Sequence[Timing]) -> str:
+    """Return the value of the ``Server-Timing`` header, in milliseconds: for each phase, the longest time of any
+    choice."""
+    phases = ("queue", "load", "link", "decode")
+    longest = {phase: max(getattr(timing, phase) for timing in timings) for phase in phases}
+    return ", ".join(f"{phase};dur={seconds * 1000:.3f}" for phase, seconds in longest.items())
+
+
+def finite(logprob: float) -> float:
+    """Return the log probability as a number that JSON can represent."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _encoded(body: BaseModel) -> str:
+    return body.model_dump_json(exclude_unset=True)

@@ -1,0 +1,324 @@
+"""POST /v1/chat/completions: conversations as OpenAI's API has them, with context caches in the content."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field, JsonValue, model_validator
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
+from kvlinker.server.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
+from kvlinker.server.answers.conversing import AnswerReader, Conversing
+from kvlinker.server.edge.access import TenantParam
+from kvlinker.server.edge.errors import blaming
+from kvlinker.server.fields.bodies import DocumentBody, ResponseBody, Text
+from kvlinker.server.fields.decoding import DecodingBody
+from kvlinker.server.fields.messages import MessageBody
+from kvlinker.server.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
+from kvlinker.server.fields.tools import (
+    MOST_TOOLS,
+    ToolBody,
+    ToolCallDelta,
+    ToolCallObject,
+    ToolChoiceBody,
+    call_deltas,
+    call_objects,
+)
+from kvlinker.server.models import ServiceParam
+from kvlinker.types.answers import Delta, Finished, ResponsePiece, TokenLogprob
+from kvlinker.types.messages import TemplateOptions
+from kvlinker.types.tools import Tool
+
+router = APIRouter(tags=["completions"])
+
+
+class ChatCompletionRequest(DecodingBody):
+    """A conversation to answer. OpenAI's fields that would change the answer and are not supported are refused."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = DecodingBody.refused | {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "reasoning_effort": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "echo": (False,),
+        "add_special_tokens": (False,),
+    }
+
+    messages: list[MessageBody] = Field(min_length=1)
+    documents: list[DocumentBody] | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: list[ToolBody] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_choice: ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[Text, JsonValue] | None = Field(
+        default=None, description="Variables of the model's chat template, such as `enable_thinking`."
+    )
+
+    @model_validator(mode="after")
+    def _check_ending(self) -> ChatCompletionRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "'continue_final_message' goes on with the last message, and 'add_generation_prompt' begins another: "
+                "give one of them.",
+                param="continue_final_message",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _check_results(self) -> ChatCompletionRequest:
+        called: set[str] = set()
+        for index, message in enumerate(self.messages):
+            called.update(call.id for call in message.tool_calls or ())
+            if message.role == "tool" and message.tool_call_id not in called:
+                raise InvalidRequestError(
+                    f"{message.tool_call_id!r} is the id of no call in 'tool_calls' of a message before.",
+                    param=f"messages.{index}.tool_call_id",
+                )
+        return self
+
+    def read(self, llm: LLM, tools: Sequence[Tool], *, keeps: bool = True, tenant: str) -> ReadPrompt:
+        """Make the prompt, which shows ``tools``. Raises what ``LLM.read_chat`` does."""
+        return llm.read_chat(
+            [message.message() for message in self.messages],
+            documents=[document.document() for document in self.documents or ()],
+            options=TemplateOptions(
+                tools=tuple(tools),
+                variables=self.chat_template_kwargs or {},
+                add_generation_prompt=self.add_generation_prompt is not False,
+                continue_final_message=bool(self.continue_final_message),
+            ),
+            policy=self.policy,
+            implicit=self.implicit,
+            keeps=keeps,
+            tenant=tenant,
+        )
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that are given, by name."""
+        given = super().sampling_fields()
+        if limit := self.max_completion_tokens or self.max_tokens:
+            given["max_tokens"] = limit
+        if self.logprobs:
+            given["logprobs"] = self.top_logprobs or 0
+        return given
+
+
+class TopLogprob(ResponseBody):
+    """A token and its log probability, in nats; ``bytes`` are its text in UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    """The token that was sampled, and the most likely ones in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(ResponseBody):
+    """Log probabilities of the tokens in ``content``."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(ResponseBody):
+    """The message that the model answers with. Its reasoning and calls of tools are told apart from ``content``, which
+    is null where there are calls alone."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallObject] | None = None
+
+
+class ChatChoice(ResponseBody):
+    """One answer; ``finish_reason`` is ``stop``, ``tool_calls``, ``length`` or ``cancelled``."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatCompletion(ResponseBody):
+    """The whole answer; ``link`` is there where chunks took part."""
+
+    id: str
+    created: int
+    model: str
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: UsageBody
+    link: LinkBody | None = None
+    prompt_logprobs: PromptLogprobsBody | None = None
+
+
+class ChatDelta(ResponseBody):
+    """New output of a choice; its first delta has the role, its last one nothing."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[ToolCallDelta] = Field(default=[])
+
+
+class ChatChunkChoice(ResponseBody):
+    """A piece of one answer; ``finish_reason`` is null but in the last."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatCompletionChunk(ResponseBody):
+    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null but in the last;
+    ``link`` is in the first, where chunks took part."""
+
+    id: str
+    created: int
+    model: str
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: UsageBody | None = None
+    link: LinkBody | None = None
+
+
+@router.post(
+    "/v1/chat/completions", response_model=ChatCompletion, responses=completion_responses(ChatCompletionChunk.__name__)
+)
+async def create_chat_completion(
+    body: ChatCompletionRequest, request: Request, service: ServiceParam, tenant: TenantParam
+) -> Response:
+    """Answer a conversation; message content mixes text and context caches, in any order."""
+    service.check_model(body.model)
+    conversing = Conversing(service.llm, body)
+    answer_format = ChatFormat(service.llm, conversing, logprobs=bool(body.logprobs))
+
+    def build() -> Asked:
+        read = body.read(service.llm, conversing.tools, tenant=tenant)
+        return Asked({"messages": read}, conversing.sampling(read.prompt))
+
+    length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    with blaming("messages", length=length):
+        return await respond(service, request, body, build, answer_format, tenant=tenant)
+
+
+class ChatFormat:
+    """An ``AnswerFormat``."""
+
+    def __init__(self, llm: LLM, conversing: Conversing, *, logprobs: bool) -> None:
+        self._head: dict[str, Any] = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": llm.model_name,
+        }
+        self._llm = llm
+        self._conversing = conversing
+        self._logprobs = logprobs
+        self._readers: dict[int, AnswerReader] = {}
+        self._calls: defaultdict[int, int] = defaultdict(int)
+
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        (self._prompt,) = prompts
+
+    def opening(self, index: int) -> ChatChunkChoice:
+        return _choice(index, ChatDelta(role="assistant", content=""))
+
+    def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
+        logprobs = self._logprobs_body(delta.logprobs)
+        piece = self._reader(index).feed(delta.text)
+        return _choice(index, self._told(index, piece), logprobs=logprobs) if piece or logprobs else None
+
+    def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
+        told = self._told(index, self._reader(index).finish())
+        return _choice(index, told, finish_reason=_reason(finished.reason, self._calls[index]))
+
+    def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
+        return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=list(choices))
+
+    def answer(self, answers: Sequence[Answer], usage: UsageBody) -> ChatCompletion:
+        choices = [self._whole(index, answer) for index, answer in enumerate(answers)]
+        scored = prompt_logprobs_body(self._prompt, answers[0].prompt_logprobs, self._llm.token_text)
+        return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_logprobs=scored)
+
+    def _whole(self, index: int, answer: Answer) -> ChatChoice:
+        pieces = [self._reader(index).feed(answer.text), self._reader(index).finish()]
+        content = "".join(piece.content for piece in pieces)
+        calls = [call for piece in pieces for call in piece.calls]
+        message = AssistantMessage(
+            content=None if calls and not content else content,
+            reasoning_content="".join(piece.reasoning for piece in pieces) or None,
+            tool_calls=call_objects(calls) or None,
+        )
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=self._logprobs_body(answer.logprobs),
+            finish_reason=_reason(answer.finish_reason, len(calls)),
+        )
+
+    def _reader(self, index: int) -> AnswerReader:
+        """Return the reader of a choice."""
+        if index not in self._readers:
+            self._readers[index] = self._conversing.reader(self._prompt)
+        return self._readers[index]
+
+    def _told(self, index: int, piece: ResponsePiece) -> ChatDelta:
+        """Return a piece of an answer as streams tell it."""
+        told: dict[str, Any] = {}
+        if piece.content:
+            told["content"] = piece.content
+        if piece.reasoning:
+            told["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            told["tool_calls"] = call_deltas(piece.calls, first=self._calls[index])
+            self._calls[index] += len(piece.calls)
+        return ChatDelta(**told)
+
+    def _logprobs_body(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+        if not self._logprobs:
+            return None
+        content = [
+            ChatLogprob(**_entry(entry), top_logprobs=[TopLogprob(**_entry(other)) for other in entry.top])
+            for entry in entries
+        ]
+        return ChatLogprobs(content=content, refusal=None)
+
+
+def _reason(reason: str, calls: int) -> str:
+    """Return why an answer ended, as OpenAI's API says it."""
+    return "tool_calls" if calls and reason == "stop" else reason
+
+
+def _choice(
+    index: int, delta: ChatDelta, *, logprobs: ChatLogprobs | None = None, finish_reason: str | None = None
+) -> ChatChunkChoice:
+    return ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)
+
+
+def _entry(entry: TokenLogprob) -> dict[str, Any]:
+    return {"token": entry.text, "logprob": finite(entry.logprob), "bytes": list(entry.text.encode())}

@@ -1,0 +1,178 @@
+"""Answers conversations in the words of APIs other than chat completions: each is a translator from its bodies to a
+``ChatCompletionRequest``, and from the one answer to its own bodies and events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+
+from kvlinker.errors import KVLinkerError
+from kvlinker.llm import ReadPrompt
+from kvlinker.server.answers.answering import Asked, EventStream, begin_choices, server_timing
+from kvlinker.server.answers.blocks import BlockReader, BlockStep
+from kvlinker.server.answers.chat import ChatCompletionRequest
+from kvlinker.server.answers.choices import Choices
+from kvlinker.server.answers.conversing import Conversing
+from kvlinker.server.edge.access_log import note_tokens
+from kvlinker.server.edge.errors import ErrorBody, as_invalid_request, error_body
+from kvlinker.server.models import Service
+from kvlinker.types.answers import Finished
+
+
+@dataclass
+class Translation:
+    """A request of another API as a chat request."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """The chat request's fields."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    """Paths of fields of the chat request, with those of the caller's fields that they come from, where those have
+    other names; the longest beginning of a path counts."""
+
+    def request(self) -> ChatCompletionRequest:
+        """Return the chat request. Raises what its validation does."""
+        given = {name: value for name, value in self.values.items() if value is not None}
+        given["messages"] = [
+            {**message, "content": None if message["content"] == [] else message["content"]}
+            for message in given["messages"]
+        ]
+        return ChatCompletionRequest.model_validate(given)
+
+    def add_message(self, role: str, **fields: Any) -> dict[str, Any]:
+        """Add a message with an empty content, and return it."""
+        message = {"role": role, "content": [], **fields}
+        self.values.setdefault("messages", []).append(message)
+        return message
+
+    def add_part(self, message: dict[str, Any], part: Any, *, origin: str) -> None:
+        """Add a part to the content of the last message; ``origin`` is the path that it comes from."""
+        number = len(self.values["messages"]) - 1
+        self.fields[f"messages.{number}.content.{len(message['content'])}"] = origin
+        message["content"].append(part)
+
+    @contextmanager
+    def renaming(self) -> Iterator[None]:
+        """Have errors name the caller's fields."""
+        try:
+            yield
+        except ValidationError as error:
+            raise as_invalid_request(error, self._renamed) from error
+        except KVLinkerError as error:
+            error.param = self._renamed(error.param)
+            raise
+
+    def _renamed(self, path: str | None) -> str | None:
+        names = [] if path is None else path.split(".")
+        for length in range(len(names), 0, -1):
+            if own := self.fields.get(".".join(names[:length])):
+                return ".".join((own, *names[length:]))
+        return path
+
+
+class EventBody(Protocol):
+    """An event of a stream, which is sent under its ``type``."""
+
+    @property
+    def type(self) -> str: ...
+
+    def model_dump_json(self, *, exclude_unset: bool) -> str: ...
+
+
+class DialectAnswer(Protocol):
+    """One answer in the words of an API; what is not set in its bodies is not sent."""
+
+    def opening(self, read: ReadPrompt) -> Iterable[EventBody]:
+        """Take note of the prompt, and return the events with which a stream begins."""
+        ...
+
+    def told(self, step: BlockStep) -> Iterable[EventBody]:
+        """Return the events of a step."""
+        ...
+
+    def closing(self, reader: BlockReader, finished: Finished) -> Iterable[EventBody]:
+        """Take note of the end, and return the events with which a stream ends."""
+        ...
+
+    def failure(self, error: ErrorBody) -> Iterable[EventBody]:
+        """Return the events of a stream that fails half way."""
+        ...
+
+    def whole(self) -> BaseModel:
+        """Return the whole answer, which has ended."""
+        ...
+
+
+async def respond_in_dialect(
+    service: Service,
+    request: Request,
+    translation: Translation,
+    answer: DialectAnswer,
+    *,
+    tenant: str,
+) -> Response:
+    """Answer a conversation, whole or as a stream."""
+    with translation.renaming():
+        chat = translation.request()
+        service.check_model(chat.model)
+        conversing = Conversing(service.llm, chat)
+
+        def build() -> Asked:
+            read = chat.read(service.llm, conversing.tools, tenant=tenant)
+            return Asked({"messages": read}, conversing.sampling(read.prompt))
+
+        choices = await begin_choices(service, request, build, n=1, tenant=tenant)
+    (read,) = choices.prompts.values()
+    reader = BlockReader(conversing.reader(read.prompt))
+    if chat.stream:
+        return EventStream(choices, _events(choices, reader, answer, read, request))
+    answer.opening(read)
+    async with choices.cancelled_on_disconnect(request.receive):
+        async for _, event in choices.events():
+            if isinstance(event, Finished):
+                finished = event
+            else:
+                _drain(reader.feed(event.text))
+    _drain(reader.finish())
+    answer.closing(reader, finished)
+    note_tokens(request.scope, finished.usage.prompt_tokens, finished.usage.output_tokens)
+    return JSONResponse(
+        answer.whole().model_dump(mode="json", exclude_unset=True, by_alias=True),
+        headers={"Server-Timing": server_timing([finished.timing])},
+    )
+
+
+async def _events(
+    choices: Choices, reader: BlockReader, answer: DialectAnswer, read: ReadPrompt, request: Request
+) -> AsyncIterator[dict[str, str]]:
+    """Yield the events of a stream, each with its name."""
+    try:
+        for event in answer.opening(read):
+            yield _named(event)
+        async for _, output in choices.events():
+            if isinstance(output, Finished):
+                note_tokens(request.scope, output.usage.prompt_tokens, output.usage.output_tokens)
+            for step in reader.finish() if isinstance(output, Finished) else reader.feed(output.text):
+                for event in answer.told(step):
+                    yield _named(event)
+            if isinstance(output, Finished):
+                for event in answer.closing(reader, output):
+                    yield _named(event)
+    except KVLinkerError as error:
+        for event in answer.failure(error_body(error, request.scope)):
+            yield _named(event)
+
+
+def _named(event: EventBody) -> dict[str, str]:
+    return {"event": event.type, "data": event.model_dump_json(exclude_unset=True)}
+
+
+def _drain(steps: Iterable[Any]) -> None:
+    for _ in steps:
+        pass

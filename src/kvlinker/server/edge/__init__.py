@@ -1,0 +1,1 @@
+"""Guards requests and answers of all routes: address, connections, hosts and keys, limits, errors, and the log."""

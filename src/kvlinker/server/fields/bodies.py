@@ -1,0 +1,359 @@
+"""Parts that the bodies of several routes share: strict types, content parts, sampling fields, pairs of metadata.
+
+Requests are validated by these models and become plain values (``kvlinker.types.messages``, ``SamplingParams``);
+responses are made of them, so that the OpenAPI document describes what is sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import Depends, Request
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    JsonValue,
+    StringConstraints,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
+
+from kvlinker.errors import InvalidRequestError
+from kvlinker.implicit.marks import TTL_PATTERN, ttl_seconds
+from kvlinker.types.context_cache import LONGEST_KEY, LONGEST_NAME, LONGEST_VALUE, MOST_PAIRS
+from kvlinker.types.messages import CachedPart, Content, ContextCacheReference, Document, MarkedText, TextSource
+
+MAX_CHOICES = 128
+
+
+def _require_unicode(text: str) -> str:
+    """Refuse half of a surrogate pair, which JSON's escapes can spell, but which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError("text_unicode", "Input should be valid Unicode, without lone surrogates") from error
+    return text
+
+
+Unicode = AfterValidator(_require_unicode)
+"""Stands last in the annotation of a text, so that the constraints before it speak of characters."""
+
+Text = Annotated[str, Unicode]
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_NAME), Unicode]
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, StringConstraints(max_length=LONGEST_KEY), Unicode],
+        Annotated[str, StringConstraints(max_length=LONGEST_VALUE), Unicode],
+    ],
+    Field(max_length=MOST_PAIRS),
+]
+"""Pairs of metadata of a context cache."""
+
+
+class RequestBody(BaseModel):
+    """Base of all request bodies: types are strict, unknown fields are refused unless they are null, which means
+    nothing.
+
+    The tags of unions stand in angle brackets, so that the path of an error can be told from them
+    (see ``kvlinker.server.edge.errors``).
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """OpenAI's fields that do not change the answer here."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """OpenAI's fields that would change the answer, with the values at which they have no effect."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _meet_foreign_fields(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, harmless in cls.refused.items():
+            if data.get(name) is not None and data[name] not in harmless:
+                kind = PydanticCustomError("unsupported_parameter", "not supported; leave it out")
+                error = InitErrorDetails(type=kind, loc=(name,), input=data[name])
+                raise ValidationError.from_exception_data(cls.__name__, [error])  # with the field's whole path
+        foreign = cls.ignored | cls.refused.keys()
+        given = ((name, value) for name, value in data.items() if name not in foreign)
+        return {name: value for name, value in given if value is not None or name in cls.model_fields}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the schema with the fields that are ignored, and the values that are accepted of refused ones."""
+        schema = handler(core)
+        resolved = handler.resolve_ref_schema(schema)
+        if resolved.get("additionalProperties") is False:
+            resolved["additionalProperties"] = {"type": "null"}
+        properties = resolved.setdefault("properties", {})
+        for name in sorted(cls.ignored):
+            properties[name] = {"description": "Ignored: it does not change the answer here."}
+        for name, harmless in sorted(cls.refused.items()):
+            properties[name] = {"enum": [None, *harmless], "description": "Not supported."}
+        return schema
+
+
+def exactly_one(*names: str) -> ConfigDict:
+    """Configure a request body of whose fields ``names`` one must be given: its schema says so.
+
+    The body's own validator is what refuses none and several, in the words of the route.
+    """
+    given: list[JsonValue] = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names]
+    return ConfigDict(json_schema_extra={"oneOf": given})
+
+
+class ResponseBody(BaseModel):
+    """Base of all response bodies, which have the fields that are documented and no others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _check_ttl(text: str) -> str:
+    try:
+        ttl_seconds(text)
+    except ValueError as error:
+        raise PydanticCustomError("ttl_format", "Input is wrong: {reason}", {"reason": str(error)}) from error
+    return text
+
+
+_MarkTtl = Annotated[
+    Text, AfterValidator(_check_ttl), WithJsonSchema({"type": "string", "pattern": f"^{TTL_PATTERN}$"})
+]
+
+
+class CacheControl(RequestBody):
+    """Marks a text part as a chunk, in Anthropic's form; ``ttl`` is how long it lives from its last use: "5m", "1h"."""
+
+    type: Literal["ephemeral"]
+    ttl: _MarkTtl | None = None
+
+
+class PromptCacheBreakpoint(RequestBody):
+    """Marks a text part as a chunk, in OpenAI's form."""
+
+    mode: Literal["explicit"]
+
+
+class TextPart(RequestBody):
+    """Text, under any of the names that OpenAI's routes have for it: fresh, or a chunk that is found by what it says
+    where one of the marks is given."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"id", "index", "logprobs"})
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": ([],), "citations": ([],)}
+
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+    def content(self) -> str | MarkedText:
+        """Return the text as the library takes it."""
+        if self.cache_control is None and self.prompt_cache_breakpoint is None:
+            return self.text
+        ttl = self.cache_control.ttl if self.cache_control else None
+        return MarkedText(self.text, None if ttl is None else ttl_seconds(ttl))
+
+
+class ContextCachePart(RequestBody):
+    """The chunk of a context cache."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "index"})
+
+    type: Literal["context_cache"]
+    id: Text
+
+
+class UnknownPart(BaseModel):
+    """Catches parts of other types, which are all invalid: its error lists the types that exist."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "context_cache"]
+
+
+_PART_TAGS = {"text": "<text>", "input_text": "<text>", "output_text": "<text>", "context_cache": "<context_cache>"}
+
+
+def _part_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return _PART_TAGS.get(kind, "<unknown>") if isinstance(kind, str) else "<unknown>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[ContextCachePart, Tag("<context_cache>")]
+    | Annotated[SkipJsonSchema[UnknownPart], Tag("<unknown>")],
+    Discriminator(_part_kind),
+]
+
+
+def content_of(parts: Sequence[Part]) -> Content[CachedPart]:
+    """Return the parts of a message or a prompt as the library takes them."""
+    return tuple(
+        part.content() if isinstance(part, TextPart) else ContextCacheReference(part.id)
+        for part in parts
+        if not isinstance(part, UnknownPart)
+    )
+
+
+_StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
+
+_Stop = Annotated[
+    Annotated[_StopText, Tag("<text>")] | Annotated[list[_StopText], Field(max_length=16), Tag("<texts>")],
+    Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
+]
+
+
+class DocumentBody(RequestBody):
+    """A document that the conversation is about, which becomes a chunk. Chat templates that take documents also get
+    its other fields, such as ``title``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    text: Text
+    title: Text | None = None
+
+    def document(self) -> Document[CachedPart]:
+        """Return the document as the library takes it."""
+        title = {} if self.title is None else {"title": self.title}
+        return Document(MarkedText(self.text, source=TextSource.DOCUMENT), title | (self.model_extra or {}))
+
+
+class LinkOptions(RequestBody):
+    """Options of linking cached chunks; ``policy`` such as ``legolink-16``. ``implicit`` says which texts become chunks
+    without an id."""
+
+    policy: Annotated[str, StringConstraints(min_length=1), Unicode] | None = None
+    implicit: Literal["auto", "marked", "off"] | None = None
+
+
+class StreamOptions(RequestBody):
+    """``include_usage``: end the stream with a chunk that holds the usage."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+    include_usage: bool | None = None
+
+
+class SamplingBody(RequestBody):
+    """Fields that chat completions and completions share: sampling, stopping, streaming and linking.
+
+    Absent and null mean the default.
+    """
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "user",
+            "store",
+            "metadata",
+            "prediction",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "safety_identifier",
+        }
+    )
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "use_beam_search": (False,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "include_stop_str_in_output": (False,),
+        "length_penalty": (1,),
+        "truncate_prompt_tokens": (),
+    }
+
+    model: Text | None = None
+    link: LinkOptions | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1, description="-1 and 0 are off.")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    stop: _Stop | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("'stream_options' needs 'stream' to be true.", param="stream_options")
+        return self
+
+    @property
+    def choices(self) -> int:
+        """The number of choices that are asked for, of each prompt."""
+        return self.n or 1
+
+    @property
+    def policy(self) -> str | None:
+        """The policy that is asked for; None for the server's own."""
+        return self.link.policy if self.link else None
+
+    @property
+    def implicit(self) -> str | None:
+        """The texts that are to become chunks without an id; None for the server's own setting."""
+        return self.link.implicit if self.link else None
+
+    @property
+    def include_usage(self) -> bool:
+        """True where a stream is to end with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+METADATA_PARAMETER: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "metadata",
+            "in": "query",
+            "required": False,
+            "style": "deepObject",
+            "explode": True,
+            "description": "Pairs that a context cache must have, all of them: metadata[project]=x.",
+            "schema": {"type": "object", "additionalProperties": {"type": "string"}, "maxProperties": MOST_PAIRS},
+        }
+    ]
+}
+"""Describes ``MetadataParam`` in a route's ``openapi_extra``."""
+
+
+async def _metadata(request: Request) -> dict[str, str]:
+    """Read ``metadata[key]=value`` of the query string, as OpenAI's API and clients write pairs.
+
+    Raises InvalidRequestError for parameters that only look like pairs, and for one key with several values.
+    """
+    pairs: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if not name.startswith("metadata"):
+            continue
+        match = re.fullmatch(r"metadata\[(.*)\]", name, re.DOTALL)
+        if match is None:
+            raise InvalidRequestError(f"{name!r} is no pair of metadata. Write metadata[project]=x.", param="metadata")
+        if pairs.setdefault(match[1], value) != value:
+            raise InvalidRequestError(f"{name!r} is given with two values; no context cache has both.", param=name)
+    if len(pairs) > MOST_PAIRS:
+        raise InvalidRequestError(
+            f"{len(pairs)} pairs of metadata; no context cache has more than {MOST_PAIRS}.", param="metadata"
+        )
+    return pairs
+
+
+MetadataParam = Annotated[dict[str, str], Depends(_metadata)]

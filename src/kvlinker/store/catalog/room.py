@@ -1,0 +1,92 @@
+"""Makes room in the catalog for context caches that are to be entered, inside the catalog's transactions."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from kvlinker.errors import PinLimitError, QuotaExceededError
+from kvlinker.store.catalog.limits import Limits, check_added
+from kvlinker.store.catalog.releases import release
+from kvlinker.types.context_cache import ContextCache
+
+
+class Room(NamedTuple):
+    """Tells what had to go for context caches that are entered."""
+
+    evicted: int = 0
+    """The number of implicit context caches."""
+
+    released: tuple[str, ...] = ()
+    """Chunk keys that no context cache holds any more, as ``Catalog.delete`` returns them."""
+
+
+def make_room(
+    connection: sqlite3.Connection,
+    records: Sequence[ContextCache],
+    limits: Limits,
+    now: float,
+    *,
+    kept: Collection[str] = (),
+) -> Room:
+    """Have context caches fit that are to be entered: where a limit is in the way, expired ones go, and where a quota
+    still is, the implicit ones of the same tenants, those that were used longest ago first, but for the ids in
+    ``kept``.
+
+    Raises QuotaExceededError and PinLimitError where that is not enough; the caller's transaction then undoes it.
+    ``now``: Unix seconds.
+    """
+    if _excess(connection, records, limits) is None:
+        return Room()
+    released = list(remove_expired(connection, now)[1])
+    implicit = _least_recent(connection, {record.tenant for record in records}, kept)
+    evicted, at_once = 0, 1
+    while (excess := _excess(connection, records, limits)) is not None:
+        gone = implicit[evicted : evicted + at_once]
+        if not gone or isinstance(excess, PinLimitError):
+            raise excess
+        released += _remove(connection, gone, now)
+        evicted += len(gone)
+        at_once *= 2  # each look at the limits reads all records
+    held = {record.chunk_key for record in records}
+    return Room(evicted, tuple(key for key in released if key not in held))
+
+
+def remove_expired(connection: sqlite3.Connection, now: float) -> tuple[int, tuple[str, ...]]:
+    """Remove all expired context caches of all tenants; returns how many, and released chunk keys."""
+    removed = connection.execute(
+        "DELETE FROM context_caches WHERE expires_at <= ? RETURNING chunk_key", (now,)
+    ).fetchall()
+    return len(removed), release(connection, {key for (key,) in removed}, now)
+
+
+def _excess(
+    connection: sqlite3.Connection, records: Sequence[ContextCache], limits: Limits
+) -> QuotaExceededError | PinLimitError | None:
+    """Return the error of the limit that keeps the records from being entered, None where they fit."""
+    try:
+        check_added(connection, records, limits)
+    except (QuotaExceededError, PinLimitError) as error:
+        return error
+    return None
+
+
+def _least_recent(connection: sqlite3.Connection, tenants: Collection[str], kept: Collection[str]) -> list[int]:
+    """Return the numbers of the tenants' implicit context caches by last use, without those in ``kept``."""
+    rows = connection.execute(
+        "SELECT number, id FROM context_caches WHERE tenant IN (SELECT value FROM json_each(?))"
+        " AND implicit_ttl IS NOT NULL ORDER BY expires_at - implicit_ttl, number",
+        (json.dumps(list(tenants)),),
+    )
+    return [number for number, cache_id in rows if cache_id not in kept]
+
+
+def _remove(connection: sqlite3.Connection, numbers: Sequence[int], now: float) -> tuple[str, ...]:
+    """Remove context caches by number; returns released chunk keys."""
+    removed = connection.execute(
+        "DELETE FROM context_caches WHERE number IN (SELECT value FROM json_each(?)) RETURNING chunk_key",
+        (json.dumps(numbers),),
+    ).fetchall()
+    return release(connection, {key for (key,) in removed}, now)

@@ -1,0 +1,208 @@
+"""Models that people use, at a small width, with chat templates of their kinds and synthetic tokenizers.
+
+What is scaled down are width, depth and vocabulary; heads that share keys, rotary embeddings, windows, layers without
+positions, norms and tied embeddings are those of the published configurations. The chat templates are short ones in the
+same frame, and tokenizers are trained on the spot: both of the originals have licences of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.toy_tokenizers import byte_level
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+PHI4_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0] * 6,
+    "long_factor": [1.0 + index for index in range(6)],
+    "original_max_position_embeddings": 4096,
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+
+HERMES_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\\n<tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{{ '</tools>\\nCall as <tool_call>{\"name\": …}</tool_call><|im_end|>\\n' }}{% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{% endif %}"
+)
+QWEN3 = HERMES_TOOLS + CHATML
+SMOLLM3 = HERMES_TOOLS.replace("if tools", "set tools = xml_tools or tools %}{% if tools") + CHATML
+LLAMA3 = (
+    "{{ bos_token }}{% if tools %}{{ '<|start_header_id|>system<|end_header_id|>\\n\\n' }}"
+    "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|eot_id|>' }}{% endif %}"
+    "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+GEMMA3 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else 'user') + '\\n' }}"
+    "{{ m.content | trim + '<end_of_turn>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
+)
+PHI4 = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+OLMO2 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class FieldModel:
+    """A published model, scaled down."""
+
+    kind: str
+    """Its ``model_type`` in transformers."""
+
+    config: dict[str, Any]
+    """What its configuration has beside the usual."""
+
+    template: str
+    """A chat template in its frame."""
+
+    tokens: tuple[str, ...]
+    """The special tokens of its chat template."""
+
+    reasons: bool = False
+    """True if its chat template has reasoning."""
+
+    def save(self, folder: Path) -> None:
+        """Write configuration, random weights, tokenizer and chat template as a published model's files."""
+        tokenizer = self._tokenizer()
+        width = {
+            "hidden_size": 16 * self.config["num_attention_heads"],
+            "intermediate_size": 96,
+            "vocab_size": len(tokenizer),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "initializer_range": 0.1,
+        }
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(
+            self.kind, **(width | {"num_hidden_layers": 4, "rms_norm_eps": 1e-6} | self.config)
+        )
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        backend = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
+        backend.add_special_tokens([AddedToken(token, special=True) for token in self.tokens])
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            bos_token="<s>",
+            eos_token=self.tokens[-1],
+            pad_token="<pad>",
+            chat_template=self.template,
+        )
+
+
+def _qwen3(heads: int, **more: Any) -> FieldModel:
+    config = {"num_attention_heads": heads, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "max_position_embeddings": 40_960}
+    return FieldModel(
+        "qwen3", config | rope | more, QWEN3, ("<|im_start|>", "<|endoftext|>", "<|im_end|>"), reasons=True
+    )
+
+
+def _llama(heads: int, shared: int) -> FieldModel:
+    config = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // shared,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "rope_parameters": LLAMA3_ROPE,
+        "max_position_embeddings": 131_072,
+    }
+    tokens = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    return FieldModel("llama", config, LLAMA3, tokens)
+
+
+FIELD_MODELS = {
+    "Qwen3 0.6B": _qwen3(4),
+    "Qwen3 1.7B": _qwen3(4, num_hidden_layers=3),
+    "Qwen3 4B": _qwen3(8, hidden_size=96),
+    "Llama 3.2 1B": _llama(8, 4),
+    "Llama 3.2 3B": _llama(6, 3),
+    "SmolLM3 3B": FieldModel(
+        "smollm3",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 8,
+            "no_rope_layer_interval": 4,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0},
+            "max_position_embeddings": 65_536,
+        },
+        SMOLLM3,
+        ("<|im_start|>", "<|im_end|>"),
+        reasons=True,
+    ),
+    "Gemma 3 1B": FieldModel(
+        "gemma3_text",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "num_hidden_layers": 7,
+            "sliding_window": 64,
+            "rope_parameters": GEMMA3_ROPE,
+            "max_position_embeddings": 32_768,
+        },
+        GEMMA3,
+        ("<start_of_turn>", "<end_of_turn>"),
+    ),
+    "Phi-4-mini": FieldModel(
+        "phi3",
+        {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": PHI4_ROPE,
+            "original_max_position_embeddings": 4096,
+            "max_position_embeddings": 131_072,
+        },
+        PHI4,
+        ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"),
+    ),
+    "OLMo 2 1B": FieldModel(
+        "olmo2",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+            "max_position_embeddings": 4096,
+        },
+        OLMO2,
+        ("<|endoftext|>",),
+    ),
+}
+"""Of each model, what linking depends on; ``docs/models.md`` lists them."""

@@ -1,0 +1,90 @@
+"""``AsyncLLM`` does on an event loop what ``LLM`` does, and a task that ends early ends its request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from inspect import isfunction
+from typing import Any, cast
+
+import pytest
+
+from kvlinker import LLM, AsyncLLM
+from kvlinker.errors import InvalidRequestError, PolicyError
+from tests.server.serving import Served
+
+GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+LONG: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
+
+
+@pytest.fixture
+def llm(served: Served) -> AsyncLLM:
+    return AsyncLLM.from_llm(served.llm)
+
+
+async def test_answers_are_those_of_llm(served: Served, llm: AsyncLLM) -> None:
+    cache, other = await llm.generate_context_cache(["The cat sat on the mat.", "numbers 1 2 3"])
+    messages: Any = [{"role": "user", "content": [other, cache, "What do the two have in common?"]}]
+    expected = served.llm.chat_completion(messages, policy="naive", **GREEDY)
+    answer = await llm.chat_completion(messages, policy="naive", **GREEDY)
+    assert (answer.text, answer.usage, answer.context_caches) == (
+        expected.text,
+        expected.usage,
+        expected.context_caches,
+    )
+    pieces = [piece async for piece in await llm.chat_completion(messages, policy="naive", stream=True, **GREEDY)]
+    assert len(pieces) > 1
+    assert "".join(pieces) == answer.text
+    assert (await llm.completion("numbers", **GREEDY)).text == served.llm.completion("numbers", **GREEDY).text
+    await llm.expire_cache(cache)
+
+
+async def test_many_at_once(llm: AsyncLLM) -> None:
+    answers = await asyncio.gather(*(llm.chat_completion(HELLO, **GREEDY) for _ in range(12)))
+    assert len({answer.text for answer in answers}) == 1
+
+
+async def test_mistakes(llm: AsyncLLM) -> None:
+    with pytest.raises(PolicyError):
+        await llm.chat_completion(HELLO, policy="nope")
+    with pytest.raises(InvalidRequestError):
+        await llm.chat_completion(HELLO, temperature=-1)
+    with pytest.raises(InvalidRequestError):
+        await anext(await llm.chat_completion(HELLO, stream=True, temperature=-1))
+
+
+async def test_a_task_that_ends_early_ends_its_request(served: Served, llm: AsyncLLM) -> None:
+    task = asyncio.create_task(llm.chat_completion(HELLO, **LONG))
+    while served.llm.load().running == 0:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(served.becomes_idle)
+    async with aclosing(cast(Any, await llm.chat_completion(HELLO, stream=True, **LONG))) as stream:
+        assert isinstance(stream, AsyncIterator)
+        await anext(stream)
+        assert served.llm.load().running == 1
+    assert await asyncio.to_thread(served.becomes_idle)
+
+
+def test_it_has_the_calls_of_llm() -> None:
+    """All but those that others build upon, and those that block nobody, which its ``llm`` has."""
+    building = {"chat_prompt", "completion_prompt", "read_chat", "read_completion", "submit", "sampling_params"}
+    at_once = {
+        "load",
+        "prefill_rate",
+        "tiers",
+        "bandwidths",
+        "policies",
+        "token_ids",
+        "tail_of",
+        "token_text",
+        "text_of",
+    }
+    calls = {name for name, call in vars(LLM).items() if isfunction(call) and name[0] != "_"} - building - at_once
+    assert calls == {name for name, call in vars(AsyncLLM).items() if isfunction(call) and name[0] != "_"}
+    for name in calls:
+        assert getattr(AsyncLLM, name).__doc__

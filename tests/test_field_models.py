@@ -1,0 +1,77 @@
+"""Models that people use go the whole way: files, self-test, chat template, chunks, tools and reasoning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvlinker.llm import LLM
+from kvlinker.types.messages import TemplateOptions
+from tests.field_models import FIELD_MODELS, FieldModel
+from tests.server.serving import serving, tiny_settings
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Varna"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+QUESTION: Any = [{"role": "user", "content": "What is the weather?"}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FIELD_MODELS.values(), ids=FIELD_MODELS)
+def test_a_model_of_the_field(model: FieldModel, tmp_path: Path) -> None:
+    model.save(tmp_path / "model")
+    settings = tiny_settings(
+        tmp_path / "state", model=str(tmp_path / "model"), chat_template=None, dtype="float32", max_model_len=1024
+    )
+    with LLM.from_settings(settings) as llm, serving(llm, settings, closes=False) as served:
+        _links_chunks(llm)
+        _calls_tools(llm, served)
+        _reasons(llm, model)
+
+
+def _links_chunks(llm: LLM) -> None:
+    """Chunks are linked in any order, and under ``full`` the answer is that of plain text."""
+    one, two = llm.generate_context_cache(["The cat sat on the mat. ", "numbers 1 2 3 "])
+    greedy: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    linked: Any = [{"role": "user", "content": [two, one, "Where is the cat?"]}]
+    answer = llm.chat_completion(linked, policy="legolink-2", **greedy)
+    assert answer.usage.recomputed_tokens > 0
+    assert answer.usage.cached_tokens > 0
+    explained = llm.explain(linked, policy="full")
+    assert explained.cost.flops == explained.cost.full_flops
+
+
+def _calls_tools(llm: LLM, served: Any) -> None:
+    """The prompt shows the tool, and a call that is required is valid."""
+    prompt = llm.read_chat(QUESTION, options=TemplateOptions(tools=(WEATHER,))).prompt
+    assert "get_weather" in llm.text_of(prompt)
+    body = {"messages": QUESTION, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 200, "seed": 1}
+    answer = served.post("/v1/chat/completions", body | {"parallel_tool_calls": False}).json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Varna")
+
+
+def _reasons(llm: LLM, model: FieldModel) -> None:
+    """Reasoning is told apart where the chat template has it, and can be turned off by the template's own variable."""
+    if not model.reasons:
+        assert llm.responses.reasoning is None
+        return
+    tail = llm.tail_of(llm.read_chat(QUESTION).prompt)
+    reader = llm.responses.reader(tail, ())
+    pieces = [reader.feed("<think>\nWhere?\n</think>\n\nOslo."), reader.finish()]
+    assert "".join(piece.reasoning for piece in pieces).strip() == "Where?"
+    assert "".join(piece.content for piece in pieces) == "Oslo."
+    silent = TemplateOptions(variables={"enable_thinking": False})
+    assert "</think>" in llm.tail_of(llm.read_chat(QUESTION, options=silent).prompt)
