@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from importlib.metadata import metadata
+from importlib.metadata import metadata, requires
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from pydantic import ByteSize, TypeAdapter
 from typer.main import get_command
 
@@ -80,6 +82,23 @@ def test_images(file: str) -> None:
     (extras,) = {extra for _, rest in steps for extra in re.findall(r"'\.\[([\w,]+)\]'", rest)}
     assert set(extras.split(",")) <= set(metadata("kvlinker").get_all("Provides-Extra", []))
     assert dict(settings_of(file))["PORT"] == str(PORT)
+    assert required_by(extras.split(",")) <= pinned(), "the image has the versions that the tests ran with"
+
+
+def required_by(extras: list[str]) -> set[str]:
+    """Return the names of the packages that kvlinker needs with these extras."""
+    wanted = map(Requirement, requires("kvlinker") or ())
+    environments = [{"extra": extra} for extra in ("", *extras)]
+    return {
+        canonicalize_name(package.name)
+        for package in wanted
+        if package.marker is None or any(map(package.marker.evaluate, environments))
+    }
+
+
+def pinned() -> set[str]:
+    lines = (DEPLOY.parent / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
 
 
 def settings_of(file: str) -> list[tuple[str, str]]:
