@@ -279,6 +279,9 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="What is logged: info has a line per request, warning and error only what is wrong."
     )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="How the log is written: text, or json, an object per line."
+    )
     api_keys: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = Field(
         default=(), repr=False, description="Accepted keys, with commas between; each is a tenant of its own."
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from kvlinker.server.edge.access_log import QUEUED_LINES, logging_to_stderr
+from kvlinker.server.edge.access_log import QUEUED_LINES, JsonLines, logging_to_stderr
 from tests.server.serving import Served
 
 LOGGER = "kvlinker.server.edge.access_log"
@@ -19,26 +21,29 @@ SECRET = "a secret text"
 
 
 class Lines(logging.Handler):
-    """Keeps messages, and waits for the one of a request: it is logged when the client has its answer already."""
+    """Keeps records, and waits for the one of a request: it is logged when the client has its answer already."""
 
     def __init__(self) -> None:
         super().__init__()
         self._changed = threading.Condition()
-        self._lines: list[str] = []
+        self._records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         with self._changed:
-            self._lines.append(record.getMessage())
+            self._records.append(record)
             self._changed.notify_all()
 
     def of(self, request_id: str) -> str:
-        def found() -> list[str]:
-            return [line for line in self._lines if line.endswith(request_id)]
+        return self.record_of(request_id).getMessage()
+
+    def record_of(self, request_id: str) -> logging.LogRecord:
+        def found() -> list[logging.LogRecord]:
+            return [record for record in self._records if record.getMessage().endswith(request_id)]
 
         with self._changed:
-            assert self._changed.wait_for(found, 10), self._lines
-            (line,) = found()
-            return line
+            assert self._changed.wait_for(found, 10), self._records
+            (record,) = found()
+            return record
 
 
 @pytest.fixture
@@ -81,6 +86,19 @@ def test_routes_without_content(served: Served, lines: Lines, method: str, path:
     assert "secret" not in line
 
 
+@pytest.mark.parametrize(
+    ("path", "route", "status"), [("/v1/context_caches/none", "/v1/context_caches/{cache_id}", 404), ("/x", None, 404)]
+)
+def test_a_request_as_json(served: Served, lines: Lines, path: str, route: str | None, status: int) -> None:
+    request_id = served.get(path).headers["x-request-id"]
+    record = lines.record_of(request_id)
+    fields = json.loads(JsonLines().format(record))
+    assert (fields["level"], fields["logger"], fields["message"]) == ("info", LOGGER, record.getMessage())
+    assert (fields["method"], fields["route"], fields["status"], fields["id"]) == ("GET", route, status, request_id)
+    assert (fields["prompt_tokens"], fields["output_tokens"]) == (0, 0)
+    assert f" ms={fields['ms']} " in fields["message"]
+
+
 def test_those_without_a_key_are_logged(keyed: Served, lines: Lines) -> None:
     line = lines.of(keyed.get("/v1/models").headers["x-request-id"])
     assert line.startswith("GET - 401 ")
@@ -105,6 +123,26 @@ def test_the_level_says_what_is_written(capfd: pytest.CaptureFixture[str], level
         logging.getLogger("uvicorn.error").info("uvicorn's info")
         logging.getLogger("kvlinker.any").warning("warning")
     assert [line.split()[-1] for line in capfd.readouterr().err.splitlines()] == written
+
+
+def test_each_line_is_json(capfd: pytest.CaptureFixture[str]) -> None:
+    """A traceback, too, stays on the line of its message, and no character can break it."""
+    began = datetime.now(UTC)
+    with logging_to_stderr("info", "json"):
+        logging.getLogger("kvlinker.any").info("two\nlines of %s \ud800", "text")
+        try:
+            raise ValueError("a cause")
+        except ValueError:
+            logging.getLogger("uvicorn.error").exception("It failed.")
+    first, second = map(json.loads, capfd.readouterr().err.splitlines())
+    assert {name: first[name] for name in ("level", "logger", "message")} == {
+        "level": "info",
+        "logger": "kvlinker.any",
+        "message": "two\nlines of text \ud800",
+    }
+    assert timedelta(seconds=-0.001) <= datetime.fromisoformat(first["time"]) - began < timedelta(minutes=1)
+    assert second["level"] == "error"
+    assert re.fullmatch(r"It failed\.\nTraceback .*ValueError: a cause", second["message"], re.DOTALL)
 
 
 def test_nobody_waits_for_a_log_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

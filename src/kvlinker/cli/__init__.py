@@ -14,6 +14,7 @@ from kvlinker.cli.documents.ingest import ingest
 from kvlinker.cli.documents.search import ask, search
 from kvlinker.cli.linking import calibrate, check, policies
 from kvlinker.cli.serve import serve
+from kvlinker.cli.top import top
 
 app = typer.Typer(
     name="kvlinker",
@@ -40,6 +41,7 @@ def main(
 
 
 app.command()(serve)
+app.command()(top)
 app.command()(ingest)
 app.command()(search)
 app.command()(ask)

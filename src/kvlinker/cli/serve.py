@@ -32,10 +32,10 @@ def serve(settings: Settings) -> None:
 
 
 def _serve(settings: Settings, listener: socket.socket) -> None:
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")
     with console.status("Starting"):
         from kvlinker.server.edge.access_log import logging_to_stderr
-    with logging_to_stderr(settings.log_level):
+    with logging_to_stderr(settings.log_level, settings.log_format):
         began = time.monotonic()
         while _serve_until_failure(settings, listener, console):
             message = "The engine has failed; what it said is above."
@@ -71,6 +71,8 @@ def _serve_until_failure(settings: Settings, listener: socket.socket, console: C
 
         add_other_routes(app, llm.engine, settings)
     console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
+    if settings.log_format == "json":
+        logger.info("Serving %s with policy %s at %s", llm.model_name, settings.policy, url_of(listener))
     server = Server(server_config(app, request_timeout=settings.request_timeout))
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listener.dup()])  # which is closed at the end; connections wait in the original

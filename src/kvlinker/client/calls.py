@@ -123,6 +123,11 @@ def server_status() -> Call[dict[str, Any]]:
     return Call("GET", "status", _read_json)
 
 
+def server_metrics() -> Call[str]:
+    """Tell the server's metrics, in Prometheus' text format."""
+    return Call("GET", "metrics", lambda response: response.text)
+
+
 def chat_completion(messages: Sequence[Message], *, policy: str | None = None, **sampling: Any) -> Call[RemoteAnswer]:
     """Answer a conversation. ``sampling`` are fields of the HTTP API, such as ``max_tokens``."""
     return Call("POST", CHAT, read_answer, _chat_body(messages, policy, sampling))

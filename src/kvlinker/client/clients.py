@@ -74,6 +74,7 @@ class Client:
     list_caches = _sent(calls.list_caches)
     caches_usage = _sent(calls.caches_usage)
     server_status = _sent(calls.server_status)
+    server_metrics = _sent(calls.server_metrics)
     _chat_completion = _sent(calls.chat_completion)
 
     @overload
@@ -140,6 +141,7 @@ class AsyncClient:
     list_caches = _sent_async(calls.list_caches)
     caches_usage = _sent_async(calls.caches_usage)
     server_status = _sent_async(calls.server_status)
+    server_metrics = _sent_async(calls.server_metrics)
     _chat_completion = _sent_async(calls.chat_completion)
 
     @overload

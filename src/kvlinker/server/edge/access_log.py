@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from logging.handlers import QueueHandler
 from queue import Full, Queue
 from threading import Thread
-from typing import TextIO
+from typing import Literal, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -34,7 +36,7 @@ class AccessLog:
     """ASGI middleware: logs method, route, status, tokens, milliseconds and the request's id once it is answered.
 
     The route is the template, such as ``/v1/context_caches/{cache_id}``, or ``-`` where there is none: paths are
-    callers' text. The status is ``-`` for clients that leave before the answer begins.
+    callers' text. The status is ``-`` for clients that leave before the answer begins. ``JsonLines`` writes null there.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -44,7 +46,7 @@ class AccessLog:
         if scope["type"] != "http" or not logger.isEnabledFor(logging.INFO):
             return await self._app(scope, receive, send)
         began = time.perf_counter()
-        status: int | str = "-"
+        status: int | None = None
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -56,27 +58,43 @@ class AccessLog:
             await self._app(scope, receive, noting)
         finally:
             prompt, output = scope["state"].get("tokens", (0, 0))
-            logger.info(
-                "%s %s %s prompt_tokens=%d output_tokens=%d ms=%.1f id=%s",
-                scope["method"][:16],
-                getattr(scope.get("route"), "path", "-"),
-                status,
-                prompt,
-                output,
-                (time.perf_counter() - began) * 1000,
-                request_id_of(scope),
-            )
+            request = {
+                "method": scope["method"][:16],
+                "route": getattr(scope.get("route"), "path", None),
+                "status": status,
+                "prompt_tokens": prompt,
+                "output_tokens": output,
+                "ms": round((time.perf_counter() - began) * 1000, 1),
+                "id": request_id_of(scope),
+            }
+            text = ("-" if value is None else value for value in request.values())
+            logger.info("%s %s %s prompt_tokens=%d output_tokens=%d ms=%.1f id=%s", *text, extra={"request": request})
+
+
+class JsonLines(logging.Formatter):
+    """Formats a record as a line of JSON: ``time`` (UTC), ``level``, ``logger`` and ``message``; for a request also
+    what the access log tells of it, each figure in a field of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": super().format(record),
+        }
+        return json.dumps(fields | getattr(record, "request", {}))
 
 
 @contextmanager
-def logging_to_stderr(level: str) -> Iterator[None]:
-    """Write the server's log to stderr, from ``level`` on, until the block ends.
+def logging_to_stderr(level: str, form: Literal["text", "json"] = "text") -> Iterator[None]:
+    """Write the server's log to stderr, from ``level`` on, until the block ends: as lines of text, or of JSON.
 
     A thread writes it, so that nobody waits for a terminal or a pipe that takes no more.
     """
     lines: Queue[logging.LogRecord | None] = Queue(QUEUED_LINES)
     output = _QuietOutput(sys.stderr)
-    output.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    output.setFormatter(JsonLines() if form == "json" else text)
 
     def write() -> None:
         while (record := lines.get()) is not None:

@@ -1,0 +1,241 @@
+"""``kvlinker top``: what a running server does now, read from its status and metrics, and shown anew all the time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+from pydantic import ByteSize
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kvlinker.cli.console import failures
+from kvlinker.client import Client
+from kvlinker.errors import KVLinkerError
+
+WINDOW_SECONDS = 60.0
+"""The time over which a live view counts: long enough for figures to stand still, short enough to see what changes."""
+
+SOURCES = ("cached", "recomputed", "fresh")
+BAR_WIDTH = 20
+_UNLIMITED = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a server told at one moment: the body of ``/status``, and the samples of ``/metrics`` by their names.
+
+    ``seconds`` is that moment by a clock that counts from anywhere.
+    """
+
+    seconds: float
+    status: Mapping[str, Any]
+    samples: Mapping[str, Sequence[Sample]]
+
+    def total(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples that have these labels; 0 where there are none."""
+        return sum(s.value for s in self.samples.get(f"kvlinker:{name}", ()) if labels.items() <= s.labels.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """What happened between two readings of one process."""
+
+    since: Reading
+    until: Reading
+
+    @property
+    def seconds(self) -> float:
+        return self.until.seconds - self.since.seconds
+
+    def count(self, name: str, **labels: str) -> float:
+        """Return by how much a counter grew."""
+        return self.until.total(name, **labels) - self.since.total(name, **labels)
+
+    def rate(self, name: str, **labels: str) -> float:
+        """Return by how much a counter grew per second."""
+        return self.count(name, **labels) / self.seconds if self.seconds > 0 else 0.0
+
+    def quantile(self, share: float, name: str, **labels: str) -> float | None:
+        """Return the value below which ``share`` of a histogram's observations lie; None where there are none.
+
+        Within a bucket observations are taken to lie evenly, as Prometheus takes them; beyond the last bound, on it.
+        """
+        bounds = sorted({s.labels["le"] for s in self.until.samples.get(f"kvlinker:{name}_bucket", ())}, key=float)
+        counts = [self.count(f"{name}_bucket", le=bound, **labels) for bound in bounds]
+        if not counts or counts[-1] <= 0:
+            return None
+        wanted = share * counts[-1]
+        below, lower = 0.0, 0.0
+        for bound, count in zip(map(float, bounds), counts, strict=True):
+            if count >= wanted:
+                return lower if bound == float("inf") else lower + (bound - lower) * (wanted - below) / (count - below)
+            below, lower = count, bound
+        return lower
+
+
+class History:
+    """Readings of the last ``WINDOW_SECONDS``, of the process that runs now."""
+
+    def __init__(self) -> None:
+        self._readings: deque[Reading] = deque()
+
+    def add(self, reading: Reading) -> Period:
+        """Return the period from the window's first reading to this one; the first one counts from the server's start.
+
+        A server that was started again begins anew, for its counters do.
+        """
+        readings = self._readings
+        if readings and readings[0].status["started_at"] != reading.status["started_at"]:
+            readings.clear()
+        readings.append(reading)
+        while len(readings) > 2 and readings[1].seconds <= reading.seconds - WINDOW_SECONDS:
+            readings.popleft()
+        return Period(readings[0], reading) if len(readings) > 1 else whole_life(reading)
+
+
+def whole_life(reading: Reading) -> Period:
+    """Return the period from the server's start, when every counter was 0, to a reading."""
+    age = max(time.time() - reading.status["started_at"], 0.0)
+    return Period(replace(reading, seconds=reading.seconds - age, samples={}), reading)
+
+
+def read(client: Client) -> Reading:
+    """Ask a server. Raises ServerUnreachableError, and the errors that the server answers."""
+    samples: dict[str, list[Sample]] = {}
+    for family in text_string_to_metric_families(client.server_metrics()):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append(sample)
+    return Reading(time.monotonic(), client.server_status(), samples)
+
+
+def top(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(envvar="KVLINKER_API_KEY", help="Any key that it accepts.")] = None,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame, counted from the server's start.")] = False,
+) -> None:
+    """Watch a running server: requests, tokens, the time to the first token, and tiers.
+
+    Figures are those of the last minute. Where the output is no terminal, one frame is printed, as with --once.
+    """
+    with Client(url, api_key) as client:
+        if once or not sys.stdout.isatty():
+            with failures():
+                frame = view(whole_life(read(client)), url)
+            Console(highlight=False, width=None if sys.stdout.isatty() else _UNLIMITED).print(frame)
+            return
+        with suppress(KeyboardInterrupt):
+            _watch(client, url, every)
+
+
+def _watch(client: Client, url: str, every: float) -> None:
+    """Show the server until the user interrupts; one that does not answer is asked again."""
+    history = History()
+    with Live(screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                frame = view(history.add(read(client)), url)
+            except KVLinkerError as error:
+                frame = Text(error.message, style="red")
+            live.update(frame, refresh=True)
+            time.sleep(every)
+
+
+def view(period: Period, url: str) -> RenderableType:
+    """Return one frame: what the server is, what it did in the period, and what its tiers hold."""
+    status = period.until.status
+    since_start = not period.since.samples
+    title = Text.assemble(
+        (f"{status['model']}", "bold"),
+        f"  {status['policy']}  {url}  up {_duration(time.time() - status['started_at'])}",
+        (f"  figures {'since the start' if since_start else f'of {period.seconds:.0f} s'}", "dim"),
+    )
+    return Group(title, "", _requests(period), "", _tiers(period))
+
+
+def _requests(period: Period) -> Table:
+    requests, slots = period.until.status["requests"], period.until.status["kv_slots"]
+    tokens = {source: period.count("prompt_tokens_total", source=source) for source in SOURCES}
+    table = Table.grid(padding=(0, 2))
+    counts = ", ".join(f"{requests[state]} {state}" for state in ("running", "waiting", "finished"))
+    for name, value in (
+        ("requests", f"{counts}: {period.rate('requests_total'):.2f}/s"),
+        ("prompt tokens", f"{period.rate('prompt_tokens_total'):,.0f}/s: {_shares(tokens)}"),
+        ("tokens generated", f"{period.rate('output_tokens_total'):,.1f}/s"),
+        (
+            "first token",
+            ", ".join(
+                f"p{share * 100:.0f} {_time(period.quantile(share, 'time_to_first_token_seconds'))}"
+                for share in (0.5, 0.9, 0.99)
+            ),
+        ),
+    ):
+        table.add_row(Text(name, style="dim"), value)
+    table.add_row(Text("KV slots", style="dim"), _filled(slots["used"], slots["total"], f"{slots['used']:,}"))
+    return table
+
+
+def _tiers(period: Period) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("tier")
+    table.add_column("used")
+    for heading in ("of", "chunks", "found/s", "load p50", "delivers", "evicted", "errors", "damaged"):
+        table.add_column(heading, justify="right")
+    for tier in period.until.status["tiers"]:
+        name, bandwidth = tier["name"], tier["bytes_per_second"]
+        table.add_row(
+            name,
+            _filled(tier["used_bytes"], tier["budget_bytes"], _size(tier["used_bytes"])),
+            _size(tier["budget_bytes"]),
+            f"{tier['chunks']:,}",
+            f"{period.rate('chunk_lookups_total', result='hit', tier=name):.2f}",
+            _time(period.quantile(0.5, "load_seconds", tier=name)),
+            "-" if bandwidth is None else f"{_size(bandwidth)}/s",
+            *(
+                f"{period.count(f'{event}_total', tier=name):,.0f}"
+                for event in ("evictions", "tier_errors", "damaged_chunks")
+            ),
+        )
+    table.add_row("not found", "", "", "", f"{period.rate('chunk_lookups_total', result='miss'):.2f}")
+    return table
+
+
+def _shares(counts: Mapping[str, float]) -> str:
+    """Write each count as a percentage of their sum."""
+    whole = sum(counts.values())
+    return ", ".join(f"{count / whole:.1%} {name}" for name, count in counts.items()) if whole else "none"
+
+
+def _filled(used: float, budget: float, text: str) -> Table:
+    """Draw how much of a budget is used, with the amount and its share beside."""
+    row = Table.grid(padding=(0, 1))
+    share = used / max(budget, 1)
+    row.add_row(ProgressBar(total=1.0, completed=share, width=BAR_WIDTH), f"{text} ({share:.0%})")
+    return row
+
+
+def _size(nbytes: float) -> str:
+    return ByteSize(int(nbytes)).human_readable()
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min" if minutes else f"{max(int(seconds), 0)} s"

@@ -1,0 +1,112 @@
+"""``kvlinker top``: a frame of a running server, and the figures in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import pytest
+from prometheus_client.samples import Sample
+from typer.testing import CliRunner, Result
+
+from kvlinker.cli import app
+from kvlinker.cli.top import WINDOW_SECONDS, History, Period, Reading
+from tests.server.serving import Served
+
+TIME_TO_FIRST_TOKEN = "time_to_first_token_seconds"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["top", *map(str, arguments)])
+
+
+def reading(seconds: float, figures: Mapping[str, float], started_at: int = 0, **labels: str) -> Reading:
+    """A reading whose samples have these labels."""
+    samples = {f"kvlinker:{name}": [Sample(f"kvlinker:{name}", labels, value)] for name, value in figures.items()}
+    return Reading(seconds, {"started_at": started_at}, samples)
+
+
+def observed(*counts: int) -> Reading:
+    """A reading of a histogram with the bounds 1, 2, 4 and infinity, by what its buckets hold in all."""
+    name = f"kvlinker:{TIME_TO_FIRST_TOKEN}_bucket"
+    buckets = zip(("1.0", "2.0", "4.0", "+Inf"), counts, strict=True)
+    return Reading(0, {"started_at": 0}, {name: [Sample(name, {"le": bound}, count) for bound, count in buckets]})
+
+
+@pytest.mark.parametrize("options", [["--once"], []], ids=["once", "where nobody watches"])
+def test_a_frame(served: Served, options: list[str]) -> None:
+    served.cache("a chunk for the frame")
+    body = {"prompt": "a question for the frame", "max_tokens": 2, "ignore_eos": True}
+    served.post("/v1/completions", body)
+    assert served.becomes_idle()
+    shown = run("--url", served.url, *options)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    status = served.get("/status").json()
+    lines = [line for line in shown.stdout.splitlines() if line]
+    assert re.match(rf"tiny  legolink-4  {served.url}  up .*figures since the start", lines[0])
+    assert f"0 running, 0 waiting, {status['requests']['finished']} finished" in shown.stdout
+    shares = {name: float(share) for share, name in re.findall(r"([\d.]+)% (\w+)", shown.stdout)}
+    whole = sum(status["prompt_tokens"].values())
+    expected = {name: pytest.approx(100 * count / whole, abs=0.1) for name, count in status["prompt_tokens"].items()}
+    assert shares == expected
+    assert re.search(r"first token +p50 [\d.]+ m?s, p90 [\d.]+ m?s, p99 [\d.]+ m?s", shown.stdout)
+    rows = {line.split()[0]: line for line in lines}
+    for tier in status["tiers"]:
+        assert f" {tier['chunks']:,} " in rows[tier["name"]]
+
+
+def test_a_key_is_asked_for(keyed: Served) -> None:
+    refused = run("--once", "--url", keyed.url)
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "API key" in refused.stderr
+    assert run("--once", "--url", keyed.url, "--api-key", "key-alpha").exit_code == 0
+
+
+def test_nobody_answers() -> None:
+    missed = run("--once", "--url", "http://127.0.0.1:9")
+    assert (missed.exit_code, missed.stdout) == (1, "")
+    assert "cannot be reached" in missed.stderr
+    assert run("--every", 0).exit_code == 2
+
+
+def test_counts_and_rates() -> None:
+    period = Period(
+        reading(10, {"requests_total": 4}, reason="stop"), reading(14, {"requests_total": 10}, reason="stop")
+    )
+    assert (period.count("requests_total"), period.rate("requests_total", reason="stop")) == (6, 1.5)
+    assert period.count("requests_total", reason="length") == period.count("evictions_total") == 0
+    assert Period(period.since, period.since).rate("requests_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("share", "before", "after", "value"),
+    [
+        (0.5, (0, 0, 0, 0), (2, 2, 2, 2), 0.5),
+        (0.5, (0, 0, 0, 0), (0, 4, 4, 4), 1.5),
+        (0.99, (0, 0, 0, 0), (0, 0, 100, 100), 3.98),
+        (0.5, (5, 5, 5, 5), (5, 5, 9, 9), 3.0),
+        (0.99, (0, 0, 0, 0), (0, 0, 0, 7), 4.0),
+        (0.5, (3, 4, 5, 6), (3, 4, 5, 6), None),
+    ],
+)
+def test_quantiles(share: float, before: tuple[int, ...], after: tuple[int, ...], value: float | None) -> None:
+    period = Period(observed(*before), observed(*after))
+    assert period.quantile(share, TIME_TO_FIRST_TOKEN) == (value if value is None else pytest.approx(value))
+    assert period.quantile(share, "load_seconds") is None
+
+
+def test_the_window_moves() -> None:
+    history = History()
+    seconds = [0.0, 30.0, 60.0, 90.0, 200.0]
+    begins = [history.add(reading(now, {"requests_total": now})).since.seconds for now in seconds]
+    assert begins[1:] == [0.0, 0.0, 30.0, 90.0]
+    assert begins[0] < 0, "the first counts from the server's start"
+    assert WINDOW_SECONDS == 60
+
+
+def test_a_restart_begins_anew() -> None:
+    history = History()
+    for now in (0.0, 2.0):
+        history.add(reading(now, {"requests_total": 100}, started_at=1))
+    period = history.add(reading(4.0, {"requests_total": 1}, started_at=2))
+    assert period.count("requests_total") == 1
