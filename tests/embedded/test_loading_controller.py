@@ -42,6 +42,7 @@ def slow(bench):
         made.cache(prompt)
     made.store.flush()
     forget_host(made)
+    tiers[0].opened = 0
     return made, tiers[0]
 
 

@@ -71,13 +71,18 @@ def with_garbage(kv, positions):
         spoiled[:, positions] = 77.0
         return spoiled
 
-    return ChunkKV(tuple(LayerKV(spoiled(layer.key), spoiled(layer.value)) for layer in kv.layers))
+    return ChunkKV(tuple(LayerKV(spoiled(layer.key), spoiled(layer.value)) for layer in kv.layers), kv.scores)
 
 
-def plant(bench, prompt, policy, tenant):
-    """Store the true KV under the chunks' keys, garbage at what the policy recomputes."""
+def strangers(prompt):
+    """Names by which scores tell of others: then no chunk counts as computed behind what it stands behind."""
+    return [f"stranger {index}" for index in range(len(prompt.chunks))]
+
+
+def plant(bench, prompt, policy, tenant, names=None):
+    """Store the true KV under the chunks' keys, garbage at what the policy recomputes; with ``names``, with scores."""
     selected = parse_policy(policy).select(prompt, PromptEvidence())
-    chunks_kv = true_chunk_kv(bench.loaded, prompt)
+    chunks_kv = true_chunk_kv(bench.loaded, prompt, names)
     for chunk, span, kv in zip(prompt.chunks, prompt.spans, chunks_kv, strict=True):
         positions = np.flatnonzero(selected[span.start : span.end]).tolist()
         key = chunk_key(chunk, fingerprint=bench.loaded.fingerprint, tenant=tenant)
@@ -85,9 +90,8 @@ def plant(bench, prompt, policy, tenant):
 
 
 def plant_layer_by_layer(bench, prompt, policy):
-    """The same by what the engine says that it computes in each layer. The chunks' scores tell of strangers, so that no
-    chunk counts as computed behind what it stands behind. Returns the tenant."""
-    chunks_kv = true_chunk_kv(bench.loaded, prompt, [f"stranger {index}" for index in range(len(prompt.chunks))])
+    """The same by what the engine says that it computes in each layer. Returns the tenant."""
+    chunks_kv = true_chunk_kv(bench.loaded, prompt, strangers(prompt))
 
     def put(tenant, kvs):
         for chunk, kv in zip(prompt.chunks, kvs, strict=True):
@@ -169,7 +173,7 @@ def answer_over_a_spoiled_pool(made, prompt, names, more=()):
     pool = made.engine.runner.pool
     for tensor in (*pool.keys, *pool.values):
         tensor.zero_()
-    plant(made, prompt, "naive", tenant="default")
+    plant(made, prompt, "naive", tenant="default", names=strangers(prompt))
     keys = [chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default") for chunk in prompt.chunks]
     chunks = tuple(made.store.get(key) for key in keys)
     parts = tuple(Spoiling(parse_policy(name), pool, chunks, more) for name in names)

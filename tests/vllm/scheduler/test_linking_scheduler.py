@@ -134,9 +134,10 @@ def test_transfers_that_compare_cost_what_the_first_layers_do(vllm):
 
 def test_what_a_first_pass_placed_is_not_computed_upon_when_a_chunk_is_gone(vllm):
     second = transfer_of(512, [(100, 116)]).model_copy(update={"second_pass": True})
-    vllm.add("second", second)
-    assert vllm.scheduler.matched("second", 256, 520)[0] == 256
+    vllm.add("here", second)
+    assert vllm.scheduler.matched("here", 256, 520)[0] == 256
     vllm.gone.update(second.keys)
+    vllm.add("second", second)
     assert vllm.scheduler.matched("second", 256, 520) == (None, False)
     assert vllm.scheduler.matched("second", 0, 520) == (0, False)
 
