@@ -187,6 +187,7 @@ class BoundModel:
         self.model: nn.Module = runner.get_model()
         self.device: torch.device = runner.device
         self.dtype: torch.dtype = self._config.model_config.dtype
+        self.has_rounded_cache: bool = str(self._config.cache_config.cache_dtype).startswith("fp8")
         self.vocabulary: int = self._config.model_config.get_vocab_size()
         self.max_model_len: int = self._config.model_config.max_model_len
         self.rank: int = get_tensor_model_parallel_rank()
