@@ -79,7 +79,9 @@ def test_two_engines_behind_one_client_share_chunks(vllm_settings, tmp_path, mon
             expected = one.chat_completion(prompt, policy=policy, **GREEDY)
             for answer in answers:
                 assert answer.result().token_ids == expected.token_ids
-                assert answer.result().usage == expected.usage
+                usage = answer.result().usage  # those that come later find what the first one has computed
+                assert usage.cached_tokens >= expected.usage.cached_tokens
+                assert usage.prompt_tokens == expected.usage.prompt_tokens
 
 
 def chunk_file(llm: LLM, chunk: Chunk) -> Path:
