@@ -104,9 +104,9 @@ def test_a_long_queue_is_refused_by_the_time_that_it_would_take(bench, monkeypat
     made.answer(linked_prompt(fresh=400), "full", max_tokens=1)
     refused, step = threading.Event(), made.engine.runner.step
 
-    def held_up_step(batch):
+    def held_up_step(*taken):
         refused.wait(60)
-        return step(batch)
+        return step(*taken)
 
     monkeypatch.setattr(made.engine.runner, "step", held_up_step)
     long, other = (linked_prompt(fresh=1900, seed=seed) for seed in (1, 2))
