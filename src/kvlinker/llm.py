@@ -23,7 +23,7 @@ from kvlinker.content import (
     parse_prompt,
 )
 from kvlinker.context_caches import CachesUsage, ChunkTexts, ContextCaches, Metadata
-from kvlinker.embedded.model.loading import LoadedModel
+from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
@@ -80,7 +80,7 @@ class LLM:
 
     @classmethod
     def from_model(cls, loaded: LoadedModel, settings: Settings) -> Self:
-        """Start on a model that is in memory already (see ``kvlinker.embedded.model.loading.prepare_model``)."""
+        """Start on a model that is in memory already (see ``kvlinker.embedded.model_loading.prepare_model``)."""
         return cls.from_source(EmbeddedSource(loaded), settings)
 
     @classmethod
