@@ -149,6 +149,17 @@ def test_calls_of_linked_requests_are_vllms(http: httpx.Client) -> None:
     assert last["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def test_marked_tools_are_linked(http: httpx.Client) -> None:
+    """And vLLM's handlers see no marks."""
+    fields: dict[str, Any] = {"tools": [WEATHER | {"cache_control": {"type": "ephemeral"}}, TIME], "max_tokens": 1}
+    plain = ask(http, PART, tools=[WEATHER, TIME], return_token_ids=True)
+    first, second = (ask(http, PART, **fields, return_token_ids=True) for _ in range(2))
+    assert [answer["link"]["context_caches"][0]["created"] for answer in (first, second)] == [True, False]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
+    texts = [http.post("/detokenize", json={"tokens": answer["prompt_token_ids"]}).json() for answer in (first, plain)]
+    assert texts[0] == texts[1]
+
+
 def test_plain_requests_are_vllms(http: httpx.Client) -> None:
     names = [model["id"] for model in http.get("/v1/models").json()["data"]]
     assert names == ["tiny", "also-tiny"]
