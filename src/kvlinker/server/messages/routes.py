@@ -47,7 +47,7 @@ async def create_message(
 ) -> Response:
     """Answer a conversation, in Anthropic's words; content mixes text, context caches, and results of tools."""
     llm = service.llm
-    translation = body.translated(reasons=llm.responses.reasoning is not None)
+    translation = body.translated(reasons=llm.answer_form.reasoning is not None)
     return await respond_in_dialect(service, request, translation, MessageAnswer(llm), tenant=tenant)
 
 
@@ -57,7 +57,7 @@ async def count_tokens(
 ) -> TokenCount:
     """Tell how many tokens the prompt of a conversation has. Nothing is cached."""
     llm = service.llm
-    translation = body.translated(reasons=llm.responses.reasoning is not None)
+    translation = body.translated(reasons=llm.answer_form.reasoning is not None)
     with translation.renaming():
         chat = translation.request()
         service.check_model(chat.model)
