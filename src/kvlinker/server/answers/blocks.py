@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvlinker.server.answers.conversing import AnswerReader
+from kvlinker.conversing import AnswerReader
 from kvlinker.types.answers import ResponsePiece
 from kvlinker.types.tools import ToolCall
 

@@ -11,10 +11,11 @@ from typing import Any, ClassVar, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, JsonValue, model_validator
 
+from kvlinker.answer import finish_reason
+from kvlinker.conversing import AnswerReader, Conversing
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
 from kvlinker.server.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
-from kvlinker.server.answers.conversing import AnswerReader, Conversing
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming
 from kvlinker.server.fields.bodies import DocumentBody, ResponseBody, Text
@@ -23,6 +24,7 @@ from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
 from kvlinker.server.fields.tools import (
     MOST_TOOLS,
+    NamedToolBody,
     ToolBody,
     ToolCallDelta,
     ToolCallObject,
@@ -33,6 +35,7 @@ from kvlinker.server.fields.tools import (
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.answers import Delta, Finished, ResponsePiece, TokenLogprob
 from kvlinker.types.messages import TemplateOptions
+from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tools import Tool
 
 router = APIRouter(tags=["completions"])
@@ -111,6 +114,17 @@ class ChatCompletionRequest(DecodingBody):
             keeps=keeps,
             tenant=tenant,
         )
+
+    def conversing(self, llm: LLM) -> Conversing:
+        """Return how answers may use the tools. Raises InvalidRequestError for a choice of tools that are not
+        offered."""
+        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedToolBody) else self.tool_choice
+        tools = [tool.tool() for tool in self.tools or ()]
+        return llm.conversing(tools, choice, several=self.parallel_tool_calls is not False)
+
+    def sampling(self, llm: LLM, conversing: Conversing, prompt: Prompt) -> SamplingParams:
+        """Return the sampling parameters of answers to ``prompt``. Raises InvalidRequestError."""
+        return llm.sampling_params(**conversing.sampling_fields(prompt, self.sampling_fields()))
 
     def sampling_fields(self) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are given, by name."""
@@ -215,12 +229,12 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a conversation; message content mixes text and context caches, in any order."""
     service.check_model(body.model)
-    conversing = Conversing(service.llm, body)
+    conversing = body.conversing(service.llm)
     answer_format = ChatFormat(service.llm, conversing, logprobs=bool(body.logprobs))
 
     def build() -> Asked:
         read = body.read(service.llm, conversing.tools, tenant=tenant)
-        return Asked({"messages": read}, conversing.sampling(read.prompt))
+        return Asked({"messages": read}, body.sampling(service.llm, conversing, read.prompt))
 
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):
@@ -255,7 +269,7 @@ class ChatFormat:
 
     def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
         told = self._told(index, self._reader(index).finish())
-        return _choice(index, told, finish_reason=_reason(finished.reason, self._calls[index]))
+        return _choice(index, told, finish_reason=finish_reason(finished.reason, self._calls[index]))
 
     def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
         return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=list(choices))
@@ -266,19 +280,17 @@ class ChatFormat:
         return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_logprobs=scored)
 
     def _whole(self, index: int, answer: Answer) -> ChatChoice:
-        pieces = [self._reader(index).feed(answer.text), self._reader(index).finish()]
-        content = "".join(piece.content for piece in pieces)
-        calls = [call for piece in pieces for call in piece.calls]
+        told = answer.read_by(self._reader(index))
         message = AssistantMessage(
-            content=None if calls and not content else content,
-            reasoning_content="".join(piece.reasoning for piece in pieces) or None,
-            tool_calls=call_objects(calls) or None,
+            content=None if told.tool_calls and not told.text else told.text,
+            reasoning_content=told.reasoning or None,
+            tool_calls=call_objects(told.tool_calls) or None,
         )
         return ChatChoice(
             index=index,
             message=message,
             logprobs=self._logprobs_body(answer.logprobs),
-            finish_reason=_reason(answer.finish_reason, len(calls)),
+            finish_reason=told.finish_reason,
         )
 
     def _reader(self, index: int) -> AnswerReader:
@@ -307,11 +319,6 @@ class ChatFormat:
             for entry in entries
         ]
         return ChatLogprobs(content=content, refusal=None)
-
-
-def _reason(reason: str, calls: int) -> str:
-    """Return why an answer ended, as OpenAI's API says it."""
-    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def _choice(

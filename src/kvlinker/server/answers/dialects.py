@@ -18,7 +18,6 @@ from kvlinker.server.answers.answering import Asked, EventStream, begin_choices,
 from kvlinker.server.answers.blocks import BlockReader, BlockStep
 from kvlinker.server.answers.chat import ChatCompletionRequest
 from kvlinker.server.answers.choices import Choices
-from kvlinker.server.answers.conversing import Conversing
 from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import ErrorBody, as_invalid_request, error_body
 from kvlinker.server.models import Service
@@ -121,11 +120,11 @@ async def respond_in_dialect(
     with translation.renaming():
         chat = translation.request()
         service.check_model(chat.model)
-        conversing = Conversing(service.llm, chat)
+        conversing = chat.conversing(service.llm)
 
         def build() -> Asked:
             read = chat.read(service.llm, conversing.tools, tenant=tenant)
-            return Asked({"messages": read}, conversing.sampling(read.prompt))
+            return Asked({"messages": read}, chat.sampling(service.llm, conversing, read.prompt))
 
         choices = await begin_choices(service, request, build, n=1, tenant=tenant)
     (read,) = choices.prompts.values()
