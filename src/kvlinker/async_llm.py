@@ -17,7 +17,7 @@ from kvlinker.conversing import AnswerReader, ToolChoice
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import Policy
-from kvlinker.llm import LLM, Documents, Messages, ReadPrompt
+from kvlinker.llm import LLM, Documents, Messages, Prompt, ReadPrompt
 from kvlinker.types.answers import Delta, Finished
 from kvlinker.types.messages import Implicit
 from kvlinker.types.sampling import SamplingParams
@@ -71,7 +71,7 @@ class AsyncLLM:
     @overload
     async def chat_completion(
         self,
-        messages: Messages,
+        messages: Messages | Prompt,
         *,
         documents: Documents = (),
         tools: Sequence[Mapping[str, Any]] = (),
@@ -88,7 +88,7 @@ class AsyncLLM:
     @overload
     async def chat_completion(
         self,
-        messages: Messages,
+        messages: Messages | Prompt,
         *,
         documents: Documents = (),
         tools: Sequence[Mapping[str, Any]] = (),
@@ -104,7 +104,7 @@ class AsyncLLM:
 
     async def chat_completion(
         self,
-        messages: Messages,
+        messages: Messages | Prompt,
         *,
         documents: Documents = (),
         tools: Sequence[Mapping[str, Any]] = (),
@@ -117,9 +117,10 @@ class AsyncLLM:
         stream: bool = False,
         **sampling: Any,
     ) -> Answer | AsyncIterator[str]:
-        """Answer a conversation, as ``LLM.chat_completion`` does; with ``stream``, return its text as it is generated.
+        """Answer a conversation, or a prompt, as ``LLM.chat_completion`` does.
 
-        Closing the iterator cancels the request. Raises InvalidRequestError for ``stream`` with tools, too.
+        With ``stream``, return an iterator over the answer's text, which comes in pieces as it is generated. Closing
+        the iterator cancels the request. Raises InvalidRequestError for ``stream`` with tools, too.
         """
         if stream and tools and tool_choice != "none":
             raise InvalidRequestError(
@@ -180,7 +181,7 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         def submit() -> RequestHandle:
-            return self.llm.submit(read.prompt, params, sink, policy=read.policy, implicit=read.implicit, tenant=tenant)
+            return self.llm.submit(read, params, sink, tenant=tenant)
 
         handle = await _cancelled_with_its_task(submit)
         try:
