@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from kvlinker.conversing import AnswerReader
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle, Sink
-from kvlinker.types.answers import Delta, Finished, PromptLogprobs, Timing, TokenLogprob, Usage
+from kvlinker.prompt.answer_forms.reader import AnswerReader
+from kvlinker.types.answers import AnswerPiece, Delta, Finished, PromptLogprobs, Timing, TokenLogprob, Usage
 from kvlinker.types.context_cache import LinkedCache
 from kvlinker.types.tools import ToolCall
 
@@ -54,7 +54,7 @@ class Answer:
     def read_by(self, reader: AnswerReader) -> Self:
         """Return the answer with reasoning and calls of tools told apart from its text, by a reader that read nothing
         yet."""
-        said = reader.feed(self.text) + reader.finish()
+        said = sum([*reader.feed(self.text), *reader.finish()], start=AnswerPiece())
         return replace(
             self,
             text=said.content,

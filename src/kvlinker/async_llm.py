@@ -13,11 +13,12 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 from kvlinker.answer import Answer
 from kvlinker.content import CompletionContent
-from kvlinker.conversing import AnswerReader, ToolChoice
+from kvlinker.conversing import ToolChoice
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Documents, Messages, Prompt, ReadPrompt
+from kvlinker.prompt.answer_forms.reader import AnswerReader
 from kvlinker.types.answers import Delta, Finished
 from kvlinker.types.messages import Implicit
 from kvlinker.types.sampling import SamplingParams
@@ -223,6 +224,6 @@ async def _texts(events: AsyncGenerator[Delta | Finished, None], reader: AnswerR
     """Yield the texts of a request's events; closing it closes the request."""
     async with aclosing(events):
         async for event in events:
-            said = reader.feed(event.text) if isinstance(event, Delta) else reader.finish()
-            if said.content:
-                yield said.content
+            for said in reader.feed(event.text) if isinstance(event, Delta) else reader.finish():
+                if said.content:
+                    yield said.content

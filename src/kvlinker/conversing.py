@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.prompt.responses import ResponseFormat
+from kvlinker.prompt.answer_forms.form import AnswerForm
+from kvlinker.prompt.answer_forms.reader import AnswerReader
 from kvlinker.prompt.segments import Prompt
-from kvlinker.types.answers import ResponsePiece
 from kvlinker.types.tools import Tool, enforced_tool, function_of, shown_tool
 
 ToolChoice = Literal["none", "auto", "required"] | Mapping[str, Any]
@@ -16,43 +16,21 @@ ToolChoice = Literal["none", "auto", "required"] | Mapping[str, Any]
 ``{"type": "function", "function": {"name"}}``."""
 
 
-class AnswerReader(Protocol):
-    """Reads one answer as it comes: tells reasoning and calls of tools from content."""
-
-    def feed(self, text: str) -> ResponsePiece:
-        """Take the next piece of the answer, and return what it is, as far as that is clear."""
-        ...
-
-    def finish(self) -> ResponsePiece:
-        """Return the rest: no more text comes."""
-        ...
-
-
-class PlainReader:
-    """Reads answers that are all content, since neither reasoning nor calls can be in them."""
-
-    def feed(self, text: str) -> ResponsePiece:
-        return ResponsePiece(content=text)
-
-    def finish(self) -> ResponsePiece:
-        return ResponsePiece()
-
-
 class Conversing:
     """Holds the tools of one request, and tells how its answers may use them."""
 
     def __init__(
         self,
-        responses: ResponseFormat,
+        form: AnswerForm,
         tail_of: Callable[[Prompt], str],
         tools: Sequence[Tool] = (),
         choice: ToolChoice | None = None,
         *,
         several: bool = True,
     ) -> None:
-        """``tail_of`` decodes the end of a prompt. ``choice`` None is "auto". ``several``: an answer may have more than
-        one call. Raises InvalidRequestError for a choice of tools that are not offered."""
-        self._responses = responses
+        """``form`` is the model's. ``tail_of`` decodes the end of a prompt. ``choice`` None is "auto". ``several``: an
+        answer may have more than one call. Raises InvalidRequestError for a choice of tools that are not offered."""
+        self._form = form
         self._tail_of = tail_of
         self._several = several
         self._choice, self._named = _parse_choice("auto" if choice is None else choice)
@@ -74,7 +52,7 @@ class Conversing:
 
     def reader(self, prompt: Prompt) -> AnswerReader:
         """Return a reader for one answer to ``prompt``."""
-        return self._responses.reader(self._tail_of(prompt), self.tools) if self._reads else PlainReader()
+        return self._form.reader(self._tail_of(prompt), self.tools) if self._reads else AnswerReader()
 
     def sampling_fields(self, prompt: Prompt, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are ``given``, with what makes answers to ``prompt`` call tools
@@ -82,23 +60,23 @@ class Conversing:
         fields = dict(given)
         if not self._reads:
             return fields
-        responses, tail, several = self._responses, self._tail_of(prompt), self._several
-        fields["shown_tokens"] = responses.shown_tokens
+        form, tail, several = self._form, self._tail_of(prompt), self._several
+        fields["shown_tokens"] = form.shown_tokens
         enforced = tuple(map(enforced_tool, self._offered))
         if self._offered and self._choice != "auto":
             called = [tool for tool in self.tools if self._named in (None, function_of(tool)["name"])]
             several = several and self._named is None
-            fields["grammar"] = responses.calls_grammar(called, tail=tail, several=several)
+            fields["grammar"] = form.calls_grammar(called, tail=tail, several=several)
         elif grammar := fields.get("grammar"):
-            fields["grammar"] = responses.framed(grammar, tail=tail, tools=enforced, several=several)
+            fields["grammar"] = form.framed(grammar, tail=tail, tools=enforced, several=several)
         elif self._offered and (not several or any(function_of(tool).get("strict") for tool in self._offered)):
-            fields["grammar"] = responses.free_grammar(enforced, tail=tail, several=several)
+            fields["grammar"] = form.free_grammar(enforced, tail=tail, several=several)
         return fields
 
     @property
     def _reads(self) -> bool:
         """True if answers may have more than text."""
-        return bool(self._offered) or self._responses.reasoning is not None
+        return bool(self._offered) or self._form.reasoning is not None
 
 
 def _parse_choice(choice: Any) -> tuple[str, str | None]:

@@ -24,7 +24,7 @@ from kvlinker.content import (
     parse_tools,
 )
 from kvlinker.context_caches import CachesUsage, ChunkTexts, ContextCaches, Metadata
-from kvlinker.conversing import AnswerReader, Conversing, ToolChoice
+from kvlinker.conversing import Conversing, ToolChoice
 from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
 from kvlinker.errors import InvalidRequestError
@@ -32,9 +32,10 @@ from kvlinker.events import Events
 from kvlinker.implicit.caches import ImplicitCaches
 from kvlinker.implicit.recognition import Recognizer
 from kvlinker.linking import Explanation, Policy, as_policy, describe_policies, parse_policy
+from kvlinker.prompt.answer_forms.form import AnswerForm
+from kvlinker.prompt.answer_forms.reader import AnswerReader
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import DEFAULT_OPTIONS
-from kvlinker.prompt.responses import ResponseFormat
 from kvlinker.prompt.segments import Prompt
 from kvlinker.reading import ContentReader, Reading, ReadingDefaults, ReadPrompt
 from kvlinker.splitting import split_text
@@ -251,9 +252,9 @@ class LLM:
         return SamplingParams(**{**self.sampling_defaults, **given})
 
     @property
-    def responses(self) -> ResponseFormat:
+    def answer_form(self) -> AnswerForm:
         """The form in which the model writes reasoning and calls of tools."""
-        return self.builder.responses
+        return self.builder.answer_form
 
     def tail_of(self, prompt: Prompt) -> str:
         """Decode the end of a prompt, behind its last context cache, with special tokens."""
@@ -277,7 +278,7 @@ class LLM:
     ) -> Conversing:
         """Return how the answers to a conversation may use ``tools``; ``several``: with more than one call. Raises
         InvalidRequestError for a choice of tools that are not offered."""
-        return Conversing(self.responses, self.tail_of, tools, choice, several=several)
+        return Conversing(self.answer_form, self.tail_of, tools, choice, several=several)
 
     def chat_completion(
         self,

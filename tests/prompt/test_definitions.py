@@ -15,7 +15,7 @@ from kvlinker.prompt.definitions import repeated_text, with_definitions
 from kvlinker.types.chunks import Chunk, GenerationContext
 from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
 from tests.prompt import templates
-from tests.prompt.test_responses import TIME, WEATHER
+from tests.prompt.test_answer_forms import TIME, WEATHER
 from tests.toy_tokenizers import byte_level
 
 NASTY: Any = {

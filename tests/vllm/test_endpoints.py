@@ -108,9 +108,16 @@ def test_fields_of_vllms_hold_for_linked_requests(http: httpx.Client) -> None:
     answer = ask(http, part, PART, allowed_token_ids=[40, 41], return_token_ids=True, logprobs=True, top_logprobs=2)
     assert set(answer["choices"][0]["token_ids"]) <= {40, 41}
     assert len(answer["choices"][0]["logprobs"]["content"]) == 8
-    several = ask(http, part, PART, n=3, temperature=1, seed=1, priority=0, model="also-tiny")
+    question = {"type": "text", "text": "Where are all of the cats?"}
+    several, again = (
+        ask(http, part, question, n=3, temperature=1, seed=1, priority=0, model="also-tiny") for _ in range(2)
+    )
     assert len({choice["message"]["content"] for choice in several["choices"]}) > 1
     assert several["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    found, found_again = (
+        answer["usage"]["prompt_tokens_details"]["exact_cached_tokens"] for answer in (several, again)
+    )
+    assert found_again == again["usage"]["prompt_tokens"] // 32 * 32 > found
     assert several["kv_transfer_params"] is None
     text = http.post(TEXT, json={"prompt": [part, PART], "max_tokens": 2, "echo": True}).json()
     assert text["choices"][0]["text"].startswith("<s>The cat sat")

@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvlinker.errors import InvalidRequestError
+from kvlinker.prompt.answer_forms.form import AnswerForm
 from kvlinker.prompt.chat import DEFAULT_OPTIONS, NO_DEFINITIONS, ChatTemplate
 from kvlinker.prompt.encoding import TextEncoder, require_unicode
 from kvlinker.prompt.length import LengthLimit
-from kvlinker.prompt.responses import ResponseFormat
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.types.chunks import Chunk, GenerationContext
 from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
@@ -63,9 +63,9 @@ class PromptBuilder:
         return tuple(token for text in header if isinstance(text, str) for token in self.encoder.encode_prompt(text))
 
     @cached_property
-    def responses(self) -> ResponseFormat:
+    def answer_form(self) -> AnswerForm:
         """The form in which the model writes reasoning and calls of tools."""
-        return ResponseFormat.of(self._tokenizer, self._template.source)
+        return AnswerForm.of(self._tokenizer, self._template.source)
 
     def has_variable(self, name: str) -> bool:
         """Return whether the chat template has a variable of this name that callers may set."""

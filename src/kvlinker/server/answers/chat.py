@@ -5,16 +5,18 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, JsonValue, model_validator
 
 from kvlinker.answer import finish_reason
-from kvlinker.conversing import AnswerReader, Conversing
+from kvlinker.conversing import Conversing
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
+from kvlinker.prompt.answer_forms.reader import AnswerReader
 from kvlinker.server.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming
@@ -33,9 +35,8 @@ from kvlinker.server.fields.tools import (
     call_objects,
 )
 from kvlinker.server.models import ServiceParam
-from kvlinker.types.answers import Delta, Finished, ResponsePiece, TokenLogprob
+from kvlinker.types.answers import AnswerPiece, Delta, Finished, TokenLogprob
 from kvlinker.types.messages import TemplateOptions
-from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tools import Tool
 
 router = APIRouter(tags=["completions"])
@@ -122,9 +123,12 @@ class ChatCompletionRequest(DecodingBody):
         tools = [tool.tool() for tool in self.tools or ()]
         return llm.conversing(tools, choice, several=self.parallel_tool_calls is not False)
 
-    def sampling(self, llm: LLM, conversing: Conversing, prompt: Prompt) -> SamplingParams:
-        """Return the sampling parameters of answers to ``prompt``. Raises InvalidRequestError."""
-        return llm.sampling_params(**conversing.sampling_fields(prompt, self.sampling_fields()))
+    def asked(self, llm: LLM, conversing: Conversing, *, tenant: str) -> Asked:
+        """Return the prompt, which shows the tools, and how to answer it. It takes long for long conversations: call it
+        in a thread. Raises InvalidRequestError, and what ``LLM.read_chat`` does."""
+        read = self.read(llm, conversing.tools, tenant=tenant)
+        fields = conversing.sampling_fields(read.prompt, self.sampling_fields())
+        return Asked({"messages": read}, llm.sampling_params(**fields))
 
     def sampling_fields(self) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are given, by name."""
@@ -231,13 +235,9 @@ async def create_chat_completion(
     service.check_model(body.model)
     conversing = body.conversing(service.llm)
     answer_format = ChatFormat(service.llm, conversing, logprobs=bool(body.logprobs))
-
-    def build() -> Asked:
-        read = body.read(service.llm, conversing.tools, tenant=tenant)
-        return Asked({"messages": read}, body.sampling(service.llm, conversing, read.prompt))
-
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):
+        build = partial(body.asked, service.llm, conversing, tenant=tenant)
         return await respond(service, request, body, build, answer_format, tenant=tenant)
 
 
@@ -264,11 +264,11 @@ class ChatFormat:
 
     def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
         logprobs = self._logprobs_body(delta.logprobs)
-        piece = self._reader(index).feed(delta.text)
+        piece = _joined(self._reader(index).feed(delta.text))
         return _choice(index, self._told(index, piece), logprobs=logprobs) if piece or logprobs else None
 
     def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
-        told = self._told(index, self._reader(index).finish())
+        told = self._told(index, _joined(self._reader(index).finish()))
         return _choice(index, told, finish_reason=finish_reason(finished.reason, self._calls[index]))
 
     def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
@@ -299,7 +299,7 @@ class ChatFormat:
             self._readers[index] = self._conversing.reader(self._prompt)
         return self._readers[index]
 
-    def _told(self, index: int, piece: ResponsePiece) -> ChatDelta:
+    def _told(self, index: int, piece: AnswerPiece) -> ChatDelta:
         """Return a piece of an answer as streams tell it."""
         told: dict[str, Any] = {}
         if piece.content:
@@ -319,6 +319,11 @@ class ChatFormat:
             for entry in entries
         ]
         return ChatLogprobs(content=content, refusal=None)
+
+
+def _joined(pieces: Iterable[AnswerPiece]) -> AnswerPiece:
+    """Return pieces as one, in which nothing tells their order: chat completions do not."""
+    return sum(pieces, start=AnswerPiece())
 
 
 def _choice(

@@ -22,6 +22,9 @@ from kvlinker.server.messages.blocks import (
     located,
 )
 
+REASONING_VARIABLE = "enable_thinking"
+"""The variable by which chat templates turn reasoning off, of models that can do without."""
+
 
 class MessageParam(RequestBody):
     """One turn of a conversation; turns of the same role that follow one another are one."""
@@ -86,7 +89,8 @@ _ToolChoice = Annotated[
 
 
 class ThinkingBody(RequestBody):
-    """Whether a model that reasons does so. A budget cannot be kept, so that ``enabled`` is refused."""
+    """Says whether the model is to reason; ``disabled`` counts for those that can do without. A budget cannot be kept,
+    so that ``enabled`` is refused."""
 
     type: Literal["adaptive", "disabled"]
     display: Literal["summarized"] | None = None
@@ -128,8 +132,9 @@ class CountTokensRequest(RequestBody):
     )
     link: LinkOptions | None = None
 
-    def translated(self, *, reasons: bool) -> Translation:
-        """Return the chat request; ``reasons`` is true for a model that may reason."""
+    def translated(self, *, can_stop_reasoning: bool) -> Translation:
+        """Return the chat request; ``can_stop_reasoning`` is true for a chat template that has
+        ``REASONING_VARIABLE``."""
         made = Translation(fields={"response_format.json_schema": "output_config.format", "stop": "stop_sequences"})
         made.values |= {"model": self.model, "link": self.link}
         if self.system:
@@ -145,8 +150,8 @@ class CountTokensRequest(RequestBody):
         if self.tool_choice is not None:
             made.values["tool_choice"] = _chat_choice(self.tool_choice)
             made.values["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        if self.thinking is not None and self.thinking.type == "disabled" and reasons:
-            made.values["chat_template_kwargs"] = {"enable_thinking": False}
+        if self.thinking is not None and self.thinking.type == "disabled" and can_stop_reasoning:
+            made.values["chat_template_kwargs"] = {REASONING_VARIABLE: False}
         if self.output_config is not None and self.output_config.format is not None:
             schema = {"schema": self.output_config.format.schema_}
             made.values["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -167,8 +172,8 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    def translated(self, *, reasons: bool) -> Translation:
-        made = super().translated(reasons=reasons)
+    def translated(self, *, can_stop_reasoning: bool) -> Translation:
+        made = super().translated(can_stop_reasoning=can_stop_reasoning)
         names = ("max_tokens", "temperature", "top_p", "top_k", "stream")
         made.values |= {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
         return made
