@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 LEVEL = 0.95
@@ -69,6 +69,49 @@ class RateTest:
     def note(self, success: bool) -> None:
         """Take another answer into account."""
         self._logs = [log + step[success] for log, step in zip(self._logs, self._steps, strict=True)]
+
+
+class RepeatedTest:
+    """Tests one hypothesis again and again, so that it is refuted soon after it ceases to be true, however long it was.
+
+    A test whose evidence has fallen to ``error`` is given up and another begins. The k-th refutes the hypothesis where
+    its evidence reaches k (k + 1) / ``error``. The chances of error of all of them sum up to ``error``: it is the
+    chance, at most, that a hypothesis that stays true is ever refuted.
+    """
+
+    def __init__(self, begin: Callable[[], RateTest], error: float) -> None:
+        """``begin`` makes a test. ``error`` is a probability."""
+        self._begin = begin
+        self._error = error
+        self._number = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._test = self._begin()
+        self._number += 1
+        self.samples = 0
+        """The answers since the present test began."""
+
+        self.successes = 0
+        """Those of them that are successes."""
+
+    @property
+    def evidence(self) -> float:
+        """The evidence of the present test."""
+        return self._test.evidence
+
+    @property
+    def refuted(self) -> bool:
+        """True if the present test refutes the hypothesis."""
+        return self.evidence >= self._number * (self._number + 1) / self._error
+
+    def note(self, success: bool) -> None:
+        """Take another answer into account."""
+        if self.evidence <= self._error:
+            self._start()
+        self._test.note(success)
+        self.samples += 1
+        self.successes += success
 
 
 class DriftDetector:
