@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvlinker.audit.ladder import FULL, Ladder
-from kvlinker.audit.statistics import RateTest, RepeatedTest
+from kvlinker.audit.statistics import RateTest, RepeatedTest, RepeatedTestState
 from kvlinker.linking import Policy
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,9 @@ time."""
 
 MOST_DECISIONS = 100
 """The last decisions that are kept."""
+
+MOST_TENANTS = 10_000
+"""The most tenants of a ``ControllerState``: those of the most answers."""
 
 MOST_EVIDENCE = 1e12
 """The largest evidence that is told."""
@@ -64,6 +67,38 @@ class Decision:
     2 / (1 - confidence)."""
 
 
+@dataclass(frozen=True, slots=True)
+class SteeringState:
+    """Where one tenant, or all, are on the ladder, and what is known of the step. Answers are compared ones."""
+
+    step: int
+    noted: int
+    """The answers so far."""
+
+    failures: dict[int, int]
+    """How often each step was below the target."""
+
+    closed_until: dict[int, int]
+    """The number of answers before which a step that failed is not tried again."""
+
+    below: RepeatedTestState
+    above: RepeatedTestState
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerState:
+    """What a ``QualityController`` knows, and for which ladder and target."""
+
+    ladder: tuple[str, ...]
+    start: int
+    target: float
+    per_tenant: bool
+    steered: dict[str, SteeringState]
+    """By tenant."""
+
+    decisions: tuple[Decision, ...]
+
+
 class QualityController:
     """Chooses the default policy on a ladder, for each tenant or for all together.
 
@@ -88,6 +123,34 @@ class QualityController:
         """The last decisions, the latest last."""
         with self._lock:
             return tuple(self._decisions)
+
+    def state(self) -> ControllerState:
+        """Return what is known now, of ``MOST_TENANTS`` at most."""
+        with self._lock:
+            steered = {tenant: each.state for tenant, each in self._steered.items()}
+            kept = sorted(steered, key=lambda tenant: -steered[tenant].noted)[:MOST_TENANTS]
+            return ControllerState(
+                self.ladder.names,
+                self.ladder.start,
+                self.target,
+                self.per_tenant,
+                {tenant: steered[tenant] for tenant in kept},
+                tuple(self._decisions),
+            )
+
+    def restore(self, state: ControllerState) -> bool:
+        """Go on from a state, in the place of what is known; returns False, and does nothing, where it is of another
+        ladder, start or target, or steers other tenants together."""
+        asked = (self.ladder.names, self.ladder.start, self.target, self.per_tenant)
+        if (state.ladder, state.start, state.target, state.per_tenant) != asked:
+            return False
+        with self._lock:
+            self._steered = {}
+            for tenant, known in state.steered.items():
+                self._steered[tenant] = _Steered(self.ladder, self.target)
+                self._steered[tenant].restore(known)
+            self._decisions.extend(state.decisions)
+        return True
 
     def policy(self, tenant: str) -> Policy:
         """Return the default policy of a tenant now."""
@@ -127,6 +190,27 @@ class _Steered:
         """Begin to gather evidence for the present step."""
         self._below = RepeatedTest(lambda: RateTest.falls_below(self._target), 1 - CONFIDENCE)
         self._above = RepeatedTest(lambda: RateTest.exceeds(self._target), 1 - CONFIDENCE)
+
+    @property
+    def state(self) -> SteeringState:
+        """What is known now."""
+        return SteeringState(
+            self.step,
+            self._noted,
+            dict(self._failures),
+            dict(self._closed_until),
+            self._below.state,
+            self._above.state,
+        )
+
+    def restore(self, state: SteeringState) -> None:
+        """Go on from a state for the same ladder and target."""
+        self.step = state.step
+        self._noted = state.noted
+        self._failures = dict(state.failures)
+        self._closed_until = dict(state.closed_until)
+        self._below.restore(state.below)
+        self._above.restore(state.above)
 
     def note(self, tenant: str, policy: str, agrees: bool) -> Decision | None:
         """Take an answer into account; return the decision that it leads to, if it leads to one."""
