@@ -9,7 +9,7 @@ import torch
 
 from kvlinker import LLM
 from kvlinker.config import load_settings
-from kvlinker.embedded.model.loading import prepare_model
+from kvlinker.embedded.model_loading import prepare_model
 from kvlinker.errors import (
     ContextCacheNotFoundError,
     ContextLengthError,
