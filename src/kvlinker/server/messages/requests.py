@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.answers.dialects import Translation
-from kvlinker.server.fields.bodies import CacheControl, LinkOptions, RequestBody, Text
+from kvlinker.server.fields.bodies import CacheControl, LinkOptions, MarkableBody, RequestBody, Text
 from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
 from kvlinker.server.messages.blocks import (
     Block,
@@ -44,9 +44,9 @@ class MessageParam(RequestBody):
         return self
 
 
-class MessageTool(RequestBody):
+class MessageTool(MarkableBody):
     """A function that the model may call; ``input_schema`` is a JSON schema. With ``strict``, arguments are enforced to
-    be valid whenever it is called."""
+    be valid whenever it is called. With ``cache_control``, its definition is a chunk where the prompt shows it."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"eager_input_streaming"})
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -60,12 +60,11 @@ class MessageTool(RequestBody):
     description: Text | None = None
     input_schema: dict[str, JsonValue]
     strict: bool | None = None
-    cache_control: CacheControl | None = None
 
     def chat_tool(self) -> dict[str, Any]:
         """Return the definition as chat requests have it."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        return {"type": "function", "function": {**function, "strict": self.strict}}
+        return {"type": "function", "function": {**function, "strict": self.strict}, **self.marks()}
 
 
 class AnyToolChoice(RequestBody):

@@ -42,6 +42,7 @@ from kvlinker.server.responses.objects import (
 )
 from kvlinker.server.responses.requests import ResponsesRequest
 from kvlinker.types.answers import Finished, Usage
+from kvlinker.types.messages import MARKS
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
@@ -191,7 +192,7 @@ class ResponseAnswer:
             temperature=params.temperature,
             text=body.told_text(),
             tool_choice=body.told_choice(),
-            tools=[tool.model_dump() for tool in body.tools or ()],
+            tools=[tool.model_dump(exclude=set(MARKS)) | tool.marks() for tool in body.tools or ()],
             top_p=params.top_p,
             truncation="disabled",
             usage=None if self._finished is None else self._usage(self._finished.usage),
