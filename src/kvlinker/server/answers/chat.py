@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, model_validator
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
 from kvlinker.prompt.answer_forms.reader import AnswerReader
-from kvlinker.server.answers.answering import LinkBody, UsageBody, completion_responses, finite, respond
+from kvlinker.server.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
 from kvlinker.server.answers.conversing import Conversing
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming
@@ -113,6 +113,12 @@ class ChatCompletionRequest(DecodingBody):
             keeps=keeps,
             tenant=tenant,
         )
+
+    def asked(self, llm: LLM, conversing: Conversing, *, tenant: str) -> Asked:
+        """Return the prompt and how to answer it. Raises what ``LLM.read_chat`` and ``Conversing.sampling`` do. It
+        takes a while for long conversations: call it in a thread."""
+        read = self.read(llm, conversing.tools, tenant=tenant)
+        return Asked({"messages": read}, conversing.sampling(read.prompt))
 
     def sampling_fields(self) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are given, by name."""
@@ -221,7 +227,7 @@ async def create_chat_completion(
     answer_format = ChatFormat(service.llm, conversing, logprobs=bool(body.logprobs))
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):
-        build = partial(conversing.asked, tenant=tenant)
+        build = partial(body.asked, service.llm, conversing, tenant=tenant)
         return await respond(service, request, body, build, answer_format, tenant=tenant)
 
 
@@ -248,11 +254,11 @@ class ChatFormat:
 
     def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
         logprobs = self._logprobs_body(delta.logprobs)
-        piece = _joined(self._reader(index).feed(delta.text))
+        piece = AnswerPiece.joined(self._reader(index).feed(delta.text))
         return _choice(index, self._told(index, piece), logprobs=logprobs) if piece or logprobs else None
 
     def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
-        told = self._told(index, _joined(self._reader(index).finish()))
+        told = self._told(index, AnswerPiece.joined(self._reader(index).finish()))
         return _choice(index, told, finish_reason=_reason(finished.reason, self._calls[index]))
 
     def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
@@ -265,7 +271,7 @@ class ChatFormat:
 
     def _whole(self, index: int, answer: Answer) -> ChatChoice:
         reader = self._reader(index)
-        piece = _joined([*reader.feed(answer.text), *reader.finish()])
+        piece = AnswerPiece.joined([*reader.feed(answer.text), *reader.finish()])
         message = AssistantMessage(
             content=None if piece.calls and not piece.content else piece.content,
             reasoning_content=piece.reasoning or None,
@@ -304,11 +310,6 @@ class ChatFormat:
             for entry in entries
         ]
         return ChatLogprobs(content=content, refusal=None)
-
-
-def _joined(pieces: Iterable[AnswerPiece]) -> AnswerPiece:
-    """Return pieces as one, in which nothing tells their order: chat completions do not."""
-    return sum(pieces, start=AnswerPiece())
 
 
 def _reason(reason: str, calls: int) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.llm import LLM, Prompt, ReadPrompt
+from kvlinker.llm import LLM, Prompt
 from kvlinker.prompt.answer_forms.reader import AnswerReader
-from kvlinker.server.answers.answering import Asked
 from kvlinker.server.fields.tools import NamedToolBody, ToolBody, shown_tools
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tools import Tool
@@ -27,8 +26,6 @@ class AsksForTools(Protocol):
     def parallel_tool_calls(self) -> bool | None: ...
 
     def sampling_fields(self) -> dict[str, Any]: ...
-
-    def read(self, llm: LLM, tools: Sequence[Tool], *, tenant: str) -> ReadPrompt: ...
 
 
 class Conversing:
@@ -55,12 +52,6 @@ class Conversing:
     def tools(self) -> tuple[Tool, ...]:
         """The definitions that the prompt shows; none where no tool may be called."""
         return shown_tools(self._offered)
-
-    def asked(self, *, tenant: str) -> Asked:
-        """Return the prompt, which shows the tools, and how to answer it. Raises what ``LLM.read_chat`` and
-        ``sampling`` do. It takes long for long conversations: call it in a thread."""
-        read = self._body.read(self._llm, self.tools, tenant=tenant)
-        return Asked({"messages": read}, self.sampling(read.prompt))
 
     @property
     def _reads(self) -> bool:

@@ -132,7 +132,7 @@ async def respond_in_dialect(
 
         def build() -> Asked:
             nonlocal reader
-            asked = conversing.asked(tenant=tenant)
+            asked = chat.asked(service.llm, conversing, tenant=tenant)
             (read,) = asked.prompts.values()
             reader = BlockReader(conversing.reader(read.prompt))
             return asked
