@@ -54,7 +54,7 @@ class Answer:
     def read_by(self, reader: AnswerReader) -> Self:
         """Return the answer with reasoning and calls of tools told apart from its text, by a reader that read nothing
         yet."""
-        said = sum([*reader.feed(self.text), *reader.finish()], start=AnswerPiece())
+        said = AnswerPiece.joined([*reader.feed(self.text), *reader.finish()])
         return replace(
             self,
             text=said.content,

@@ -41,7 +41,7 @@ from kvlinker.reading import ContentReader, Reading, ReadingDefaults, ReadPrompt
 from kvlinker.splitting import split_text
 from kvlinker.startup import EmbeddedSource, EngineSource, engine_source, open_state
 from kvlinker.store import UNCHANGED, ContextCache, Page, Speeds, TierUsage, Unchanged
-from kvlinker.store.loading.speeds import FILE_NAME
+from kvlinker.store.speeds import FILE_NAME
 from kvlinker.types.answers import PromptLogprobs
 from kvlinker.types.chunks import GenerationContext, parse_context
 from kvlinker.types.grammars import AnswerGrammar

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -264,11 +264,11 @@ class ChatFormat:
 
     def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
         logprobs = self._logprobs_body(delta.logprobs)
-        piece = _joined(self._reader(index).feed(delta.text))
+        piece = AnswerPiece.joined(self._reader(index).feed(delta.text))
         return _choice(index, self._told(index, piece), logprobs=logprobs) if piece or logprobs else None
 
     def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
-        told = self._told(index, _joined(self._reader(index).finish()))
+        told = self._told(index, AnswerPiece.joined(self._reader(index).finish()))
         return _choice(index, told, finish_reason=finish_reason(finished.reason, self._calls[index]))
 
     def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
@@ -319,11 +319,6 @@ class ChatFormat:
             for entry in entries
         ]
         return ChatLogprobs(content=content, refusal=None)
-
-
-def _joined(pieces: Iterable[AnswerPiece]) -> AnswerPiece:
-    """Return pieces as one, in which nothing tells their order: chat completions do not."""
-    return sum(pieces, start=AnswerPiece())
 
 
 def _choice(
