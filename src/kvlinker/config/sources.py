@@ -84,6 +84,8 @@ def _complaint(error: ErrorDetails, origin: str) -> str:
 def _rule(error: ErrorDetails, field: FieldInfo) -> str:
     """Return the rule for the setting's value, where it can be stated in general; otherwise why the value was
     refused."""
+    if error["type"] == "value_error":
+        return error["msg"].removeprefix("Value error, ")
     if "ByteSize" in str(field.annotation):
         return "it must be a size such as 4GiB"
     if field.annotation in (int, int | None):
