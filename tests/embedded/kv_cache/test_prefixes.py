@@ -160,7 +160,7 @@ class TreeMachine(RuleBasedStateMachine):
         sizes = {"a": 3, "b": 2}
         nodes = 0
         for tenant, root in self.tree._roots.items():
-            leaves = [(child, [], {}) for child in root.children.values()]
+            leaves: list = [(child, [], {}) for child in root.children.values()]
             while leaves:
                 node, tokens, chunks = leaves.pop()
                 nodes += 1
@@ -177,7 +177,7 @@ class TreeMachine(RuleBasedStateMachine):
                 stories = [self.story(path, position) for position in node.own]
                 if node.spans is not None:
                     assert node in self.tree._used
-                    assert node.parent is root or node.parent.spans is not None
+                    assert node.parent.spans is not None, "what stands before it is in the pool, too"
                     assert self.contents[slots_of(node.spans)].tolist() == stories if stories else not node.spans
                 else:
                     assert node in self.tree._spilled

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from hashlib import sha256
 from itertools import count as counting
 from typing import NamedTuple
 
@@ -13,6 +11,7 @@ import numpy as np
 
 from kvlinker.embedded.kv_cache.paths import Items, LinkedChunk, LinkedPath, Positions, linked_choices
 from kvlinker.embedded.kv_cache.pool import SlotAllocator, SlotSpan
+from kvlinker.embedded.kv_cache.prefix_node import PrefixNode, cut
 from kvlinker.embedded.kv_cache.spilling import Spill
 from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt, ReusedPrefix, StoredKV
@@ -23,43 +22,10 @@ MOST_LENGTHS = 1024
 LEAST_TOKENS = 16
 """The fewest tokens that are worth reusing; every span of slots that a sequence sees costs a little in every step."""
 
-
 LEAST_SWEPT = 256
 """The fewest nodes on disk among which those are looked for whose files are gone."""
 
-
-class _Node:
-    """A part of a path: tokens, and names of chunks as negative numbers, behind those of its parent."""
-
-    def __init__(
-        self,
-        parent: _Node | None,
-        items: Positions,
-        starts: Positions,
-        own: Positions,
-        spans: tuple[SlotSpan, ...] | None,
-        *,
-        stored: StoredKV | None = None,
-        tenant: str = "",
-    ) -> None:
-        """``items`` [count] begin at the positions ``starts`` [count]. The KV of the positions ``own`` was computed,
-        and lies in ``spans``, or, where they are None, on disk (``stored``); it may lie in both."""
-        self.parent = parent
-        self.children: dict[int, _Node] = {}
-        self.items = items
-        self.starts = starts
-        self.own = own
-        self.spans = spans
-        self.stored = stored
-        self.tenant: str = tenant if parent is None else parent.tenant
-
-    @property
-    def has_children_in_pool(self) -> bool:
-        """True if the KV of any child is in the pool."""
-        return any(child.spans is not None for child in self.children.values())
-
-
-Part = tuple[_Node, int]
+Part = tuple[PrefixNode, int]
 """A node, and how many of its items are meant."""
 
 
@@ -82,14 +48,14 @@ class PrefixTree:
     def __init__(self, allocator: SlotAllocator, spill: Spill | None = None) -> None:
         self._allocator = allocator
         self._spill = spill
-        self._roots: dict[str, _Node] = {}
+        self._roots: dict[str, PrefixNode] = {}
         self._names: dict[LinkedChunk, int] = {}
         self._chunks: dict[int, LinkedChunk] = {}  # by name
         self._name_uses: Counter[int] = Counter()
         self._new_names = counting(-1, -1)
         self._lengths: OrderedDict[int, None] = OrderedDict()  # of prompts that chunks were linked for
-        self._used: OrderedDict[_Node, None] = OrderedDict()  # the last used one last, and parents behind children
-        self._spilled: dict[_Node, None] = {}  # all others: their KV is on disk, or was
+        self._used: OrderedDict[PrefixNode, None] = OrderedDict()  # the last used one last, and parents behind children
+        self._spilled: dict[PrefixNode, None] = {}  # all others: their KV is on disk, or was
         self._sweep_at = LEAST_SWEPT
 
     def __len__(self) -> int:
@@ -98,7 +64,7 @@ class PrefixTree:
     @property
     def spans(self) -> list[SlotSpan]:
         """All slots that the tree keeps."""
-        return [span for node in self._used for span in _spans(node)]
+        return [span for node in self._used for span in node.slots]
 
     def find(self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy) -> ReusedPrefix | None:
         """Return what a prompt, linked under ``policy``, can reuse; None where that is too little.
@@ -113,7 +79,7 @@ class PrefixTree:
         if match.length < LEAST_TOKENS:
             return None
         self._touch(match.parts)
-        own = np.concatenate([node.own[: _own_count(node, count)] for node, count in match.parts])
+        own = np.concatenate([node.own[: node.own_count(count)] for node, count in match.parts])
         linked = {
             int(node.starts[index]): self._chunks[int(node.items[index])].linked
             for node, items in match.parts
@@ -130,11 +96,11 @@ class PrefixTree:
         found: list[SlotSpan] = []
         count = 0
         for node, items_count in parts:
-            size = _own_count(node, items_count)
+            size = node.own_count(items_count)
             if node.spans is None or not np.array_equal(node.own[:size], reused.own[count : count + size]):
                 break  # it is on disk, or the same beginning was linked anew, by other tokens
             count += size
-            found += _cut(node.spans, 0, size)
+            found += cut(node.spans, 0, size)
         self._allocator.share(found)
         return tuple(found)
 
@@ -146,7 +112,7 @@ class PrefixTree:
             if len(self._lengths) > MOST_LENGTHS:
                 self._lengths.popitem(last=False)
         items, starts = self._items(path)
-        root = _Node(None, items[:0], starts[:0], own[:0], (), tenant=path.tenant)
+        root = PrefixNode(None, items[:0], starts[:0], own[:0], (), tenant=path.tenant)
         node = self._roots.setdefault(path.tenant, root)
         parts = self._follow(path.tenant, items)
         done = 0
@@ -156,16 +122,16 @@ class PrefixTree:
             if node.spans is None:
                 end = starts[done + count] if done + count < len(items) else len(path.tokens)
                 first, last = np.searchsorted(own, [starts[done], end]).tolist()
-                self._return(node, own[first:last], tuple(_cut(spans, first, last)))
+                self._return(node, own[first:last], tuple(cut(spans, first, last)))
             done += count
         if done < len(items):
             begin = int(np.searchsorted(own, starts[done]))
-            kept = tuple(_cut(spans, begin, len(own)))
+            kept = tuple(cut(spans, begin, len(own)))
             self._allocator.share(kept)
-            added = _Node(node, items[done:], starts[done:], own[begin:], kept)
+            added = PrefixNode(node, items[done:], starts[done:], own[begin:], kept)
             node.children[int(items[done])] = added
             self._used[added] = None
-            self._name_uses.update(_names(added))
+            self._name_uses.update(added.chunk_names)
         self._touch(parts)
 
     def evict(self, slots: int) -> None:
@@ -181,7 +147,7 @@ class PrefixTree:
     def clear(self) -> None:
         """Give up everything."""
         for node in self._used:
-            self._allocator.release(_spans(node))
+            self._allocator.release(node.slots)
         for container in (self._used, self._spilled, self._roots, self._names, self._chunks, self._name_uses):
             container.clear()
 
@@ -198,7 +164,7 @@ class PrefixTree:
             node = node.children.get(int(items[0])) if count == len(node.items) and len(items) else None
         return parts
 
-    def _walk(self, node: _Node, tokens: Positions, chunks: Items, position: int) -> Match:
+    def _walk(self, node: PrefixNode, tokens: Positions, chunks: Items, position: int) -> Match:
         """Return the longest match from a node's first item on, which is to stand at ``position``."""
         if self._lost(node):
             return Match(position, [])
@@ -257,30 +223,30 @@ class PrefixTree:
         first = next((index for index, (node, _) in enumerate(match.parts) if node.spans is None), None)
         if first is None or self._spill is None:
             return match, ()
-        wanted = [(node, _own_count(node, count)) for node, count in match.parts[first:]]
+        wanted = [(node, node.own_count(count)) for node, count in match.parts[first:]]
         if not self._spill.pays(np.concatenate([node.own[:size] for node, size in wanted])):
             return Match(int(match.parts[first][0].starts[0]), match.parts[:first]), ()
         parts = [(node.stored, size) for node, size in wanted if node.stored is not None and size]
         return match, tuple(StoredKV(stored.key, stored.first, stored.first + size) for stored, size in parts)
 
-    def _lost(self, node: _Node) -> bool:
+    def _lost(self, node: PrefixNode) -> bool:
         """Return whether the node's KV is neither in the pool nor on disk."""
         if node.spans is not None or not len(node.own):
             return False
         return self._spill is None or node.stored is None or not self._spill.contains(node.stored.key)
 
-    def _give_up(self, node: _Node) -> None:
+    def _give_up(self, node: PrefixNode) -> None:
         """Take a node without children in the pool out of that: its KV goes to disk, or the node goes with all that
         stands behind it."""
         if not self._write(node):
             self._remove(node)
             return
-        self._allocator.release(_spans(node))
+        self._allocator.release(node.slots)
         node.spans = None
         del self._used[node]
         self._spilled[node] = None
 
-    def _write(self, node: _Node) -> bool:
+    def _write(self, node: PrefixNode) -> bool:
         """Have the node's KV on disk, if it is worth that, or something behind it is there; returns whether it is."""
         if self._spill is None or not len(node.own):
             return bool(node.children)
@@ -288,29 +254,13 @@ class PrefixTree:
             return True
         if not node.children and (len(node.own) < LEAST_TOKENS or not self._spill.pays(node.own)):
             return False
-        key = self._key(node, self._spill.fingerprint)
-        if not self._spill.write(key, _spans(node)):
+        key = node.key(self._spill.fingerprint, self._chunks)
+        if not self._spill.write(key, node.slots):
             return False
         node.stored = StoredKV(key, 0, len(node.own))
         return True
 
-    def _key(self, node: _Node, fingerprint: str) -> str:
-        """Return the key of the node's KV: SHA-256 (hex) over model, tenant, all that the KV depends on, and which
-        positions it is of."""
-        digest = sha256(json.dumps(["kvlinker prefix", fingerprint, node.tenant]).encode())
-        line: list[_Node] = []
-        before: _Node | None = node
-        while before is not None:
-            line.append(before)
-            before = before.parent
-        items = np.concatenate([part.items for part in reversed(line)])
-        chunks = [self._chunks[name] for name in items[items < 0].tolist()]
-        digest.update(json.dumps([len(items), chunks]).encode())
-        digest.update(np.maximum(items, -1).astype("<i8").tobytes())
-        digest.update(node.own.astype("<i8").tobytes())
-        return digest.hexdigest()
-
-    def _return(self, node: _Node, own: Positions, spans: tuple[SlotSpan, ...]) -> None:
+    def _return(self, node: PrefixNode, own: Positions, spans: tuple[SlotSpan, ...]) -> None:
         """Keep in these slots what a node on disk stands for: it was loaded, or computed again, maybe at other
         positions."""
         if not np.array_equal(own, node.own):
@@ -329,25 +279,12 @@ class PrefixTree:
                 self._remove(node)
         self._sweep_at = max(LEAST_SWEPT, 2 * len(self._spilled))
 
-    def _divide(self, node: _Node, count: int) -> None:
+    def _divide(self, node: PrefixNode, count: int) -> None:
         """Divide the node behind its first ``count`` items: it keeps these, and a child gets the others."""
-        size = _own_count(node, count)
-        spans = None if node.spans is None else tuple(_cut(node.spans, size, len(node.own)))
-        rest = _Node(node, node.items[count:], node.starts[count:], node.own[size:], spans)
-        if node.stored is not None:
-            key, first, last = node.stored.key, node.stored.first, node.stored.last
-            node.stored, rest.stored = StoredKV(key, first, first + size), StoredKV(key, first + size, last)
-        rest.children, node.children = node.children, {int(node.items[count]): rest}
-        for child in rest.children.values():
-            child.parent = rest
-        node.items, node.starts, node.own = node.items[:count], node.starts[:count], node.own[:size]
-        if node.spans is None:
-            self._spilled[rest] = None
-        else:
-            node.spans = tuple(_cut(node.spans, 0, size))
-            self._used[rest] = None
+        rest = node.divide(count)
+        (self._spilled if rest.spans is None else self._used)[rest] = None
 
-    def _remove(self, node: _Node) -> None:
+    def _remove(self, node: PrefixNode) -> None:
         """Take the node out of the tree, with all that stands behind it."""
         assert node.parent is not None
         del node.parent.children[int(node.items[0])]
@@ -355,10 +292,10 @@ class PrefixTree:
         while leaving:
             gone = leaving.pop()
             leaving += gone.children.values()
-            self._allocator.release(_spans(gone))
+            self._allocator.release(gone.slots)
             (self._spilled if gone.spans is None else self._used).pop(gone)
-            self._name_uses.subtract(_names(gone))
-            for name in {name for name in _names(gone) if self._name_uses[name] <= 0}:
+            self._name_uses.subtract(gone.chunk_names)
+            for name in {name for name in gone.chunk_names if self._name_uses[name] <= 0}:
                 del self._name_uses[name]
                 self._names.pop(self._chunks.pop(name), None)
 
@@ -367,29 +304,3 @@ class PrefixTree:
         for node, _ in reversed(parts):
             if node in self._used:
                 self._used.move_to_end(node)
-
-
-def _spans(node: _Node) -> tuple[SlotSpan, ...]:
-    """Return the node's slots; none for one that is on disk."""
-    return node.spans or ()
-
-
-def _own_count(node: _Node, count: int) -> int:
-    """Return how many positions were computed in the node's first ``count`` items."""
-    return len(node.own) if count == len(node.items) else int(np.searchsorted(node.own, node.starts[count]))
-
-
-def _names(node: _Node) -> list[int]:
-    names: list[int] = node.items[node.items < 0].tolist()
-    return names
-
-
-def _cut(spans: Sequence[SlotSpan], begin: int, end: int) -> list[SlotSpan]:
-    """Return the slots from number ``begin`` to ``end``, counted over all spans."""
-    found, position = [], 0
-    for span in spans:
-        first, last = max(begin - position, 0), min(end - position, span.size)
-        if first < last:
-            found.append(SlotSpan(span.slot + first, last - first))
-        position += span.size
-    return found
