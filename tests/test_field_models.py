@@ -66,11 +66,11 @@ def _calls_tools(llm: LLM, served: Any) -> None:
 def _reasons(llm: LLM, model: FieldModel) -> None:
     """Reasoning is told apart where the chat template has it, and can be turned off by the template's own variable."""
     if not model.reasons:
-        assert llm.responses.reasoning is None
+        assert llm.answer_form.reasoning is None
         return
     tail = llm.tail_of(llm.read_chat(QUESTION).prompt)
-    reader = llm.responses.reader(tail, ())
-    pieces = [reader.feed("<think>\nWhere?\n</think>\n\nOslo."), reader.finish()]
+    reader = llm.answer_form.reader(tail, ())
+    pieces = [*reader.feed("<think>\nWhere?\n</think>\n\nOslo."), *reader.finish()]
     assert "".join(piece.reasoning for piece in pieces).strip() == "Where?"
     assert "".join(piece.content for piece in pieces) == "Oslo."
     silent = TemplateOptions(variables={"enable_thinking": False})

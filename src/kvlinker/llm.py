@@ -30,9 +30,9 @@ from kvlinker.events import Events
 from kvlinker.implicit.caches import ImplicitCaches
 from kvlinker.implicit.recognition import Recognizer
 from kvlinker.linking import Explanation, Policy, as_policy, describe_policies, parse_policy
+from kvlinker.prompt.answer_forms.form import AnswerForm
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import DEFAULT_OPTIONS
-from kvlinker.prompt.responses import ResponseFormat
 from kvlinker.prompt.segments import Prompt
 from kvlinker.reading import ContentReader, Reading, ReadingDefaults, ReadPrompt
 from kvlinker.splitting import split_text
@@ -241,9 +241,9 @@ class LLM:
         return SamplingParams(**{**self.sampling_defaults, **given})
 
     @property
-    def responses(self) -> ResponseFormat:
+    def answer_form(self) -> AnswerForm:
         """The form in which the model writes reasoning and calls of tools."""
-        return self.builder.responses
+        return self.builder.answer_form
 
     def tail_of(self, prompt: Prompt) -> str:
         """Decode the end of a prompt, behind its last context cache, with special tokens."""

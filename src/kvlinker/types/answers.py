@@ -101,8 +101,8 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class ResponsePiece:
-    """New output of an answer in a conversation, told apart by what it is."""
+class AnswerPiece:
+    """Brings new output of an answer in a conversation, told apart by what it is."""
 
     content: str = ""
     reasoning: str = ""
@@ -111,8 +111,8 @@ class ResponsePiece:
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
 
-    def __add__(self, other: ResponsePiece) -> ResponsePiece:
-        return ResponsePiece(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
+    def __add__(self, other: AnswerPiece) -> AnswerPiece:
+        return AnswerPiece(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
 @dataclass(frozen=True, slots=True)

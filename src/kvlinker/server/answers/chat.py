@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -13,8 +14,9 @@ from pydantic import Field, JsonValue, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
-from kvlinker.server.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
-from kvlinker.server.answers.conversing import AnswerReader, Conversing
+from kvlinker.prompt.answer_forms.reader import AnswerReader
+from kvlinker.server.answers.answering import LinkBody, UsageBody, completion_responses, finite, respond
+from kvlinker.server.answers.conversing import Conversing
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming
 from kvlinker.server.fields.bodies import DocumentBody, ResponseBody, Text
@@ -31,7 +33,7 @@ from kvlinker.server.fields.tools import (
     call_objects,
 )
 from kvlinker.server.models import ServiceParam
-from kvlinker.types.answers import Delta, Finished, ResponsePiece, TokenLogprob
+from kvlinker.types.answers import AnswerPiece, Delta, Finished, TokenLogprob
 from kvlinker.types.messages import TemplateOptions
 from kvlinker.types.tools import Tool
 
@@ -217,13 +219,9 @@ async def create_chat_completion(
     service.check_model(body.model)
     conversing = Conversing(service.llm, body)
     answer_format = ChatFormat(service.llm, conversing, logprobs=bool(body.logprobs))
-
-    def build() -> Asked:
-        read = body.read(service.llm, conversing.tools, tenant=tenant)
-        return Asked({"messages": read}, conversing.sampling(read.prompt))
-
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):
+        build = partial(conversing.asked, tenant=tenant)
         return await respond(service, request, body, build, answer_format, tenant=tenant)
 
 
@@ -250,11 +248,11 @@ class ChatFormat:
 
     def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
         logprobs = self._logprobs_body(delta.logprobs)
-        piece = self._reader(index).feed(delta.text)
+        piece = _joined(self._reader(index).feed(delta.text))
         return _choice(index, self._told(index, piece), logprobs=logprobs) if piece or logprobs else None
 
     def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
-        told = self._told(index, self._reader(index).finish())
+        told = self._told(index, _joined(self._reader(index).finish()))
         return _choice(index, told, finish_reason=_reason(finished.reason, self._calls[index]))
 
     def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
@@ -266,19 +264,18 @@ class ChatFormat:
         return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_logprobs=scored)
 
     def _whole(self, index: int, answer: Answer) -> ChatChoice:
-        pieces = [self._reader(index).feed(answer.text), self._reader(index).finish()]
-        content = "".join(piece.content for piece in pieces)
-        calls = [call for piece in pieces for call in piece.calls]
+        reader = self._reader(index)
+        piece = _joined([*reader.feed(answer.text), *reader.finish()])
         message = AssistantMessage(
-            content=None if calls and not content else content,
-            reasoning_content="".join(piece.reasoning for piece in pieces) or None,
-            tool_calls=call_objects(calls) or None,
+            content=None if piece.calls and not piece.content else piece.content,
+            reasoning_content=piece.reasoning or None,
+            tool_calls=call_objects(piece.calls) or None,
         )
         return ChatChoice(
             index=index,
             message=message,
             logprobs=self._logprobs_body(answer.logprobs),
-            finish_reason=_reason(answer.finish_reason, len(calls)),
+            finish_reason=_reason(answer.finish_reason, len(piece.calls)),
         )
 
     def _reader(self, index: int) -> AnswerReader:
@@ -287,7 +284,7 @@ class ChatFormat:
             self._readers[index] = self._conversing.reader(self._prompt)
         return self._readers[index]
 
-    def _told(self, index: int, piece: ResponsePiece) -> ChatDelta:
+    def _told(self, index: int, piece: AnswerPiece) -> ChatDelta:
         """Return a piece of an answer as streams tell it."""
         told: dict[str, Any] = {}
         if piece.content:
@@ -307,6 +304,11 @@ class ChatFormat:
             for entry in entries
         ]
         return ChatLogprobs(content=content, refusal=None)
+
+
+def _joined(pieces: Iterable[AnswerPiece]) -> AnswerPiece:
+    """Return pieces as one, in which nothing tells their order: chat completions do not."""
+    return sum(pieces, start=AnswerPiece())
 
 
 def _reason(reason: str, calls: int) -> str:

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.llm import LLM, Prompt
+from kvlinker.llm import LLM, Prompt, ReadPrompt
+from kvlinker.prompt.answer_forms.reader import AnswerReader
+from kvlinker.server.answers.answering import Asked
 from kvlinker.server.fields.tools import NamedToolBody, ToolBody, shown_tools
-from kvlinker.types.answers import ResponsePiece
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tools import Tool
 
 
 class AsksForTools(Protocol):
-    """A request that may offer tools."""
+    """Is a request to answer a conversation, which may offer tools."""
 
     @property
     def tools(self) -> Sequence[ToolBody] | None: ...
@@ -27,27 +28,7 @@ class AsksForTools(Protocol):
 
     def sampling_fields(self) -> dict[str, Any]: ...
 
-
-class AnswerReader(Protocol):
-    """Reads one answer as it comes: tells reasoning and calls of tools from content."""
-
-    def feed(self, text: str) -> ResponsePiece:
-        """Take the next piece of the answer, and return what it is, as far as that is clear."""
-        ...
-
-    def finish(self) -> ResponsePiece:
-        """Return the rest: no more text comes."""
-        ...
-
-
-class PlainReader:
-    """Reads answers that are all content, since neither reasoning nor calls can be in them."""
-
-    def feed(self, text: str) -> ResponsePiece:
-        return ResponsePiece(content=text)
-
-    def finish(self) -> ResponsePiece:
-        return ResponsePiece()
+    def read(self, llm: LLM, tools: Sequence[Tool], *, tenant: str) -> ReadPrompt: ...
 
 
 class Conversing:
@@ -75,16 +56,22 @@ class Conversing:
         """The definitions that the prompt shows; none where no tool may be called."""
         return shown_tools(self._offered)
 
+    def asked(self, *, tenant: str) -> Asked:
+        """Return the prompt, which shows the tools, and how to answer it. Raises what ``LLM.read_chat`` and
+        ``sampling`` do. It takes long for long conversations: call it in a thread."""
+        read = self._body.read(self._llm, self.tools, tenant=tenant)
+        return Asked({"messages": read}, self.sampling(read.prompt))
+
     @property
     def _reads(self) -> bool:
         """True if answers may have more than text."""
-        return bool(self._offered) or self._llm.responses.reasoning is not None
+        return bool(self._offered) or self._llm.answer_form.reasoning is not None
 
     def reader(self, prompt: Prompt) -> AnswerReader:
         """Return a reader for one answer to ``prompt``."""
         if not self._reads:
-            return PlainReader()
-        return self._llm.responses.reader(self._llm.tail_of(prompt), self.tools)
+            return AnswerReader()
+        return self._llm.answer_form.reader(self._llm.tail_of(prompt), self.tools)
 
     def sampling(self, prompt: Prompt) -> SamplingParams:
         """Return the sampling parameters, with what makes answers call tools as the request demands.
@@ -93,17 +80,15 @@ class Conversing:
         """
         fields = self._body.sampling_fields()
         if self._reads:
-            responses, tail = self._llm.responses, self._llm.tail_of(prompt)
-            fields["shown_tokens"] = responses.shown_tokens
+            form, tail = self._llm.answer_form, self._llm.tail_of(prompt)
+            fields["shown_tokens"] = form.shown_tokens
             several = self._body.parallel_tool_calls is not False
             if self._offered and self._choice != "auto":
-                fields["grammar"] = responses.calls_grammar(
-                    self._called, tail=tail, several=several and not self._named
-                )
+                fields["grammar"] = form.calls_grammar(self._called, tail=tail, several=several and not self._named)
             elif grammar := fields.get("grammar"):
-                fields["grammar"] = responses.framed(grammar, tail=tail, tools=self._enforced, several=several)
+                fields["grammar"] = form.framed(grammar, tail=tail, tools=self._enforced, several=several)
             elif self._offered and (not several or any(tool.function.strict for tool in self._offered)):
-                fields["grammar"] = responses.free_grammar(self._enforced, tail=tail, several=several)
+                fields["grammar"] = form.free_grammar(self._enforced, tail=tail, several=several)
         return self._llm.sampling_params(**fields)
 
     @property

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Discriminator, JsonValue, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from kvlinker.server.fields.bodies import RequestBody, ResponseBody, Text
+from kvlinker.server.fields.bodies import MarkableBody, RequestBody, ResponseBody, Text
 from kvlinker.types.tools import Tool, ToolCall, template_call
 
 MOST_TOOLS = 256
@@ -27,8 +27,8 @@ class FunctionBody(RequestBody):
     strict: bool | None = None
 
 
-class ToolBody(RequestBody):
-    """A tool that the model may use."""
+class ToolBody(MarkableBody):
+    """A tool that the model may use. With one of the marks, its definition is a chunk where the prompt shows it."""
 
     type: Literal["function"]
     function: FunctionBody
@@ -43,8 +43,8 @@ class ToolBody(RequestBody):
 
 
 def shown_tools(tools: Sequence[ToolBody] | None) -> tuple[Tool, ...]:
-    """Return definitions as prompts show them."""
-    return tuple(tool.tool(enforced=False) for tool in tools or ())
+    """Return definitions as prompts are made of them: with their marks."""
+    return tuple({**tool.tool(enforced=False), **tool.marks()} for tool in tools or ())
 
 
 class NamedFunctionBody(RequestBody):

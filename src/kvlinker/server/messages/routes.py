@@ -15,7 +15,7 @@ from kvlinker.server.edge.errors import error_responses
 from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.messages.answers import MessageAnswer, MessageObject, MessageStreamEvent
 from kvlinker.server.messages.errors import MessagesError
-from kvlinker.server.messages.requests import CountTokensRequest, MessagesRequest
+from kvlinker.server.messages.requests import REASONING_VARIABLE, CountTokensRequest, MessagesRequest
 from kvlinker.server.models import ServiceParam
 
 
@@ -47,7 +47,7 @@ async def create_message(
 ) -> Response:
     """Answer a conversation, in Anthropic's words; content mixes text, context caches, and results of tools."""
     llm = service.llm
-    translation = body.translated(reasons=llm.responses.reasoning is not None)
+    translation = body.translated(can_stop_reasoning=llm.builder.has_variable(REASONING_VARIABLE))
     return await respond_in_dialect(service, request, translation, MessageAnswer(llm), tenant=tenant)
 
 
@@ -57,7 +57,7 @@ async def count_tokens(
 ) -> TokenCount:
     """Tell how many tokens the prompt of a conversation has. Nothing is cached."""
     llm = service.llm
-    translation = body.translated(reasons=llm.responses.reasoning is not None)
+    translation = body.translated(can_stop_reasoning=llm.builder.has_variable(REASONING_VARIABLE))
     with translation.renaming():
         chat = translation.request()
         service.check_model(chat.model)
