@@ -133,7 +133,7 @@ def test_vllms_engine_core_ends_with_a_server_that_is_killed():
     told = spawning.Queue()
     server = spawning.Process(target=serve, args=(told,))
     server.start()
-    core = psutil.Process(told.get(timeout=60))
+    core = psutil.Process(told.get(timeout=180))
     server.kill()
     server.join()
     deadline = time.monotonic() + 20
