@@ -169,7 +169,7 @@ def test_probes_and_ports() -> None:
 
 
 def test_budgets_fit_into_the_container() -> None:
-    """Memory, slots and threads are set, for their defaults are shares of the node; model and catalog have room."""
+    """Memory, slots and threads are set and lie within the limits; model and catalog have room."""
     container, settings = server_container(), server_environment()
     limits = container["resources"]["limits"]
     assert size_of(settings["HOST_MEMORY"]) <= size_of(limits["memory"]) / 2
