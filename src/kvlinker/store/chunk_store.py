@@ -11,16 +11,18 @@ from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from kvlinker.events import ChunkLoaded, ChunkLookup, Events
 from kvlinker.store.chunk_kv import AsComputed, ChunkKV, ResidentForm, changed
 from kvlinker.store.eviction import use_weight
 from kvlinker.store.holds import Hold, Holds
 from kvlinker.store.loading.arriving import KV
+from kvlinker.store.loading.bandwidths import Bandwidths, LoadTime
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
-from kvlinker.store.loading.speeds import Speeds
-from kvlinker.store.loading.throughput import Bandwidths, LoadTime
+from kvlinker.store.prefixes import SpilledPrefixes, remove_spilled
+from kvlinker.store.speeds import Speeds
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
 from kvlinker.store.tiers.device import DeviceTier
@@ -80,6 +82,11 @@ class ChunkStore:
         bandwidths = Bandwidths(speeds, {tier.name: tier.speed_name for tier in self._tiers})
         self._loader = LayerLoader(bandwidths, lambda index, layer: self._form.resident(index, layer))
         self._ahead: list[Future[KV | None]] = []
+        self._speeds = speeds
+        self._disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
+        self._prefixes: SpilledPrefixes | None = None
+        if self._disk is not None:
+            remove_spilled(self._disk)
         atexit.register(self.close)
 
     def keep_resident_as(self, form: ResidentForm) -> None:
@@ -146,16 +153,12 @@ class ChunkStore:
     def load_time(self, keys: Sequence[str]) -> LoadTime | None:
         """Return the expected time of reading these chunks, each from the fastest tier that has it; None where such a
         tier has not been measured. Chunks in memory, or in no tier, take no time. Does not count as a use."""
-        times = []
+        reads: list[tuple[str, int]] = []
         for key in set(keys):
-            if self.is_resident(key):
-                continue
-            for tier in self._tiers[1:]:
-                nbytes = tier.nbytes(key)
-                if nbytes is not None:
-                    times.append(self.bandwidths.time(tier.name, nbytes))
-                    break
-        return None if None in times else sum((time for time in times if time), LoadTime())
+            if not self.is_resident(key):
+                sizes = ((tier.name, tier.nbytes(key)) for tier in self._tiers[1:])
+                reads += islice(((tier, nbytes) for tier, nbytes in sizes if nbytes is not None), 1)
+        return self.bandwidths.time(reads)
 
     def load_ahead(self, keys: Sequence[str]) -> None:
         """Bring these chunks to memory for the next prompt. As nobody waits for them now, those of one prompt at a time
@@ -175,6 +178,18 @@ class ChunkStore:
                 return OpenedChunk(tier.name, reader)
         self._events.publish(ChunkLookup(hit=False, tier="none"))
         return None
+
+    def keep_prefixes(self) -> SpilledPrefixes | None:
+        """Return what keeps the KV of prefixes on the disk tier's disk, until the store is closed; None without such a
+        tier. To be called once, by the engine. Raises StoreError."""
+        if self._disk is not None:
+            self._prefixes = SpilledPrefixes(self._disk, self._events, self.throttle, self._speeds)
+        return self._prefixes
+
+    @property
+    def spilled_bytes(self) -> int:
+        """The bytes of prefixes on disk, beside those of the disk tier's chunks."""
+        return 0 if self._prefixes is None else self._prefixes.used_bytes
 
     @property
     def bandwidths(self) -> Bandwidths:
@@ -209,7 +224,7 @@ class ChunkStore:
     def make_room(self, key: str, nbytes: int) -> bool:
         """Have the disk's tier evict for a file of so many bytes that another process will write there; return whether
         it has room for it then."""
-        return any(isinstance(tier, DiskTier) and tier.make_room(key, nbytes) for tier in self._tiers)
+        return self._disk is not None and self._disk.make_room(key, nbytes)
 
     def note_use(self, key: str, recomputed: float) -> None:
         """Note that a request has used the chunk, computing this share of its tokens again: the smaller the share, the
@@ -322,6 +337,8 @@ class ChunkStore:
         tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
         atexit.unregister(self.close)
         self._loader.close()
+        if self._prefixes is not None:
+            self._prefixes.close()
         deadline = time.monotonic() + SHARED_TIERS_CLOSE_SECONDS
         for tier in self._tiers[1:]:
             self._writers[tier.name].close(deadline if tier.shared else None)
