@@ -48,21 +48,12 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
 def _serve_until_failure(settings: Settings, listener: socket.socket, console: Console) -> float | None:
     """Start the engine and serve until told to stop, or until the engine has failed; returns the seconds that it then
     has served, and None where it was told to stop."""
-    import uvicorn
-
     from kvlinker.llm import LLM
     from kvlinker.server.app import create_app
-    from kvlinker.server.edge.connections import server_config
+    from kvlinker.server.edge.connections import EngineServer, server_config
 
     with console.status(f"Loading and checking {escape(settings.model)}"):
         llm = LLM.from_settings(settings)
-
-    class Server(uvicorn.Server):
-        engine_failed = False
-
-        async def on_tick(self, counter: int) -> bool:
-            self.engine_failed = not llm.healthy
-            return self.engine_failed or await super().on_tick(counter)
 
     app = create_app(llm, settings)
     if settings.engine == "vllm":
@@ -72,7 +63,8 @@ def _serve_until_failure(settings: Settings, listener: socket.socket, console: C
     console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
     if settings.log_format == "json":
         logger.info("Serving %s with policy %s at %s", llm.model_name, settings.policy, url_of(listener))
-    server = Server(server_config(app, request_timeout=settings.request_timeout))
+    config = server_config(app, request_timeout=settings.request_timeout)
+    server = EngineServer(config, healthy=lambda: llm.healthy)
     began = time.monotonic()
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listener.dup()])  # which is closed at the end; connections wait in the original
