@@ -202,6 +202,7 @@ def test_every_request_is_answered_or_refused_whatever_happens(tmp_path: Path) -
         assert users.ends.total() == REQUESTS
         assert {end.partition(":")[0] for end in users.ends} <= {"answered", "aborted", "refused"}, users.ends
         assert users.ends["answered"] > REQUESTS // 3
+        assert sum(users.ends[f"refused: {status}engine_closed"] for status in ("503 ", "")) >= KILLS
         assert (tmp_path / "log").read_text().count("It is started again") == KILLS
         assert [answer_of(http, users.kept, policy) for policy in POLICIES] == before
         assert output_of(program.replace(README_URL, url)) == shown
