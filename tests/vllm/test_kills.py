@@ -37,8 +37,8 @@ TEXTS = ("Mira Holt lives in Varna. She works as a baker.\n\n", "Tom Reyes lives
 ABORTED_STREAM, ABORTED_ANSWER, PLAIN = 0, 3, 5
 """Of every seven requests, the one that is left after its first event, before its answer, or has no context cache."""
 
-SECONDS = 300
-"""The seconds after which a request counts as one that hangs."""
+SECONDS = 600
+"""The seconds after which a request counts as one that hangs; starting vLLM takes some of them."""
 
 START = (
     "from importlib import import_module; import_module('kvlinker.cli.serve').LEAST_SECONDS = 0.0; "
@@ -56,7 +56,7 @@ def restarting_server(folder: Path) -> Iterator[str]:
     with log.open("wb") as output:
         server = subprocess.Popen([sys.executable, "-c", START, *arguments], stdout=output, stderr=subprocess.STDOUT)
         try:
-            deadline = time.monotonic() + 2 * SECONDS
+            deadline = time.monotonic() + SECONDS
             while not (found := re.search(r"address\s+(http://[\d.:]+)", log.read_text())):
                 assert server.poll() is None, log.read_text()[-3000:]
                 assert time.monotonic() < deadline

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -410,14 +410,14 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
 
 def _is_rotary(module: nn.Module) -> bool:
     """Return whether the module rotates queries and keys."""
-    return isinstance(module, RotaryEmbeddingBase) or _takes_positions_and_keys(type(module))
+    return isinstance(module, RotaryEmbeddingBase) or _takes_positions_and_keys(type(module).forward)
 
 
 @cache
-def _takes_positions_and_keys(kind: type[nn.Module]) -> bool:
-    """Return whether modules of this class are called as rotary embeddings are: some of vLLM's classes share no base
+def _takes_positions_and_keys(forward: Callable[..., Any]) -> bool:
+    """Return whether a class's ``forward`` is called as rotary embeddings' are: some of vLLM's classes share no base
     class with the others."""
-    return list(inspect.signature(kind.forward).parameters)[1:4] == ["positions", "query", "key"]
+    return list(inspect.signature(forward).parameters)[1:4] == ["positions", "query", "key"]
 
 
 def forget_prefix(manager: Any, request: Any) -> None:
