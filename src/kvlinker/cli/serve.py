@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from contextlib import closing, suppress
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +16,9 @@ from kvlinker.cli.console import BAD_USAGE, ENGINE_FAILED, fail, failures
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
 from kvlinker.server.edge.address import bind, check_address, url_of
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 LEAST_SECONDS = 60.0
 """The time that an engine has to last, its start included, to be started again."""
@@ -35,9 +39,11 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
     console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")
     with console.status("Starting"):
         from kvlinker.server.edge.access_log import logging_to_stderr
+        from kvlinker.server.tracing import provider_from_environment
     with logging_to_stderr(settings.log_level, settings.log_format):
         began = time.monotonic()
-        while _serve_until_failure(settings, listener, console):
+        provider = provider_from_environment()
+        while _serve_until_failure(settings, listener, console, provider):
             message = "The engine has failed; what it said is above."
             if settings.on_engine_failure == "exit":
                 raise fail(f"{message} Start the server again, or set on_engine_failure to restart.", ENGINE_FAILED)
@@ -47,8 +53,13 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
             began = time.monotonic()
 
 
-def _serve_until_failure(settings: Settings, listener: socket.socket, console: Console) -> bool:
-    """Start the engine and serve until told to stop, or until the engine has failed; returns True if it has."""
+def _serve_until_failure(
+    settings: Settings, listener: socket.socket, console: Console, provider: TracerProvider | None
+) -> bool:
+    """Start the engine and serve until told to stop, or until the engine has failed; returns True if it has.
+
+    ``provider`` takes the traces.
+    """
     import uvicorn
 
     from kvlinker.llm import LLM
@@ -65,7 +76,7 @@ def _serve_until_failure(settings: Settings, listener: socket.socket, console: C
             self.engine_failed = not llm.healthy
             return self.engine_failed or await super().on_tick(counter)
 
-    app = create_app(llm, settings)
+    app = create_app(llm, settings, provider)
     if settings.engine == "vllm":
         from kvlinker.vllm.other_routes import add_other_routes
 
