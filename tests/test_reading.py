@@ -27,7 +27,7 @@ from kvlinker.types.messages import (
 
 ANNA = Reading("anna")
 ONE, TWO = ContextCacheReference("cc_1"), ContextCacheReference("cc_2")
-DEFAULTS = ReadingDefaults(parse_policy("legolink-4"), Implicit.MARKED, parse_policy("naive"))
+DEFAULTS = ReadingDefaults(lambda tenant: parse_policy("legolink-4"), Implicit.MARKED, parse_policy("naive"))
 
 
 def cache(cache_id: str, *tokens: int) -> ContextCache:
@@ -76,6 +76,15 @@ class Implicits:
         pass
 
 
+class BuiltPrompt(list[Any]):
+    """Messages and documents; chunks are those of definitions, but for one that does not stand there just once."""
+
+    def __init__(self, messages: Any, documents: Any, definitions: Mapping[str, Chunk]) -> None:
+        super().__init__([messages, documents])
+        self.definitions = definitions
+        self.chunks = [chunk for text, chunk in definitions.items() if text != "twice"]
+
+
 class Builder:
     """Gives back what it is to build a prompt of; refuses chunks in messages of the role ``picky``. Notes the
     options."""
@@ -89,11 +98,17 @@ class Builder:
         documents: Sequence[Document[Chunk]] = (),
         *,
         options: TemplateOptions,
+        definitions: Mapping[str, Chunk],
     ) -> Any:
         if any(message.role == "picky" and not isinstance(message.content[0], str) for message in messages):
             raise InvalidRequestError("no", param="messages")
         self.options.append(options)
-        return list(messages), list(documents)
+        return BuiltPrompt(list(messages), list(documents), definitions)
+
+    def definition(self, tool: Any) -> str | None:
+        """The function's name, unless it is one that the template does not show."""
+        name: str = tool["function"]["name"]
+        return None if name == "hidden" else name
 
     def completion(self, prompt: Any) -> Any:
         return prompt
@@ -108,22 +123,22 @@ class Finder:
 
     def __init__(self) -> None:
         self.noted: list[bool] = []
-        self.openings: list[str] = []
+        self.openings: list[Any] = []
 
-    def mark(self, messages: Any, *, opening: str, tenant: str, notes: bool) -> Any:
+    def mark(self, messages: Any, *, tenant: str, notes: bool) -> Any:
         assert tenant == "anna"
         self.noted.append(notes)
-        self.openings.append(opening)
+        self.openings.append(messages[0])
         return [
             replace(m, content=tuple(MarkedText(part) if part == "found" else part for part in m.content))
             for m in messages
         ]
 
 
-def reader(*ids: str) -> tuple[Any, Caches, Implicits]:
+def reader(*ids: str, defaults: ReadingDefaults = DEFAULTS) -> tuple[Any, Caches, Implicits]:
     """A ContentReader, whose prompts are what its builder was given."""
     caches, implicit = Caches(ids), Implicits()
-    made: Any = ContentReader(Builder(), caches, implicit, Finder(), DEFAULTS)  # type: ignore[arg-type]
+    made: Any = ContentReader(Builder(), caches, implicit, Finder(), defaults)  # type: ignore[arg-type]
     return made, caches, implicit
 
 
@@ -197,8 +212,47 @@ def test_calls_and_results_stay_with_their_messages() -> None:
     assert read.prompt[0] == [asked, ChatMessage("tool", (found, Chunk((120,)), Chunk((0,))), fields=result.fields)]
     reading.chat([ChatMessage("user", ("a",))], how)
     assert reading._builder.options == [options, TemplateOptions()]
-    with_tools, without = reading._recognizer.openings
-    assert ("'f'" in with_tools, without) == (True, "")
+    none: dict[str, Any] = {"tools": []}
+    assert reading._recognizer.openings == [
+        ChatMessage("tools", ("f",), fields=none),
+        ChatMessage("tools", (), fields=none),
+    ]
+
+
+MARK = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+
+
+def tool(name: str, **marks: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}, **marks}
+
+
+def test_marked_definitions_of_tools_become_chunks() -> None:
+    """What the template does not show just once stays text, and is not told of."""
+    reading, _, implicit = reader()
+    names = ("marked", "hidden", "twice")
+    tools = (tool("plain"), *(tool(name, **MARK) for name in names))
+    read = reading.chat([ChatMessage("user", ("a",))], ANNA, options=TemplateOptions(tools=tools))
+    assert list(read.prompt.definitions) == ["marked", "twice"]
+    assert [each.id for each in read.linked] == ["cc_marked"]
+    assert implicit.entered == ["marked", "twice"]
+    (options,) = reading._builder.options
+    assert options.tools == tuple(tool(name) for name in ("plain", *names)), "templates know nothing of marks"
+
+
+def test_definitions_are_recognised_where_that_is_wanted() -> None:
+    reading, _, _ = reader()
+    options = TemplateOptions(tools=(tool("plain"), tool("found")))
+    read = reading.chat([ChatMessage("user", ("a",))], Reading("anna", implicit=Implicit.AUTO), options=options)
+    assert list(read.prompt.definitions) == ["found"]
+
+
+@pytest.mark.parametrize("implicit", ["marked", "off"])
+def test_a_wrong_mark_of_a_tool_is_refused(implicit: str) -> None:
+    reading, _, _ = reader()
+    options = TemplateOptions(tools=(tool("f"), tool("g", cache_control={"type": "forever"})))
+    with pytest.raises(InvalidRequestError, match="'ephemeral'") as refused:
+        reading.chat([ChatMessage("user", ("a",))], Reading("anna", implicit=Implicit(implicit)), options=options)
+    assert refused.value.param == "tools.1"
 
 
 @pytest.mark.parametrize("how", [Reading("anna", implicit=Implicit.OFF), Reading("anna", policy=parse_policy("full"))])
@@ -238,6 +292,35 @@ def test_which_policy_applies(content: Any, asked: str | None, policy: str) -> N
     reading, _, _ = reader("cc_1")
     how = Reading("anna", policy=parse_policy(asked) if asked else None)
     assert reading.completion(content, how).policy.name == policy
+
+
+@pytest.mark.parametrize(
+    ("implicit_policy", "entered", "policy"),
+    [
+        (None, ["x"], "query-5"),
+        ("legolink-4", ["x"], "legolink-4"),  # it stays, although the default policy was the same
+        ("full", [], "query-5"),
+    ],
+)
+def test_what_applies_to_marked_texts_once_the_default_policy_has_moved(
+    implicit_policy: str | None, entered: list[str], policy: str
+) -> None:
+    now = ["legolink-4"]
+    fixed = None if implicit_policy is None else parse_policy(implicit_policy)
+    defaults = ReadingDefaults(lambda tenant: parse_policy(now[0]), Implicit.MARKED, fixed, steered=True)
+    reading, _, implicit = reader("cc_1", defaults=defaults)
+    now[0] = "query-5"
+    read = reading.completion((MarkedText("x"),), ANNA)
+    assert (implicit.entered, read.policy.name) == (entered, policy)
+    assert reading.completion((ONE,), ANNA).policy.name == "query-5"
+
+
+@pytest.mark.parametrize(("steered", "entered"), [(True, ["x"]), (False, [])])
+def test_a_default_policy_that_was_raised_to_full_still_links_marked_texts(steered: bool, entered: list[str]) -> None:
+    defaults = ReadingDefaults(lambda tenant: parse_policy("full"), Implicit.MARKED, steered=steered)
+    reading, _, implicit = reader(defaults=defaults)
+    assert reading.completion((MarkedText("x"),), ANNA).policy.name == "full"
+    assert implicit.entered == entered
 
 
 def test_texts_that_are_too_long_together_are_refused_before_they_are_encoded() -> None:

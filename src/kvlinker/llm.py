@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from kvlinker.answer import Answer, ChoiceSink, wait_for_answer
 from kvlinker.audit.oversight import Oversight
@@ -21,30 +21,35 @@ from kvlinker.content import (
     parse_implicit,
     parse_messages,
     parse_prompt,
+    parse_tools,
 )
 from kvlinker.context_caches import CachesUsage, ChunkTexts, ContextCaches, Metadata
-from kvlinker.embedded.model.loading import LoadedModel
+from kvlinker.conversing import Conversing, ToolChoice
+from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
 from kvlinker.implicit.caches import ImplicitCaches
 from kvlinker.implicit.recognition import Recognizer
 from kvlinker.linking import Explanation, Policy, as_policy, describe_policies, parse_policy
+from kvlinker.prompt.answer_forms.form import AnswerForm
+from kvlinker.prompt.answer_forms.reader import AnswerReader
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import DEFAULT_OPTIONS
-from kvlinker.prompt.responses import ResponseFormat
 from kvlinker.prompt.segments import Prompt
 from kvlinker.reading import ContentReader, Reading, ReadingDefaults, ReadPrompt
 from kvlinker.splitting import split_text
 from kvlinker.startup import EmbeddedSource, EngineSource, engine_source, open_state
 from kvlinker.store import UNCHANGED, ContextCache, Page, Speeds, TierUsage, Unchanged
-from kvlinker.store.loading.speeds import FILE_NAME
+from kvlinker.store.speeds import FILE_NAME
 from kvlinker.types.answers import PromptLogprobs
 from kvlinker.types.chunks import GenerationContext, parse_context
+from kvlinker.types.grammars import AnswerGrammar
 from kvlinker.types.messages import CachedPart, ChatMessage, CompletionPrompt, Document, Implicit, TemplateOptions
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tenants import DEFAULT_TENANT, Scope, parse_scope
 from kvlinker.types.texts import CacheContent, Piece, SearchHit
+from kvlinker.types.tools import Tool
 
 __all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Explanation", "Message", "Prompt", "ReadPrompt"]
 
@@ -59,6 +64,16 @@ Messages = Sequence[Message | ChatMessage[CachedPart]]
 
 Documents = Sequence[Mapping[str, Any] | Document[CachedPart]]
 """Documents beside a conversation: each has a ``text``, and perhaps a ``title`` and more that chat templates show."""
+
+
+class AskedChat(NamedTuple):
+    """Holds what a call of ``chat_completion`` asks the engine for."""
+
+    read: ReadPrompt
+    sampling: SamplingParams
+
+    reader: AnswerReader
+    """Reads the answer."""
 
 
 class LLM:
@@ -80,7 +95,7 @@ class LLM:
 
     @classmethod
     def from_model(cls, loaded: LoadedModel, settings: Settings) -> Self:
-        """Start on a model that is in memory already (see ``kvlinker.embedded.model.loading.prepare_model``)."""
+        """Start on a model that is in memory already (see ``kvlinker.embedded.model_loading.prepare_model``)."""
         return cls.from_source(EmbeddedSource(loaded), settings)
 
     @classmethod
@@ -135,16 +150,16 @@ class LLM:
             self.engine.close()
             self._close_state()
             raise
-        policy = self.oversight.configured
         self._content = ContentReader(
             self.builder,
             self.caches,
             ImplicitCaches(self.builder, self.caches, self.catalog, self.events, ttl=settings.implicit_ttl),
             Recognizer(self.catalog, self.builder.encoder, fingerprint=self.engine.fingerprint),
             ReadingDefaults(
-                policy=policy,
+                policy=self.oversight.default_policy,
                 implicit=Implicit(settings.implicit),
-                implicit_policy=policy if settings.implicit_policy is None else parse_policy(settings.implicit_policy),
+                implicit_policy=None if settings.implicit_policy is None else parse_policy(settings.implicit_policy),
+                steered=self.oversight.controller is not None,
             ),
         )
 
@@ -237,9 +252,9 @@ class LLM:
         return SamplingParams(**{**self.sampling_defaults, **given})
 
     @property
-    def responses(self) -> ResponseFormat:
+    def answer_form(self) -> AnswerForm:
         """The form in which the model writes reasoning and calls of tools."""
-        return self.builder.responses
+        return self.builder.answer_form
 
     def tail_of(self, prompt: Prompt) -> str:
         """Decode the end of a prompt, behind its last context cache, with special tokens."""
@@ -258,11 +273,22 @@ class LLM:
         text: str = self.tokenizer.decode(prompt.tokens.tolist(), skip_special_tokens=True)
         return text
 
+    def conversing(
+        self, tools: Sequence[Tool] = (), choice: ToolChoice | None = None, *, several: bool = True
+    ) -> Conversing:
+        """Return how the answers to a conversation may use ``tools``; ``several``: with more than one call. Raises
+        InvalidRequestError for a choice of tools that are not offered."""
+        return Conversing(self.answer_form, self.tail_of, tools, choice, several=several)
+
     def chat_completion(
         self,
         messages: Messages | Prompt,
         *,
         documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        response_format: Mapping[str, Any] | None = None,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
         tenant: str = DEFAULT_TENANT,
@@ -270,14 +296,55 @@ class LLM:
     ) -> Answer:
         """Answer a conversation whose content mixes text and context caches, in any order, or a prompt made of one.
 
-        ``documents`` and marked parts become chunks, as ``implicit`` says: "auto", "marked" or "off". ``policy``: a
-        name, or a policy, which need not be registered. ``sampling`` are the fields of SamplingParams, such as
-        ``max_tokens`` and ``temperature``.
+        ``documents``, marked parts and marked tools become chunks, as ``implicit`` says: "auto", "marked" or "off".
+        ``tools``, ``tool_choice``, ``parallel_tool_calls`` and ``response_format`` are OpenAI's; the answer tells calls
+        and reasoning apart from its text. ``policy``: a name, or a policy, which need not be registered. ``sampling``
+        are the fields of SamplingParams, such as ``max_tokens`` and ``temperature``. Raises InvalidRequestError, also
+        for a form or a schema that cannot be enforced.
         """
-        if isinstance(messages, Prompt):
-            return self._answer(ReadPrompt(messages, self._chosen(policy, tenant), {}), tenant, sampling)
-        read = self.read_chat(messages, documents=documents, policy=policy, implicit=implicit, tenant=tenant)
-        return self._answer(read, tenant, sampling)
+        asked = self.ask_chat(
+            messages,
+            documents=documents,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            policy=policy,
+            implicit=implicit,
+            tenant=tenant,
+            sampling=sampling,
+        )
+        return self._answer(asked.read, asked.sampling, tenant).read_by(asked.reader)
+
+    def ask_chat(
+        self,
+        messages: Messages | Prompt,
+        *,
+        documents: Documents,
+        tools: Sequence[Mapping[str, Any]],
+        tool_choice: ToolChoice | None,
+        parallel_tool_calls: bool,
+        response_format: Mapping[str, Any] | None,
+        policy: str | Policy | None,
+        implicit: Implicit | str | None,
+        tenant: str,
+        sampling: Mapping[str, Any],
+    ) -> AskedChat:
+        """Return what a call of ``chat_completion`` asks for, ready to be submitted. Raises what that does."""
+        conversing = self.conversing(parse_tools(tools), tool_choice, several=parallel_tool_calls)
+        options = TemplateOptions(tools=conversing.tools)
+        read = self.read_chat(
+            messages, documents=documents, options=options, policy=policy, implicit=implicit, tenant=tenant
+        )
+        given = dict(sampling)
+        if response_format is not None and (form := AnswerGrammar.response_format(response_format)):
+            if given.get("grammar") is not None:
+                raise InvalidRequestError(
+                    "'response_format' and 'grammar' both ask for a form: give one of them.", param="response_format"
+                )
+            given["grammar"] = form
+        params = self.sampling_params(**conversing.sampling_fields(read.prompt, given))
+        return AskedChat(read, params, conversing.reader(read.prompt))
 
     def completion(
         self,
@@ -290,7 +357,7 @@ class LLM:
     ) -> Answer:
         """Continue a text, token ids, or a list of texts and context caches; no chat template."""
         read = self.read_completion(prompt, policy=policy, implicit=implicit, tenant=tenant)
-        return self._answer(read, tenant, sampling)
+        return self._answer(read, self.sampling_params(**sampling), tenant)
 
     def score(
         self,
@@ -419,8 +486,6 @@ class LLM:
         tenant: str = DEFAULT_TENANT,
     ) -> Prompt:
         """Build the prompt of a conversation; a prompt stays as it is. Raises what ``read_chat`` does."""
-        if isinstance(messages, Prompt):
-            return messages
         return self.read_chat(messages, options=options, tenant=tenant).prompt
 
     def completion_prompt(
@@ -431,7 +496,7 @@ class LLM:
 
     def read_chat(
         self,
-        messages: Messages,
+        messages: Messages | Prompt,
         *,
         documents: Documents = (),
         options: TemplateOptions = DEFAULT_OPTIONS,
@@ -440,15 +505,16 @@ class LLM:
         keeps: bool = True,
         tenant: str = DEFAULT_TENANT,
     ) -> ReadPrompt:
-        """Build the prompt of a conversation about documents, and choose its policy.
+        """Build the prompt of a conversation about documents, and choose its policy; a prompt stays as it is.
 
-        Texts that become chunks get context caches, unless ``keeps`` is False. Raises InvalidRequestError, PolicyError,
-        and ContextCacheNotFoundError whose ``param`` is the place of the id.
+        Texts that become chunks get context caches, unless ``keeps`` is False. Raises InvalidRequestError, PolicyError
+        for one that is unknown or lacks its certificate, and ContextCacheNotFoundError whose ``param`` is the place of
+        the id.
         """
-        how = _reading(policy, implicit, keeps, tenant)
-        return self._steered(
-            self._content.chat(parse_messages(messages), how, parse_documents(documents), options), how
-        )
+        how = self._reading(policy, implicit, keeps, tenant)
+        if isinstance(messages, Prompt):
+            return ReadPrompt(messages, how.policy or self.default_policy(tenant), {})
+        return self._content.chat(parse_messages(messages), how, parse_documents(documents), options)
 
     def read_completion(
         self,
@@ -460,31 +526,27 @@ class LLM:
         tenant: str = DEFAULT_TENANT,
     ) -> ReadPrompt:
         """Build the prompt of a completion, and choose its policy. Raises what ``read_chat`` does."""
-        how = _reading(policy, implicit, keeps, tenant)
-        return self._steered(self._content.completion(parse_prompt(prompt), how), how)
+        how = self._reading(policy, implicit, keeps, tenant)
+        return self._content.completion(parse_prompt(prompt), how)
 
     def submit(
         self,
-        prompt: Prompt,
+        read: ReadPrompt,
         sampling: SamplingParams,
         sink: ChoiceSink,
         *,
-        policy: str | Policy | None = None,
         n: int = 1,
-        implicit: bool = False,
         tenant: str = DEFAULT_TENANT,
     ) -> RequestHandle:
-        """Queue ``n`` choices for one prompt and return at once; events come from the engine's thread.
+        """Queue ``n`` choices for one prompt under its policy and return at once; events come from the engine's thread.
 
-        With a seed, choice i uses seed + i. When one choice cannot be queued, none is. The handle cancels all.
-        ``implicit``, for the audit's figures: none of the prompt's chunks was named by id. Raises PolicyError, and what
-        ``Engine.generate`` does.
+        ``read`` is what ``read_chat`` or ``read_completion`` returns. With a seed, choice i uses seed + i. When one
+        choice cannot be queued, none is. The handle cancels all. Raises what ``Engine.generate`` does.
         """
-        chosen = self._chosen(policy, tenant)
         words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
         bad_words = tuple(chain.from_iterable(words))
-        request = GenerationRequest(prompt, chosen, sampling, tenant, n, bad_words=bad_words)
-        return self.engine.generate(*self.oversight.watch(request, sink, implicit=implicit))
+        request = GenerationRequest(read.prompt, read.policy, sampling, tenant, n, bad_words=bad_words)
+        return self.engine.generate(*self.oversight.watch(request, sink, implicit=read.implicit))
 
     def close(self) -> None:
         """Stop the engine and write what is still to be written. Idempotent."""
@@ -507,38 +569,27 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _answer(self, read: ReadPrompt, tenant: str, sampling: Mapping[str, Any]) -> Answer:
-        params = self.sampling_params(**sampling)
-
+    def _answer(self, read: ReadPrompt, params: SamplingParams, tenant: str) -> Answer:
         def submit(sink: ChoiceSink) -> RequestHandle:
-            return self.submit(read.prompt, params, sink, policy=read.policy, implicit=read.implicit, tenant=tenant)
+            return self.submit(read, params, sink, tenant=tenant)
 
         answer = wait_for_answer(submit)
         return replace(answer, context_caches=read.linked)
 
-    def _chosen(self, policy: str | Policy | None, tenant: str) -> Policy:
-        return self.default_policy(tenant) if policy is None else as_policy(policy)
-
-    def _steered(self, read: ReadPrompt, how: Reading) -> ReadPrompt:
-        """Return the prompt with the default policy as it is now, if it was read with the settings' one."""
-        if how.policy is not None or read.policy != self.oversight.configured:
-            return read
-        return replace(read, policy=self.default_policy(how.tenant))
+    def _reading(
+        self, policy: str | Policy | None, implicit: Implicit | str | None, keeps: bool, tenant: str
+    ) -> Reading:
+        """Parse how content is to be read. Raises InvalidRequestError, and PolicyError for a policy that is unknown or
+        lacks its certificate."""
+        named = None if policy is None else as_policy(policy)
+        if named is not None:
+            self.oversight.check(named)
+        return Reading(tenant, named, None if implicit is None else parse_implicit(implicit), keeps)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, with special ones."""
         text: str = self.tokenizer.decode(list(token_ids))
         return text
-
-
-def _reading(policy: str | Policy | None, implicit: Implicit | str | None, keeps: bool, tenant: str) -> Reading:
-    """Parse how content is to be read. Raises PolicyError and InvalidRequestError."""
-    return Reading(
-        tenant,
-        policy=None if policy is None else as_policy(policy),
-        implicit=None if implicit is None else parse_implicit(implicit),
-        keeps=keeps,
-    )
 
 
 def _expiry(ttl: float) -> float:

@@ -9,6 +9,7 @@ from kvlinker.audit.certificate import CertifiedPolicies
 from kvlinker.audit.controller import QualityController
 from kvlinker.audit.journal import AuditJournal
 from kvlinker.audit.ladder import make_ladder
+from kvlinker.audit.memory import AuditMemory, memory_path
 from kvlinker.config import Settings
 from kvlinker.engine.contract import Engine, GenerationRequest, Sink
 from kvlinker.events import Events
@@ -32,9 +33,6 @@ class Oversight:
     ) -> None:
         """``model`` is the served name, ``decode`` turns token ids into text. Raises PolicyError where the default
         policy lacks its certificate, and InvalidRequestError for a ladder or a file that cannot be used."""
-        self.configured = parse_policy(settings.policy)
-        """The default policy as it is set."""
-
         self.controller: QualityController | None = None
         """Steers the default policy; None where no quality target is set."""
 
@@ -42,13 +40,16 @@ class Oversight:
         """Compares answers; None where no share of them is to be audited."""
 
         self._engine = engine
+        self._state_dir = settings.state_dir
+        self._memory: AuditMemory | None = None
+        self._configured = parse_policy(settings.policy)
         self._certified: CertifiedPolicies | None = None
         if settings.require_certificate:
             self._certified = CertifiedPolicies(settings.state_dir, settings.model, engine.fingerprint)
             for name in (settings.policy, settings.implicit_policy or settings.policy):
                 self._certified.check(parse_policy(name))
         if settings.quality_target is not None:
-            ladder = make_ladder(self.configured, settings.quality_policies, unsupported=self._refusal)
+            ladder = make_ladder(self._configured, settings.quality_policies, unsupported=self._refusal)
             self.controller = QualityController(ladder, settings.quality_target, per_tenant=settings.quality_per_tenant)
         if settings.audit:
             journal = None
@@ -66,21 +67,33 @@ class Oversight:
     def default_policy(self, tenant: str) -> Policy:
         """Return the policy of the tenant's requests that name none: the one that is set, or what keeps the quality
         target."""
-        return self.configured if self.controller is None else self.controller.policy(tenant)
+        return self._configured if self.controller is None else self.controller.policy(tenant)
+
+    def check(self, policy: Policy) -> None:
+        """Raise PolicyError for a policy that lacks its certificate, where certificates are required."""
+        if self._certified is not None:
+            self._certified.check(policy)
 
     def watch(self, request: GenerationRequest, sink: Sink, *, implicit: bool) -> tuple[GenerationRequest, Sink]:
-        """Return the request and the sink to give to the engine in the places of these; see ``Auditor.watch``. Raises
-        PolicyError for a policy that lacks its certificate."""
-        if self._certified is not None:
-            self._certified.check(request.policy)
+        """Return the request and the sink to give to the engine in the places of these; see ``Auditor.watch``."""
         if self.auditor is None:
             return request, sink
         return self.auditor.watch(request, sink, implicit=implicit)
 
+    def resume(self) -> None:
+        """Go on with what the audit found, and where the default policy was, when a server with this state directory
+        and model last ran; from now on it is kept there. Servers call this before any request; does nothing without an
+        audit, and when it is called again."""
+        if self.auditor is not None and self._memory is None:
+            path = memory_path(self._state_dir, self._engine.fingerprint)
+            self._memory = AuditMemory(path, self._engine.fingerprint, self.auditor.figures, self.controller)
+
     def close(self) -> None:
-        """Stop comparing; close the engine before. Idempotent."""
+        """Stop comparing, and write what is to be kept; close the engine before. Idempotent."""
         if self.auditor is not None:
             self.auditor.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def _refusal(self, policy: Policy) -> str | None:
         """Return why answers cannot be given under the policy; None where they can."""

@@ -84,6 +84,7 @@ def create_app(llm: LLM, settings: Settings, tracer_provider: TracerProvider | N
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await run_in_threadpool(llm.oversight.resume)
         sweeper = asyncio.create_task(sweep_forever(llm.caches))
         try:
             yield

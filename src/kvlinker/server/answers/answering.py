@@ -245,6 +245,12 @@ def link_body(prompts: Iterable[ReadPrompt]) -> LinkBody | None:
     return LinkBody(policy=linked[0].policy.name, context_caches=list(caches.values())) if linked else None
 
 
+def created_tokens(read: ReadPrompt, usage: Usage) -> int:
+    """Return the number of a prompt's tokens that its request cached as chunks of their own, and that were not read."""
+    created = sum(cache.tokens for cache in read.linked if cache.created)
+    return min(created, usage.prompt_tokens - usage.cached_tokens)
+
+
 def server_timing(timings: Sequence[Timing]) -> str:
     """Return the value of the ``Server-Timing`` header, in milliseconds: for each phase, the longest time of any
     choice."""

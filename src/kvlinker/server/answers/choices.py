@@ -49,16 +49,7 @@ class Choices:
             for number, (field, prompt) in enumerate(prompts.items()):
                 sink = self._sink(number * n, prompt, trace)
                 with blaming(field):
-                    handle = llm.submit(
-                        prompt.prompt,
-                        sampling,
-                        sink,
-                        policy=prompt.policy,
-                        n=n,
-                        implicit=prompt.implicit,
-                        tenant=tenant,
-                    )
-                    self._handles.append(handle)
+                    self._handles.append(llm.submit(prompt, sampling, sink, n=n, tenant=tenant))
 
     def __len__(self) -> int:
         return self._count
