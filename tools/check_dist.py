@@ -67,9 +67,9 @@ def put_behind(folder: Path, other: Path) -> None:
 def answer_of(python: Path) -> str:
     """Serve the model in the box with an environment's Python, and return what it answers to a question."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("KVLINKER_", "PYTHON"))}
-    command = [python, "-I", "-c", SERVING]
+    command = [str(python), "-I", "-c", SERVING]
     done = subprocess.run(command, cwd=python.parent, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout.strip()
+    return str(done.stdout).strip()
 
 
 def main(dist: Path, other: Path) -> None:
