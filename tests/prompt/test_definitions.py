@@ -14,7 +14,6 @@ from kvlinker.prompt.chat import ChatTemplate
 from kvlinker.prompt.definitions import repeated_text, with_definitions
 from kvlinker.types.chunks import Chunk, GenerationContext
 from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
-from tests.field_models import FIELD_MODELS
 from tests.prompt import templates
 from tests.prompt.test_answer_forms import TIME, WEATHER
 from tests.toy_tokenizers import byte_level
@@ -66,7 +65,7 @@ STYLES = {
     "as types": "namespace functions {{ '{\\n\\n' }}" + each(AS_TYPES) + "{{ '}' }} // namespace functions",
 }
 STYLED = {name: ONLY_TOOLS.replace("%s", style) for name, style in STYLES.items()}
-ALL = STYLED | {"in the message": templates.CHATML} | {name: model.template for name, model in FIELD_MODELS.items()}
+ALL = STYLED | {"in the message": templates.CHATML}
 
 
 def template(source: str) -> ChatTemplate:

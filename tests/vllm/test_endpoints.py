@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,6 +16,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvlinker.config import Settings
+from kvlinker.errors import InvalidRequestError
+from kvlinker.vllm.endpoints import settings_of
+from kvlinker.vllm.plugin import NAME
 from tests.schemas import check
 from tests.server.serving import TEMPLATE, Served
 from tests.server.test_tools import NEWS, TIME, WEATHER
@@ -45,6 +50,20 @@ def http(vllm_settings: Settings, folder: Path) -> Iterator[httpx.Client]:
         httpx.Client(base_url=url, timeout=180) as client,
     ):
         yield client
+
+
+def test_an_audit_is_refused(tmp_path: Path) -> None:
+    """Answers are vLLM's handlers', and nobody records them."""
+    options = {"state_dir": str(tmp_path), "audit": "5%", "quality_target": "98%"}
+    transfer = SimpleNamespace(kv_connector=NAME, kv_connector_extra_config=options)
+    model = SimpleNamespace(model="m", dtype="torch.float32", trust_remote_code=False)
+    scheduler = SimpleNamespace(max_num_seqs=4)
+    config = SimpleNamespace(kv_transfer_config=transfer, model_config=model, scheduler_config=scheduler)
+    with pytest.raises(InvalidRequestError, match="kvlinker serve --engine vllm") as refused:
+        settings_of(config, Namespace())
+    assert refused.value.param == "audit"
+    del options["quality_target"], options["audit"]
+    assert settings_of(config, Namespace()).audit == 0
 
 
 def cached(client: Any, *texts: str) -> list[dict[str, Any]]:

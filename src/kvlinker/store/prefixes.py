@@ -12,11 +12,11 @@ from kvlinker.errors import StoreError
 from kvlinker.events import Events, PrefixSpilled
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.loading.arriving import KV
+from kvlinker.store.loading.bandwidths import Bandwidths
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
-from kvlinker.store.loading.speeds import Speeds
-from kvlinker.store.loading.throughput import Bandwidths
 from kvlinker.store.process_folder import ProcessFolder, remove_left
+from kvlinker.store.speeds import Speeds
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.disk import DiskTier
 from kvlinker.store.writer import BackgroundWriter

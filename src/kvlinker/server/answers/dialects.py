@@ -20,7 +20,6 @@ from kvlinker.server.answers.answer_blocks import AnswerBlock, BlockReader, Bloc
 from kvlinker.server.answers.answering import Asked, EventStream, begin_choices, server_timing
 from kvlinker.server.answers.chat import ChatCompletionRequest
 from kvlinker.server.answers.choices import Choices
-from kvlinker.server.answers.conversing import Conversing
 from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import as_invalid_request
 from kvlinker.server.models import Service
@@ -127,12 +126,12 @@ async def respond_in_dialect(
     with translation.renaming():
         chat = translation.request()
         service.check_model(chat.model)
-        conversing = Conversing(service.llm, chat)
+        conversing = chat.conversing(service.llm)
         reader: BlockReader
 
         def build() -> Asked:
             nonlocal reader
-            asked = conversing.asked(tenant=tenant)
+            asked = chat.asked(service.llm, conversing, tenant=tenant)
             (read,) = asked.prompts.values()
             reader = BlockReader(conversing.reader(read.prompt))
             return asked

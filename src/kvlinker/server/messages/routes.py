@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from kvlinker.server.answers.answering import completion_responses
-from kvlinker.server.answers.conversing import Conversing
 from kvlinker.server.answers.dialects import respond_in_dialect
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.access_log import note_tokens
@@ -61,7 +60,7 @@ async def count_tokens(
     with translation.renaming():
         chat = translation.request()
         service.check_model(chat.model)
-        tools = Conversing(llm, chat).tools
+        tools = chat.conversing(llm).tools
         read = await service.encoding.run(request, lambda: chat.read(llm, tools, keeps=False, tenant=tenant))
     note_tokens(request.scope, len(read.prompt))
     return TokenCount(input_tokens=len(read.prompt))
