@@ -93,7 +93,7 @@ async def page() -> HTMLResponse:
 
 @router.get("/docs", response_class=HTMLResponse)
 async def docs() -> HTMLResponse:
-    """A page for people that shows what /openapi.json says."""
+    """Show people what /openapi.json says, as a page."""
     return HTMLResponse(_DOCS_PAGE)
 
 

