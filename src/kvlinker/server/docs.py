@@ -14,5 +14,5 @@ _PAGE = files("kvlinker.server").joinpath("static/docs.html").read_text(encoding
 
 @router.get("/docs", response_class=HTMLResponse)
 async def docs() -> HTMLResponse:
-    """A page for people that shows what /openapi.json says."""
+    """Show people what /openapi.json says, as a page."""
     return HTMLResponse(_PAGE)

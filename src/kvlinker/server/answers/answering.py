@@ -157,10 +157,11 @@ async def begin_choices(
 ) -> Choices:
     """Build the prompts and queue their choices, in a thread. Raises what both raise."""
     loop = asyncio.get_running_loop()
+    trace = None if service.tracing is None else service.tracing.begin(request.headers)
 
     def begin() -> Choices:
         prompts, sampling = build()
-        return Choices(service.llm, prompts, sampling, n=n, tenant=tenant, loop=loop)
+        return Choices(service.llm, prompts, sampling, n=n, tenant=tenant, loop=loop, trace=trace)
 
     return await service.encoding.run(request, begin)
 
