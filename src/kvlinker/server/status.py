@@ -1,4 +1,5 @@
-"""Routes that tell how the server is doing: /health for probes, /metrics for Prometheus, / and /status for people."""
+"""Tells how the server is doing: /health for probes, /metrics for Prometheus, / and /status for people; and what it
+offers: /docs. The pages load nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from kvlinker.server.models import ServiceParam
 
 router = APIRouter(tags=["status"])
 
-_PAGE = files("kvlinker.server").joinpath("static/index.html").read_text(encoding="utf-8")
+_STATIC = files("kvlinker.server").joinpath("static")
+_PAGE = _STATIC.joinpath("index.html").read_text(encoding="utf-8")
+_DOCS_PAGE = _STATIC.joinpath("docs.html").read_text(encoding="utf-8")
 
 
 class Health(ResponseBody):
@@ -86,6 +89,12 @@ _UNHEALTHY: dict[int | str, dict[str, Any]] = {
 async def page() -> HTMLResponse:
     """Show a page for people, which reads /status every few seconds."""
     return HTMLResponse(_PAGE)
+
+
+@router.get("/docs", response_class=HTMLResponse)
+async def docs() -> HTMLResponse:
+    """Show people what /openapi.json says, as a page."""
+    return HTMLResponse(_DOCS_PAGE)
 
 
 @router.get("/health", responses=_UNHEALTHY)
