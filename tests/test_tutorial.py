@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlinker.cli import app
-from kvlinker.config import BUNDLED_MODEL, Settings
+from kvlinker.config import Settings
+from kvlinker.config.settings import BUNDLED_MODEL
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
