@@ -318,12 +318,13 @@ class LLM:
         prompt: CompletionContent | CompletionPrompt[CachedPart] | None = None,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
+        attention: bool = False,
         tenant: str = DEFAULT_TENANT,
     ) -> Explanation:
-        """Tell how a conversation, or a completion's ``prompt``, is linked: segments, recomputed tokens by layer, the
-        scores that chose them, and the cost. Nothing is generated.
+        """Tell how a conversation, or a completion's ``prompt``, is linked: tokens, segments, recomputed tokens by
+        layer, the scores that chose them, and the cost. Nothing is generated, and nothing reused of earlier requests.
 
-        Raises what ``chat_completion`` does.
+        ``attention``: also tell the last token's attention in each layer. Raises what ``chat_completion`` does.
         """
         if (messages is None) == (prompt is None):
             raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
@@ -333,8 +334,13 @@ class LLM:
             )
         else:
             read = self.read_completion(prompt or "", policy=policy, implicit=implicit, tenant=tenant)
-        request = GenerationRequest(read.prompt, read.policy, SamplingParams(), tenant)
-        return self.engine.explain(request).result().with_context_caches(read.ids)
+        request = GenerationRequest(read.prompt, read.policy, SamplingParams(), tenant, shows_attention=attention)
+        return self.described(self.engine.explain(request).result(), read)
+
+    def described(self, explanation: Explanation, read: ReadPrompt) -> Explanation:
+        """Add the ids of context caches, and the text of each token, to an explanation of a prompt."""
+        texts = self.builder.encoder.token_texts(explanation.token_ids)
+        return explanation.with_context_caches(read.ids).with_texts(texts)
 
     def expire_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> None:
         """Delete a context cache; its KV goes when no other holds it."""
@@ -472,18 +478,30 @@ class LLM:
         policy: str | Policy | None = None,
         n: int = 1,
         implicit: bool = False,
+        explains: bool = False,
+        shows_attention: bool = False,
         tenant: str = DEFAULT_TENANT,
     ) -> RequestHandle:
         """Queue ``n`` choices for one prompt and return at once; events come from the engine's thread.
 
         With a seed, choice i uses seed + i. When one choice cannot be queued, none is. The handle cancels all.
-        ``implicit``, for the audit's figures: none of the prompt's chunks was named by id. Raises PolicyError, and what
-        ``Engine.generate`` does.
+        ``implicit``, for the audit's figures: none of the prompt's chunks was named by id. With ``explains``, the first
+        choice's ``Finished`` has an explanation of how the prompt was linked, and with ``shows_attention`` the
+        question's attention in it. Raises PolicyError, and what ``Engine.generate`` does.
         """
         chosen = self._chosen(policy, tenant)
         words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
         bad_words = tuple(chain.from_iterable(words))
-        request = GenerationRequest(prompt, chosen, sampling, tenant, n, bad_words=bad_words)
+        request = GenerationRequest(
+            prompt,
+            chosen,
+            sampling,
+            tenant,
+            n,
+            bad_words=bad_words,
+            explains=explains,
+            shows_attention=shows_attention,
+        )
         return self.engine.generate(*self.oversight.watch(request, sink, implicit=implicit))
 
     def close(self) -> None:

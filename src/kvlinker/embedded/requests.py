@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import ClassVar, Generic, TypeVar
@@ -223,6 +222,7 @@ class LinkedRequest(Request):
         self._layers = layers
         self._max_tokens = max_tokens
         self._linked = linked
+        self._attention: QuestionProbe | None = None
 
     @property
     def pending(self) -> Sequence[Range]:
@@ -250,6 +250,8 @@ class LinkedRequest(Request):
         self._keys = tuple(keys)
         assert link.plan is not None
         prompt = link.plan.prompt
+        if self.request.shows_attention:
+            self._attention = QuestionProbe(self._layers, len(prompt))
         return TokenSequence(
             prompt.tokens,
             link.plan.runs,
@@ -260,6 +262,7 @@ class LinkedRequest(Request):
             probe=QuestionProbe(self._layers, len(prompt)) if link.probing else None,
             refine=self._refine(link),
             logprobs=self._collector(prompt),
+            observer=self._attention,
         )
 
     def advance(self, logits: Tensor | None) -> Ending | None:
@@ -283,12 +286,20 @@ class LinkedRequest(Request):
         if self.clock.started is None or self.link is None:
             return Usage(0, 0, 0)
         usage = self.link.usage(self.refinement, output_tokens=output_tokens, made=self.made)
-        missed = 0 if self.sequence is None else self.sequence.missed
-        return replace(
-            usage,
-            cached_tokens=usage.cached_tokens - missed,
-            exact_cached_tokens=usage.exact_cached_tokens - missed,
-            fresh_tokens=usage.fresh_tokens + missed,
+        return usage.without(0 if self.sequence is None else self.sequence.missed)
+
+    def _explanation(self, cost: CostModel) -> Explanation:
+        """Explain how the prompt was linked, which has been computed."""
+        assert self.link is not None
+        assert self.sequence is not None
+        reused = self.link.prompt.reused
+        return self.link.explanation(
+            self.refinement,
+            layers=self._layers,
+            cost=cost,
+            made=self.made,
+            missed=None if reused is None else reused.own[len(reused.own) - self.sequence.missed :],
+            attention=None if self._attention is None else self._attention.attention,
         )
 
     def _path(self, link: Link) -> LinkedPath | None:
@@ -304,7 +315,7 @@ class LinkedRequest(Request):
     def _refine(self, link: Link) -> Callable[[], Refining] | None:
         if link.probing or not link.policy.needs.refines:
             return None
-        return partial(_refining, link, self._layers, explains=self.explains)
+        return partial(_refining, link, self._layers, explains=self.explains or self.request.explains)
 
     def _forget(self) -> None:
         """Release the chunks' KV: a caller who keeps the request's handle must not keep it in memory, and layers that
@@ -343,6 +354,7 @@ class Generation(LinkedRequest):
         *,
         loaded: LoadedModel,
         max_tokens: int,
+        cost: CostModel,
         events: Events,
         linked: Linked | None,
         cancel: Callable[[Sequence[Request]], None],
@@ -351,9 +363,10 @@ class Generation(LinkedRequest):
         first: Generation | None = None,
         choice: int = 0,
     ) -> None:
-        """``cancel`` ends all choices when the sink fails. ``head`` computes the log probabilities of the prompt, all
-        of which is computed then; None where they are not asked for. ``guide`` makes what guides a choice through the
-        request's grammar. ``first`` is given to all choices but that one."""
+        """``cost`` counts the arithmetic that an explanation tells. ``cancel`` ends all choices when the sink fails.
+        ``head`` computes the log probabilities of the prompt, all of which is computed then; None where they are not
+        asked for. ``guide`` makes what guides a choice through the request's grammar. ``first`` is given to all choices
+        but that one."""
         super().__init__(request, layers=len(loaded.layers), max_tokens=max_tokens, linked=linked)
         self.choice = choice
         if first is not None:
@@ -366,6 +379,7 @@ class Generation(LinkedRequest):
             sampling, prompt_length=len(request.prompt), endings=self._endings, bad_words=request.bad_words
         )
         self._guide = None if guide is None else guide()
+        self._cost = cost
         self._head = head
         self._top = min(sampling.prompt_logprobs or 0, loaded.vocabulary)
         self._scored: LogprobCollector | None = None
@@ -387,6 +401,7 @@ class Generation(LinkedRequest):
                     sink,
                     loaded=loaded,
                     max_tokens=max_tokens,
+                    cost=cost,
                     events=events,
                     linked=None,
                     cancel=cancel,
@@ -452,7 +467,9 @@ class Generation(LinkedRequest):
     def _finish(self, reason: str, last: Delta | None = None) -> None:
         usage = self._usage(self._output.tokens)
         scored = None if self._scored is None else self._scored.result(usage)
-        self._output.finish(reason, usage, last, prompt_logprobs=scored)
+        explains = self.request.explains and self.choice == 0
+        explanation = self._explanation(self._cost) if explains else None
+        self._output.finish(reason, usage, last, prompt_logprobs=scored, explanation=explanation)
         self._forget()
 
 
@@ -493,8 +510,7 @@ class Explaining(FutureRequest[Explanation]):
         self._cost = cost
 
     def _value(self) -> Explanation:
-        assert self.link is not None
-        return self.link.explanation(self.refinement, layers=self._layers, cost=self._cost)
+        return self._explanation(self._cost)
 
 
 class Scoring(FutureRequest[PromptLogprobs]):

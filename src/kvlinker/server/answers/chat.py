@@ -196,7 +196,7 @@ class ChatChunkChoice(ResponseBody):
 
 class ChatCompletionChunk(ResponseBody):
     """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null but in the last;
-    ``link`` is in the first, where chunks took part."""
+    ``link`` is in the first, where chunks took part, and again in the last with an explanation that was asked for."""
 
     id: str
     created: int
@@ -220,7 +220,7 @@ async def create_chat_completion(
 
     def build() -> Asked:
         read = body.read(service.llm, conversing.tools, tenant=tenant)
-        return Asked({"messages": read}, conversing.sampling(read.prompt))
+        return Asked({"messages": read}, conversing.sampling(read.prompt), body.explains, body.shows_attention)
 
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):

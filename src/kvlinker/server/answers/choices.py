@@ -28,12 +28,15 @@ class Choices:
         sampling: SamplingParams,
         *,
         n: int,
+        explains: bool = False,
+        shows_attention: bool = False,
         tenant: str,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         """Queue all choices, or none; events go to ``loop``. Raises what ``LLM.submit`` raises.
 
-        ``prompts`` are by the request's fields that they come from, which errors name.
+        ``prompts`` are by the request's fields that they come from, which errors name. With ``explains``, the first
+        choice of each tells how it was linked.
 
         Planning takes a while for long prompts: call it in a thread.
         """
@@ -54,6 +57,8 @@ class Choices:
                         policy=prompt.policy,
                         n=n,
                         implicit=prompt.implicit,
+                        explains=explains,
+                        shows_attention=shows_attention,
                         tenant=tenant,
                     )
                     self._handles.append(handle)
