@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from inspect import isfunction
+from inspect import isfunction, signature
 from typing import Any, cast
 
 import pytest
@@ -39,6 +39,30 @@ async def test_answers_are_those_of_llm(served: Served, llm: AsyncLLM) -> None:
     assert "".join(pieces) == answer.text
     assert (await llm.completion("numbers", **GREEDY)).text == served.llm.completion("numbers", **GREEDY).text
     await llm.expire_cache(cache)
+
+
+async def test_a_prompt_that_is_made_already_is_answered(served: Served, llm: AsyncLLM) -> None:
+    prompt = served.llm.chat_prompt(HELLO)
+    expected = served.llm.chat_completion(prompt, **GREEDY)
+    assert (await llm.chat_completion(prompt, **GREEDY)).text == expected.text
+
+
+async def test_the_audit_is_told_which_chunks_had_no_ids(
+    served: Served, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def watch(request: Any, sink: Any, *, implicit: bool) -> Any:
+        told.append(implicit)
+        return request, sink
+
+    monkeypatch.setattr(served.llm.oversight, "watch", watch)
+    (cache,) = await llm.generate_context_cache(["The cat sat on the mat."])
+    marked = {"type": "text", "text": "Nobody gave this text an id.", "cache_control": {"type": "ephemeral"}}
+    for part in (marked, cache):
+        messages: Any = [{"role": "user", "content": [part, "What is this?"]}]
+        await llm.chat_completion(messages, **GREEDY)
+    assert told == [True, False]
 
 
 async def test_many_at_once(llm: AsyncLLM) -> None:
@@ -88,4 +112,8 @@ def test_it_has_the_calls_of_llm() -> None:
     calls = {name for name, call in vars(LLM).items() if isfunction(call) and name[0] != "_"} - building - at_once
     assert calls == {name for name, call in vars(AsyncLLM).items() if isfunction(call) and name[0] != "_"}
     for name in calls:
+        taken = dict(signature(getattr(AsyncLLM, name)).parameters)
+        if name == "chat_completion":
+            del taken["stream"]
+        assert list(taken.values()) == list(signature(getattr(LLM, name)).parameters.values())
         assert getattr(AsyncLLM, name).__doc__

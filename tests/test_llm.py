@@ -9,7 +9,7 @@ import torch
 
 from kvlinker import LLM
 from kvlinker.config import load_settings
-from kvlinker.embedded.model.loading import prepare_model
+from kvlinker.embedded.model_loading import prepare_model
 from kvlinker.errors import (
     ContextCacheNotFoundError,
     ContextLengthError,
@@ -68,6 +68,17 @@ def test_given_text_is_scored_as_it_is_generated(make_llm):
             assert scored.top_ids[cut - 1].tolist() == list(following)[:3]
     with pytest.raises(PolicyError):
         llm.score(TEXTS[0], policy="blend")
+
+
+@pytest.mark.parametrize("read", ["read_chat", "read_completion", "score", "explain"])
+def test_a_policy_without_a_certificate_is_refused_before_anything_is_read(make_llm, read):
+    llm = make_llm(policy="full", require_certificate=True)
+    content = [{"type": "text", "text": TEXTS[0], "cache_control": {"type": "ephemeral"}}]
+    prompt = [{"role": "user", "content": content}] if read in ("read_chat", "explain") else TEXTS[0]
+    with pytest.raises(PolicyError, match="naive has no certificate") as caught:
+        getattr(llm, read)(prompt, policy="naive")
+    assert caught.value.param == "link.policy"
+    assert not llm.list_caches().items
 
 
 def test_the_three_calls(make_llm):
@@ -217,7 +228,7 @@ def test_choices_that_are_submitted_are_cancelled_together(make_llm):
         if isinstance(event, Finished):
             ended.put((index, event.reason))
 
-    handle = llm.submit(llm.completion_prompt("a"), SamplingParams(ignore_eos=True), sink, n=3)
+    handle = llm.submit(llm.read_completion("a"), SamplingParams(ignore_eos=True), sink, n=3)
     handle.cancel()
     assert sorted(ended.get(timeout=10) for _ in range(3)) == [(index, "cancelled") for index in range(3)]
     handle.cancel()

@@ -27,7 +27,7 @@ from kvlinker.types.messages import (
 
 ANNA = Reading("anna")
 ONE, TWO = ContextCacheReference("cc_1"), ContextCacheReference("cc_2")
-DEFAULTS = ReadingDefaults(parse_policy("legolink-4"), Implicit.MARKED, parse_policy("naive"))
+DEFAULTS = ReadingDefaults(lambda tenant: parse_policy("legolink-4"), Implicit.MARKED, parse_policy("naive"))
 
 
 def cache(cache_id: str, *tokens: int) -> ContextCache:
@@ -120,10 +120,10 @@ class Finder:
         ]
 
 
-def reader(*ids: str) -> tuple[Any, Caches, Implicits]:
+def reader(*ids: str, defaults: ReadingDefaults = DEFAULTS) -> tuple[Any, Caches, Implicits]:
     """A ContentReader, whose prompts are what its builder was given."""
     caches, implicit = Caches(ids), Implicits()
-    made: Any = ContentReader(Builder(), caches, implicit, Finder(), DEFAULTS)  # type: ignore[arg-type]
+    made: Any = ContentReader(Builder(), caches, implicit, Finder(), defaults)  # type: ignore[arg-type]
     return made, caches, implicit
 
 
@@ -238,6 +238,35 @@ def test_which_policy_applies(content: Any, asked: str | None, policy: str) -> N
     reading, _, _ = reader("cc_1")
     how = Reading("anna", policy=parse_policy(asked) if asked else None)
     assert reading.completion(content, how).policy.name == policy
+
+
+@pytest.mark.parametrize(
+    ("implicit_policy", "entered", "policy"),
+    [
+        (None, ["x"], "query-5"),
+        ("legolink-4", ["x"], "legolink-4"),  # it stays, although the default policy was the same
+        ("full", [], "query-5"),
+    ],
+)
+def test_what_applies_to_marked_texts_once_the_default_policy_has_moved(
+    implicit_policy: str | None, entered: list[str], policy: str
+) -> None:
+    now = ["legolink-4"]
+    fixed = None if implicit_policy is None else parse_policy(implicit_policy)
+    defaults = ReadingDefaults(lambda tenant: parse_policy(now[0]), Implicit.MARKED, fixed, steered=True)
+    reading, _, implicit = reader("cc_1", defaults=defaults)
+    now[0] = "query-5"
+    read = reading.completion((MarkedText("x"),), ANNA)
+    assert (implicit.entered, read.policy.name) == (entered, policy)
+    assert reading.completion((ONE,), ANNA).policy.name == "query-5"
+
+
+@pytest.mark.parametrize(("steered", "entered"), [(True, ["x"]), (False, [])])
+def test_a_default_policy_that_was_raised_to_full_still_links_marked_texts(steered: bool, entered: list[str]) -> None:
+    defaults = ReadingDefaults(lambda tenant: parse_policy("full"), Implicit.MARKED, steered=steered)
+    reading, _, implicit = reader(defaults=defaults)
+    assert reading.completion((MarkedText("x"),), ANNA).policy.name == "full"
+    assert implicit.entered == entered
 
 
 def test_texts_that_are_too_long_together_are_refused_before_they_are_encoded() -> None:

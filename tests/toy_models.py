@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlinker.config import WeightFormat
-from kvlinker.embedded.model.loading import LoadedModel, prepare_model
+from kvlinker.embedded.model.loaded import LoadedModel
+from kvlinker.embedded.model_loading import prepare_model
 from kvlinker.research.bench.harness.shapes import byte_tokenizer
 
 VOCABULARY = 300

@@ -15,7 +15,7 @@ from kvlinker.answer import Answer
 from kvlinker.content import CompletionContent
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
 from kvlinker.linking import Policy
-from kvlinker.llm import LLM, Documents, Messages, ReadPrompt
+from kvlinker.llm import LLM, Documents, Messages, Prompt, ReadPrompt
 from kvlinker.types.answers import Delta, Finished
 from kvlinker.types.messages import Implicit
 from kvlinker.types.tenants import DEFAULT_TENANT
@@ -68,7 +68,7 @@ class AsyncLLM:
     @overload
     async def chat_completion(
         self,
-        messages: Messages,
+        messages: Messages | Prompt,
         *,
         documents: Documents = (),
         policy: str | Policy | None = None,
@@ -81,7 +81,7 @@ class AsyncLLM:
     @overload
     async def chat_completion(
         self,
-        messages: Messages,
+        messages: Messages | Prompt,
         *,
         documents: Documents = (),
         policy: str | Policy | None = None,
@@ -93,7 +93,7 @@ class AsyncLLM:
 
     async def chat_completion(
         self,
-        messages: Messages,
+        messages: Messages | Prompt,
         *,
         documents: Documents = (),
         policy: str | Policy | None = None,
@@ -102,9 +102,10 @@ class AsyncLLM:
         stream: bool = False,
         **sampling: Any,
     ) -> Answer | AsyncIterator[str]:
-        """Answer a conversation, as ``LLM.chat_completion`` does; with ``stream``, return its text as it is generated.
+        """Answer a conversation, or a prompt, as ``LLM.chat_completion`` does.
 
-        Closing the iterator cancels the request.
+        With ``stream``, return an iterator over the answer's text, which comes in pieces as it is generated. Closing
+        the iterator cancels the request.
         """
         read = await asyncio.to_thread(
             self.llm.read_chat, messages, documents=documents, policy=policy, implicit=implicit, tenant=tenant
@@ -148,7 +149,7 @@ class AsyncLLM:
 
         def submit() -> RequestHandle:
             params = self.llm.sampling_params(**sampling)
-            return self.llm.submit(read.prompt, params, sink, policy=read.policy, tenant=tenant)
+            return self.llm.submit(read, params, sink, tenant=tenant)
 
         handle = await _cancelled_with_its_task(submit)
         try:

@@ -23,7 +23,7 @@ from kvlinker.content import (
     parse_prompt,
 )
 from kvlinker.context_caches import CachesUsage, ChunkTexts, ContextCaches, Metadata
-from kvlinker.embedded.model.loading import LoadedModel
+from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import Events
@@ -80,7 +80,7 @@ class LLM:
 
     @classmethod
     def from_model(cls, loaded: LoadedModel, settings: Settings) -> Self:
-        """Start on a model that is in memory already (see ``kvlinker.embedded.model.loading.prepare_model``)."""
+        """Start on a model that is in memory already (see ``kvlinker.embedded.model_loading.prepare_model``)."""
         return cls.from_source(EmbeddedSource(loaded), settings)
 
     @classmethod
@@ -135,16 +135,16 @@ class LLM:
             self.engine.close()
             self._close_state()
             raise
-        policy = self.oversight.configured
         self._content = ContentReader(
             self.builder,
             self.caches,
             ImplicitCaches(self.builder, self.caches, self.catalog, self.events, ttl=settings.implicit_ttl),
             Recognizer(self.catalog, self.builder.encoder, fingerprint=self.engine.fingerprint),
             ReadingDefaults(
-                policy=policy,
+                policy=self.oversight.default_policy,
                 implicit=Implicit(settings.implicit),
-                implicit_policy=policy if settings.implicit_policy is None else parse_policy(settings.implicit_policy),
+                implicit_policy=None if settings.implicit_policy is None else parse_policy(settings.implicit_policy),
+                steered=self.oversight.controller is not None,
             ),
         )
 
@@ -274,8 +274,6 @@ class LLM:
         name, or a policy, which need not be registered. ``sampling`` are the fields of SamplingParams, such as
         ``max_tokens`` and ``temperature``.
         """
-        if isinstance(messages, Prompt):
-            return self._answer(ReadPrompt(messages, self._chosen(policy, tenant), {}), tenant, sampling)
         read = self.read_chat(messages, documents=documents, policy=policy, implicit=implicit, tenant=tenant)
         return self._answer(read, tenant, sampling)
 
@@ -425,8 +423,6 @@ class LLM:
         tenant: str = DEFAULT_TENANT,
     ) -> Prompt:
         """Build the prompt of a conversation; a prompt stays as it is. Raises what ``read_chat`` does."""
-        if isinstance(messages, Prompt):
-            return messages
         return self.read_chat(messages, options=options, tenant=tenant).prompt
 
     def completion_prompt(
@@ -437,7 +433,7 @@ class LLM:
 
     def read_chat(
         self,
-        messages: Messages,
+        messages: Messages | Prompt,
         *,
         documents: Documents = (),
         options: TemplateOptions = DEFAULT_OPTIONS,
@@ -446,15 +442,16 @@ class LLM:
         keeps: bool = True,
         tenant: str = DEFAULT_TENANT,
     ) -> ReadPrompt:
-        """Build the prompt of a conversation about documents, and choose its policy.
+        """Build the prompt of a conversation about documents, and choose its policy; a prompt stays as it is.
 
-        Texts that become chunks get context caches, unless ``keeps`` is False. Raises InvalidRequestError, PolicyError,
-        and ContextCacheNotFoundError whose ``param`` is the place of the id.
+        Texts that become chunks get context caches, unless ``keeps`` is False. Raises InvalidRequestError, PolicyError
+        for one that is unknown or lacks its certificate, and ContextCacheNotFoundError whose ``param`` is the place of
+        the id.
         """
-        how = _reading(policy, implicit, keeps, tenant)
-        return self._steered(
-            self._content.chat(parse_messages(messages), how, parse_documents(documents), options), how
-        )
+        how = self._reading(policy, implicit, keeps, tenant)
+        if isinstance(messages, Prompt):
+            return ReadPrompt(messages, how.policy or self.default_policy(tenant), {})
+        return self._content.chat(parse_messages(messages), how, parse_documents(documents), options)
 
     def read_completion(
         self,
@@ -466,35 +463,32 @@ class LLM:
         tenant: str = DEFAULT_TENANT,
     ) -> ReadPrompt:
         """Build the prompt of a completion, and choose its policy. Raises what ``read_chat`` does."""
-        how = _reading(policy, implicit, keeps, tenant)
-        return self._steered(self._content.completion(parse_prompt(prompt), how), how)
+        how = self._reading(policy, implicit, keeps, tenant)
+        return self._content.completion(parse_prompt(prompt), how)
 
     def submit(
         self,
-        prompt: Prompt,
+        read: ReadPrompt,
         sampling: SamplingParams,
         sink: ChoiceSink,
         *,
-        policy: str | Policy | None = None,
         n: int = 1,
-        implicit: bool = False,
         explains: bool = False,
         shows_attention: bool = False,
         tenant: str = DEFAULT_TENANT,
     ) -> RequestHandle:
-        """Queue ``n`` choices for one prompt and return at once; events come from the engine's thread.
+        """Queue ``n`` choices for one prompt under its policy and return at once; events come from the engine's thread.
 
-        With a seed, choice i uses seed + i. When one choice cannot be queued, none is. The handle cancels all.
-        ``implicit``, for the audit's figures: none of the prompt's chunks was named by id. With ``explains``, the first
-        choice's ``Finished`` has an explanation of how the prompt was linked, and with ``shows_attention`` the
-        question's attention in it. Raises PolicyError, and what ``Engine.generate`` does.
+        ``read`` is what ``read_chat`` or ``read_completion`` returns. With a seed, choice i uses seed + i. When one
+        choice cannot be queued, none is. The handle cancels all. With ``explains``, the first choice's ``Finished`` has
+        an explanation of how the prompt was linked, and with ``shows_attention`` the question's attention in it. Raises
+        what ``Engine.generate`` does.
         """
-        chosen = self._chosen(policy, tenant)
         words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
         bad_words = tuple(chain.from_iterable(words))
         request = GenerationRequest(
-            prompt,
-            chosen,
+            read.prompt,
+            read.policy,
             sampling,
             tenant,
             n,
@@ -502,7 +496,7 @@ class LLM:
             explains=explains,
             shows_attention=shows_attention,
         )
-        return self.engine.generate(*self.oversight.watch(request, sink, implicit=implicit))
+        return self.engine.generate(*self.oversight.watch(request, sink, implicit=read.implicit))
 
     def close(self) -> None:
         """Stop the engine and write what is still to be written. Idempotent."""
@@ -529,34 +523,25 @@ class LLM:
         params = self.sampling_params(**sampling)
 
         def submit(sink: ChoiceSink) -> RequestHandle:
-            return self.submit(read.prompt, params, sink, policy=read.policy, implicit=read.implicit, tenant=tenant)
+            return self.submit(read, params, sink, tenant=tenant)
 
         answer = wait_for_answer(submit)
         return replace(answer, context_caches=read.linked)
 
-    def _chosen(self, policy: str | Policy | None, tenant: str) -> Policy:
-        return self.default_policy(tenant) if policy is None else as_policy(policy)
-
-    def _steered(self, read: ReadPrompt, how: Reading) -> ReadPrompt:
-        """Return the prompt with the default policy as it is now, if it was read with the settings' one."""
-        if how.policy is not None or read.policy != self.oversight.configured:
-            return read
-        return replace(read, policy=self.default_policy(how.tenant))
+    def _reading(
+        self, policy: str | Policy | None, implicit: Implicit | str | None, keeps: bool, tenant: str
+    ) -> Reading:
+        """Parse how content is to be read. Raises InvalidRequestError, and PolicyError for a policy that is unknown or
+        lacks its certificate."""
+        named = None if policy is None else as_policy(policy)
+        if named is not None:
+            self.oversight.check(named)
+        return Reading(tenant, named, None if implicit is None else parse_implicit(implicit), keeps)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, with special ones."""
         text: str = self.tokenizer.decode(list(token_ids))
         return text
-
-
-def _reading(policy: str | Policy | None, implicit: Implicit | str | None, keeps: bool, tenant: str) -> Reading:
-    """Parse how content is to be read. Raises PolicyError and InvalidRequestError."""
-    return Reading(
-        tenant,
-        policy=None if policy is None else as_policy(policy),
-        implicit=None if implicit is None else parse_implicit(implicit),
-        keeps=keeps,
-    )
 
 
 def _expiry(ttl: float) -> float:

@@ -77,10 +77,16 @@ class Reading:
 class ReadingDefaults:
     """Tells what applies where a request does not say."""
 
-    policy: Policy
+    policy: Callable[[str], Policy]
+    """Returns a tenant's default policy as it is now."""
+
     implicit: Implicit
-    implicit_policy: Policy
-    """The policy of prompts none of whose chunks was named by id."""
+
+    implicit_policy: Policy | None = None
+    """The policy of prompts none of whose chunks was named by id; None for the default policy."""
+
+    steered: bool = False
+    """True if a quality target moves the default policy."""
 
 
 class ContentReader:
@@ -133,7 +139,7 @@ class ContentReader:
     def completion(self, prompt: CompletionPrompt[CachedPart], how: Reading) -> ReadPrompt:
         """Read the prompt of a completion."""
         if isinstance(prompt, TokenIds):
-            return ReadPrompt(self._builder.completion(prompt.ids), how.policy or self._defaults.policy, {})
+            return ReadPrompt(self._builder.completion(prompt.ids), self._default(how), {})
         places: dict[str, str] = {}
         _note_places(prompt, "prompt", places)
         self._builder.check_texts(_texts(prompt), param="prompt")
@@ -165,14 +171,28 @@ class ContentReader:
             marked = {}  # the chat template may not show each text once, which is nobody's mistake
             prompt = build({part: found.chunk for part, found in named.items()})
         found = {**named, **marked}
-        policy = how.policy or (self._defaults.implicit_policy if marked and not named else self._defaults.policy)
+        policy = (self._implicit_policy(how) if marked and not named else None) or self._default(how)
         uses = [found[part] for part in cached if part in found]
         return ReadPrompt(prompt, policy, {each.cache.id: each for each in uses})
 
     def _mode(self, how: Reading) -> Implicit:
-        """Return which texts become chunks: none where all of it would be computed again."""
-        policy = how.policy or self._defaults.implicit_policy
-        return Implicit.OFF if policy.exact else how.implicit or self._defaults.implicit
+        """Return which texts become chunks: none where all of it would be computed again.
+
+        A default policy that a quality target has raised until it computes everything is no reason: answers with chunks
+        are what lowers it again.
+        """
+        policy = self._implicit_policy(how)
+        if policy is None and not self._defaults.steered:
+            policy = self._default(how)
+        return Implicit.OFF if policy is not None and policy.exact else how.implicit or self._defaults.implicit
+
+    def _default(self, how: Reading) -> Policy:
+        """Return the policy of a prompt with chunks that were named by id, or without chunks."""
+        return how.policy or self._defaults.policy(how.tenant)
+
+    def _implicit_policy(self, how: Reading) -> Policy | None:
+        """Return the policy of a prompt none of whose chunks was named by id; None for the default policy."""
+        return how.policy or self._defaults.implicit_policy
 
     def _marked(
         self, messages: Sequence[ChatMessage[CachedPart]], how: Reading, *, opening: str = ""

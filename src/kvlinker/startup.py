@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from kvlinker.config import Settings
+from kvlinker.embedded.chunks.variants import VariantLibrary
 from kvlinker.embedded.engine import EmbeddedEngine
-from kvlinker.embedded.model.loading import LoadedModel, load_model
-from kvlinker.embedded.variants import VariantLibrary
+from kvlinker.embedded.model.loaded import LoadedModel
+from kvlinker.embedded.model_loading import load_model
 from kvlinker.engine.contract import Engine
 from kvlinker.events import Events
 from kvlinker.store import Catalog, ChunkStore, Speeds, load_cipher, open_store

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvlinker.config import load_settings
-from kvlinker.embedded.model.loading import LoadedModel, load_model
+from kvlinker.embedded.model.loaded import LoadedModel
+from kvlinker.embedded.model_loading import load_model
 from kvlinker.research.evaluation.examples import Question
 
 

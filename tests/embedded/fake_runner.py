@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlinker.embedded.batch import Batch, Run, SharedChunk, StepResult
-from kvlinker.embedded.forward_pass import WaitInStep, never_wait
+from kvlinker.embedded.execution.batch import Batch, Run, SharedChunk, StepResult
+from kvlinker.embedded.execution.forward_pass import WaitInStep, never_wait
+from kvlinker.embedded.execution.runner import Runner
+from kvlinker.embedded.kv_cache.pool import KVPool
 from kvlinker.embedded.loop import EngineLoop
-from kvlinker.embedded.pool import KVPool
-from kvlinker.embedded.requests import Kind, Request
-from kvlinker.embedded.runner import Runner
+from kvlinker.embedded.requests.request import Kind, Request
+from kvlinker.embedded.requests.sequence import Refining, TokenSequence
 from kvlinker.embedded.scheduling.admission import Admission
 from kvlinker.embedded.scheduling.composition import StepComposer
 from kvlinker.embedded.scheduling.scheduler import Scheduler
-from kvlinker.embedded.sequence import Refining, TokenSequence
-from kvlinker.embedded.slots import SequenceSlots
-from kvlinker.embedded.throughput import ComputeThroughput, TokenCost
+from kvlinker.embedded.scheduling.slots import SequenceSlots
+from kvlinker.embedded.scheduling.throughput import ComputeThroughput, TokenCost
 from kvlinker.engine.cost import CostModel
 from kvlinker.events import Events
 from kvlinker.linking.plan import Range

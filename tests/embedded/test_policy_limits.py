@@ -11,7 +11,7 @@ from kvlinker.linking import Needs, Policy, parse_policy
 from kvlinker.linking.needs import EVERY_LAYER
 from kvlinker.linking.union import Union
 from tests.embedded.conftest import EVERY_POLICY, linked_prompt, request_for
-from tests.embedded.test_oracle import TOLERANCE
+from tests.embedded.execution.test_oracle import TOLERANCE
 
 MODELS = ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"]
 EVERYTHING = [

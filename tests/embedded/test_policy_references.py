@@ -12,8 +12,8 @@ from kvlinker.linking.policies.cacheblend import CacheBlend
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.types.chunks import Chunk, chunk_key
 from tests.embedded.conftest import linked_prompt, random_tokens
+from tests.embedded.execution.test_oracle import TOLERANCE, computed_layers, true_chunk_kv
 from tests.embedded.reference import Reference, chunk_attention, forward
-from tests.embedded.test_oracle import TOLERANCE, computed_layers, true_chunk_kv
 from tests.linking.test_reuse import entropy_growth, kendall
 
 MODELS = {

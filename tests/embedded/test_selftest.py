@@ -7,9 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvlinker.embedded.model import precision
 from kvlinker.embedded.model.anatomy import trace_layers
 from kvlinker.embedded.model.interception import attention_of
-from kvlinker.embedded.model.loading import prepare_model
 from kvlinker.embedded.model.precision import in_fp32
-from kvlinker.embedded.model.selftest import require_exact, self_test
+from kvlinker.embedded.model_loading import prepare_model
+from kvlinker.embedded.selftest import require_exact, self_test
 from kvlinker.errors import UnsupportedModelError
 from tests.toy_models import BASE, FAMILIES, tiny_model
 

@@ -21,7 +21,7 @@ from kvlinker.config import Settings, load_settings
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from kvlinker.embedded.model.loading import LoadedModel
+    from kvlinker.embedded.model.loaded import LoadedModel
     from kvlinker.llm import LLM
 
 MODEL_NAME = "tiny"
@@ -71,7 +71,7 @@ def tiny_model(head_dim: int = 8, marks: tuple[str, ...] = ()) -> LoadedModel:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from kvlinker.embedded.model.loading import prepare_model
+    from kvlinker.embedded.model_loading import prepare_model
     from tests.toy_tokenizers import byte_level
 
     torch.manual_seed(0)

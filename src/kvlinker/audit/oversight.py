@@ -32,9 +32,6 @@ class Oversight:
     ) -> None:
         """``model`` is the served name, ``decode`` turns token ids into text. Raises PolicyError where the default
         policy lacks its certificate, and InvalidRequestError for a ladder or a file that cannot be used."""
-        self.configured = parse_policy(settings.policy)
-        """The default policy as it is set."""
-
         self.controller: QualityController | None = None
         """Steers the default policy; None where no quality target is set."""
 
@@ -42,13 +39,14 @@ class Oversight:
         """Compares answers; None where no share of them is to be audited."""
 
         self._engine = engine
+        self._configured = parse_policy(settings.policy)
         self._certified: CertifiedPolicies | None = None
         if settings.require_certificate:
             self._certified = CertifiedPolicies(settings.state_dir, settings.model, engine.fingerprint)
             for name in (settings.policy, settings.implicit_policy or settings.policy):
                 self._certified.check(parse_policy(name))
         if settings.quality_target is not None:
-            ladder = make_ladder(self.configured, settings.quality_policies, unsupported=self._refusal)
+            ladder = make_ladder(self._configured, settings.quality_policies, unsupported=self._refusal)
             self.controller = QualityController(ladder, settings.quality_target, per_tenant=settings.quality_per_tenant)
         if settings.audit:
             journal = None
@@ -66,13 +64,15 @@ class Oversight:
     def default_policy(self, tenant: str) -> Policy:
         """Return the policy of the tenant's requests that name none: the one that is set, or what keeps the quality
         target."""
-        return self.configured if self.controller is None else self.controller.policy(tenant)
+        return self._configured if self.controller is None else self.controller.policy(tenant)
+
+    def check(self, policy: Policy) -> None:
+        """Raise PolicyError for a policy that lacks its certificate, where certificates are required."""
+        if self._certified is not None:
+            self._certified.check(policy)
 
     def watch(self, request: GenerationRequest, sink: Sink, *, implicit: bool) -> tuple[GenerationRequest, Sink]:
-        """Return the request and the sink to give to the engine in the places of these; see ``Auditor.watch``. Raises
-        PolicyError for a policy that lacks its certificate."""
-        if self._certified is not None:
-            self._certified.check(request.policy)
+        """Return the request and the sink to give to the engine in the places of these; see ``Auditor.watch``."""
         if self.auditor is None:
             return request, sink
         return self.auditor.watch(request, sink, implicit=implicit)

@@ -25,7 +25,7 @@ def check(
     from rich.console import Console
     from rich.table import Table
 
-    from kvlinker.embedded.model.selftest import TOLERANCE, self_test
+    from kvlinker.embedded.selftest import TOLERANCE, self_test
     from kvlinker.engine.model_files import read_model
 
     with failures(BAD_USAGE):

@@ -15,20 +15,23 @@ import torch
 from numpy.typing import NDArray
 
 from kvlinker.config import Settings
-from kvlinker.embedded.chunks import ChunkBuilder, LinkLoader
-from kvlinker.embedded.grammars import GrammarGuides
+from kvlinker.embedded.chunks.building import ChunkBuilder
+from kvlinker.embedded.chunks.loading import LinkLoader
+from kvlinker.embedded.chunks.variants import VariantBuilder, VariantLibrary
+from kvlinker.embedded.decoding.grammars import GrammarGuides
+from kvlinker.embedded.execution.runner import Runner
+from kvlinker.embedded.kv_cache.pool import KVPool
 from kvlinker.embedded.loop import EngineLoop
-from kvlinker.embedded.model.loading import LoadedModel
-from kvlinker.embedded.pool import KVPool
-from kvlinker.embedded.requests import Explaining, Generation, LinkedRequest, Request, Scoring
-from kvlinker.embedded.runner import Runner
+from kvlinker.embedded.model.loaded import LoadedModel
+from kvlinker.embedded.requests.generation import Generation
+from kvlinker.embedded.requests.linked import Explaining, LinkedRequest
+from kvlinker.embedded.requests.request import Request
+from kvlinker.embedded.requests.scoring import Scoring, WholeScoring
 from kvlinker.embedded.scheduling.admission import Admission
 from kvlinker.embedded.scheduling.composition import StepComposer
 from kvlinker.embedded.scheduling.scheduler import Scheduler
-from kvlinker.embedded.slots import SequenceSlots
-from kvlinker.embedded.throughput import ComputeThroughput, throughput_name
-from kvlinker.embedded.variants import VariantBuilder, VariantLibrary
-from kvlinker.embedded.whole import WholeScoring
+from kvlinker.embedded.scheduling.slots import SequenceSlots
+from kvlinker.embedded.scheduling.throughput import ComputeThroughput, throughput_name
 from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engine.limits import RequestLimits
 from kvlinker.errors import ModelLoadError

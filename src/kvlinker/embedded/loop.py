@@ -12,11 +12,11 @@ from functools import partial
 
 from torch import Tensor
 
-from kvlinker.embedded.batch import StepResult
-from kvlinker.embedded.requests import Ending, Request, State
-from kvlinker.embedded.runner import Runner
+from kvlinker.embedded.execution.batch import StepResult
+from kvlinker.embedded.execution.runner import Runner
+from kvlinker.embedded.requests.request import Ending, Request, State
 from kvlinker.embedded.scheduling.scheduler import Scheduler, Step
-from kvlinker.embedded.throughput import ComputeThroughput
+from kvlinker.embedded.scheduling.throughput import ComputeThroughput
 from kvlinker.engine.limits import engine_closed
 from kvlinker.errors import KVLinkerError
 from kvlinker.store.loading.arriving import ArrivingKV

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlinker.embedded.requests import State
+from kvlinker.embedded.requests.request import State
 from kvlinker.embedded.scheduling.admission import SIMILAR_SECONDS
 from kvlinker.embedded.scheduling.fetching import PREFETCHED
 from kvlinker.errors import OverloadedError

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvlinker.embedded import slots as slots_module
-from kvlinker.embedded.requests import State
+from kvlinker.embedded.requests.request import State
 from kvlinker.embedded.scheduling import scheduler as scheduling
+from kvlinker.embedded.scheduling import slots as slots_module
 from kvlinker.embedded.scheduling.fetching import PREFETCHED
 from kvlinker.embedded.scheduling.scheduler import MOST_VARIANTS
 from kvlinker.errors import EngineClosedError, KVLinkerError, OverloadedError

@@ -153,6 +153,8 @@ def test_memory_is_set_against_the_kv(subject):
     (row,) = run_memory(subject, Workload(4, 100, 5), ["naive"]).rows
     assert row["kv_mb"] == pytest.approx(405 * subject.loaded.kv_bytes_per_token / 1e6)
     assert row["ratio_to_kv"] == pytest.approx(row["peak_mb"] / row["kv_mb"])
+    own = row["own_kv_mb"] * 1e6 / subject.loaded.kv_bytes_per_token
+    assert 5 + 1 <= own < 405 / 2  # fresh tokens and its answer's, but not the chunks'
 
 
 def test_processes_that_have_ended_have_no_memory():

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvlinker.audit.certificate import Agreement, Certificate
 from kvlinker.cli import app
 from kvlinker.config import load_settings
-from kvlinker.embedded.model.loading import load_model
+from kvlinker.embedded.model_loading import load_model
 from kvlinker.errors import InvalidRequestError, PolicyError
 from kvlinker.llm import LLM
 from kvlinker.research.certification.certifying import CertifyOptions, certify

@@ -219,7 +219,7 @@ def test_what_comes_too_late_for_the_computation_is_lost_with_all_of_the_prompt(
     found = [arriving(chunk) for chunk in chunks]
     begin = time.monotonic()
     assert [kv.wait(3, TIMEOUT) for kv in found] == [None, None]
-    assert 0.2 < time.monotonic() - begin < 1
+    assert 0.2 < time.monotonic() - begin < TIMEOUT / 2
     assert all(kv.lost for kv in found)
     assert ended == [None, None]
     for permit in permits:
@@ -253,7 +253,7 @@ def test_what_cannot_begin_in_time_is_given_up(loader: LayerLoader) -> None:
     begin = time.monotonic()
     loader.load([wanted], Urgency(compute=1.0, prefill=0.01))
     assert wanted.begun.result(timeout=TIMEOUT) is None
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < TIMEOUT / 2
     reader.permits.release(4)
     wait_for(ended, 1)
     assert ended == [None]

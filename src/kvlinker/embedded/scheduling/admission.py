@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
-from kvlinker.embedded.requests import Kind, Request
+from kvlinker.embedded.requests.request import Kind, Request
 from kvlinker.engine.limits import check_room, check_wait
 from kvlinker.linking.plan import Range
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvlinker.embedded.batch import Batch, Run, Sight
-from kvlinker.embedded.requests import Kind, Request
-from kvlinker.embedded.sequence import TokenSequence
-from kvlinker.embedded.throughput import ComputeThroughput, TokenCost
+from kvlinker.embedded.execution.batch import Batch, Run, Sight
+from kvlinker.embedded.requests.request import Kind, Request
+from kvlinker.embedded.requests.sequence import TokenSequence
+from kvlinker.embedded.scheduling.throughput import ComputeThroughput, TokenCost
 
 IDLE_MULTIPLE = 2.25
 """The duration of a step with prompts where no target is set, as a multiple of a step that only decodes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 
-from kvlinker.embedded.requests import Request, State
+from kvlinker.embedded.requests.request import Request, State
 from kvlinker.embedded.scheduling.admission import Admission
 from kvlinker.store.holds import Hold
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from kvlinker.embedded.requests import Kind, Request, State
+from kvlinker.embedded.requests.request import Kind, Request, State
 from kvlinker.embedded.scheduling.admission import Admission, giving_way
 from kvlinker.embedded.scheduling.composition import sequence_of
-from kvlinker.embedded.slots import SequenceSlots
+from kvlinker.embedded.scheduling.slots import SequenceSlots
 
 
 class Places:

@@ -10,14 +10,14 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar, cast
 
-from kvlinker.embedded.batch import Batch
-from kvlinker.embedded.requests import Kind, Request, State
+from kvlinker.embedded.execution.batch import Batch
+from kvlinker.embedded.requests.request import Kind, Request, State
+from kvlinker.embedded.requests.sequence import TokenSequence
 from kvlinker.embedded.scheduling.admission import Admission
 from kvlinker.embedded.scheduling.composition import StepComposer, sequence_of
 from kvlinker.embedded.scheduling.fetching import FetchQueue, order_of
 from kvlinker.embedded.scheduling.places import Places
-from kvlinker.embedded.sequence import TokenSequence
-from kvlinker.embedded.slots import SequenceSlots
+from kvlinker.embedded.scheduling.slots import SequenceSlots
 from kvlinker.engine.limits import engine_closed
 from kvlinker.errors import KVLinkerError
 from kvlinker.linking.policy import Policy

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvlinker.config import Settings
-from kvlinker.embedded.model.loading import LoadedModel
+from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.engine.contract import Engine
 from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import Policy, parse_policy

@@ -139,14 +139,15 @@ def load(
 def starting(settings: Settings) -> Start:
     """Make what starts a new server of the settings' model for each competitor, with its engine.
 
-    The embedded engine keeps context caches in memory alone, as vLLM cannot. vLLM's own prefix cache is what ``plain``
-    and ``reordered`` are about; without it, ``full`` computes everything.
+    The embedded engine keeps context caches in memory alone, as vLLM cannot. ``full`` has no prefix cache and computes
+    everything; prefix caches are what ``plain`` and ``reordered`` are about.
     """
 
     def start(competitor: Competitor) -> AbstractContextManager[Server]:
-        own: dict[str, Any] = {"disk_space": 0}
+        reuses = competitor.policy != "full"
+        own: dict[str, Any] = {"disk_space": 0, "prefix_cache": "on" if reuses else "off"}
         if competitor.engine == VLLM:
-            own = {"vllm_options": {"enable_prefix_caching": competitor.policy != "full"}}
+            own = {"vllm_options": {"enable_prefix_caching": reuses}}
         return kvlinker_server(settings.model_copy(update={"engine": competitor.engine}), **own)
 
     return start

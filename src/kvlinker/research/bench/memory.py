@@ -1,15 +1,21 @@
-"""Measures the peak memory of one request, beside the KV that it needs in any case. Linux only: it reads /proc."""
+"""Measures the memory of one more linked request: the KV of its own, and the peak, beside the KV of its whole context.
+
+Linux only: it reads /proc.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import queue
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
+from kvlinker.engine.contract import Failed, GenerationEvent, GenerationRequest
 from kvlinker.errors import InvalidRequestError
+from kvlinker.llm import LLM
 from kvlinker.research.bench.harness.benchmark import (
     Chunks,
     ChunkTokens,
@@ -19,15 +25,18 @@ from kvlinker.research.bench.harness.benchmark import (
     benchmark,
     policy_names,
 )
-from kvlinker.research.bench.harness.measurement import Workload, cache_chunks, first_token, peak_memory
+from kvlinker.research.bench.harness.measurement import Workload, cache_chunks, first_token, greedy_request, peak_memory
 from kvlinker.research.bench.harness.report import Report, Row
 from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.progress import Progress, silent
+from kvlinker.types.answers import Delta
 
-COLUMNS = ("policy", "context_tokens", "kv_mb", "peak_mb", "ratio_to_kv")
+COLUMNS = ("policy", "context_tokens", "kv_mb", "own_kv_mb", "peak_mb", "ratio_to_kv")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 _SPARE_SLOTS = 2048
+_TOKENS = 4
+"""Tokens of the answer: while it decodes, the slots that it holds can be counted."""
 
 
 @benchmark("memory")
@@ -39,7 +48,7 @@ def memory(
     fresh_tokens: FreshTokens = 32,
     policies: Policies = "naive,legolink-16,full",
 ) -> Report:
-    """Measure the peak memory of one request, beside the KV that it needs in any case."""
+    """Measure the memory of one more linked request: its own KV, and its peak, beside the KV of its whole context."""
     named = policy_names(policies)
     return run_memory(setup.subject(), Workload(chunks, chunk_tokens, fresh_tokens), named, progress=setup.progress)
 
@@ -53,7 +62,8 @@ def run_memory(
 ) -> Report:
     """Measure how far the process's memory rises above what it was just before a request, for each policy.
 
-    A fresh pool's pages count from their first use, so the rise is the request's KV and whatever else it takes.
+    A fresh pool's pages count from their first use, so the rise is the KV of the request's own, ``own_kv_mb`` (that of
+    cached chunks is shared with whoever uses them), and whatever else it takes.
     """
     if not _CLEAR_REFS.exists():
         raise InvalidRequestError("bench memory needs Linux: there is no /proc/self/clear_refs here.")
@@ -73,7 +83,7 @@ def run_memory(
             first_token(llm.engine, small, policy)  # what any first request allocates once
             before = _return_free_memory()
             _CLEAR_REFS.write_text(_RESET_PEAK)
-            first_token(llm.engine, prompt, policy)
+            slots = _slots_held(llm, greedy_request(prompt, policy, max_tokens=_TOKENS))
             touched_before = len(small) * subject.loaded.kv_bytes_per_token  # the same slots of the pool
             peak = peak_memory() - before + touched_before
         rows.append(
@@ -81,11 +91,30 @@ def run_memory(
                 "policy": policy,
                 "context_tokens": len(prompt),
                 "kv_mb": kv_bytes / 1e6,
+                "own_kv_mb": slots * subject.loaded.kv_bytes_per_token / 1e6,
                 "peak_mb": peak / 1e6,
                 "ratio_to_kv": peak / kv_bytes,
             }
         )
     return replace(subject.report(rows), columns=COLUMNS)
+
+
+def _slots_held(llm: LLM, request: GenerationRequest) -> int:
+    """Answer the request; return the most slots of the KV pool that it held. Raises what it failed with."""
+    held: queue.SimpleQueue[int | GenerationEvent] = queue.SimpleQueue()
+
+    def listen(_: int, event: GenerationEvent) -> None:
+        held.put(llm.load().slots_used)
+        if not isinstance(event, Delta):
+            held.put(event)
+
+    llm.engine.generate(request, listen)
+    most = 0
+    while isinstance(told := held.get(), int):
+        most = max(most, told)
+    if isinstance(told, Failed):
+        raise told.error
+    return most
 
 
 def _return_free_memory() -> int:

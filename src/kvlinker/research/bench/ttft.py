@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kvlinker.embedded.engine import EmbeddedEngine
-    from kvlinker.embedded.forward_pass import Profile
-    from kvlinker.embedded.model.loading import LoadedModel
+    from kvlinker.embedded.execution.forward_pass import Profile
+    from kvlinker.embedded.model.loaded import LoadedModel
 
 SPARE_SLOTS = 1024
 STEP_TOKENS = 2048
@@ -253,7 +253,7 @@ def policy_measurement(
     engine: EmbeddedEngine, loaded: LoadedModel, prompt: Prompt, policy: str
 ) -> Callable[[], Measurement]:
     """Return what measures one time to first token with its parts; the engine must be idle otherwise."""
-    from kvlinker.embedded.forward_pass import Profile
+    from kvlinker.embedded.execution.forward_pass import Profile
 
     def measure() -> Measurement:
         profile = Profile()

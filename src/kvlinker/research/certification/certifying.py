@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from kvlinker.audit.certificate import Agreement, Certificate
 from kvlinker.audit.statistics import clopper_pearson
 from kvlinker.config import Settings
-from kvlinker.embedded.model.selftest import Check, self_test
+from kvlinker.embedded.selftest import Check, self_test
 from kvlinker.engine.model_files import read_model
 from kvlinker.errors import ContextLengthError, InvalidRequestError
 from kvlinker.linking import parse_policy

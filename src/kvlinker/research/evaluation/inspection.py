@@ -19,7 +19,7 @@ from kvlinker.embedded.attention.kernels import AttentionKernel
 from kvlinker.embedded.attention.position_scores import position_weights
 from kvlinker.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
 from kvlinker.embedded.engine import EmbeddedEngine
-from kvlinker.embedded.model.loading import LoadedModel
+from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.embedded.model.rotary import Rotary
 from kvlinker.engine.attention import AttentionOptions
 from kvlinker.engine.contract import GenerationRequest

@@ -1,4 +1,4 @@
-"""Measures policies under load for figures: one server of random weights, and rates beside what ``full`` sustains.
+"""Measures policies under load for figures: servers of random weights, and rates beside what ``full`` sustains.
 
 The papers' rates are those of their GPUs. Here a rate of 1 is what one user who waits for each answer gets from
 ``full``, so that figures of any machine have the same horizontal axis.
@@ -7,13 +7,13 @@ The papers' rates are those of their GPUs. Here a rate of 1 is what one user who
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.bench.load.driver import ClosedLoop, OpenLoop
 from kvlinker.research.bench.load.report import ServiceObjective
-from kvlinker.research.bench.load.run import EMBEDDED, Competitor, LoadPlan, run_load
+from kvlinker.research.bench.load.run import EMBEDDED, Competitor, LoadPlan, Start, run_load
 from kvlinker.research.bench.load.servers import Server, kvlinker_server, model_to_serve
 from kvlinker.research.bench.load.traffic import TrafficShape
 from kvlinker.research.figures.lab import Lab
@@ -27,16 +27,16 @@ _OBJECTIVE = ServiceObjective(ttft_seconds=10.0, tpot_seconds=0.25)
 
 @dataclass(frozen=True)
 class Serving:
-    """Puts load on a server that runs."""
+    """Puts load on servers."""
 
-    server: Server
+    start: Start
     traffic: TrafficShape
     progress: Progress
 
     def measure(self, policies: Sequence[str], plan: LoadPlan) -> list[Row]:
         """Return a row per policy and load. Those that the server cannot be measured with have none."""
         competitors = [Competitor(policy, EMBEDDED) for policy in policies]
-        return list(run_load(competitors, lambda _: nullcontext(self.server), plan, progress=self.progress).rows)
+        return list(run_load(competitors, self.start, plan, progress=self.progress).rows)
 
     def at_rates(self, policies: Sequence[str], rates: Sequence[float], *, requests: int) -> list[Row]:
         """Measure policies at rates that are multiples of ``full``'s; rows have the multiple as ``relative_rate``."""
@@ -61,13 +61,21 @@ class Serving:
 
 @contextmanager
 def serving(lab: Lab, traffic: TrafficShape) -> Iterator[Serving]:
-    """Serve random weights of the lab's shape, or of ``SHAPE``, by the embedded engine."""
+    """Serve random weights of the lab's shape, or of ``SHAPE``, by the embedded engine.
+
+    Linking policies share a server without a prefix cache, so that none finds what another computed. Documents as text
+    get a new server for each measurement, whose prefix cache has seen nothing else.
+    """
     embedded = lab.settings.model_copy(update={"engine": EMBEDDED})
     with (
         model_to_serve(embedded, lab.shape or SHAPE) as settings,
-        kvlinker_server(settings, disk_space=0) as server,
+        kvlinker_server(settings, disk_space=0, prefix_cache="off") as linking,
     ):
-        yield Serving(Server(server.url), traffic, lab.progress)
+
+        def start(competitor: Competitor) -> AbstractContextManager[Server]:
+            return nullcontext(Server(linking.url)) if competitor.links else kvlinker_server(settings, disk_space=0)
+
+        yield Serving(start, traffic, lab.progress)
 
 
 def value_at(rows: Sequence[Row], policy: str, load: str, at: float, column: str) -> float | None:

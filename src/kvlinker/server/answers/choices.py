@@ -51,15 +51,7 @@ class Choices:
                 sink = self._sink(number * n)
                 with blaming(field):
                     handle = llm.submit(
-                        prompt.prompt,
-                        sampling,
-                        sink,
-                        policy=prompt.policy,
-                        n=n,
-                        implicit=prompt.implicit,
-                        explains=explains,
-                        shows_attention=shows_attention,
-                        tenant=tenant,
+                        prompt, sampling, sink, n=n, explains=explains, shows_attention=shows_attention, tenant=tenant
                     )
                     self._handles.append(handle)
 

@@ -80,7 +80,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     """Describe the processor, its cores and threads, the memory in GiB, and the GPU if ``device`` is one."""
     import torch
 
-    from kvlinker.embedded.throughput import processor
+    from kvlinker.embedded.scheduling.throughput import processor
 
     described = {
         "processor": processor(),

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from kvlinker.config import WeightFormat
-from kvlinker.embedded.model.loading import LoadedModel, prepare_model
+from kvlinker.embedded.model.loaded import LoadedModel
+from kvlinker.embedded.model_loading import prepare_model
 from kvlinker.errors import InvalidRequestError
 from kvlinker.threads import in_own_thread
 

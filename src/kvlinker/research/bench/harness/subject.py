@@ -20,7 +20,7 @@ from kvlinker.research.bench.harness.report import Report, Row, describe_machine
 if TYPE_CHECKING:
     import torch
 
-    from kvlinker.embedded.model.loading import LoadedModel
+    from kvlinker.embedded.model.loaded import LoadedModel
     from kvlinker.llm import LLM
 
 MEMORY = 8 << 30
@@ -86,7 +86,7 @@ def make_subject(settings: Settings, *, shape: str | None, command: str, **optio
 
     ``options`` are told among the report's settings. Raises InvalidRequestError for an unknown shape.
     """
-    from kvlinker.embedded.model.loading import load_model
+    from kvlinker.embedded.model_loading import load_model
     from kvlinker.research.bench.harness.shapes import random_model
 
     if shape is None:

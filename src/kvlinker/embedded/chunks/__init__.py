@@ -1,0 +1,1 @@
+"""Has the chunks of requests loaded or computed, and kept in variants."""

@@ -1,0 +1,374 @@
+"""What later requests reuse of earlier ones: the tree of what was computed, and answers that do not depend on it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvlinker.embedded.kv_cache.paths import LinkedChunk, LinkedPath, linked_path
+from kvlinker.embedded.kv_cache.pool import SlotAllocator, SlotSpan
+from kvlinker.embedded.kv_cache.prefixes import LEAST_TOKENS, PrefixTree
+from kvlinker.embedded.scheduling.slots import SequenceSlots
+from kvlinker.linking import PromptEvidence, make_plan, parse_policy
+from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, ReusedPrefix, Segment
+from kvlinker.types.chunks import Chunk
+from tests.embedded.conftest import full_forward, random_tokens
+from tests.toy_models import FAMILIES
+
+TOLERANCE = 1e-5
+CHUNKS = [Chunk(random_tokens(length, [3, length])) for length in (20, 33, 47)]
+
+
+def prompt_of(*parts):
+    """A prompt of chunks, given by number, and of fresh tokens."""
+    segments: list[Segment] = []
+    for part in parts:
+        segments.append(CachedSegment(CHUNKS[part]) if isinstance(part, int) else FreshSegment(tuple(part)))
+    return Prompt(tuple(segments))
+
+
+def keys_of(prompt):
+    return [chunk.content for chunk in prompt.chunks]
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Paths enter and leave; what is found is the longest common beginning of those that are there."""
+
+    TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
+    CHUNK = st.sampled_from([(LinkedChunk("a", ""), 3), (LinkedChunk("b", ""), 2), (LinkedChunk("b", "naive"), 2)])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = SlotAllocator(120)
+        self.tree = PrefixTree(self.allocator)
+        self.paths: list[tuple[LinkedPath, tuple[str, ...]]] = []
+        self.contents = np.full(120, "", dtype=object)  # what each slot holds: all that stands before it, too
+        self.holders: list[tuple[SlotSpan, ...]] = []
+
+    def path(self, tenant: str, tokens: list[int], chunk: tuple[LinkedChunk, int] | None, start: int) -> LinkedPath:
+        if chunk is None or start + chunk[1] > len(tokens):
+            return LinkedPath(tenant, np.array(tokens))
+        tokens = [*tokens[:start], *[ord(chunk[0].key)] * chunk[1], *tokens[start + chunk[1] :]]
+        return LinkedPath(tenant, np.array(tokens), {start: (chunk,)})
+
+    def own(self, path: LinkedPath) -> np.ndarray:
+        mask = np.ones(len(path.tokens), dtype=bool)
+        for start, ((chunk, length),) in path.chunks.items():
+            mask[start : start + length] = False
+            mask[start] = chunk.linked == "naive"  # a token that was computed again
+        return np.flatnonzero(mask)
+
+    def story(self, path: LinkedPath, position: int) -> str:
+        """All that the KV of a position depends on."""
+        chunks = [(start, *entries[0]) for start, entries in path.chunks.items() if start <= position]
+        return f"{path.tenant}{path.tokens[: position + 1].tolist()}{chunks}"
+
+    @rule(tenant=st.sampled_from("xy"), tokens=TOKENS, chunk=st.none() | CHUNK, start=st.integers(0, 20))
+    def insert(self, tenant, tokens, chunk, start) -> None:
+        path = self.path(tenant, tokens, chunk, start)
+        own = self.own(path)
+        if self.allocator.free < len(own):
+            self.tree.evict(len(own))
+        spans = self.allocator.allocate(len(own)) if len(own) else ()
+        if spans is None:
+            return
+        slots = [slot for span in spans for slot in range(span.slot, span.end)]
+        self.contents[slots] = [self.story(path, position) for position in own]
+        self.tree.insert(path, own, spans)
+        self.allocator.release(spans)
+
+    @rule(
+        tenant=st.sampled_from("xy"),
+        tokens=TOKENS,
+        chunk=st.none() | CHUNK,
+        start=st.integers(0, 20),
+        length=st.integers(1, 30),
+    )
+    def acquire(self, tenant, tokens, chunk, start, length) -> None:
+        path = self.path(tenant, tokens, chunk, start)
+        own = self.own(path)
+        for begin, ((_, size),) in path.chunks.items():
+            if begin < length < begin + size:
+                length = begin  # a chunk is linked whole
+        reused = ReusedPrefix(min(length, len(tokens)), own[own < length])
+        spans = self.tree.acquire(path, reused)
+        slots = [slot for span in spans for slot in range(span.slot, span.end)]
+        assert len(slots) <= len(reused.own)
+        assert self.contents[slots].tolist() == [self.story(path, position) for position in own[: len(slots)]]
+        self.holders.append(spans)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def release(self, data) -> None:
+        self.allocator.release(self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1))))
+
+    @rule(slots=st.integers(1, 120))
+    def evict(self, slots) -> None:
+        self.tree.evict(slots)
+        held = {slot for spans in self.holders for span in spans for slot in range(span.slot, span.end)}
+        assert self.allocator.free >= min(slots, 120 - len(held)) or any(node.children for node in self.tree._used)
+
+    @invariant()
+    def slots_are_counted(self) -> None:
+        self.allocator.check_integrity([*self.tree.spans, *(span for spans in self.holders for span in spans)])
+
+    def teardown(self) -> None:
+        for spans in self.holders:
+            self.allocator.release(spans)
+        self.tree.evict(120)
+        assert self.allocator.free == 120
+        self.tree.clear()
+        assert len(self.tree) == 0
+
+
+TestTree = TreeMachine.TestCase
+TestTree.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def slots_with(*linked):
+    """Slots that keep prompts, each linked under a policy."""
+    slots = SequenceSlots(4096, keeps_prefixes=True)
+    for prompt, policy in linked:
+        plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
+        path = linked_path("tenant", plan, keys_of(prompt))
+        own = np.concatenate([np.arange(*run) for run in plan.runs])
+        own = own[own < len(path.tokens)]
+        spans = slots._allocator.allocate(len(own)) or ()
+        slots._prefixes.insert(path, own, spans)
+        slots._allocator.release(spans)
+    return slots
+
+
+def found(slots, prompt, policy, tenant="tenant"):
+    """The number of tokens that the prompt can reuse."""
+    reused = slots.find_prefix(tenant, prompt, keys_of(prompt), parse_policy(policy))
+    return 0 if reused is None else reused.length
+
+
+HEADER, FIRST, SECOND = random_tokens(25, 1), random_tokens(12, 2), random_tokens(14, 3)
+
+
+def test_a_conversation_goes_on_where_it_was() -> None:
+    before = prompt_of(HEADER, 0, FIRST)
+    after = prompt_of(HEADER, 0, (*FIRST, *SECOND))
+    for policy in ("full", "naive", "legolink-4"):
+        slots = slots_with((before, policy))
+        assert found(slots, after, policy) == len(before)
+        assert found(slots, before, policy) == len(before) - 1, "the last token's logits are needed"
+
+
+def test_what_was_linked_differently_is_reused_up_to_there() -> None:
+    before, after = prompt_of(HEADER, 0, FIRST), prompt_of(HEADER, 0, (*FIRST, *SECOND))
+    for linked, asked in (("naive", "full"), ("naive", "legolink-4"), ("legolink-4", "naive")):
+        assert found(slots_with((before, linked)), after, asked) == len(HEADER)
+
+
+def test_what_was_computed_exactly_serves_every_policy() -> None:
+    before, after = prompt_of(HEADER, 0, FIRST), prompt_of(HEADER, 0, (*FIRST, *SECOND))
+    for policy in ("naive", "legolink-4", "query-10"):
+        assert found(slots_with((before, "full")), after, policy) == len(before)
+    plain = Prompt((FreshSegment(tuple(after.tokens.tolist())),))
+    assert found(slots_with((before, "full")), plain, "full") == len(before), "chunks or not, the tokens are the same"
+    assert found(slots_with((before, "naive")), plain, "full") == len(HEADER)
+
+
+def test_another_question_is_linked_anew_where_policies_look_at_it(bench) -> None:
+    made, cold = bench(prefix_cache="on"), bench()
+    asked, other = prompt_of(HEADER, 0, 1, FIRST), prompt_of(HEADER, 0, 1, SECOND)
+    for policy, reused in (("query-10", len(HEADER)), ("legolink-4", len(HEADER) + 53)):
+        made.answer(asked, policy)
+        outcome = made.answer(other, policy)
+        assert outcome.finished.usage.exact_cached_tokens == reused
+        assert_alike(outcome, cold.answer(other, policy))
+        following = prompt_of(HEADER, 0, 1, (*SECOND, *outcome.tokens, *FIRST))
+        assert made.answer(following, policy).finished.usage.exact_cached_tokens == len(other) + 7
+        assert made.answer(following, policy).finished.usage.exact_cached_tokens == len(following) - 1
+    (tree,) = [made.engine.scheduler._places.slots._prefixes]
+    assert set(tree._names.values()) == set(tree._chunks) == {name for name, uses in tree._name_uses.items() if uses}
+
+
+def test_other_tokens_chunks_and_tenants_are_not_found() -> None:
+    slots = slots_with((prompt_of(HEADER, 0, FIRST), "naive"))
+    assert found(slots, prompt_of(HEADER, 1, FIRST), "naive") == len(HEADER)
+    assert found(slots, prompt_of(random_tokens(25, 9), 0, FIRST), "naive") == 0
+    assert found(slots, prompt_of(HEADER, 0, FIRST), "naive", tenant="another") == 0
+
+
+def test_little_is_not_worth_reusing() -> None:
+    slots = slots_with((prompt_of(HEADER, 0, FIRST), "naive"))
+    assert found(slots, prompt_of((*HEADER[: LEAST_TOKENS - 1], 5), FIRST), "naive") == 0
+    assert found(slots, prompt_of((*HEADER[:LEAST_TOKENS], 5), FIRST), "naive") == LEAST_TOKENS
+
+
+def test_one_of_many_is_found() -> None:
+    allocator = SlotAllocator(1 << 17)
+    tree = PrefixTree(allocator)
+    spans = allocator.allocate(1)
+    assert spans is not None
+    for number in range(20_000):
+        tokens = np.array([number % 200, number // 200, number])
+        tree.insert(LinkedPath("tenant", tokens), np.arange(3), [SlotSpan(3 * number, 3)])
+    prompt = Prompt((FreshSegment((7, 30, 30 * 200 + 7, *range(20))),))
+    assert len(tree) > 20_000
+    assert sum(count for _, count in tree._follow("tenant", prompt.tokens)) == 3
+
+
+# --- answers
+
+SELECTING = ["full", "naive", "naive-unpositioned", "prefix", "legolink-4", "random-30", "h2o-30"]
+LINKING = ["naive", "legolink-4", "query-20", "query-10+legolink-2", "cacheblend-20", "cachecraft-0.7"]
+
+
+def conversation(turns, *, header=True, seed=0):
+    """Prompts of a conversation over two chunks, each of which begins with the one before and its answer's place."""
+    parts: list = [HEADER if header else (), 0, 1]
+    for turn in range(turns):
+        parts.append(random_tokens(9 + turn, [seed, turn]))
+        yield prompt_of(*parts)
+
+
+def assert_alike(outcome, cold):
+    assert outcome.failed is None, outcome.failed
+    assert outcome.tokens == cold.tokens
+    np.testing.assert_allclose(outcome.logprobs, cold.logprobs, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_warm_prefix_gives_the_models_own_answer(bench, family):
+    made = bench(family, prefix_cache="on", max_step_tokens=37)
+    for turn, prompt in enumerate(conversation(3)):
+        tokens, logprobs = full_forward(family, prompt, 4)
+        outcome = made.answer(prompt, "full", max_tokens=4)
+        assert outcome.tokens == tokens
+        np.testing.assert_allclose(outcome.logprobs, logprobs, atol=2e-5)
+        usage = outcome.finished.usage
+        assert (usage.exact_cached_tokens > 0) == (turn > 0)
+        assert usage.prompt_tokens == len(prompt)
+
+
+@pytest.mark.parametrize("policy", SELECTING)
+def test_the_same_prompt_again_computes_its_last_token(bench, policy):
+    cold, warm = bench(), bench(prefix_cache="on")
+    prompt = prompt_of(HEADER, 0, FIRST, 2, SECOND)
+    expected = cold.answer(prompt, policy)
+    for turn in range(3):
+        outcome = warm.answer(prompt, policy)
+        assert_alike(outcome, expected)
+        usage = outcome.finished.usage
+        if turn:
+            assert usage.exact_cached_tokens == len(prompt) - 1
+            assert (usage.cached_tokens, usage.recomputed_tokens, usage.fresh_tokens) == (len(prompt) - 1, 0, 1)
+
+
+@pytest.mark.parametrize("policy", LINKING)
+def test_later_turns_link_nothing_again(bench, policy):
+    made = bench(prefix_cache="on")
+    prompts = list(conversation(4))
+    length = 0
+    for turn, prompt in enumerate(prompts):
+        outcome = made.answer(prompt, policy, max_tokens=5)
+        usage = outcome.finished.usage
+        if turn and not parse_policy(policy).needs.refines:
+            assert usage.exact_cached_tokens == length
+            assert usage.recomputed_tokens == 0
+            assert usage.fresh_tokens == len(prompt) - length
+        elif turn:
+            assert usage.exact_cached_tokens == len(HEADER), "dropped tokens differ from layer to layer"
+        length = len(prompt)
+
+
+def test_the_answer_is_reused_too(bench):
+    made = bench(prefix_cache="on")
+    prompt = prompt_of(HEADER, 0, FIRST)
+    answer = made.answer(prompt, "legolink-4", max_tokens=30)
+    following = prompt_of(HEADER, 0, (*FIRST, *answer.tokens, *SECOND))
+    usage = made.answer(following, "legolink-4").finished.usage
+    assert usage.exact_cached_tokens == len(prompt) + 29, "the last token was never computed"
+
+
+def test_choices_and_their_conversations_share_the_prompt(bench):
+    made, cold = bench(prefix_cache="on", kv_slots=600), bench()
+    prompt = prompt_of(HEADER, 0, FIRST)
+    for _ in range(2):
+        outcomes, _ = made.submit_choices(prompt, 6, temperature=1.0, seed=4, max_tokens=30)
+        expected, _ = cold.submit_choices(prompt, 6, temperature=1.0, seed=4, max_tokens=30)
+        for outcome, alone in zip(outcomes, expected, strict=True):
+            assert_alike(outcome.wait(), alone.wait())
+    answers = [outcome.tokens for outcome in outcomes]
+    for tokens in answers:
+        following = prompt_of(HEADER, 0, (*FIRST, *tokens, *SECOND))
+        assert made.answer(following).finished.usage.exact_cached_tokens == len(prompt) + 29
+
+
+def test_prefixes_make_room_for_requests(bench):
+    """A pool that two prompts fill: each newcomer pushes the oldest out, and nobody is preempted for what is kept."""
+    made, cold = bench(prefix_cache="on", kv_slots=300), bench()
+    prompts = [prompt_of(random_tokens(100, seed), 0, FIRST) for seed in range(5)]
+    for prompt in prompts:
+        assert_alike(made.answer(prompt, "full", max_tokens=20), cold.answer(prompt, "full", max_tokens=20))
+    assert made.engine.scheduler.preemptions == 0
+    assert made.answer(prompts[-1], "full").finished.usage.exact_cached_tokens > 0
+    assert made.answer(prompts[0], "full").finished.usage.exact_cached_tokens == 0
+
+
+def test_a_chunk_may_stand_twice_in_what_is_given_up(bench):
+    made = bench(prefix_cache="on", kv_slots=300)
+    made.answer(prompt_of(HEADER, 0, 0, FIRST), "naive")
+    made.answer(prompt_of(random_tokens(290, 5)), "full")
+    assert made.answer(prompt_of(HEADER, 0, 0, FIRST), "naive").finished.usage.exact_cached_tokens == 0
+
+
+def test_a_failed_or_cancelled_request_leaves_nothing_wrong(bench):
+    made, cold = bench(prefix_cache="on", max_step_tokens=16), bench()
+    prompt = prompt_of(HEADER, 0, FIRST)
+    for _ in range(4):
+        outcome, handle = made.submit(prompt, "full", max_tokens=200)
+        outcome.wait_for_token()
+        handle.cancel()
+        outcome.wait()
+    assert_alike(made.answer(prompt, "full"), cold.answer(prompt, "full"))
+
+
+def test_nothing_is_kept_where_that_is_off(bench):
+    made = bench()
+    prompt = prompt_of(HEADER, 0, FIRST)
+    for _ in range(2):
+        assert made.answer(prompt, "full").finished.usage.exact_cached_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_do_not_depend_on_what_came_before(bench, seed):
+    """Conversations of two tenants in any order, with forks, policies, cancellations, deleted chunks, and a pool that
+    keeps only some of it."""
+    draw = random.Random(seed)
+    cold, warm = bench(), bench(prefix_cache="on", kv_slots=700, max_step_tokens=50)
+    known: dict = {}
+    reused = 0
+    for _ in range(12):
+        running = []
+        for _ in range(draw.randint(1, 4)):
+            turns = list(conversation(draw.randint(1, 4), header=draw.random() < 0.8, seed=draw.randint(0, 2)))
+            policy, tenant = draw.choice(["full", "naive", "legolink-4"]), draw.choice(["one", "two"])
+            running.append((turns[-1], policy, warm.submit(turns[-1], policy, tenant, max_tokens=4)))
+        if draw.random() < 0.3:
+            draw.choice(running)[2][1].cancel()
+        if draw.random() < 0.2 and warm.store.keys():
+            warm.store.delete(draw.choice(sorted(warm.store.keys())))
+        for prompt, policy, (outcome, _) in running:
+            outcome.wait()
+            if outcome.finished is None or outcome.finished.reason == "cancelled":
+                continue
+            usage = outcome.finished.usage
+            if usage.exact_cached_tokens and policy != "full":
+                reused += 1
+                continue  # it may have been linked behind what was computed exactly
+            name = (prompt, policy)
+            if name not in known:
+                known[name] = cold.answer(prompt, policy, max_tokens=4)
+            assert_alike(outcome, known[name])
+    assert reused
