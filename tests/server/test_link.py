@@ -79,18 +79,18 @@ def streamed(served: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("policy", ["naive", "cacheblend-20", "query-10"])
 def test_an_answer_explains_its_own_prompt(served: Served, policy: str) -> None:
     first, second = served.cache(*TEXTS)
-    body = {"messages": messages(second, first), "link": {"policy": policy, "attention": True}}
-    explained = served.post("/v1/link/explain", body).json()
+    link = {"policy": policy, "attention": True}
+    asked = {"messages": messages(second, first)}
+    explained = served.post("/v1/link/explain", {**asked, "link": link}).json()
     assert explained.pop("model") == MODEL_NAME
-    body = body | {"max_tokens": 2, "link": body["link"] | {"explain": True}}
+    body = {**asked, "max_tokens": 2, "link": {**link, "explain": True}}
     answer = served.post("/v1/chat/completions", body).json()["link"]
     assert answer["explanation"] == explained
     assert [cache["id"] for cache in answer["context_caches"]] == [second, first]
     told = [chunk["link"] for chunk in streamed(served, body) if "link" in chunk]
     assert [("explanation" in link, link["policy"]) for link in told] == [(False, policy), (True, policy)]
     assert told[1]["explanation"] == explained
-    asked = served.post("/tokenize", {"messages": messages(second, first)}).json()
-    assert explained["token_ids"] == asked["tokens"]
+    assert explained["token_ids"] == served.post("/tokenize", asked).json()["tokens"]
     assert TEXTS[1] + TEXTS[0] in "".join(explained["token_texts"])
     assert len(explained["token_texts"]) == len(explained["attention"][1]) == explained["tokens"]
 

@@ -123,9 +123,9 @@ def test_tokens_by_state_add_up_to_the_usage(bench, policy):
 def test_only_the_first_of_several_choices_explains(bench):
     made = bench()
     request = GenerationRequest(PROMPTS["only a chunk"], parse_policy("naive"), SamplingParams(max_tokens=2), n=2)
-    events = queue.SimpleQueue()
+    events: queue.SimpleQueue = queue.SimpleQueue()
     made.engine.generate(replace(request, explains=True), lambda *event: events.put(event))
-    ended = {}
+    ended: dict = {}
     while len(ended) < 2:
         choice, event = events.get(timeout=60)
         if isinstance(event, Finished):
