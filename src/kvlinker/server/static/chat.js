@@ -52,6 +52,7 @@ async function ask() {
     showChosen();
     turns.push(turn);
     await answer(turn);
+    dispatchEvent(new Event("answered"));
   } catch (error) {
     const words = error.name === "AbortError" ? "stopped" : error.message;
     turn.view.root.append(make("p", { className: "wrong" }, words));

@@ -18,6 +18,7 @@ by("key-form").addEventListener("submit", async event => {
   await refresh(notice);
   await read();
 });
+addEventListener("answered", () => refresh(notice));
 addEventListener("key-needed", () => notice("The server asks for an API key."));
 
 const TYPING = "input:not([type=checkbox], [type=range]), textarea, select";
