@@ -207,7 +207,12 @@ def test_shares_may_be_in_percent(written: Any, share: float) -> None:
     [
         ({"audit": "a%"}, "must be a share such as 1% or 0.01"),
         ({"audit": "2"}, "less than or equal to 1"),
-        ({"quality_target": "98%"}, "nothing is audited"),
+        ({"quality_target": "98%"}, "no effect without audit: set that, too"),
+        ({"audit_tokens": 100}, "no effect without audit:"),
+        ({"audit_log": "audit.jsonl"}, "no effect without audit:"),
+        ({"audit": "1%", "audit_log_text": True}, "no effect without audit_log:"),
+        ({"audit": "1%", "quality_policies": "query-5"}, "no effect without quality_target:"),
+        ({"audit": "1%", "quality_per_tenant": True}, "no effect without quality_target:"),
         ({"quality_target": "98", "audit": "1%"}, "less than 1"),
     ],
 )

@@ -54,23 +54,26 @@ def _links_chunks(llm: LLM) -> None:
 
 
 def _calls_tools(llm: LLM, served: Any) -> None:
-    """The prompt shows the tool, and a call that is required is valid."""
+    """The prompt shows the tool, a call that is required is valid, and a marked definition is a chunk."""
     prompt = llm.read_chat(QUESTION, options=TemplateOptions(tools=(WEATHER,))).prompt
     assert "get_weather" in llm.text_of(prompt)
     body = {"messages": QUESTION, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 200, "seed": 1}
     answer = served.post("/v1/chat/completions", body | {"parallel_tool_calls": False}).json()
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Varna")
+    marked = WEATHER | {"cache_control": {"type": "ephemeral"}}
+    linked = llm.chat_completion(QUESTION, tools=[marked], max_tokens=1)
+    assert "get_weather" in llm.read_cache(linked.context_caches[0].id).text
 
 
 def _reasons(llm: LLM, model: FieldModel) -> None:
     """Reasoning is told apart where the chat template has it, and can be turned off by the template's own variable."""
     if not model.reasons:
-        assert llm.responses.reasoning is None
+        assert llm.answer_form.reasoning is None
         return
     tail = llm.tail_of(llm.read_chat(QUESTION).prompt)
-    reader = llm.responses.reader(tail, ())
-    pieces = [reader.feed("<think>\nWhere?\n</think>\n\nOslo."), reader.finish()]
+    reader = llm.answer_form.reader(tail, ())
+    pieces = [*reader.feed("<think>\nWhere?\n</think>\n\nOslo."), *reader.finish()]
     assert "".join(piece.reasoning for piece in pieces).strip() == "Where?"
     assert "".join(piece.content for piece in pieces) == "Oslo."
     silent = TemplateOptions(variables={"enable_thinking": False})

@@ -76,6 +76,15 @@ class Implicits:
         pass
 
 
+class BuiltPrompt(list[Any]):
+    """Messages and documents; chunks are those of definitions, but for one that does not stand there just once."""
+
+    def __init__(self, messages: Any, documents: Any, definitions: Mapping[str, Chunk]) -> None:
+        super().__init__([messages, documents])
+        self.definitions = definitions
+        self.chunks = [chunk for text, chunk in definitions.items() if text != "twice"]
+
+
 class Builder:
     """Gives back what it is to build a prompt of; refuses chunks in messages of the role ``picky``. Notes the
     options."""
@@ -89,11 +98,17 @@ class Builder:
         documents: Sequence[Document[Chunk]] = (),
         *,
         options: TemplateOptions,
+        definitions: Mapping[str, Chunk],
     ) -> Any:
         if any(message.role == "picky" and not isinstance(message.content[0], str) for message in messages):
             raise InvalidRequestError("no", param="messages")
         self.options.append(options)
-        return list(messages), list(documents)
+        return BuiltPrompt(list(messages), list(documents), definitions)
+
+    def definition(self, tool: Any) -> str | None:
+        """The function's name, unless it is one that the template does not show."""
+        name: str = tool["function"]["name"]
+        return None if name == "hidden" else name
 
     def completion(self, prompt: Any) -> Any:
         return prompt
@@ -108,12 +123,12 @@ class Finder:
 
     def __init__(self) -> None:
         self.noted: list[bool] = []
-        self.openings: list[str] = []
+        self.openings: list[Any] = []
 
-    def mark(self, messages: Any, *, opening: str, tenant: str, notes: bool) -> Any:
+    def mark(self, messages: Any, *, tenant: str, notes: bool) -> Any:
         assert tenant == "anna"
         self.noted.append(notes)
-        self.openings.append(opening)
+        self.openings.append(messages[0])
         return [
             replace(m, content=tuple(MarkedText(part) if part == "found" else part for part in m.content))
             for m in messages
@@ -197,8 +212,47 @@ def test_calls_and_results_stay_with_their_messages() -> None:
     assert read.prompt[0] == [asked, ChatMessage("tool", (found, Chunk((120,)), Chunk((0,))), fields=result.fields)]
     reading.chat([ChatMessage("user", ("a",))], how)
     assert reading._builder.options == [options, TemplateOptions()]
-    with_tools, without = reading._recognizer.openings
-    assert ("'f'" in with_tools, without) == (True, "")
+    none: dict[str, Any] = {"tools": []}
+    assert reading._recognizer.openings == [
+        ChatMessage("tools", ("f",), fields=none),
+        ChatMessage("tools", (), fields=none),
+    ]
+
+
+MARK = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+
+
+def tool(name: str, **marks: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}, **marks}
+
+
+def test_marked_definitions_of_tools_become_chunks() -> None:
+    """What the template does not show just once stays text, and is not told of."""
+    reading, _, implicit = reader()
+    names = ("marked", "hidden", "twice")
+    tools = (tool("plain"), *(tool(name, **MARK) for name in names))
+    read = reading.chat([ChatMessage("user", ("a",))], ANNA, options=TemplateOptions(tools=tools))
+    assert list(read.prompt.definitions) == ["marked", "twice"]
+    assert [each.id for each in read.linked] == ["cc_marked"]
+    assert implicit.entered == ["marked", "twice"]
+    (options,) = reading._builder.options
+    assert options.tools == tuple(tool(name) for name in ("plain", *names)), "templates know nothing of marks"
+
+
+def test_definitions_are_recognised_where_that_is_wanted() -> None:
+    reading, _, _ = reader()
+    options = TemplateOptions(tools=(tool("plain"), tool("found")))
+    read = reading.chat([ChatMessage("user", ("a",))], Reading("anna", implicit=Implicit.AUTO), options=options)
+    assert list(read.prompt.definitions) == ["found"]
+
+
+@pytest.mark.parametrize("implicit", ["marked", "off"])
+def test_a_wrong_mark_of_a_tool_is_refused(implicit: str) -> None:
+    reading, _, _ = reader()
+    options = TemplateOptions(tools=(tool("f"), tool("g", cache_control={"type": "forever"})))
+    with pytest.raises(InvalidRequestError, match="'ephemeral'") as refused:
+        reading.chat([ChatMessage("user", ("a",))], Reading("anna", implicit=Implicit(implicit)), options=options)
+    assert refused.value.param == "tools.1"
 
 
 @pytest.mark.parametrize("how", [Reading("anna", implicit=Implicit.OFF), Reading("anna", policy=parse_policy("full"))])

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle, Sink
 from kvlinker.linking.explanation import Explanation
-from kvlinker.types.answers import Delta, Finished, PromptLogprobs, Timing, TokenLogprob, Usage
+from kvlinker.prompt.answer_forms.reader import AnswerReader
+from kvlinker.types.answers import AnswerPiece, Delta, Finished, PromptLogprobs, Timing, TokenLogprob, Usage
 from kvlinker.types.context_cache import LinkedCache
+from kvlinker.types.tools import ToolCall
 
 ChoiceSink = Sink
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Holds the whole output of one choice; ``finish_reason`` is ``stop``, ``length`` or ``cancelled``."""
+    """Holds the whole output of one choice; ``finish_reason`` is ``stop``, ``tool_calls``, ``length`` or
+    ``cancelled``."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -33,6 +36,12 @@ class Answer:
     context_caches: tuple[LinkedCache, ...] = ()
     """The context caches in its prompt, those of texts that became chunks on the way included."""
 
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls of tools that the model asks for; the text may be empty then."""
+
+    reasoning: str = ""
+    """What the model thought before it answered a conversation, where it tells that."""
+
     @classmethod
     def from_events(cls, deltas: Sequence[Delta], finished: Finished) -> Self:
         """Join the output of a choice that is finished."""
@@ -46,6 +55,23 @@ class Answer:
             prompt_logprobs=finished.prompt_logprobs,
             explanation=finished.explanation,
         )
+
+    def read_by(self, reader: AnswerReader) -> Self:
+        """Return the answer with reasoning and calls of tools told apart from its text, by a reader that read nothing
+        yet."""
+        said = AnswerPiece.joined([*reader.feed(self.text), *reader.finish()])
+        return replace(
+            self,
+            text=said.content,
+            reasoning=said.reasoning,
+            tool_calls=said.calls,
+            finish_reason=finish_reason(self.finish_reason, len(said.calls)),
+        )
+
+
+def finish_reason(reason: str, calls: int) -> str:
+    """Return why an answer with so many calls of tools ended, as OpenAI's API says it."""
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def wait_for_answer(submit: Callable[[ChoiceSink], RequestHandle]) -> Answer:

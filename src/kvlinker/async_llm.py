@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import wraps
@@ -13,11 +13,15 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 from kvlinker.answer import Answer
 from kvlinker.content import CompletionContent
+from kvlinker.conversing import ToolChoice
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
+from kvlinker.errors import InvalidRequestError
 from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Documents, Messages, Prompt, ReadPrompt
+from kvlinker.prompt.answer_forms.reader import AnswerReader
 from kvlinker.types.answers import Delta, Finished
 from kvlinker.types.messages import Implicit
+from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tenants import DEFAULT_TENANT
 
 P = ParamSpec("P")
@@ -71,6 +75,10 @@ class AsyncLLM:
         messages: Messages | Prompt,
         *,
         documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        response_format: Mapping[str, Any] | None = None,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
         tenant: str = DEFAULT_TENANT,
@@ -84,6 +92,10 @@ class AsyncLLM:
         messages: Messages | Prompt,
         *,
         documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        response_format: Mapping[str, Any] | None = None,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
         tenant: str = DEFAULT_TENANT,
@@ -96,6 +108,10 @@ class AsyncLLM:
         messages: Messages | Prompt,
         *,
         documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        response_format: Mapping[str, Any] | None = None,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
         tenant: str = DEFAULT_TENANT,
@@ -105,13 +121,30 @@ class AsyncLLM:
         """Answer a conversation, or a prompt, as ``LLM.chat_completion`` does.
 
         With ``stream``, return an iterator over the answer's text, which comes in pieces as it is generated. Closing
-        the iterator cancels the request.
+        the iterator cancels the request. Raises InvalidRequestError for ``stream`` with tools, too.
         """
-        read = await asyncio.to_thread(
-            self.llm.read_chat, messages, documents=documents, policy=policy, implicit=implicit, tenant=tenant
+        if stream and tools and tool_choice != "none":
+            raise InvalidRequestError(
+                "'stream' gives the answer's text alone, in which no calls of 'tools' are. Leave one of them out.",
+                param="stream",
+            )
+        asked = await asyncio.to_thread(
+            self.llm.ask_chat,
+            messages,
+            documents=documents,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            policy=policy,
+            implicit=implicit,
+            tenant=tenant,
+            sampling=sampling,
         )
-        events = self._events(read, tenant, sampling)
-        return _texts(events) if stream else await _answer(events, read)
+        events = self._events(asked.read, asked.sampling, tenant)
+        if stream:
+            return _texts(events, asked.reader)
+        return (await _answer(events, asked.read)).read_by(asked.reader)
 
     async def completion(
         self,
@@ -126,7 +159,8 @@ class AsyncLLM:
         read = await asyncio.to_thread(
             self.llm.read_completion, prompt, policy=policy, implicit=implicit, tenant=tenant
         )
-        return await _answer(self._events(read, tenant, sampling), read)
+        params = self.llm.sampling_params(**sampling)
+        return await _answer(self._events(read, params, tenant), read)
 
     async def __aenter__(self) -> Self:
         return self
@@ -137,7 +171,7 @@ class AsyncLLM:
         await self.close()
 
     async def _events(
-        self, read: ReadPrompt, tenant: str, sampling: Mapping[str, Any]
+        self, read: ReadPrompt, params: SamplingParams, tenant: str
     ) -> AsyncGenerator[Delta | Finished, None]:
         """Submit a request, and yield its events as they come. Raises the error of one that failed."""
         loop = asyncio.get_running_loop()
@@ -148,7 +182,6 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         def submit() -> RequestHandle:
-            params = self.llm.sampling_params(**sampling)
             return self.llm.submit(read, params, sink, tenant=tenant)
 
         handle = await _cancelled_with_its_task(submit)
@@ -187,9 +220,10 @@ async def _answer(events: AsyncGenerator[Delta | Finished, None], read: ReadProm
     return replace(Answer.from_events(pieces, finished), context_caches=read.linked)
 
 
-async def _texts(events: AsyncGenerator[Delta | Finished, None]) -> AsyncGenerator[str, None]:
+async def _texts(events: AsyncGenerator[Delta | Finished, None], reader: AnswerReader) -> AsyncGenerator[str, None]:
     """Yield the texts of a request's events; closing it closes the request."""
     async with aclosing(events):
         async for event in events:
-            if isinstance(event, Delta) and event.text:
-                yield event.text
+            for said in reader.feed(event.text) if isinstance(event, Delta) else reader.finish():
+                if said.content:
+                    yield said.content

@@ -78,6 +78,17 @@ def _parse_json(value: object) -> object:
         raise ValueError(f"it is not JSON: {error}") from error
 
 
+_NEEDED = {
+    "audit_tokens": "audit",
+    "audit_log": "audit",
+    "audit_log_text": "audit_log",
+    "quality_target": "audit",
+    "quality_policies": "quality_target",
+    "quality_per_tenant": "quality_target",
+}
+"""The setting without which another one has no effect."""
+
+
 class TenantQuota(BaseModel):
     """The limits on what one tenant may keep; None for the limit that all tenants have by default."""
 
@@ -330,11 +341,12 @@ class Settings(BaseSettings):
             raise ValueError(f"dtype is {dtype}: leave one of them out")
         return value
 
-    @field_validator("quality_target")
+    @field_validator(*_NEEDED)
     @classmethod
-    def _target_is_audited(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and not info.data.get("audit"):
-            raise ValueError("nothing is audited, so that it cannot be kept: set audit, such as 5%, too")
+    def _has_what_it_needs(cls, value: Any, info: ValidationInfo) -> Any:
+        needed = _NEEDED[str(info.field_name)]
+        if value and needed in info.data and not info.data[needed]:
+            raise ValueError(f"it has no effect without {needed}: set that, too, or leave this out")
         return value
 
     @field_validator("state_dir")
@@ -456,6 +468,8 @@ def _complaint(error: ErrorDetails, origin: str) -> str:
 def _rule(error: ErrorDetails, field: FieldInfo) -> str:
     """Return the rule for the setting's value, where it can be stated in general; otherwise why the value was
     refused."""
+    if error["type"] == "value_error":
+        return error["msg"].removeprefix("Value error, ")
     if "ByteSize" in str(field.annotation):
         return "it must be a size such as 4GiB"
     if field.annotation in (int, int | None):

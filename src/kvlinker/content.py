@@ -20,7 +20,7 @@ from kvlinker.types.messages import (
     TokenIds,
 )
 from kvlinker.types.texts import SearchHit
-from kvlinker.types.tools import template_call
+from kvlinker.types.tools import Tool, template_call
 
 ContentPart = str | ContextCache | SearchHit | CachedPart | Mapping[str, Any]
 """A text, a context cache, or one of the HTTP API's content parts."""
@@ -72,6 +72,27 @@ def parse_documents(documents: Sequence[Mapping[str, Any] | Document[CachedPart]
         document if isinstance(document, Document) else _parse_document(index, document)
         for index, document in enumerate(documents)
     )
+
+
+def parse_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
+    """Parse definitions of tools, as OpenAI's API has them. Raises InvalidRequestError."""
+    for index, tool in enumerate(tools):
+        match tool:
+            case {"type": "function", "function": {"name": str(name), **function}} if name:
+                parameters = function.get("parameters")
+                if isinstance(parameters, Mapping | None):
+                    continue
+        raise InvalidRequestError(
+            f"Tool {index} is {tool!r}, but must be {{'type': 'function', 'function': {{'name': …}}}}, perhaps with a "
+            "'description' and 'parameters', a JSON schema.",
+            param="tools",
+        )
+    return tuple({**tool, "function": _given(tool["function"])} for tool in tools)
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def parse_implicit(name: str) -> Implicit:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from kvlinker.answer import Answer, ChoiceSink, wait_for_answer
 from kvlinker.audit.oversight import Oversight
@@ -21,8 +21,10 @@ from kvlinker.content import (
     parse_implicit,
     parse_messages,
     parse_prompt,
+    parse_tools,
 )
 from kvlinker.context_caches import CachesUsage, ChunkTexts, ContextCaches, Metadata
+from kvlinker.conversing import Conversing, ToolChoice
 from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
 from kvlinker.errors import InvalidRequestError
@@ -30,21 +32,24 @@ from kvlinker.events import Events
 from kvlinker.implicit.caches import ImplicitCaches
 from kvlinker.implicit.recognition import Recognizer
 from kvlinker.linking import Explanation, Policy, as_policy, describe_policies, parse_policy
+from kvlinker.prompt.answer_forms.form import AnswerForm
+from kvlinker.prompt.answer_forms.reader import AnswerReader
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.chat import DEFAULT_OPTIONS
-from kvlinker.prompt.responses import ResponseFormat
 from kvlinker.prompt.segments import Prompt
 from kvlinker.reading import ContentReader, Reading, ReadingDefaults, ReadPrompt
 from kvlinker.splitting import split_text
 from kvlinker.startup import EmbeddedSource, EngineSource, engine_source, open_state
 from kvlinker.store import UNCHANGED, ContextCache, Page, Speeds, TierUsage, Unchanged
-from kvlinker.store.loading.speeds import FILE_NAME
+from kvlinker.store.speeds import FILE_NAME
 from kvlinker.types.answers import PromptLogprobs
 from kvlinker.types.chunks import GenerationContext, parse_context
+from kvlinker.types.grammars import AnswerGrammar
 from kvlinker.types.messages import CachedPart, ChatMessage, CompletionPrompt, Document, Implicit, TemplateOptions
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.types.tenants import DEFAULT_TENANT, Scope, parse_scope
 from kvlinker.types.texts import CacheContent, Piece, SearchHit
+from kvlinker.types.tools import Tool
 
 __all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Explanation", "Message", "Prompt", "ReadPrompt"]
 
@@ -59,6 +64,16 @@ Messages = Sequence[Message | ChatMessage[CachedPart]]
 
 Documents = Sequence[Mapping[str, Any] | Document[CachedPart]]
 """Documents beside a conversation: each has a ``text``, and perhaps a ``title`` and more that chat templates show."""
+
+
+class AskedChat(NamedTuple):
+    """Holds what a call of ``chat_completion`` asks the engine for."""
+
+    read: ReadPrompt
+    sampling: SamplingParams
+
+    reader: AnswerReader
+    """Reads the answer."""
 
 
 class LLM:
@@ -237,9 +252,9 @@ class LLM:
         return SamplingParams(**{**self.sampling_defaults, **given})
 
     @property
-    def responses(self) -> ResponseFormat:
+    def answer_form(self) -> AnswerForm:
         """The form in which the model writes reasoning and calls of tools."""
-        return self.builder.responses
+        return self.builder.answer_form
 
     def tail_of(self, prompt: Prompt) -> str:
         """Decode the end of a prompt, behind its last context cache, with special tokens."""
@@ -258,11 +273,22 @@ class LLM:
         text: str = self.tokenizer.decode(prompt.tokens.tolist(), skip_special_tokens=True)
         return text
 
+    def conversing(
+        self, tools: Sequence[Tool] = (), choice: ToolChoice | None = None, *, several: bool = True
+    ) -> Conversing:
+        """Return how the answers to a conversation may use ``tools``; ``several``: with more than one call. Raises
+        InvalidRequestError for a choice of tools that are not offered."""
+        return Conversing(self.answer_form, self.tail_of, tools, choice, several=several)
+
     def chat_completion(
         self,
         messages: Messages | Prompt,
         *,
         documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        response_format: Mapping[str, Any] | None = None,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
         tenant: str = DEFAULT_TENANT,
@@ -270,12 +296,55 @@ class LLM:
     ) -> Answer:
         """Answer a conversation whose content mixes text and context caches, in any order, or a prompt made of one.
 
-        ``documents`` and marked parts become chunks, as ``implicit`` says: "auto", "marked" or "off". ``policy``: a
-        name, or a policy, which need not be registered. ``sampling`` are the fields of SamplingParams, such as
-        ``max_tokens`` and ``temperature``.
+        ``documents``, marked parts and marked tools become chunks, as ``implicit`` says: "auto", "marked" or "off".
+        ``tools``, ``tool_choice``, ``parallel_tool_calls`` and ``response_format`` are OpenAI's; the answer tells calls
+        and reasoning apart from its text. ``policy``: a name, or a policy, which need not be registered. ``sampling``
+        are the fields of SamplingParams, such as ``max_tokens`` and ``temperature``. Raises InvalidRequestError, also
+        for a form or a schema that cannot be enforced.
         """
-        read = self.read_chat(messages, documents=documents, policy=policy, implicit=implicit, tenant=tenant)
-        return self._answer(read, tenant, sampling)
+        asked = self.ask_chat(
+            messages,
+            documents=documents,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            response_format=response_format,
+            policy=policy,
+            implicit=implicit,
+            tenant=tenant,
+            sampling=sampling,
+        )
+        return self._answer(asked.read, asked.sampling, tenant).read_by(asked.reader)
+
+    def ask_chat(
+        self,
+        messages: Messages | Prompt,
+        *,
+        documents: Documents,
+        tools: Sequence[Mapping[str, Any]],
+        tool_choice: ToolChoice | None,
+        parallel_tool_calls: bool,
+        response_format: Mapping[str, Any] | None,
+        policy: str | Policy | None,
+        implicit: Implicit | str | None,
+        tenant: str,
+        sampling: Mapping[str, Any],
+    ) -> AskedChat:
+        """Return what a call of ``chat_completion`` asks for, ready to be submitted. Raises what that does."""
+        conversing = self.conversing(parse_tools(tools), tool_choice, several=parallel_tool_calls)
+        options = TemplateOptions(tools=conversing.tools)
+        read = self.read_chat(
+            messages, documents=documents, options=options, policy=policy, implicit=implicit, tenant=tenant
+        )
+        given = dict(sampling)
+        if response_format is not None and (form := AnswerGrammar.response_format(response_format)):
+            if given.get("grammar") is not None:
+                raise InvalidRequestError(
+                    "'response_format' and 'grammar' both ask for a form: give one of them.", param="response_format"
+                )
+            given["grammar"] = form
+        params = self.sampling_params(**conversing.sampling_fields(read.prompt, given))
+        return AskedChat(read, params, conversing.reader(read.prompt))
 
     def completion(
         self,
@@ -288,7 +357,7 @@ class LLM:
     ) -> Answer:
         """Continue a text, token ids, or a list of texts and context caches; no chat template."""
         read = self.read_completion(prompt, policy=policy, implicit=implicit, tenant=tenant)
-        return self._answer(read, tenant, sampling)
+        return self._answer(read, self.sampling_params(**sampling), tenant)
 
     def score(
         self,
@@ -519,9 +588,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _answer(self, read: ReadPrompt, tenant: str, sampling: Mapping[str, Any]) -> Answer:
-        params = self.sampling_params(**sampling)
-
+    def _answer(self, read: ReadPrompt, params: SamplingParams, tenant: str) -> Answer:
         def submit(sink: ChoiceSink) -> RequestHandle:
             return self.submit(read, params, sink, tenant=tenant)
 

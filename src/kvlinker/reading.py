@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import ContextCacheModelError, ContextCacheNotFoundError, InvalidRequestError
 from kvlinker.implicit.caches import FoundChunk, ImplicitCaches
+from kvlinker.implicit.marks import marked_text
 from kvlinker.implicit.recognition import Recognizer
 from kvlinker.linking import Policy
 from kvlinker.prompt.builder import PromptBuilder
@@ -17,6 +18,7 @@ from kvlinker.prompt.segments import Prompt
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.context_cache import LinkedCache
 from kvlinker.types.messages import (
+    MARKS,
     CachedPart,
     ChatMessage,
     CompletionPrompt,
@@ -28,6 +30,7 @@ from kvlinker.types.messages import (
     TemplateOptions,
     TokenIds,
 )
+from kvlinker.types.tools import Tool
 
 _Chunks = Mapping[CachedPart, Chunk]
 """The chunks of parts; a marked text that is not among them stays text."""
@@ -126,15 +129,19 @@ class ContentReader:
             _note_places(message.content, f"messages.{index}.content", places)
         beside = [document.text for document in documents]
         self._builder.check_texts(_texts(chain(beside, *(m.content for m in messages))), param="messages")
-        messages = self._marked(messages, how, opening=repr(options.tools) if options.tools else "")
-        parts = [*beside, *chain.from_iterable(message.content for message in messages)]
+        options, section = self._tool_section(options, how)
+        section, *messages = self._marked([section, *messages], how)
+        definitions = [part for part in section.content if isinstance(part, MarkedText)]
+        parts = [*definitions, *beside, *chain.from_iterable(message.content for message in messages)]
 
         def build(chunks: _Chunks) -> Prompt:
             linked = [_with_chunks(message, chunks) for message in messages]
             beside = [Document(_chunk_or_text(each.text, chunks), each.fields) for each in documents]
-            return self._builder.chat(linked, beside, options=options)
+            described = {each.text: chunks[each] for each in definitions if each in chunks}
+            return self._builder.chat(linked, beside, options=options, definitions=described)
 
-        return self._read(parts, places, how, build)
+        read = self._read(parts, places, how, build)
+        return _without_unshown(read) if definitions else read
 
     def completion(self, prompt: CompletionPrompt[CachedPart], how: Reading) -> ReadPrompt:
         """Read the prompt of a completion."""
@@ -194,14 +201,28 @@ class ContentReader:
         """Return the policy of a prompt none of whose chunks was named by id; None for the default policy."""
         return how.policy or self._defaults.implicit_policy
 
-    def _marked(
-        self, messages: Sequence[ChatMessage[CachedPart]], how: Reading, *, opening: str = ""
-    ) -> Sequence[ChatMessage[CachedPart]]:
-        """Return the messages with the texts marked that are recognised, where that is wanted. ``opening`` stands for
-        what is in the prompt before them."""
+    def _tool_section(self, options: TemplateOptions, how: Reading) -> tuple[TemplateOptions, ChatMessage[CachedPart]]:
+        """Return the options with tools as chat templates take them, and what prompts say of the tools as a message of
+        its own: the texts of those that may be chunks, marked where they are, and the others in its fields."""
+        tools = tuple({name: value for name, value in tool.items() if name not in MARKS} for tool in options.tools)
+        mode = self._mode(how)
+        texts: list[str | CachedPart] = []
+        others: list[Tool] = []
+        for index, (given, tool) in enumerate(zip(options.tools, tools, strict=True)):
+            marked = isinstance(marked_text(given, "", param=f"tools.{index}"), MarkedText)
+            wanted = mode is Implicit.AUTO or (marked and mode is Implicit.MARKED)
+            definition = self._builder.definition(tool) if wanted else None
+            if definition is None:
+                others.append(tool)
+            else:
+                texts.append(marked_text(given, definition, param=f"tools.{index}"))
+        return replace(options, tools=tools), ChatMessage("tools", tuple(texts), fields={"tools": others})
+
+    def _marked(self, messages: Sequence[ChatMessage[CachedPart]], how: Reading) -> Sequence[ChatMessage[CachedPart]]:
+        """Return the messages with the texts marked that are recognised, where that is wanted."""
         if self._mode(how) is not Implicit.AUTO:
             return messages
-        return self._recognizer.mark(messages, opening=opening, tenant=how.tenant, notes=how.keeps)
+        return self._recognizer.mark(messages, tenant=how.tenant, notes=how.keeps)
 
     def _encode(self, parts: Iterable[CachedPart]) -> dict[MarkedText, Chunk]:
         """Return the chunks of those marked texts that can be some."""
@@ -225,6 +246,12 @@ class ContentReader:
             raise
         self._implicit.extend(dict.fromkeys(caches.values()))
         return {ContextCacheReference(id): FoundChunk(cache.chunk, cache, False) for id, cache in caches.items()}
+
+
+def _without_unshown(read: ReadPrompt) -> ReadPrompt:
+    """Return the prompt without context caches that do not stand in it: a definition may not be there just once."""
+    shown = set(read.prompt.chunks)
+    return replace(read, caches={id: each for id, each in read.caches.items() if each.chunk in shown})
 
 
 def _note_places(content: Content[CachedPart], path: str, places: dict[str, str]) -> None:

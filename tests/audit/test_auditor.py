@@ -18,6 +18,7 @@ from kvlinker.linking import parse_policy
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.types.answers import Delta, Finished, PromptLogprobs, Timing, TokenLogprob, Usage
 from kvlinker.types.chunks import Chunk
+from kvlinker.types.grammars import AnswerGrammar
 from kvlinker.types.sampling import SamplingParams
 
 USAGE = Usage(3, 1, 2)
@@ -167,6 +168,39 @@ def test_a_sampled_end_is_not_taken_for_the_most_likely_token(make):
     sampled = GenerationRequest(PROMPT, parse_policy("naive"), SamplingParams(temperature=1), "tenant")
     answer(auditor, sampled, ends=9)
     assert tally(auditor).alike == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "alike"),
+    [
+        ({"repetition_penalty": 1.1}, 1),
+        ({"presence_penalty": 0.5}, 1),
+        ({"frequency_penalty": 0.5}, 1),
+        ({"logit_bias": {9: 5.0}}, 1),
+        ({"bad_words": ("w10",)}, 1),
+        ({"min_tokens": 2}, 1),
+        ({"grammar": AnswerGrammar("regex", "a+")}, 1),
+        ({"temperature": 1e-6}, 0),
+        ({}, 0),
+    ],
+    ids=str,
+)
+def test_an_end_that_may_not_be_the_most_likely_token_is_not_compared(make, changed, alike):
+    auditor, _ = make(best=(7, 8, 10))
+    sampling = SamplingParams(**{"temperature": 0, **changed})
+    answer(auditor, GenerationRequest(PROMPT, parse_policy("naive"), sampling, "tenant"), ends=9)
+    assert tally(auditor).alike == alike
+
+
+def test_an_answer_counts_although_its_line_cannot_be_written(make, tmp_path, caplog):
+    path = tmp_path / "audit.jsonl"
+    auditor, _ = make(journal=AuditJournal(path, model="toy"))
+    path.unlink()
+    path.mkdir()
+    answer(auditor, request())
+    assert tally(auditor).samples == 1
+    assert auditor.skipped == {}
+    assert "missing in audit_log" in caplog.text
 
 
 def test_a_full_queue_takes_no_more(make, monkeypatch):

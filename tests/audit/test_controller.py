@@ -74,6 +74,19 @@ def test_a_bad_policy_is_left_at_once():
         assert steps.count(1) <= 25
 
 
+@pytest.mark.parametrize(("rate", "most"), [(0.5, 60), (0.8, 200)])
+def test_a_fall_after_a_good_time_is_noticed_soon(rate, most):
+    controller = QualityController(Ladder(LADDER.policies, 0), TARGET)
+    draw = random.Random(0)
+    for _ in range(3000):
+        controller.note("t", "query-1", True)
+    for _ in range(most):
+        controller.note("t", "query-1", draw.random() < rate)
+    (decision,) = controller.decisions
+    assert (decision.before, decision.reason) == ("query-1", Reason.BELOW)
+    assert decision.samples < 2 * most, "those before the fall are no evidence"
+
+
 def test_a_policy_that_failed_is_left_alone_and_longer_each_time():
     curve = [0.0, 0.5, 1.0, 1.0, 1.0]
     _, steps = simulate(curve, 8000)
@@ -152,6 +165,9 @@ def test_ladders_have_what_the_engine_supports():
     )
     with pytest.raises(PolicyError, match="no questions"):
         make_ladder(parse_policy("naive"), ["naive", "query-5"], unsupported=unsupported)
+    with pytest.raises(PolicyError, match="no questions") as refused:
+        make_ladder(parse_policy("query-5"), unsupported=unsupported)
+    assert refused.value.param == "policy"
 
 
 def test_the_default_policy_must_be_on_the_ladder():

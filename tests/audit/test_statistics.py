@@ -11,6 +11,7 @@ from kvlinker.audit.statistics import (
     FALSE_ALARM_SAMPLES,
     DriftDetector,
     RateTest,
+    RepeatedTest,
     clopper_pearson,
     higher_failure_rates,
 )
@@ -48,6 +49,27 @@ def test_alternatives_are_on_the_other_side():
 def test_a_true_hypothesis_is_rarely_refuted_however_often_one_looks(make, rate):
     refuted = sum(crossed(make(0.98), outcomes(rate, 500, seed)) is not None for seed in range(200))
     assert refuted <= 10, "at most 5%"
+
+
+def test_what_stays_true_is_rarely_refuted_however_often_the_test_is_repeated():
+    refuted = 0
+    for seed in range(100):
+        test = RepeatedTest(lambda: RateTest.falls_below(0.98), 0.05)
+        for success in outcomes(0.98, 1000, seed):
+            test.note(success)
+            if test.refuted:
+                refuted += 1
+                break
+    assert refuted <= 5, "at most 5%"
+
+
+def test_what_was_true_for_long_is_refuted_soon_after():
+    test = RepeatedTest(lambda: RateTest.falls_below(0.98), 0.05)
+    for success in [True] * 5000 + outcomes(0.5, 60, 0):
+        test.note(success)
+    assert test.refuted
+    assert test.samples < 200
+    assert test.successes < test.samples
 
 
 @pytest.mark.parametrize(("rate", "most"), [(0.5, 15), (0.8, 50), (0.9, 150)])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -87,11 +88,38 @@ def test_a_server_whose_engine_has_failed_ends_or_starts_it_again(
     monkeypatch.setattr(LLM, "from_settings", start)
     monkeypatch.setattr(LLM, "healthy", False)
     monkeypatch.setattr(import_module("kvlinker.cli.serve"), "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(import_module("kvlinker.server.edge.connections"), "DRAIN_SECONDS", 0.0)
     arguments = ["serve", "--port", "0", "--on-engine-failure", "restart" if restarts else "exit"]
     result = CliRunner().invoke(app, arguments)
     assert (result.exit_code, len(started)) == ((1, 2) if restarts else (3, 1))
     assert ("enough for a test" if restarts else "The engine has failed") in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_engine_that_fails_soon_is_not_started_again_however_long_its_start_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one serves for 100 seconds, the second for 1, by a clock of the test's own."""
+    clock = [0.0]
+    started: list[LLM] = []
+
+    def start(settings: Settings) -> LLM:
+        if len(started) == 2:
+            raise ModelLoadError("enough for a test")
+        clock[0] += 1000
+        started.append(LLM.from_model(tiny_model(), tiny_settings(tmp_path / "state")))
+        return started[-1]
+
+    def healthy(llm: LLM) -> bool:
+        clock[0] += 100 if len(started) == 1 else 1
+        return False
+
+    monkeypatch.setattr(LLM, "from_settings", start)
+    monkeypatch.setattr(LLM, "healthy", property(healthy))
+    monkeypatch.setattr(import_module("kvlinker.cli.serve"), "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    result = CliRunner().invoke(app, ["serve", "--port", "0", "--on-engine-failure", "restart"])
+    assert (result.exit_code, len(started)) == (3, 2)
+    assert "It served for less than 60 s" in result.stderr
 
 
 def test_model_that_does_not_exist(tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.samples import Sample
 from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
-from kvlinker.cli.top import WINDOW_SECONDS, History, Period, Reading
+from kvlinker.cli.top import WINDOW_SECONDS, History, Period, Snapshot, read
+from kvlinker.client import Client, ServerUnreachableError
 from tests.server.serving import Served
 
 TIME_TO_FIRST_TOKEN = "time_to_first_token_seconds"
@@ -20,17 +24,17 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["top", *map(str, arguments)])
 
 
-def reading(seconds: float, figures: Mapping[str, float], started_at: int = 0, **labels: str) -> Reading:
-    """A reading whose samples have these labels."""
+def snapshot(seconds: float, figures: Mapping[str, float], started_at: int = 0, **labels: str) -> Snapshot:
+    """A snapshot whose samples have these labels."""
     samples = {f"kvlinker:{name}": [Sample(f"kvlinker:{name}", labels, value)] for name, value in figures.items()}
-    return Reading(seconds, {"started_at": started_at}, samples)
+    return Snapshot(seconds, {"started_at": started_at}, samples)
 
 
-def observed(*counts: int) -> Reading:
-    """A reading of a histogram with the bounds 1, 2, 4 and infinity, by what its buckets hold in all."""
+def observed(*counts: int) -> Snapshot:
+    """A snapshot of a histogram with the bounds 1, 2, 4 and infinity, by what its buckets hold in all."""
     name = f"kvlinker:{TIME_TO_FIRST_TOKEN}_bucket"
     buckets = zip(("1.0", "2.0", "4.0", "+Inf"), counts, strict=True)
-    return Reading(0, {"started_at": 0}, {name: [Sample(name, {"le": bound}, count) for bound, count in buckets]})
+    return Snapshot(0, {"started_at": 0}, {name: [Sample(name, {"le": bound}, count) for bound, count in buckets]})
 
 
 @pytest.mark.parametrize("options", [["--once"], []], ids=["once", "where nobody watches"])
@@ -69,9 +73,33 @@ def test_nobody_answers() -> None:
     assert run("--every", 0).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("metrics", "status", "told"),
+    [
+        ("kvlinker:x 1", "<html>", "is no server of kvlinker's: Expecting value"),
+        ("<html>a", {}, "is no server of kvlinker's"),
+        ("", {"model": "m"}, "its status has no kv_slots, policy, requests, started_at, tiers"),
+        ("", [], "its status has no"),
+    ],
+    ids=["a page as status", "a page as metrics", "another status", "a list"],
+)
+def test_something_else_answers(metrics: str, status: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/metrics":
+            return httpx.Response(200, text=metrics)
+        return httpx.Response(200, text=status if isinstance(status, str) else json.dumps(status))
+
+    with Client("http://elsewhere") as client:
+        monkeypatch.setattr(
+            client, "_http", httpx.Client(base_url="http://elsewhere", transport=httpx.MockTransport(answer))
+        )
+        with pytest.raises(ServerUnreachableError, match=told):
+            read(client)
+
+
 def test_counts_and_rates() -> None:
     period = Period(
-        reading(10, {"requests_total": 4}, reason="stop"), reading(14, {"requests_total": 10}, reason="stop")
+        snapshot(10, {"requests_total": 4}, reason="stop"), snapshot(14, {"requests_total": 10}, reason="stop")
     )
     assert (period.count("requests_total"), period.rate("requests_total", reason="stop")) == (6, 1.5)
     assert period.count("requests_total", reason="length") == period.count("evictions_total") == 0
@@ -98,7 +126,7 @@ def test_quantiles(share: float, before: tuple[int, ...], after: tuple[int, ...]
 def test_the_window_moves() -> None:
     history = History()
     seconds = [0.0, 30.0, 60.0, 90.0, 200.0]
-    begins = [history.add(reading(now, {"requests_total": now})).since.seconds for now in seconds]
+    begins = [history.add(snapshot(now, {"requests_total": now})).since.seconds for now in seconds]
     assert begins[1:] == [0.0, 0.0, 30.0, 90.0]
     assert begins[0] < 0, "the first counts from the server's start"
     assert WINDOW_SECONDS == 60
@@ -107,6 +135,6 @@ def test_the_window_moves() -> None:
 def test_a_restart_begins_anew() -> None:
     history = History()
     for now in (0.0, 2.0):
-        history.add(reading(now, {"requests_total": 100}, started_at=1))
-    period = history.add(reading(4.0, {"requests_total": 1}, started_at=2))
+        history.add(snapshot(now, {"requests_total": 100}, started_at=1))
+    period = history.add(snapshot(4.0, {"requests_total": 1}, started_at=2))
     assert period.count("requests_total") == 1

@@ -196,10 +196,19 @@ def test_keys(keyed: Served) -> None:
         alpha.expire_cache(cache)
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", "http://[bad"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://[bad"])
 def test_no_server(url: str) -> None:
     with pytest.raises(ServerUnreachableError), Client(url) as client:
         client.chat_completion(HELLO)
+
+
+@pytest.mark.parametrize("url", ["http://[::", "nonsense", "localhost:8000", "ftp://x", "http://", "", None])
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_what_is_no_address(client: Any, url: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="'http://localhost:8000'") as refused:
+        client(url)
+    assert repr(url) in str(refused.value)
+    assert refused.value.param == "base_url"
 
 
 def answering(status: int, content: bytes, **headers: str) -> Client:

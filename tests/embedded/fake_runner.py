@@ -359,7 +359,7 @@ class Simulation:
 
 def arriving(tokens, delivered=0):
     """KV of a chunk whose first layers are there."""
-    kv = ArrivingKV(layer_count=LAYERS, tokens=tokens, nbytes=1)
+    kv = ArrivingKV(layer_count=LAYERS, tokens=tokens)
     for _ in range(delivered):
         kv.deliver(LAYER)
     return kv

@@ -1,5 +1,7 @@
 """One notation for all grammars: it takes the texts that the others take."""
 
+from dataclasses import replace
+
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
@@ -66,6 +68,27 @@ def test_what_cannot_be_enforced_is_still_refused(tokenizer, name):
             check_enforceable(grammar)
     else:
         assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(as_lark(grammar)), tokenizer[1])
+
+
+LEAST = '{"type": "object", "minProperties": 2}'
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        AnswerGrammar("json", '{"minProperties": 2.0}'),
+        AnswerGrammar("lark", f'start: "<" arguments ">"\narguments: %json {LEAST}\n', "tools"),
+        AnswerGrammar("regex", "a", frame=f"start: @answer | arguments\narguments: %json {LEAST}\n"),
+        AnswerGrammar("grammar", f"start: %json{LEAST}"),
+    ],
+    ids=["as a float", "in a call", "in a call beside a form", "in a grammar"],
+)
+def test_several_properties_are_refused_wherever_a_schema_stands(grammar):
+    with pytest.raises(InvalidRequestError, match="minProperties") as refused:
+        check_enforceable(grammar)
+    assert refused.value.param == grammar.param
+    single = replace(grammar, source=grammar.source.replace("2", "1"), frame=grammar.frame.replace("2", "1"))
+    check_enforceable(single)
 
 
 def test_nested_too_deeply():

@@ -87,7 +87,10 @@ def test_weights_are_read_once_until_size_or_time_changes(folder: Path) -> None:
     time = file.stat().st_mtime_ns
     file.write_bytes(bytes([7]) * 1000)
     os.utime(file, ns=(time, time))
+    memory = folder.parent / "state" / FINGERPRINTS
+    written = memory.stat().st_ino
     assert name_of(folder) == before
+    assert memory.stat().st_ino == written, "nothing is new"
     os.utime(file, ns=(time, time + 1))
     assert name_of(folder) != before
 

@@ -46,12 +46,10 @@ class Reader:
         made: Any = self.catalog
         self.recognizer = Recognizer(made, ENCODER, fingerprint="model")
 
-    def marked(
-        self, *messages: ChatMessage[CachedPart] | str, opening: str = "", tenant: str = "anna", notes: bool = True
-    ) -> list[str]:
+    def marked(self, *messages: ChatMessage[CachedPart] | str, tenant: str = "anna", notes: bool = True) -> list[str]:
         """The texts that are marked; all else is what was asked."""
         asked = [message if isinstance(message, ChatMessage) else user(message) for message in messages]
-        told = self.recognizer.mark(asked, opening=opening, tenant=tenant, notes=notes)
+        told = self.recognizer.mark(asked, tenant=tenant, notes=notes)
         assert [_text(message) for message in told] == [_text(message) for message in asked]
         assert [replace(message, content=()) for message in told] == [replace(message, content=()) for message in asked]
         return [part.text for message in told for part in message.content if isinstance(part, MarkedText)]
@@ -67,6 +65,10 @@ def _answer(text: str) -> ChatMessage[CachedPart]:
 
 def _calling(call_id: str) -> ChatMessage[CachedPart]:
     return ChatMessage("assistant", (), fields={"tool_calls": [{"id": call_id}]})
+
+
+def _tools(*definitions: str) -> ChatMessage[CachedPart]:
+    return ChatMessage("tools", definitions, fields={"tools": []})
 
 
 def _text(message: ChatMessage[CachedPart]) -> str:
@@ -96,9 +98,18 @@ def test_results_of_tools_are_marked_at_their_second_sight() -> None:
 
 def test_behind_other_tools_nothing_begins_alike() -> None:
     reader = Reader()
-    assert reader.marked(document("a"), opening="f") == []
-    assert reader.marked(document("a"), opening="f") == []
-    assert reader.marked(document("a"), opening="g") == [document("a")]
+    assert reader.marked(_tools("f"), document("a")) == []
+    assert reader.marked(_tools("f"), document("a")) == []
+    assert reader.marked(_tools("g"), document("a")) == [document("a")]
+
+
+def test_definitions_of_tools_are_marked_at_their_second_sight() -> None:
+    """In another row, that is: tools that always stand first are reused as they were computed."""
+    reader = Reader()
+    f, g = (f'{{"name": "{name}", "description": "{document(name)[:300]}"}}'.replace("\n", " ") for name in "fg")
+    assert reader.marked(_tools(f, g), "Who?") == []
+    assert reader.marked(_tools(f, g), "Why?") == []
+    assert reader.marked(_tools(g, f), "Who?") == [g, f]
 
 
 def test_whole_parts_are_marked_at_their_second_sight() -> None:

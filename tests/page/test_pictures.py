@@ -48,31 +48,14 @@ def asked(watched: Watched, question: str) -> Watched:
 
 
 def many_people() -> str:
-    """A text of some two thousand tokens: 128 people, of whom Leo Novak is one."""
+    """A text of some two thousand tokens: 88 people, of whom Leo Novak is one."""
     firsts = ["Tom", "Ida", "Mira", "Leo", "Ana", "Jon", "Max", "Eva"]
-    lasts = [
-        "Reyes",
-        "Okoye",
-        "Holt",
-        "Novak",
-        "Petrov",
-        "Berg",
-        "Chen",
-        "Silva",
-        "Weber",
-        "Costa",
-        "Moreau",
-        "Tanaka",
-        "Haas",
-        "Nilsen",
-        "Duarte",
-        "Popov",
-    ]
+    lasts = ["Reyes", "Okoye", "Holt", "Novak", "Petrov", "Berg", "Chen", "Silva", "Weber", "Costa", "Moreau"]
     cities = ["Oslo", "Turku", "Varna", "Rome", "Lima", "Quito", "Hanoi", "Osaka", "Accra", "Turin", "Cairo"]
     jobs = ["pilot", "teacher", "baker", "painter", "nurse", "lawyer", "farmer"]
     people = [(first, last) for last in lasts for first in firsts]
     return "".join(
-        f"{first} {last} lives in {cities[at % 11]} and works as a {jobs[at % 7]}.\n"
+        f"{first} {last} lives in {cities[at % 11]}. {first} {last} works as a {jobs[at % 7]}.\n"
         for at, (first, last) in enumerate(people)
     )
 

@@ -11,7 +11,7 @@ from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.types.chunks import Chunk, GenerationContext
 from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
 from tests.prompt import templates
-from tests.prompt.test_responses import TIME, TOOLS
+from tests.prompt.test_answer_forms import TIME, TOOLS
 from tests.toy_tokenizers import byte_level
 
 WITH_TOOLS = (

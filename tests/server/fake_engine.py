@@ -19,7 +19,7 @@ from kvlinker.types.chunks import Chunk
 class FakeEngine:
     """``Engine``. Requests speak while ``flowing`` is set; more than ``capacity`` at a time are refused.
 
-    A request whose turn it is to say word number ``fails_at`` fails instead.
+    A request whose turn it is to say word number ``fails_at`` fails by ``failure`` instead.
     """
 
     def __init__(self, *, capacity: int = 2) -> None:
@@ -29,6 +29,7 @@ class FakeEngine:
         self.kv_bytes_per_token = 256
         self.capacity = capacity
         self.fails_at: int | None = None
+        self.failure = KVLinkerError("the model broke")
         self.script: Sequence[str] | None = None
         """The pieces of every answer, which then ends; None for numbered words without end."""
         self.flowing = threading.Event()
@@ -124,7 +125,7 @@ class _Speaker:
                 break
             if number == self._engine.fails_at:
                 self._engine.ended(self, cancelled=False)
-                self._sink(Failed(KVLinkerError("the model broke")))
+                self._sink(Failed(self._engine.failure))
                 return
             if number == limit:
                 reason = "length"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvlinker.llm import LLM
-from kvlinker.types.tenants import tenant_of_key
+from kvlinker.server.app import create_app
+from kvlinker.types.tenants import DEFAULT_TENANT, tenant_of_key
 from tests.server.serving import Served, serving, tiny_model, tiny_settings
 
 
@@ -93,6 +95,21 @@ def test_the_default_policy_is_told_with_what_changed_it(audited: Served) -> Non
     assert told["root"]["decisions"] == [decision]
     assert (decision["before"], decision["after"], decision["reason"]) == ("legolink-4", "legolink-8", "below target")
     assert audited.get("/v1/policies", headers=bearer("anna")).json()["default"] == "legolink-8"
+
+
+async def test_a_server_goes_on_where_the_one_before_ended(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path, audit="100%", quality_target="98%", disk_space=0)
+    policies = []
+    for _ in range(2):
+        llm = LLM.from_model(tiny_model(), settings)
+        app = create_app(llm, settings)
+        async with app.router.lifespan_context(app):
+            policies.append(llm.default_policy().name)
+            controller = llm.oversight.controller
+            assert controller is not None
+            while controller.policy(DEFAULT_TENANT).name == "legolink-4":
+                controller.note(DEFAULT_TENANT, "legolink-4", False)
+    assert policies == ["legolink-4", "legolink-8"]
 
 
 def test_without_an_audit_there_is_nothing(served: Served) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
 from urllib.parse import urlsplit
 
@@ -13,7 +14,9 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from kvlinker.server.edge.connections import LEAST_BYTES_PER_SECOND, BodyTimeout
+from kvlinker.server.edge import connections
+from kvlinker.server.edge.address import bind, url_of
+from kvlinker.server.edge.connections import LEAST_BYTES_PER_SECOND, BodyTimeout, EngineServer, server_config
 from tests.server.serving import Served, serving
 
 HEAD = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 13\r\n"
@@ -143,3 +146,43 @@ async def test_nothing_gives_no_time() -> None:
 
 async def _nowhere(_: Message) -> None:
     raise AssertionError("nothing is sent")
+
+
+def test_a_server_whose_engine_has_failed_leaves_no_request_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those on open connections are answered, and new connections wait for the server that follows."""
+    monkeypatch.setattr(connections, "DRAIN_SECONDS", 0.5)
+    engines = [True, True]
+
+    def begin(number: int) -> threading.Thread:
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+            await send({"type": "http.response.body", "body": str(number).encode()})
+
+        config = server_config(answer, request_timeout=WAIT)
+        config.lifespan = "off"
+        server = EngineServer(config, healthy=lambda: engines[number])
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.dup()]}, daemon=True)
+        thread.start()
+        return thread
+
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen()
+        first = begin(0)
+        with httpx.Client(base_url=url_of(listener), timeout=WAIT) as client:
+            assert client.get("/").text == "0"
+            engines[0] = False
+            last = client.get("/")
+            while "connection" not in last.headers:
+                last = client.get("/")
+            assert (last.text, last.headers["connection"]) == ("0", "close")
+            waiting = threading.Thread(target=lambda: answers.append(client.get("/").text))
+            answers: list[str] = []
+            waiting.start()
+            first.join(timeout=WAIT)
+            second = begin(1)
+            waiting.join(timeout=WAIT)
+            assert answers == ["1"]
+        engines[1] = False
+        second.join(timeout=WAIT)
+        assert not first.is_alive()
+        assert not second.is_alive()

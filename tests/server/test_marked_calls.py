@@ -41,7 +41,7 @@ def marking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_the_mark_is_seen(marking: Served) -> None:
     mark = marking.llm.tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
-    assert mark in marking.llm.responses.shown_tokens
+    assert mark in marking.llm.answer_form.shown_tokens
 
 
 def test_required_calls(marking: Served) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 
+from kvlinker.errors import EngineClosedError
+from kvlinker.llm import LLM
 from tests.schemas import check
 from tests.server.fake_engine import FakeEngine
-from tests.server.serving import MODEL_NAME, Served
+from tests.server.serving import MODEL_NAME, Served, serving, tiny_model, tiny_settings
+from tests.server.test_tools import REASONING_TEMPLATE
 
 PATH = "/v1/messages"
 GREEDY = {"temperature": 0}  # which Anthropic's client does not send by itself
@@ -191,6 +195,27 @@ def test_turns_are_those_of_chat_completions(served: Served) -> None:
     assert shorter < served.post("/tokenize", {"messages": begun}).json()["count"], "no end of turn, and no header"
 
 
+ALWAYS_REASONING = REASONING_TEMPLATE.replace("enable_thinking is defined and not enable_thinking", "false")
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"), [(REASONING_TEMPLATE, True), (ALWAYS_REASONING, False)], ids=["can", "cannot"]
+)
+def test_reasoning_is_turned_off_where_the_chat_template_can(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, ends: bool
+) -> None:
+    monkeypatch.setattr("kvlinker.startup.EmbeddedEngine", lambda *_, **__: engine)
+    settings = tiny_settings(tmp_path, chat_template=template)
+    with serving(LLM.from_model(tiny_model(), settings), settings) as running:
+        assert running.llm.answer_form.reasoning is not None
+        silent, usual = (
+            running.post(f"{PATH}/count_tokens", {"messages": QUESTION, "thinking": {"type": kind}})
+            for kind in ("disabled", "adaptive")
+        )
+    assert (silent.status_code, usual.status_code) == (200, 200), silent.text
+    assert (silent.json()["input_tokens"] > usual.json()["input_tokens"]) == ends
+
+
 class TestMistakes:
     """Each is an error as Anthropic's API has it."""
 
@@ -232,7 +257,17 @@ class TestMistakes:
         ):
             ask(stranger)
 
-    def test_half_way(self, speaking: anthropic.Anthropic, engine: FakeEngine) -> None:
+    def test_half_way(self, faked: Served, engine: FakeEngine) -> None:
+        engine.fails_at, engine.failure = 1, EngineClosedError("closed")
+        answer = faked.post(PATH, {"messages": QUESTION, "max_tokens": 5, "stream": True})
+        told = json.loads(answer.text.rpartition("event: error\ndata: ")[2])
+        assert told == {
+            "type": "error",
+            "error": {"type": "overloaded_error", "message": "closed"},
+            "request_id": answer.headers["x-request-id"],
+        }
+
+    def test_half_way_as_the_client_raises_it(self, speaking: anthropic.Anthropic, engine: FakeEngine) -> None:
         engine.fails_at = 1
         with (
             pytest.raises(anthropic.APIStatusError, match="log says why"),

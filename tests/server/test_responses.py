@@ -10,6 +10,7 @@ import openai
 import pydantic
 import pytest
 
+from kvlinker.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from tests.schemas import check
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import MODEL_NAME, Served
@@ -141,10 +142,50 @@ def test_items_are_the_messages_of_chat_completions(served: Served) -> None:
     assert answer["usage"]["input_tokens"] == served.post("/tokenize", {"messages": chat}).json()["count"]
 
 
-def test_a_failure_half_way_is_told(speaking: openai.OpenAI, engine: FakeEngine) -> None:
-    engine.fails_at = 1
+def test_the_item_of_a_stream_that_is_cut_is_incomplete(speaking: openai.OpenAI) -> None:
+    events = list(ask(speaking, stream=True, max_output_tokens=3))
+    (done,) = [event.item for event in events if event.type == "response.output_item.done"]
+    last = events[-1]
+    assert (last.type, last.response.output) == ("response.incomplete", [done])
+    assert (done.status, done.content[0].text) == ("incomplete", "w0 w1 w2 ")
+
+
+def test_the_item_before_a_call_that_ends_with_the_answer_is_whole(speaking: openai.OpenAI, engine: FakeEngine) -> None:
+    """Also where the answer was cut: its last item is the call."""
+    engine.script = [f"See.\n{A_CALL}", " \n"]
+    tools: Any = {"tools": [WEATHER | {"strict": False}], "max_output_tokens": 1}
+    events = list(ask(speaking, stream=True, **tools))
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [(item.type, item.status) for item in done] == [("message", "completed"), ("function_call", "completed")]
+    assert (events[-1].type, events[-1].response.output) == ("response.incomplete", done)
+
+
+def test_parts_begin_empty(speaking: openai.OpenAI, engine: FakeEngine) -> None:
+    """Also of text that is clear only at the end: space before what may be a call."""
+    engine.script = [" \n"]
+    events = list(ask(speaking, stream=True, tools=[WEATHER | {"strict": False}]))
+    (added,) = [event for event in events if event.type == "response.content_part.added"]
+    (delta,) = [event for event in events if event.type == "response.output_text.delta"]
+    assert (added.part.text, delta.delta) == ("", " \n")
+
+
+@pytest.mark.parametrize("failure", [KVLinkerError("broken"), EngineClosedError("closed")])
+def test_a_failure_half_way_is_told(speaking: openai.OpenAI, engine: FakeEngine, failure: KVLinkerError) -> None:
+    engine.fails_at, engine.failure = 1, failure
     *_, last = ask(speaking, stream=True)
-    assert (last.type, last.response.error.code) == ("response.failed", "server_error")
+    code = "server_error" if failure.code == "internal_error" else failure.code
+    assert (last.type, last.response.error.code) == ("response.failed", code)
+
+
+def test_nothing_is_queued_where_no_reader_can_be_made(
+    faked: Served, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise InvalidRequestError("no reader", param="messages")
+
+    monkeypatch.setattr("kvlinker.conversing.Conversing.reader", broken)
+    assert faked.post(PATH, {"input": "Hi"}).json()["error"]["param"] == "input"
+    assert engine.requests == []
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_reasoning_may_be_sent_back(thinking: openai.OpenAI, engine: FakeEngine)
 def test_special_tokens_that_mark_calls_reach_the_reader(faked: Served, engine: FakeEngine) -> None:
     engine.script = ["x"]
     faked.post(CHAT, {"messages": QUESTION, "tools": [TIME]})
-    assert engine.requests[-1].sampling.shown_tokens == faked.llm.responses.shown_tokens
+    assert engine.requests[-1].sampling.shown_tokens == faked.llm.answer_form.shown_tokens
 
 
 def test_a_form_holds_where_reasoning_is_over(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 from kvlinker.config import Settings, load_settings
 from kvlinker.events import Event, Events
 from kvlinker.store import ChunkKV, LayerKV
+from kvlinker.store.loading.arriving import ArrivingKV
 
 E = TypeVar("E", bound=Event)
 
@@ -80,3 +82,14 @@ def run_threads(*targets) -> None:
         assert not thread.is_alive(), "a thread hangs"
     if errors:
         raise errors[0]
+
+
+def awaited(kv: ArrivingKV, index: int, seconds: float = 10.0) -> LayerKV | None:
+    """The layer, once it is there; None where it is lost, or does not come within so many seconds."""
+    changed = threading.Event()
+    kv.subscribe(changed.set)
+    deadline = time.monotonic() + seconds
+    while kv.layer(index) is None and not kv.lost and (left := deadline - time.monotonic()) > 0:
+        changed.wait(left)
+        changed.clear()
+    return kv.layer(index)

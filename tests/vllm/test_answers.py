@@ -76,7 +76,7 @@ def test_marks_documents_and_recognition_go_with_calls(served: Served, stream: b
         "messages": [{"role": "user", "content": [MARKED, {"type": "text", "text": "Where is it?"}]}],
         "documents": [{"text": "A dog and a small text. " * 6}],
         "link": {"policy": "legolink-4", "implicit": "auto"},
-        "tools": [WEATHER, TIME],
+        "tools": [WEATHER | {"cache_control": {"type": "ephemeral"}}, TIME],
         "tool_choice": {"type": "function", "function": {"name": "get_time"}},
         "max_tokens": 200,
         "seed": 1,
@@ -90,7 +90,7 @@ def test_marks_documents_and_recognition_go_with_calls(served: Served, stream: b
     answer = told.json()
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "get_time"
-    assert len(answer["link"]["context_caches"]) == 2
+    assert len(answer["link"]["context_caches"]) == 3
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 

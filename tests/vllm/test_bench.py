@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 from kvlinker.research.bench.harness.measurement import Workload
 from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.peers.worker import measure
-from kvlinker.research.bench.vllm_ttft import COLUMNS, run_vllm_ttft
+from kvlinker.research.bench.vllm_ttft import AGAIN, COLUMNS, REORDERED, SMALL_STEPS, run_vllm_ttft
 from tests.research.bench.test_peers import CASES, LINKED_CASES, task_for
 from tests.server.serving import tiny_model
 from tests.vllm.conftest import HEAD_DIM
@@ -25,8 +25,8 @@ def test_rows_say_what_was_measured(vllm_settings):
         told.append(what)
 
     rows = run_vllm_ttft(subject, vllm_settings, [Workload(3, 40, 9)], policies, repeat=1, progress=progress)
-    assert [row["policy"] for row in rows] == policies
-    full, naive, lego, query, blend = rows
+    assert [row["policy"] for row in rows] == [*policies, AGAIN, REORDERED, SMALL_STEPS]
+    full, naive, lego, query, blend, again, reordered, small = rows
     assert {row["engine"] for row in rows} == {"vllm"}
     assert {row["context_tokens"] for row in rows} == {129}
     assert [row["recomputed_tokens"] for row in rows[:3]] == [120, 0, 8]
@@ -34,7 +34,9 @@ def test_rows_say_what_was_measured(vllm_settings):
     assert 8 < blend["recomputed_tokens"] < 120
     assert full["speedup"] == 1
     assert naive["speedup"] == pytest.approx(full["ttft_ms"] / naive["ttft_ms"])
-    assert all(row[name] > 0 for row in (naive, lego) for name in ("idle_itl_ms", "itl_ms", "busy_ttft_ms"))
+    assert all(row[name] > 0 for row in (naive, lego, small) for name in ("idle_itl_ms", "itl_ms", "busy_ttft_ms"))
+    assert all(row["ttft_ms"] > 0 and row["itl_ms"] is None for row in (again, reordered))
+    assert small["speedup"] == pytest.approx(full["ttft_ms"] / small["ttft_ms"])
     assert all(name in row for row in rows for name in COLUMNS)
     assert any("blend" in text for text in told)
 

@@ -1,28 +1,21 @@
-"""Both commands serve the client that the README shows, and it prints what it prints with the embedded engine."""
+"""vLLM's own server serves the client that the README shows, which prints what it prints with the embedded engine.
 
-import os
+So does ``kvlinker serve``, in ``test_kills``.
+"""
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from kvlinker.config import load_settings
-from tests.programs import README_EXAMPLES, README_URL, kvlinker_serve, output_of
+from tests.programs import README_EXAMPLES, README_URL, output_of
 from tests.vllm.own_server import vllm_serving
 
 (PROGRAM, SHOWN), _ = README_EXAMPLES
-OPTIONS = '{"enforce_eager": true, "gpu_memory_utilization": 0.05}'
 
 
 def assert_served(url):
     assert output_of(PROGRAM.replace(README_URL, url)) == SHOWN
-
-
-@pytest.mark.slow
-def test_kvlinker_serve(tmp_path):
-    arguments = ["--engine", "vllm", "--vllm-options", OPTIONS, "--state-dir", str(tmp_path / "state")]
-    with kvlinker_serve(arguments, os.environ) as url:
-        assert_served(url)
 
 
 @pytest.mark.slow

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,6 +16,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvlinker.config import Settings
+from kvlinker.errors import InvalidRequestError
+from kvlinker.vllm.endpoints import settings_of
+from kvlinker.vllm.plugin import NAME
 from tests.schemas import check
 from tests.server.serving import TEMPLATE, Served
 from tests.server.test_tools import NEWS, TIME, WEATHER
@@ -45,6 +50,20 @@ def http(vllm_settings: Settings, folder: Path) -> Iterator[httpx.Client]:
         httpx.Client(base_url=url, timeout=180) as client,
     ):
         yield client
+
+
+def test_an_audit_is_refused(tmp_path: Path) -> None:
+    """Answers are vLLM's handlers', and nobody records them."""
+    options = {"state_dir": str(tmp_path), "audit": "5%", "quality_target": "98%"}
+    transfer = SimpleNamespace(kv_connector=NAME, kv_connector_extra_config=options)
+    model = SimpleNamespace(model="m", dtype="torch.float32", trust_remote_code=False)
+    scheduler = SimpleNamespace(max_num_seqs=4)
+    config = SimpleNamespace(kv_transfer_config=transfer, model_config=model, scheduler_config=scheduler)
+    with pytest.raises(InvalidRequestError, match="kvlinker serve --engine vllm") as refused:
+        settings_of(config, Namespace())
+    assert refused.value.param == "audit"
+    del options["quality_target"], options["audit"]
+    assert settings_of(config, Namespace()).audit == 0
 
 
 def cached(client: Any, *texts: str) -> list[dict[str, Any]]:
@@ -108,9 +127,16 @@ def test_fields_of_vllms_hold_for_linked_requests(http: httpx.Client) -> None:
     answer = ask(http, part, PART, allowed_token_ids=[40, 41], return_token_ids=True, logprobs=True, top_logprobs=2)
     assert set(answer["choices"][0]["token_ids"]) <= {40, 41}
     assert len(answer["choices"][0]["logprobs"]["content"]) == 8
-    several = ask(http, part, PART, n=3, temperature=1, seed=1, priority=0, model="also-tiny")
+    question = {"type": "text", "text": "Where are all of the cats?"}
+    several, again = (
+        ask(http, part, question, n=3, temperature=1, seed=1, priority=0, model="also-tiny") for _ in range(2)
+    )
     assert len({choice["message"]["content"] for choice in several["choices"]}) > 1
     assert several["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    found, found_again = (
+        answer["usage"]["prompt_tokens_details"]["exact_cached_tokens"] for answer in (several, again)
+    )
+    assert found_again == again["usage"]["prompt_tokens"] // 32 * 32 > found
     assert several["kv_transfer_params"] is None
     text = http.post(TEXT, json={"prompt": [part, PART], "max_tokens": 2, "echo": True}).json()
     assert text["choices"][0]["text"].startswith("<s>The cat sat")
@@ -147,6 +173,17 @@ def test_calls_of_linked_requests_are_vllms(http: httpx.Client) -> None:
     told = "".join(delta["function"].get("arguments") or "" for delta in deltas)
     assert json.loads(told) == {"topic": "sport"}
     assert last["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_marked_tools_are_linked(http: httpx.Client) -> None:
+    """And vLLM's handlers see no marks."""
+    fields: dict[str, Any] = {"tools": [WEATHER | {"cache_control": {"type": "ephemeral"}}, TIME], "max_tokens": 1}
+    plain = ask(http, PART, tools=[WEATHER, TIME], return_token_ids=True)
+    first, second = (ask(http, PART, **fields, return_token_ids=True) for _ in range(2))
+    assert [answer["link"]["context_caches"][0]["created"] for answer in (first, second)] == [True, False]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
+    texts = [http.post("/detokenize", json={"tokens": answer["prompt_token_ids"]}).json() for answer in (first, plain)]
+    assert texts[0] == texts[1]
 
 
 def test_plain_requests_are_vllms(http: httpx.Client) -> None:

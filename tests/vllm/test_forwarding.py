@@ -95,6 +95,7 @@ PART = {"type": "text", "text": "x"}
         ({"prompt": [{"type": "context_cache", "id": "cc_1"}]}, True),
         ({"messages": [{"role": "user", "content": [PART, {"type": "context_cache", "id": "cc_1"}]}]}, True),
         ({"messages": [{"role": "user", "content": [PART | {"cache_control": {"type": "ephemeral"}}]}]}, True),
+        ({"messages": [], "tools": [{"function": {"name": "f"}, "cache_control": {"type": "ephemeral"}}]}, True),
         ({"system": [PART | {"cache_control": {"type": "ephemeral"}}], "messages": []}, True),
         ({"input": [{"role": "user", "content": [PART | {"prompt_cache_breakpoint": {"mode": "explicit"}}]}]}, True),
     ],

@@ -26,7 +26,8 @@ class ChatKVLinker(BaseChatOpenAI):
     """A model behind a kvlinker server.
 
     Message content may have blocks ``{"type": "context_cache", "id": …}``, which ``context_blocks`` makes of documents.
-    ``policy``, ``implicit`` and ``documents`` can also be given for one call: ``model.invoke(…, documents=[…])``. What
+    ``policy``, ``implicit`` and ``documents`` can also be given for one call: ``model.invoke(…, documents=[…])``; an
+    ``extra_body`` with ``link`` counts before the model's own, too. What
     the prompt reused is in the answer's ``usage_metadata`` and, with the context caches, in ``response_metadata``.
 
     Names of messages are left out: chat templates seldom show them, and servers refuse those that would be lost.
@@ -72,9 +73,10 @@ class ChatKVLinker(BaseChatOpenAI):
             if isinstance(message, AIMessage) and (reasoning := message.additional_kwargs.get("reasoning_content")):
                 sent["reasoning_content"] = reasoning
         extra: dict[str, Any] = dict(payload.pop("extra_body", None) or {})
-        link = {option: payload.pop(option, None) or getattr(self, option) for option in LINK_OPTIONS}
-        if chosen := {option: value for option, value in link.items() if value is not None}:
-            extra["link"] = {**extra.get("link", {}), **chosen}
+        own = {option: getattr(self, option) for option in LINK_OPTIONS}
+        given = {option: payload.pop(option, None) for option in LINK_OPTIONS}
+        if chosen := {**_set(own), **extra.get("link", {}), **_set(given)}:
+            extra["link"] = chosen
         if documents := payload.pop("documents", None):
             extra["documents"] = [_document(document) for document in documents]
         return payload | ({"extra_body": extra} if extra else {})
@@ -142,6 +144,11 @@ class ChatKVLinker(BaseChatOpenAI):
         url = str(self.root_client.base_url.join("../tokenize"))
         answer: dict[str, Any] = self.root_client.post(url, cast_to=object, body=dict(body))
         return answer
+
+
+def _set(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are not None."""
+    return {option: value for option, value in options.items() if value is not None}
 
 
 def _document(document: Document | Mapping[str, Any]) -> dict[str, Any]:

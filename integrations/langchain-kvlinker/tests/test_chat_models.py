@@ -99,6 +99,12 @@ def test_options_are_those_of_the_call_before_the_models(base_url: str) -> None:
         "top_k": 1,
         "link": {"policy": "full", "implicit": "off"},
     }
+    body = {"link": {"policy": "legolink-2"}}
+    assert model._get_request_payload("Hello", extra_body=body)["extra_body"] == {
+        "link": {"policy": "legolink-2", "implicit": "off"}
+    }
+    asked_for = model._get_request_payload("Hello", extra_body=body, policy="full")
+    assert asked_for["extra_body"]["link"]["policy"] == "full"
     with pytest.raises(openai.BadRequestError, match="nope"):
         model.invoke("Hello", policy="nope")
 

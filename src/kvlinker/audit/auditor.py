@@ -196,7 +196,10 @@ class Auditor:
             logger.warning("Answers under %s agree with the full computation less often than before.", answer.policy)
         self._noted(answer.tenant, answer.policy, found.agrees)
         if self._journal is not None:
-            self._journal.write(answer, found)
+            try:
+                self._journal.write(answer, found)
+            except OSError as error:
+                logger.warning("A compared answer is missing in audit_log: %s.", error)
 
 
 def _ignore(tenant: str, policy: str, agrees: bool) -> None:
@@ -249,7 +252,7 @@ class _Recorder:
             request.policy.name,
             request.tenant,
             RequestKind.of(request.prompt, implicit=self._implicit),
-            greedy=request.sampling.temperature == 0,
+            greedy=request.sampling.takes_the_most_likely,
             token_ids=tuple(self._token_ids),
             next_tokens=tuple(self._next_tokens),
             usage=usage,

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from kvlinker.errors import InvalidRequestError, PolicyError
 from kvlinker.linking import Policy
+from kvlinker.store.format.durability import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +68,10 @@ class Certificate:
     """The agreement by task; ``own chunks`` are prompts of what the store holds."""
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write it as JSON, so that who reads meanwhile finds the old one or the new one, whole. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"object": "certificate", **asdict(self)}, indent=2, default=str) + "\n")
+        content = json.dumps({"object": "certificate", **asdict(self)}, indent=2, default=str) + "\n"
+        replace_file(path, content.encode())
 
     @classmethod
     def read(cls, path: Path) -> Self:

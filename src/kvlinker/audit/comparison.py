@@ -50,7 +50,7 @@ class ServedAnswer:
     kind: RequestKind
 
     greedy: bool
-    """True if the most likely token was always chosen."""
+    """True if the most likely token was always chosen, whatever else the request says."""
 
     token_ids: tuple[int, ...]
     """The answer's tokens, the one that ended it included."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from kvlinker.audit.comparison import Comparison, RequestKind, ServedAnswer
-from kvlinker.audit.statistics import DriftDetector, Interval, clopper_pearson
+from kvlinker.audit.statistics import DriftDetector, DriftState, Interval, clopper_pearson
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +92,36 @@ _TALLIED = tuple(field.name for field in fields(Tally))
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The times that a policy's agreement has fallen since the start, and when that was noticed last, in Unix seconds
-    (None: never)."""
+    """The times that a policy's agreement has fallen since the audit began, and when that was noticed last, in Unix
+    seconds (None: never)."""
 
     alarms: int = 0
     last: float | None = None
 
 
 _Group = tuple[str, str, RequestKind]
+"""Policy, tenant and kind of an answer."""
+
+MOST_GROUPS = 10_000
+"""The most tallies of a ``FiguresState``: those with the most answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class FiguresState:
+    """What ``AuditFigures`` hold."""
+
+    tallies: tuple[tuple[_Group, Tally], ...]
+    detectors: dict[str, DriftState]
+    """By policy."""
+
+    drifts: dict[str, Drift]
+
 
 K = TypeVar("K", bound=Any)
 
 
 class AuditFigures:
-    """Holds the figures since the start. All methods may be called from any thread."""
+    """Holds the figures since the audit began. All methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards everything below
@@ -123,6 +139,24 @@ class AuditFigures:
             if drifted:
                 self._drifts[answer.policy] = Drift(detector.alarms, time.time())
             return drifted
+
+    def state(self) -> FiguresState:
+        """Return what is known now, of ``MOST_GROUPS`` at most."""
+        with self._lock:
+            tallies = sorted(self._tallies.items(), key=lambda entry: -entry[1].samples)[:MOST_GROUPS]
+            policies = {group[0] for group, _ in tallies}
+            detectors = {name: each.state for name, each in self._detectors.items() if name in policies}
+            drifts = {name: each for name, each in self._drifts.items() if name in policies}
+            return FiguresState(tuple(tallies), detectors, drifts)
+
+    def restore(self, state: FiguresState) -> None:
+        """Go on from a state, in the place of what is known."""
+        with self._lock:
+            self._tallies = defaultdict(Tally, state.tallies)
+            self._detectors.clear()
+            for policy, known in state.detectors.items():
+                self._detectors[policy].restore(known)
+            self._drifts = dict(state.drifts)
 
     def drift(self, policy: str) -> Drift:
         """Return the drift of a policy, over all tenants."""

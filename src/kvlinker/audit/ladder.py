@@ -36,9 +36,11 @@ def make_ladder(
     """Make the ladder that begins with ``policy``: of the policies ``given``, or of the numbers that are worth trying
     for it. Behind one without a number stand those of the best usual policy that the engine supports.
 
-    ``unsupported`` says why the engine cannot follow a policy. Raises PolicyError for such a one that is given, and
-    InvalidRequestError where ``policy`` is none of those given.
+    ``unsupported`` says why the engine cannot follow a policy. Raises PolicyError where it is ``policy`` or one that is
+    given, and InvalidRequestError where ``policy`` is none of those given.
     """
+    if (reason := unsupported(policy)) is not None:
+        raise PolicyError(reason, param="policy")
     full = parse_policy(FULL)
     if given:
         wanted = [parse_policy(name) for name in given]

@@ -9,6 +9,7 @@ from kvlinker.audit.certificate import CertifiedPolicies
 from kvlinker.audit.controller import QualityController
 from kvlinker.audit.journal import AuditJournal
 from kvlinker.audit.ladder import make_ladder
+from kvlinker.audit.memory import AuditMemory, memory_path
 from kvlinker.config import Settings
 from kvlinker.engine.contract import Engine, GenerationRequest, Sink
 from kvlinker.events import Events
@@ -39,6 +40,8 @@ class Oversight:
         """Compares answers; None where no share of them is to be audited."""
 
         self._engine = engine
+        self._state_dir = settings.state_dir
+        self._memory: AuditMemory | None = None
         self._configured = parse_policy(settings.policy)
         self._certified: CertifiedPolicies | None = None
         if settings.require_certificate:
@@ -77,10 +80,20 @@ class Oversight:
             return request, sink
         return self.auditor.watch(request, sink, implicit=implicit)
 
+    def resume(self) -> None:
+        """Go on with what the audit found, and where the default policy was, when a server with this state directory
+        and model last ran; from now on it is kept there. Servers call this before any request; does nothing without an
+        audit, and when it is called again."""
+        if self.auditor is not None and self._memory is None:
+            path = memory_path(self._state_dir, self._engine.fingerprint)
+            self._memory = AuditMemory(path, self._engine.fingerprint, self.auditor.figures, self.controller)
+
     def close(self) -> None:
-        """Stop comparing; close the engine before. Idempotent."""
+        """Stop comparing, and write what is to be kept; close the engine before. Idempotent."""
         if self.auditor is not None:
             self.auditor.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def _refusal(self, policy: Policy) -> str | None:
         """Return why answers cannot be given under the policy; None where they can."""

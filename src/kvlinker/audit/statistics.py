@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 LEVEL = 0.95
@@ -49,7 +50,8 @@ class RateTest:
         """Test whether the rate is ``bound``, between 0 and 1, against these ``failure_rates``, all of which are on the
         other side of ``1 - bound``."""
         self._steps = tuple(_log_ratios(bound, rate) for rate in failure_rates)
-        self._logs = [-math.log(len(failure_rates))] * len(failure_rates)
+        self.logs = [-math.log(len(failure_rates))] * len(failure_rates)
+        """The logarithm of how much better each alternative explains the answers so far, times its weight."""
 
     @classmethod
     def falls_below(cls, bound: float) -> Self:
@@ -64,11 +66,92 @@ class RateTest:
     @property
     def evidence(self) -> float:
         """The factor by which the alternatives explain the answers so far better than the bound does."""
-        return math.exp(min(_log_sum(self._logs), 700.0))
+        return math.exp(min(_log_sum(self.logs), 700.0))
 
     def note(self, success: bool) -> None:
         """Take another answer into account."""
-        self._logs = [log + step[success] for log, step in zip(self._logs, self._steps, strict=True)]
+        self.logs = [log + step[success] for log, step in zip(self.logs, self._steps, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedTestState:
+    """What a ``RepeatedTest`` knows."""
+
+    number: int
+    """The number of the present test, from 1 on."""
+
+    samples: int
+    successes: int
+    logs: tuple[float, ...]
+    """The logarithms of the present test."""
+
+
+class RepeatedTest:
+    """Tests one hypothesis again and again, so that it is refuted soon after it ceases to be true, however long it was.
+
+    A test whose evidence has fallen to ``error`` is given up and another begins. The k-th refutes the hypothesis where
+    its evidence reaches k (k + 1) / ``error``. The chances of error of all of them sum up to ``error``: it is the
+    chance, at most, that a hypothesis that stays true is ever refuted.
+    """
+
+    def __init__(self, begin: Callable[[], RateTest], error: float) -> None:
+        """``begin`` makes a test. ``error`` is a probability."""
+        self._begin = begin
+        self._error = error
+        self._number = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._test = self._begin()
+        self._number += 1
+        self.samples = 0
+        """The answers since the present test began."""
+
+        self.successes = 0
+        """Those of them that are successes."""
+
+    @property
+    def evidence(self) -> float:
+        """The evidence of the present test."""
+        return self._test.evidence
+
+    @property
+    def state(self) -> RepeatedTestState:
+        """What is known now."""
+        return RepeatedTestState(self._number, self.samples, self.successes, tuple(self._test.logs))
+
+    def restore(self, state: RepeatedTestState) -> None:
+        """Go on from a state of a test of the same hypothesis."""
+        self._number, self.samples, self.successes = state.number, state.samples, state.successes
+        self._test.logs = list(state.logs)
+
+    @property
+    def refuted(self) -> bool:
+        """True if the present test refutes the hypothesis."""
+        return self.evidence >= self._number * (self._number + 1) / self._error
+
+    def note(self, success: bool) -> None:
+        """Take another answer into account."""
+        if self.evidence <= self._error:
+            self._start()
+        self._test.note(success)
+        self.samples += 1
+        self.successes += success
+
+
+@dataclass(frozen=True, slots=True)
+class DriftState:
+    """What a ``DriftDetector`` knows."""
+
+    alarms: int
+    seen: int
+    """The answers since the last alarm."""
+
+    successes: int
+    bound: float | None
+    """The rate that is taken for the usual one; None while it is learnt."""
+
+    logs: tuple[float, ...]
 
 
 class DriftDetector:
@@ -87,8 +170,21 @@ class DriftDetector:
 
     def _begin(self) -> None:
         self._seen = self._successes = 0
+        self._bound: float | None = None
         self._steps: tuple[tuple[float, float], ...] = ()
         self._logs: list[float] = []
+
+    @property
+    def state(self) -> DriftState:
+        """What is known now."""
+        return DriftState(self.alarms, self._seen, self._successes, self._bound, tuple(self._logs))
+
+    def restore(self, state: DriftState) -> None:
+        """Go on from a state."""
+        self.alarms, self._seen, self._successes = state.alarms, state.seen, state.successes
+        if state.bound is not None:
+            self._hold_against(state.bound)
+            self._logs = list(state.logs)
 
     def note(self, success: bool) -> bool:
         """Take another answer into account; return whether it raises an alarm."""
@@ -106,7 +202,11 @@ class DriftDetector:
         return True
 
     def _learn(self) -> None:
-        bound = max(clopper_pearson(self._successes, self._seen).low, 1e-3)
+        self._hold_against(max(clopper_pearson(self._successes, self._seen).low, 1e-3))
+
+    def _hold_against(self, bound: float) -> None:
+        """Begin to gather evidence that the rate is below ``bound``."""
+        self._bound = bound
         self._steps = tuple(_log_ratios(bound, rate) for rate in higher_failure_rates(bound))
         self._logs = [0.0] * len(self._steps)
 

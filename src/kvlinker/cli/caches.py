@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures
+from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, output_console
 from kvlinker.cli.options import MetadataPairs, parse_pairs, settings_options
 from kvlinker.config import SHARED_TIER_SETTINGS, Settings
 
@@ -27,7 +26,6 @@ app = typer.Typer(help="List, remove and check what is stored.", no_args_is_help
 
 _SETTINGS = ("state_dir", "disk_space", *SHARED_TIER_SETTINGS)
 _PAGE = 100
-_UNLIMITED = 10_000
 
 
 @app.command("ls")
@@ -55,7 +53,7 @@ def list_caches(settings: Settings, metadata: MetadataPairs = None) -> None:
                 _moment(cache.created_at),
                 "never" if cache.expires_at is None else _moment(cache.expires_at),
             )
-        _print(table)
+        output_console().print(table)
 
 
 @app.command("rm")
@@ -120,7 +118,7 @@ def show_usage(settings: Settings) -> None:
             used = [tier.used_bytes if tier.reachable else "unreachable" for tier in usages]
             pinned = catalog.pinned_bytes(tenant)
             table.add_row(tenant, *map(str, (kept.caches, kept.chunks, kept.tokens, kept.bytes, pinned, *used)))
-        _print(table)
+        output_console().print(table)
 
 
 @app.command("check")
@@ -214,12 +212,6 @@ def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
         catalog, store = open_state(settings, Events(), host_bytes=0)
         with closing(catalog), closing(store):
             yield catalog, store
-
-
-def _print(table: Table) -> None:
-    """Print a table whose texts are callers': nothing in them is markup."""
-    width = None if sys.stdout.isatty() else _UNLIMITED
-    Console(markup=False, emoji=False, highlight=False, width=width).print(table)
 
 
 def _all(catalog: Catalog, metadata: Mapping[str, str] = MappingProxyType({})) -> Iterator[ContextCache]:

@@ -1,18 +1,26 @@
-"""Output of commands on stderr: warnings, progress, and the one line of an error."""
+"""Output of commands: tables on stdout; on stderr warnings, progress, and the one line of an error."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvlinker.errors import KVLinkerError
 from kvlinker.research.progress import Progress
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 BAD_USAGE = 2
 FAILURE = 1
 ENGINE_FAILED = 3
+
+UNLIMITED_WIDTH = 10_000
+"""The columns of output that is no terminal: lines are not broken."""
 
 
 def fail(message: str, code: int) -> typer.Exit:
@@ -33,6 +41,14 @@ def failures(code: int = FAILURE) -> Iterator[None]:
         yield
     except KVLinkerError as error:
         raise fail(error.message, code) from error
+
+
+def output_console() -> Console:
+    """Make the console of stdout for texts of callers: nothing in them is markup."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else UNLIMITED_WIDTH
+    return Console(markup=False, emoji=False, highlight=False, width=width)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from kvlinker.config import Settings
 from kvlinker.server.edge.address import bind, check_address, url_of
 
 LEAST_SECONDS = 60.0
-"""The time that an engine has to last, its start included, to be started again."""
+"""The time that an engine has to serve, its start not counted, to be started again."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,34 +36,24 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
     with console.status("Starting"):
         from kvlinker.server.edge.access_log import logging_to_stderr
     with logging_to_stderr(settings.log_level, settings.log_format):
-        began = time.monotonic()
-        while _serve_until_failure(settings, listener, console):
+        while (served := _serve_until_failure(settings, listener, console)) is not None:
             message = "The engine has failed; what it said is above."
             if settings.on_engine_failure == "exit":
                 raise fail(f"{message} Start the server again, or set on_engine_failure to restart.", ENGINE_FAILED)
-            if time.monotonic() - began < LEAST_SECONDS:
-                raise fail(f"{message} It began less than {LEAST_SECONDS:.0f} s ago: it stays so.", ENGINE_FAILED)
+            if served < LEAST_SECONDS:
+                raise fail(f"{message} It served for less than {LEAST_SECONDS:.0f} s: it stays so.", ENGINE_FAILED)
             logger.error("%s It is started again.", message)
-            began = time.monotonic()
 
 
-def _serve_until_failure(settings: Settings, listener: socket.socket, console: Console) -> bool:
-    """Start the engine and serve until told to stop, or until the engine has failed; returns True if it has."""
-    import uvicorn
-
+def _serve_until_failure(settings: Settings, listener: socket.socket, console: Console) -> float | None:
+    """Start the engine and serve until told to stop, or until the engine has failed; returns the seconds that it then
+    has served, and None where it was told to stop."""
     from kvlinker.llm import LLM
     from kvlinker.server.app import create_app
-    from kvlinker.server.edge.connections import server_config
+    from kvlinker.server.edge.connections import EngineServer, server_config
 
     with console.status(f"Loading and checking {escape(settings.model)}"):
         llm = LLM.from_settings(settings)
-
-    class Server(uvicorn.Server):
-        engine_failed = False
-
-        async def on_tick(self, counter: int) -> bool:
-            self.engine_failed = not llm.healthy
-            return self.engine_failed or await super().on_tick(counter)
 
     app = create_app(llm, settings)
     if settings.engine == "vllm":
@@ -73,10 +63,12 @@ def _serve_until_failure(settings: Settings, listener: socket.socket, console: C
     console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
     if settings.log_format == "json":
         logger.info("Serving %s with policy %s at %s", llm.model_name, settings.policy, url_of(listener))
-    server = Server(server_config(app, request_timeout=settings.request_timeout))
+    config = server_config(app, request_timeout=settings.request_timeout)
+    server = EngineServer(config, healthy=lambda: llm.healthy)
+    began = time.monotonic()
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listener.dup()])  # which is closed at the end; connections wait in the original
-    return server.engine_failed
+    return time.monotonic() - began if server.engine_failed else None
 
 
 def _summary(settings: Settings, name: str, window: int, address: str) -> Table:

@@ -14,26 +14,28 @@ import typer
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from pydantic import ByteSize
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvlinker.cli.console import failures
-from kvlinker.client import Client
+from kvlinker.cli.console import failures, output_console
+from kvlinker.client import Client, ServerUnreachableError
 from kvlinker.errors import KVLinkerError
 
 WINDOW_SECONDS = 60.0
 """The time over which a live view counts: long enough for figures to stand still, short enough to see what changes."""
 
 SOURCES = ("cached", "recomputed", "fresh")
+SHOWN = frozenset({"model", "policy", "started_at", "requests", "kv_slots", "tiers"})
+"""The fields of the status that a frame shows."""
+
 BAR_WIDTH = 20
-_UNLIMITED = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Snapshot:
     """What a server told at one moment: the body of ``/status``, and the samples of ``/metrics`` by their names.
 
     ``seconds`` is that moment by a clock that counts from anywhere.
@@ -50,10 +52,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """What happened between two readings of one process."""
+    """What happened between two snapshots of one process."""
 
-    since: Reading
-    until: Reading
+    since: Snapshot
+    until: Snapshot
 
     @property
     def seconds(self) -> float:
@@ -86,38 +88,47 @@ class Period:
 
 
 class History:
-    """Readings of the last ``WINDOW_SECONDS``, of the process that runs now."""
+    """Snapshots of the last ``WINDOW_SECONDS``, of the process that runs now."""
 
     def __init__(self) -> None:
-        self._readings: deque[Reading] = deque()
+        self._snapshots: deque[Snapshot] = deque()
 
-    def add(self, reading: Reading) -> Period:
-        """Return the period from the window's first reading to this one; the first one counts from the server's start.
+    def add(self, snapshot: Snapshot) -> Period:
+        """Return the period from the window's first snapshot to this one; the first one counts from the server's start.
 
         A server that was started again begins anew, for its counters do.
         """
-        readings = self._readings
-        if readings and readings[0].status["started_at"] != reading.status["started_at"]:
-            readings.clear()
-        readings.append(reading)
-        while len(readings) > 2 and readings[1].seconds <= reading.seconds - WINDOW_SECONDS:
-            readings.popleft()
-        return Period(readings[0], reading) if len(readings) > 1 else whole_life(reading)
+        snapshots = self._snapshots
+        if snapshots and snapshots[0].status["started_at"] != snapshot.status["started_at"]:
+            snapshots.clear()
+        snapshots.append(snapshot)
+        while len(snapshots) > 2 and snapshots[1].seconds <= snapshot.seconds - WINDOW_SECONDS:
+            snapshots.popleft()
+        return Period(snapshots[0], snapshot) if len(snapshots) > 1 else whole_life(snapshot)
 
 
-def whole_life(reading: Reading) -> Period:
-    """Return the period from the server's start, when every counter was 0, to a reading."""
-    age = max(time.time() - reading.status["started_at"], 0.0)
-    return Period(replace(reading, seconds=reading.seconds - age, samples={}), reading)
+def whole_life(snapshot: Snapshot) -> Period:
+    """Return the period from the server's start, when every counter was 0, to a snapshot."""
+    age = max(time.time() - snapshot.status["started_at"], 0.0)
+    return Period(replace(snapshot, seconds=snapshot.seconds - age, samples={}), snapshot)
 
 
-def read(client: Client) -> Reading:
-    """Ask a server. Raises ServerUnreachableError, and the errors that the server answers."""
+def read(client: Client) -> Snapshot:
+    """Ask a server. Raises ServerUnreachableError, also where something else answers, and the errors that the server
+    answers."""
     samples: dict[str, list[Sample]] = {}
-    for family in text_string_to_metric_families(client.server_metrics()):
-        for sample in family.samples:
-            samples.setdefault(sample.name, []).append(sample)
-    return Reading(time.monotonic(), client.server_status(), samples)
+    try:
+        for family in text_string_to_metric_families(client.server_metrics()):
+            for sample in family.samples:
+                samples.setdefault(sample.name, []).append(sample)
+        status = client.server_status()
+    except ValueError as error:
+        raise ServerUnreachableError(f"What answers is no server of kvlinker's: {error}. Check the address.") from error
+    if missing := sorted(SHOWN - status.keys() if isinstance(status, dict) else SHOWN):
+        raise ServerUnreachableError(
+            f"What answers is no server of kvlinker's: its status has no {', '.join(missing)}. Check the address."
+        )
+    return Snapshot(time.monotonic(), status, samples)
 
 
 def top(
@@ -134,7 +145,7 @@ def top(
         if once or not sys.stdout.isatty():
             with failures():
                 frame = view(whole_life(read(client)), url)
-            Console(highlight=False, width=None if sys.stdout.isatty() else _UNLIMITED).print(frame)
+            output_console().print(frame)
             return
         with suppress(KeyboardInterrupt):
             _watch(client, url, every)

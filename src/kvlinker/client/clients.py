@@ -14,6 +14,7 @@ from httpx_sse import EventSource
 from kvlinker.client import calls
 from kvlinker.client.calls import Call, Message
 from kvlinker.client.wire import RemoteAnswer, read_texts, transport_errors
+from kvlinker.errors import InvalidRequestError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -193,7 +194,19 @@ class AsyncClient:
 
 
 def _root(base_url: str) -> str:
-    """Return the address without the ``/v1`` that OpenAI's clients want at its end."""
+    """Return the address without the ``/v1`` that OpenAI's clients want at its end. Raises InvalidRequestError for what
+    is no address of a server."""
+    try:
+        url = httpx.URL(base_url)
+        cause = "" if url.scheme in ("http", "https") and url.host else "it needs http:// or https:// and a host"
+    except (httpx.InvalidURL, TypeError) as error:
+        cause = str(error).rstrip(".")
+    if cause:
+        raise InvalidRequestError(
+            f"base_url is {base_url!r}, which is no address of a server: {cause}. Write one such as "
+            "'http://localhost:8000'.",
+            param="base_url",
+        )
     return base_url.rstrip("/").removesuffix("/v1")
 
 

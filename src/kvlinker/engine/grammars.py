@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from llguidance.gbnf_to_lark import any_to_lark
@@ -24,16 +26,14 @@ def check_enforceable(grammar: AnswerGrammar) -> None:
             f"The grammar has {len(grammar.source):,} characters; at most {MOST_CHARACTERS:,} are taken.",
             param=grammar.param,
         )
-    if grammar.kind == "json":
-        try:
-            schema = json.loads(grammar.source)
-            repeats = _counts_names(schema)
-        except ValueError as error:
-            raise unenforceable(grammar, str(error)) from error
-        except RecursionError as error:
-            raise unenforceable(grammar, "it is nested too deeply") from error
-        if repeats:
-            raise unenforceable(grammar, "minProperties above 1 cannot be, since names may come twice")
+    try:
+        repeats = any(map(_counts_names, _schemas(grammar)))
+    except ValueError as error:
+        raise unenforceable(grammar, str(error)) from error
+    except RecursionError as error:
+        raise unenforceable(grammar, "it is nested too deeply") from error
+    if repeats:
+        raise unenforceable(grammar, "minProperties above 1 cannot be, since names may come twice")
 
 
 def unenforceable(grammar: AnswerGrammar, cause: str) -> InvalidRequestError:
@@ -78,10 +78,21 @@ def _between_slashes(pattern: str) -> str:
     return escaped.replace("\\\n", r"\n").replace("\n", r"\n")
 
 
+def _schemas(grammar: AnswerGrammar) -> Iterator[Any]:
+    """Yield the JSON schemas in a grammar: the one that it is, or those of calls of tools, which stand in it behind
+    ``%json``. Raises ValueError for one that is no JSON."""
+    if grammar.kind == "json":
+        yield json.loads(grammar.source)
+    for text in (grammar.frame, grammar.source if grammar.kind in ("lark", "grammar") else ""):
+        for found in re.finditer(r"%json\s*", text):
+            with suppress(ValueError):  # the compiler says what is wrong there
+                yield json.JSONDecoder().raw_decode(text, found.end())[0]
+
+
 def _counts_names(schema: Any) -> bool:
     """Return whether a schema asks for several properties, whichever: grammars do not keep two from having one
     name."""
     if isinstance(schema, dict):
         least = schema.get("minProperties")
-        return (isinstance(least, int) and least > 1) or any(map(_counts_names, schema.values()))
+        return (isinstance(least, int | float) and least > 1) or any(map(_counts_names, schema.values()))
     return isinstance(schema, list) and any(map(_counts_names, schema))

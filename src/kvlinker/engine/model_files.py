@@ -192,16 +192,19 @@ def _file_hashes(files: Sequence[Path], state_dir: Path) -> list[str]:
     except (OSError, ValueError):
         known = {}
     known = known if isinstance(known, dict) else {}
+    is_new = False
     hashes = []
     for path in files:
         status = path.stat()
         name = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
         if not isinstance(known.get(name), str):
             known[name] = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+            is_new = True
         hashes.append(known[name])
-    try:
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(place, json.dumps(known).encode())
-    except OSError as error:
-        logger.warning("The model's weight files are hashed again next time: %s", error)
+    if is_new:
+        try:
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(place, json.dumps(known).encode())
+        except OSError as error:
+            logger.warning("The model's weight files are hashed again next time: %s", error)
     return hashes

@@ -45,18 +45,17 @@ class Recognizer:
         self._tenants: OrderedDict[str, _TenantTexts] = OrderedDict()
 
     def mark(
-        self, messages: Sequence[ChatMessage[CachedPart]], *, opening: str = "", tenant: str, notes: bool = True
+        self, messages: Sequence[ChatMessage[CachedPart]], *, tenant: str, notes: bool = True
     ) -> list[ChatMessage[CachedPart]]:
         """Return the messages with known texts and passages that come again marked, and remember all others.
 
         What a prompt has in common with the beginning of an earlier one does not come again by that: it is reused as it
-        was computed. ``opening`` stands for what is in the prompt before the messages, such as tools. Without
-        ``notes``, nothing is remembered.
+        was computed. Without ``notes``, nothing is remembered.
         """
         texts = self._texts_of(tenant)
         with texts.lock:
             self._load(texts, tenant)
-            reading = _Reading(texts, opening)
+            reading = _Reading(texts)
             marked = [reading.mark(message) for message in messages]
             if notes:
                 texts.remember(reading)
@@ -103,7 +102,7 @@ class _TenantTexts:
 class _Reading:
     """Reads one prompt, message by message."""
 
-    def __init__(self, texts: _TenantTexts, opening: str) -> None:
+    def __init__(self, texts: _TenantTexts) -> None:
         self.fresh: list[list[Unit]] = []
         """The units behind what began as an earlier prompt did, in rows."""
 
@@ -112,7 +111,6 @@ class _Reading:
 
         self._texts = texts
         self._digest = hashlib.sha256()
-        self._read(opening + PART_END)
 
     def mark(self, message: ChatMessage[CachedPart]) -> ChatMessage[CachedPart]:
         """Return a message with texts marked."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.prompt.chat import DEFAULT_OPTIONS, ChatTemplate
+from kvlinker.prompt.answer_forms.form import AnswerForm
+from kvlinker.prompt.chat import DEFAULT_OPTIONS, NO_DEFINITIONS, ChatTemplate
 from kvlinker.prompt.encoding import TextEncoder, require_unicode
 from kvlinker.prompt.length import LengthLimit
-from kvlinker.prompt.responses import ResponseFormat
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
 from kvlinker.types.chunks import Chunk, GenerationContext
 from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
+from kvlinker.types.tools import Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -62,13 +63,18 @@ class PromptBuilder:
         return tuple(token for text in header if isinstance(text, str) for token in self.encoder.encode_prompt(text))
 
     @cached_property
-    def responses(self) -> ResponseFormat:
+    def answer_form(self) -> AnswerForm:
         """The form in which the model writes reasoning and calls of tools."""
-        return ResponseFormat.of(self._tokenizer, self._template.source)
+        return AnswerForm.of(self._tokenizer, self._template.source)
 
     def has_variable(self, name: str) -> bool:
         """Return whether the chat template has a variable of this name that callers may set."""
         return self._template.has_variable(name)
+
+    def definition(self, tool: Tool) -> str | None:
+        """Return the text by which prompts describe a tool; None where the chat template writes none that can be told
+        from what stands around it."""
+        return self._template.definition(tool)
 
     def encode_chunk(self, text: str, context: GenerationContext | None = None) -> Chunk:
         """Make the chunk of a text. Special tokens that the text spells are plain text in it.
@@ -114,10 +120,12 @@ class PromptBuilder:
         documents: Sequence[Document[Chunk]] = (),
         *,
         options: TemplateOptions = DEFAULT_OPTIONS,
+        definitions: Mapping[str, Chunk] = NO_DEFINITIONS,
     ) -> Prompt:
         """Build the prompt of a conversation about documents, up to where the assistant's answer begins.
 
-        Messages of text alone give exactly the ids of the tokenizer's ``apply_chat_template``.
+        Chunks take the places of ``definitions``, texts that ``definition`` gave, where each stands in the prompt just
+        once. Messages of text alone give exactly the ids of the tokenizer's ``apply_chat_template``.
         Raises InvalidRequestError (``messages``) for no messages, text that is not valid Unicode, and messages that the
         chat template does not accept or not show; ContextLengthError for texts that are far too long for the model.
         """
@@ -128,7 +136,8 @@ class PromptBuilder:
         texts = [part for m in messages for part in (m.name or "", *m.content) if isinstance(part, str)]
         texts += [document.text for document in documents if isinstance(document.text, str)]
         self.check_texts(texts, param="messages")
-        return self._prompt(self._template.render(messages, documents, options=options), param="messages")
+        parts = self._template.render(messages, documents, options=options, definitions=definitions)
+        return self._prompt(parts, param="messages")
 
     def completion(self, prompt: str | Sequence[int] | Sequence[str | Chunk]) -> Prompt:
         """Build the prompt of a completion. Token ids are taken as they are; texts and chunks stand one after the

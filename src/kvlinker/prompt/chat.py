@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 
 from kvlinker.errors import InvalidRequestError, ModelLoadError
+from kvlinker.prompt.definitions import repeated_text, with_definitions
 from kvlinker.prompt.encoding import require_unicode
 from kvlinker.prompt.sections import needs_tool_section, with_documents, with_tool_section
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
+from kvlinker.types.tools import Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
 DEFAULT_OPTIONS = TemplateOptions()
+
+NO_DEFINITIONS: Mapping[str, Chunk] = MappingProxyType({})
+
+MOST_DEFINITIONS = 1024
+"""The tools whose definitions' texts are remembered; of more, those that were asked for last."""
+
+_PROBE: ChatMessage[Chunk] = ChatMessage("user", ("text",))
 
 
 class ChatTemplate:
@@ -41,8 +52,9 @@ class ChatTemplate:
             self._template = tokenizer.get_chat_template(chat_template)
         except ValueError:
             self._template = None
+        self._definition = lru_cache(MOST_DEFINITIONS)(self._find_definition)
         with suppress(InvalidRequestError):
-            self.render([ChatMessage("user", ("text",))])
+            self.render([_PROBE])
 
     @property
     def source(self) -> str | None:
@@ -60,18 +72,34 @@ class ChatTemplate:
         documents: Sequence[Document[Chunk]] = (),
         *,
         options: TemplateOptions = DEFAULT_OPTIONS,
+        definitions: Mapping[str, Chunk] = NO_DEFINITIONS,
     ) -> list[str | Chunk]:
         """Return the prompt's texts and chunks in order, up to where the assistant's answer begins.
 
         Tools and documents go where the template shows them, and into the messages where it shows no tools, or does not
-        show each document once. Raises InvalidRequestError (``messages``) when there is no template, when it raises, or
-        when it does not show every chunk exactly once, or no names of speakers; and ``chat_template_kwargs`` for
-        variables that it has not.
+        show each document once. Chunks take the places of ``definitions``, texts that ``definition`` gave, where each
+        stands in the prompt just once. Raises InvalidRequestError (``messages``) when there is no template, when it
+        raises, or when it does not show every chunk exactly once, or no names of speakers; and
+        ``chat_template_kwargs`` for variables that it has not.
         """
         if documents and self._takes_documents:
             with suppress(InvalidRequestError):
-                return self._shown(messages, documents, options)
-        return self._shown(with_documents(messages, documents) if documents else messages, (), options)
+                return with_definitions(self._shown(messages, documents, options), definitions)
+        shown = self._shown(with_documents(messages, documents) if documents else messages, (), options)
+        return with_definitions(shown, definitions)
+
+    def definition(self, tool: Tool) -> str | None:
+        """Return the text by which prompts describe a tool; None where the template writes none that can be told from
+        what stands around it."""
+        return self._definition(json.dumps(tool))
+
+    def _find_definition(self, tool_json: str) -> str | None:
+        tool = json.loads(tool_json)
+        try:
+            once, twice = (self._shown([_PROBE], (), TemplateOptions(tools=(tool,) * count)) for count in (1, 2))
+        except InvalidRequestError:
+            return None
+        return repeated_text("".join(map(str, once)), "".join(map(str, twice)))
 
     @property
     def _takes_documents(self) -> bool:

@@ -79,6 +79,7 @@ def create_app(llm: LLM, settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await run_in_threadpool(llm.oversight.resume)
         sweeper = asyncio.create_task(sweep_forever(llm.caches))
         try:
             yield

@@ -14,7 +14,7 @@ from kvlinker.store.catalog.room import Room
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.chunk_store import ChunkStore
 from kvlinker.store.format.encryption import Cipher, load_cipher
-from kvlinker.store.loading.speeds import Speeds
+from kvlinker.store.speeds import Speeds
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage
 from kvlinker.store.tiers.configured import TierSetup, configured_tiers
 from kvlinker.store.tiers.device import DeviceTier

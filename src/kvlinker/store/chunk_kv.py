@@ -1,4 +1,4 @@
-"""The KV of one chunk, as the engine makes it and the store keeps it."""
+"""Holds the KV of one chunk, in memory or in a copy that is read layer by layer."""
 
 from __future__ import annotations
 
@@ -48,6 +48,42 @@ class ChunkKV:
     def layer(self, index: int) -> LayerKV:
         """Return one layer, as ``ArrivingKV.layer`` does. Raises IndexError."""
         return self.layers[index]
+
+
+class LayerLostError(Exception):
+    """Raised when a layer cannot be read from this copy of the chunk; the message says why."""
+
+
+class ChunkReader(Protocol):
+    """An opened copy of a chunk, whose header has been read and verified. One thread at a time uses it."""
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that the chunk has."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are read for all layers, as the tier keeps them."""
+        ...
+
+    @property
+    def scores(self) -> ChunkScores | None:
+        """The scores that are stored with the chunk."""
+        ...
+
+    def read(self, layer: int) -> LayerKV:
+        """Read, verify and decode one layer. Raises LayerLostError."""
+        ...
+
+    def close(self) -> None:
+        """Close the copy. Idempotent."""
+        ...
 
 
 class ResidentForm(Protocol):

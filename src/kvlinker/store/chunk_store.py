@@ -11,16 +11,17 @@ from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from kvlinker.events import ChunkLoaded, ChunkLookup, Events
 from kvlinker.store.chunk_kv import AsComputed, ChunkKV, ResidentForm, changed
 from kvlinker.store.eviction import use_weight
 from kvlinker.store.holds import Hold, Holds
 from kvlinker.store.loading.arriving import KV
+from kvlinker.store.loading.bandwidths import Bandwidths, LoadTime
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
-from kvlinker.store.loading.speeds import Speeds
-from kvlinker.store.loading.throughput import Bandwidths, LoadTime
+from kvlinker.store.speeds import Speeds
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
 from kvlinker.store.tiers.device import DeviceTier
@@ -146,16 +147,12 @@ class ChunkStore:
     def load_time(self, keys: Sequence[str]) -> LoadTime | None:
         """Return the expected time of reading these chunks, each from the fastest tier that has it; None where such a
         tier has not been measured. Chunks in memory, or in no tier, take no time. Does not count as a use."""
-        times = []
+        reads: list[tuple[str, int]] = []
         for key in set(keys):
-            if self.is_resident(key):
-                continue
-            for tier in self._tiers[1:]:
-                nbytes = tier.nbytes(key)
-                if nbytes is not None:
-                    times.append(self.bandwidths.time(tier.name, nbytes))
-                    break
-        return None if None in times else sum((time for time in times if time), LoadTime())
+            if not self.is_resident(key):
+                sizes = ((tier.name, tier.nbytes(key)) for tier in self._tiers[1:])
+                reads += islice(((tier, nbytes) for tier, nbytes in sizes if nbytes is not None), 1)
+        return self.bandwidths.time(reads)
 
     def load_ahead(self, keys: Sequence[str]) -> None:
         """Bring these chunks to memory for the next prompt. As nobody waits for them now, those of one prompt at a time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -114,18 +115,24 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class ResponsePiece:
-    """New output of an answer in a conversation, told apart by what it is."""
+class AnswerPiece:
+    """Brings new output of an answer in a conversation, told apart by what it is."""
 
     content: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
 
+    @classmethod
+    def joined(cls, pieces: Sequence[AnswerPiece]) -> AnswerPiece:
+        """Return pieces as one, which does not tell their order."""
+        return cls(
+            "".join(piece.content for piece in pieces),
+            "".join(piece.reasoning for piece in pieces),
+            tuple(call for piece in pieces for call in piece.calls),
+        )
+
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
-
-    def __add__(self, other: ResponsePiece) -> ResponsePiece:
-        return ResponsePiece(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
 @dataclass(frozen=True, slots=True)

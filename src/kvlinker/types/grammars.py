@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from kvlinker.errors import InvalidRequestError
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:
@@ -35,6 +37,24 @@ class AnswerGrammar:
     def json_object(cls, *, param: str = "grammar") -> Self:
         """Make the grammar of all JSON objects."""
         return cls.json_schema({"type": "object"}, param=param)
+
+    @classmethod
+    def response_format(cls, form: Mapping[str, Any]) -> Self | None:
+        """Make the grammar of a ``response_format``, as OpenAI's API has it; None where any text will do. Raises
+        InvalidRequestError for a form that is not known."""
+        param = "response_format"
+        match form:
+            case {"type": "text"}:
+                return None
+            case {"type": "json_object"}:
+                return cls.json_object(param=param)
+            case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
+                return cls.json_schema(schema, param=f"{param}.json_schema.schema")
+        raise InvalidRequestError(
+            f"'response_format' is {form!r}, but must be {{'type': 'text'}}, {{'type': 'json_object'}}, or "
+            "{'type': 'json_schema', 'json_schema': {'schema': …}}.",
+            param=param,
+        )
 
     @classmethod
     def choice(cls, texts: Sequence[str], *, param: str = "grammar") -> Self:

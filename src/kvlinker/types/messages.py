@@ -16,6 +16,9 @@ from kvlinker.types.tools import Tool
 Cached = TypeVar("Cached")
 """The type that stands for cached text: ``CachedPart``, or ``Chunk`` once that is looked up."""
 
+MARKS = ("cache_control", "prompt_cache_breakpoint")
+"""The fields of content parts and tools that mark them as chunks: Anthropic's and OpenAI's."""
+
 Content = tuple[str | Cached, ...]
 """Fresh texts and cached text in the order in which the model reads them; nothing is added between two parts."""
 
@@ -102,7 +105,7 @@ class TemplateOptions:
     """Says how a chat template is rendered."""
 
     tools: tuple[Tool, ...] = field(default=(), hash=False)
-    """The tools that the model may call."""
+    """The tools that the model may call; those with one of ``MARKS`` are to be chunks."""
 
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Variables of the template's own, such as ``enable_thinking``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
-from types import MappingProxyType
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.types.grammars import AnswerGrammar
@@ -25,6 +24,12 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 _WHOLE = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs")
+COLDEST = 1e-5
+"""Lower temperatures are greedy: logits divided by less would overflow."""
+
+TOKEN_IDS = 2**31
+"""No model has so many tokens: ids are below."""
+
 MOST_BIAS = 100
 """The largest number that ``logit_bias`` adds to a logit, or takes from it."""
 
@@ -33,10 +38,10 @@ MOST_BIAS = 100
 class SamplingParams:
     """Says how tokens are chosen and when to stop; the names and defaults are OpenAI's and vLLM's.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``min_p`` 0 are off. ``logprobs`` None gives none, k gives the
-    sampled token's and the k best alternatives'; ``prompt_logprobs`` does so for the tokens behind the prompt's last
-    context cache. ``max_tokens`` None means up to the context window. Before ``min_tokens``, nothing but a full window
-    ends the answer.
+    ``temperature`` 0 is greedy, and so is one below ``COLDEST``. ``top_k`` 0 and ``min_p`` 0 are off.
+    ``logprobs`` None gives none, k gives the sampled token's and the k best alternatives'; ``prompt_logprobs`` does so
+    for the tokens behind the prompt's last context cache. ``max_tokens`` None means up to the context window. Before
+    ``min_tokens``, nothing but a full window ends the answer.
     """
 
     temperature: float = 1.0
@@ -68,6 +73,18 @@ class SamplingParams:
     grammar: AnswerGrammar | None = None
     """The grammar that the answer follows, which then also decides where it may end."""
 
+    @property
+    def greedy(self) -> bool:
+        """True if no token is drawn: each is the likeliest of those that may come."""
+        return self.temperature < COLDEST
+
+    @property
+    def takes_the_most_likely(self) -> bool:
+        """True if each token is the one that the model finds the most likely, with nothing changed or forbidden."""
+        penalised = self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+        forbids = self.grammar is not None or bool(self.bad_words or self.min_tokens)
+        return self.greedy and not (penalised or forbids or self.logit_bias)
+
     def __post_init__(self) -> None:
         """Check the values. Raises InvalidRequestError, naming the parameter, for those out of range."""
         self._check_types()
@@ -79,8 +96,10 @@ class SamplingParams:
                 raise InvalidRequestError(f"{name} is {texts!r}, but must be texts that are not empty.", param=name)
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(self, name):
-                if type(token) is not int:
-                    raise InvalidRequestError(f"{token!r} in {name} is no token id, a whole number.", param=name)
+                if type(token) is not int or not 0 <= token < TOKEN_IDS:
+                    raise InvalidRequestError(
+                        f"{token!r} in {name} is no token id, a whole number from 0 to {TOKEN_IDS - 1}.", param=name
+                    )
         for token, bias in self.logit_bias.items():
             if not isinstance(bias, int | float) or not -MOST_BIAS <= bias <= MOST_BIAS:
                 raise InvalidRequestError(
@@ -107,7 +126,7 @@ class SamplingParams:
                 f"logit_bias is {self.logit_bias!r}, but must be a mapping from token ids to numbers.",
                 param="logit_bias",
             )
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         if not isinstance(self.seed, Integral | None):
             raise InvalidRequestError(f"seed is {self.seed!r}, but must be a whole number.", param="seed")
 

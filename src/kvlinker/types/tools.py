@@ -10,8 +10,8 @@ from typing import Any
 from kvlinker.errors import InvalidRequestError
 
 Tool = Mapping[str, Any]
-"""A definition: ``{"type": "function", "function": {"name", "description"?, "parameters"?}}``; parameters are a JSON
-schema."""
+"""A definition: ``{"type": "function", "function": {"name", "description"?, "parameters"?, "strict"?}}``, where
+parameters are a JSON schema. A mark beside the function, such as ``cache_control``, makes a chunk of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,18 @@ def function_of(tool: Tool) -> Mapping[str, Any]:
     """Return the function that a definition describes."""
     function: Mapping[str, Any] = tool["function"]
     return function
+
+
+def shown_tool(tool: Tool) -> Tool:
+    """Return a definition as prompts show it, with its marks: ``strict`` is none of the model's business."""
+    return {**tool, "function": {name: value for name, value in function_of(tool).items() if name != "strict"}}
+
+
+def enforced_tool(tool: Tool) -> Tool:
+    """Return a definition as far as calls are enforced to follow it: with parameters of any form for a function that is
+    not strict."""
+    function = function_of(tool)
+    return tool if function.get("strict") else {**tool, "function": {**function, "parameters": {"type": "object"}}}
 
 
 def template_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -403,11 +404,15 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
 
 
 def _is_rotary(module: nn.Module) -> bool:
-    """Return whether the module rotates queries and keys: some of vLLM's classes share no base class with the
-    others."""
-    if isinstance(module, RotaryEmbeddingBase):
-        return True
-    return list(inspect.signature(module.forward).parameters)[:3] == ["positions", "query", "key"]
+    """Return whether the module rotates queries and keys."""
+    return isinstance(module, RotaryEmbeddingBase) or _takes_positions_and_keys(type(module))
+
+
+@cache
+def _takes_positions_and_keys(kind: type[nn.Module]) -> bool:
+    """Return whether modules of this class are called as rotary embeddings are: some of vLLM's classes share no base
+    class with the others."""
+    return list(inspect.signature(kind.forward).parameters)[1:4] == ["positions", "query", "key"]
 
 
 def forget_prefix(manager: Any, request: Any) -> None:

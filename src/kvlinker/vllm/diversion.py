@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
+from kvlinker.types.messages import MARKS
 from kvlinker.vllm.forwarding import read_body, replayed
 
 OUTER = "kvlinker.outer"
@@ -16,14 +17,13 @@ OUTER = "kvlinker.outer"
 
 _PASSED = "kvlinker.passed"
 
-MARKS = ("cache_control", "prompt_cache_breakpoint")
-_CONTENT = ("messages", "prompt", "input", "system")
+_CONTENT = ("messages", "prompt", "input", "system", "tools")
 _HINTS = tuple(f'"{word}"'.encode() for word in ("link", "context_cache", *MARKS))
 
 
 def is_linked(body: bytes) -> bool:
-    """Return whether a request asks for linking: has a field ``link``, a context cache, or a text that is marked as
-    one."""
+    """Return whether a request asks for linking: has a field ``link``, a context cache, or a text or a tool that
+    is marked as one."""
     if not any(hint in body for hint in _HINTS):
         return False
     try:

@@ -83,7 +83,7 @@ def _start(settings: Settings, client: VLLMClient, vllm_config: Any) -> LLM:
 def settings_of(vllm_config: Any, args: Namespace) -> Settings:
     """Return kvlinker's settings for this vLLM: the connector's options, and the model's.
 
-    Raises InvalidRequestError where vLLM was started without the connector.
+    Raises InvalidRequestError where vLLM was started without the connector, and where answers are to be audited.
     """
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector != NAME:
@@ -96,7 +96,7 @@ def settings_of(vllm_config: Any, args: Namespace) -> Settings:
     ConnectorOptions.taken_from(options)
     model = vllm_config.model_config
     served = getattr(args, "served_model_name", None)
-    return connector_settings(
+    settings = connector_settings(
         {
             "engine": "vllm",
             "model": model.model,
@@ -109,3 +109,10 @@ def settings_of(vllm_config: Any, args: Namespace) -> Settings:
         }
         | options
     )
+    if settings.audit:
+        raise InvalidRequestError(
+            "The answers of vLLM's own server are its handlers', so that they cannot be audited, and no quality target "
+            "can be kept. Leave out audit and quality_target, or serve the model with kvlinker serve --engine vllm.",
+            param="audit",
+        )
+    return settings

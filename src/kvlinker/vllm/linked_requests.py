@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
@@ -29,8 +29,8 @@ from kvlinker.server.edge.errors import blaming
 from kvlinker.server.fields.bodies import MAX_CHOICES, DocumentBody, LinkOptions
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.models import ServiceParam
-from kvlinker.types.messages import ContextCacheReference, MarkedText, TemplateOptions, TokenIds
-from kvlinker.vllm.diversion import MARKS, OUTER, Diversion
+from kvlinker.types.messages import MARKS, ContextCacheReference, MarkedText, TemplateOptions, TokenIds
+from kvlinker.vllm.diversion import OUTER, Diversion
 from kvlinker.vllm.forwarding import Answer, AnswerEditor, json_bytes, replayed, with_length
 from kvlinker.vllm.frontend.engine import VLLMEngine
 from kvlinker.vllm.frontend.preparation import PreparedPrompt
@@ -95,13 +95,15 @@ class LinkedRequests:
         fields = json.loads(await request.body())
         plain = {name: value for name, value in fields.items() if name != "link"}
         plain["messages"] = [_plain_message(message) for message in fields["messages"]]
+        if isinstance(fields.get("tools"), list):
+            plain["tools"] = [_unmarked(tool) for tool in fields["tools"]]
         try:
             asked = ChatCompletionRequest.model_validate(copy.deepcopy(plain))
         except (ValidationError, VLLMValidationError):
             return _Forwarded(self._diversion, plain)  # vLLM says what is wrong
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]
-        options, link = self._template_options(asked), body.link or LinkOptions()
+        options, link = self._template_options(asked, fields.get("tools") or ()), body.link or LinkOptions()
 
         def read() -> ReadPrompt:
             return service.llm.read_chat(
@@ -151,12 +153,13 @@ class LinkedRequests:
         plain["kv_transfer_params"] = dict(prepared.params)
         return self._linked(plain, found, prepared, tenant)
 
-    def _template_options(self, asked: ChatCompletionRequest) -> TemplateOptions:
-        """Return how vLLM would render the chat template for a request."""
+    def _template_options(self, asked: ChatCompletionRequest, given: Sequence[Mapping[str, Any]]) -> TemplateOptions:
+        """Return how vLLM would render the chat template for a request, with the marks of the tools as ``given``."""
         hidden = asked.tool_choice == "none" and self._renderer.exclude_tools_when_tool_choice_none
         variables = self._renderer.effective_chat_template_kwargs(asked)
+        tools = zip(asked.tools or (), given, strict=True)
         return TemplateOptions(
-            tools=() if hidden else tuple(tool.model_dump() for tool in asked.tools or ()),
+            tools=() if hidden else tuple(tool.model_dump() | _marks(each) for tool, each in tools),
             variables={
                 name: value
                 for name, value in variables.items()
@@ -256,9 +259,17 @@ def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
-    if part["type"] == "context_cache":
-        return {"type": "text", "text": ""}
-    return {name: value for name, value in part.items() if name not in MARKS}
+    return {"type": "text", "text": ""} if part["type"] == "context_cache" else _unmarked(part)
+
+
+def _unmarked(given: Any) -> Any:
+    """Return a part or a tool without its marks."""
+    return {name: value for name, value in given.items() if name not in MARKS} if isinstance(given, dict) else given
+
+
+def _marks(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the marks of a tool alone."""
+    return {name: given[name] for name in MARKS if name in given}
 
 
 def _check_linkable(fields: Mapping[str, Any], refused: Mapping[str, str]) -> None:

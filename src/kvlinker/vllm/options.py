@@ -25,7 +25,7 @@ class ConnectorOptions(BaseModel):
     """The most tokens that a step links while other requests are being computed."""
 
     slowdown: float = Field(SLOWDOWN, gt=1)
-    """The factor by which linking may lengthen the time between others' tokens, on average."""
+    """The factor by which linking one request may lengthen the time between others' tokens, on average."""
 
     allow_untested: bool = False
     """True to run in versions of vLLM that kvlinker was not tested with."""

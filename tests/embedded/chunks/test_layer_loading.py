@@ -10,9 +10,9 @@ from kvlinker.embedded.requests.linked import LinkedRequest
 from kvlinker.errors import EngineClosedError
 from kvlinker.events import ChunkDamaged, ChunkLoaded, ChunkLookup
 from kvlinker.store import DiskTier, HostTier
+from kvlinker.store.chunk_kv import LayerLostError
+from kvlinker.store.loading import bandwidths as bandwidth
 from kvlinker.store.loading import prompt_load
-from kvlinker.store.loading import throughput as bandwidth
-from kvlinker.store.loading.arriving import LayerLostError
 from kvlinker.store.tiers import object_tier
 from tests.embedded.conftest import Bench, linked_prompt
 

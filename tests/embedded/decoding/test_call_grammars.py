@@ -6,9 +6,9 @@ import pytest
 
 from kvlinker.embedded.decoding.grammars import GrammarGuides
 from kvlinker.errors import InvalidRequestError
-from kvlinker.prompt.responses import ResponseFormat
+from kvlinker.prompt.answer_forms.form import AnswerForm
 from kvlinker.types.grammars import AnswerGrammar
-from tests.prompt.test_responses import ONE_CALL, TAILS, TEMPLATES, TIME, TWO_CALLS
+from tests.prompt.test_answer_forms import ONE_CALL, TAILS, TEMPLATES, TIME, TWO_CALLS
 from tests.server.serving import tiny_model
 
 WEATHER = {
@@ -41,8 +41,8 @@ def takes(guides: GrammarGuides, grammar: AnswerGrammar, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def way(name: str) -> ResponseFormat:
-    return ResponseFormat.of(tiny_model().tokenizer, TEMPLATES[name])
+def way(name: str) -> AnswerForm:
+    return AnswerForm.of(tiny_model().tokenizer, TEMPLATES[name])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -1,4 +1,6 @@
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -116,6 +118,9 @@ def test_logprobs_only_where_wanted():
         ("prompt_logprobs", 1001),
         ("bad_words", ("",)),
         ("stop_token_ids", ("a",)),
+        ("stop_token_ids", (2**70,)),
+        ("stop_token_ids", (-1,)),
+        ("logit_bias", {2**70: 1}),
         ("logit_bias", {"a": 1}),
         ("logit_bias", {5: 101}),
         ("logit_bias", {5: "much"}),
@@ -135,6 +140,11 @@ def test_parameters_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(InvalidRequestError, match=name) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
+
+
+def test_parameters_can_be_copied_and_sent_to_another_process():
+    params = SamplingParams(logit_bias={5: 1}, stop=("a",))
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
 
 
 def test_whole_numbers_and_a_single_stop_text_will_do():

@@ -141,7 +141,7 @@ def test_steps_that_tell_nothing_of_prompts_do_not_count():
     throughput.note(decoding(*[200] * 64, beside=[(0, 4)]), 50.0)
     throughput.note(batch((0, 4)), 50.0)
     throughput.note(batch((0, 512), refinement=object()), 50.0)
-    kv = ArrivingKV(layer_count=2, tokens=5, nbytes=1)
+    kv = ArrivingKV(layer_count=2, tokens=5)
     throughput.note(batch((5, 512), shared=(SharedChunk(kv, 0, 0, 0, 5),)), 50.0)
     assert throughput.prefill_seconds(512) == pytest.approx(1.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -14,15 +14,18 @@ from hypothesis import strategies as st
 
 from kvlinker.events import ChunkDamaged, ChunkLoaded, ChunkLookup
 from kvlinker.store import ChunkKV, ChunkStore, DiskTier, HostTier, LayerKV, Speeds
+from kvlinker.store.chunk_kv import ChunkReader, LayerLostError
+from kvlinker.store.loading import bandwidths as bandwidth
 from kvlinker.store.loading import loader as module
-from kvlinker.store.loading import prompt_load, throughput
-from kvlinker.store.loading.arriving import KV, ArrivingKV, ChunkReader, LayerLostError, ResidentReader
+from kvlinker.store.loading import prompt_load
+from kvlinker.store.loading.arriving import KV, ArrivingKV
+from kvlinker.store.loading.bandwidths import DRIFT_NOTES, LoadTime
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency, preload_depth
-from kvlinker.store.loading.throughput import DRIFT_NOTES, LoadTime
 from kvlinker.store.tiers import object_tier
 from kvlinker.store.tiers.base import Tier
-from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
+from kvlinker.store.tiers.host import ResidentReader
+from tests.store.store_chunks import Recorder, awaited, chunk_kv, key_of, same_kv
 
 PLENTY = 1 << 24
 TIMEOUT = 10.0
@@ -95,7 +98,7 @@ def complete(futures: Sequence[Future[KV | None]]) -> list[ChunkKV | None]:
 def whole(kv: KV | None) -> ChunkKV | None:
     if not isinstance(kv, ArrivingKV):
         return kv
-    layers = [kv.wait(layer, TIMEOUT) for layer in range(kv.layer_count)]
+    layers = [awaited(kv, layer) for layer in range(kv.layer_count)]
     assert not kv.lost, "the chunk was lost"
     return ChunkKV(tuple(layer for layer in layers if layer is not None), kv.scores)
 
@@ -141,7 +144,8 @@ def test_who_came_first_is_served_first(loader: LayerLoader, monkeypatch: pytest
 def test_reading_that_takes_the_computations_processors_comes_first(
     loader: LayerLoader, monkeypatch: pytest.MonkeyPatch, share: float, shares: bool, begins: int
 ) -> None:
-    monkeypatch.setattr(throughput, "BUSY_SHARE", share)
+    monkeypatch.setattr(bandwidth, "BUSY_SHARE", share)
+    loader.bandwidths.note("far", 1 << 40, 1.0, 1.0)
     ended: list[LoadedChunk | None] = []
     reader = ScriptedReader(1, [])
     reader.permits = threading.Semaphore(begins - 1)
@@ -162,12 +166,12 @@ def test_layers_can_be_waited_for(loader: LayerLoader) -> None:
     chunk = chunk_of(reader, ended)
     loader.load([chunk], ENDLESS)
     kv = arriving(chunk)
-    assert (kv.tokens, kv.nbytes, kv.scores) == (reader.kv.tokens, reader.nbytes, None)
+    assert (kv.tokens, kv.scores) == (reader.kv.tokens, None)
     assert kv.layer(0) is reader.kv.layers[0]
     assert kv.layer(3) is None
     threading.Timer(0.05, reader.permits.release, [3]).start()
     begin = time.monotonic()
-    assert kv.wait(3, TIMEOUT) is reader.kv.layers[3]
+    assert awaited(kv, 3) is reader.kv.layers[3]
     assert time.monotonic() - begin >= 0.04
     assert kv.complete
 
@@ -196,7 +200,7 @@ def test_a_lost_layer_loses_its_chunk_and_no_other(loader: LayerLoader) -> None:
     readers[0].permits.release()
     wait_for(ended, 2)
     assert broken.lost
-    assert [broken.wait(layer, TIMEOUT) is None for layer in range(4)] == [False, False, True, True]
+    assert [awaited(broken, layer) is None for layer in range(4)] == [False, False, True, True]
     (sound,) = complete([wanted[1].begun])
     assert sound is not None
     assert same_kv(sound, readers[1].kv)
@@ -218,7 +222,7 @@ def test_what_comes_too_late_for_the_computation_is_lost_with_all_of_the_prompt(
     loader.load(chunks, Urgency(compute=0.1, prefill=1e6))
     found = [arriving(chunk) for chunk in chunks]
     begin = time.monotonic()
-    assert [kv.wait(3, TIMEOUT) for kv in found] == [None, None]
+    assert [awaited(kv, 3) for kv in found] == [None, None]
     assert 0.2 < time.monotonic() - begin < TIMEOUT / 2
     assert all(kv.lost for kv in found)
     assert ended == [None, None]
@@ -242,7 +246,7 @@ def test_who_holds_nobody_up_begins_with_the_first_layer_and_may_wait_for_the_re
     time.sleep(0.3)  # longer than the computation takes, but not longer than the reading
     assert not kv.lost
     reader.permits.release(4)
-    assert kv.wait(3, TIMEOUT) is not None
+    assert awaited(kv, 3) is not None
 
 
 def test_what_cannot_begin_in_time_is_given_up(loader: LayerLoader) -> None:
@@ -284,7 +288,7 @@ def test_a_slow_tier_is_tried_again_after_a_while(loader: LayerLoader, monkeypat
     loader.bandwidths.note("slow", 1000, 1.0)
     assert loader.bandwidths.worth_loading("slow", 1000, 1.5)
     assert not loader.bandwidths.worth_loading("slow", 1000, 0.5)
-    monkeypatch.setattr(throughput, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(bandwidth, "FRESH_SECONDS", 0.0)
     assert loader.bandwidths.worth_loading("slow", 1000, 0.5)
 
 
@@ -304,7 +308,7 @@ def test_with_the_preloaded_layers_none_is_missing_in_its_turn(layers: int, comp
 
 
 def empty(layers: int = 2) -> ArrivingKV:
-    return ArrivingKV(layers, tokens=3, nbytes=5)
+    return ArrivingKV(layers, tokens=3)
 
 
 def test_layers_that_cannot_be_are_refused() -> None:
@@ -329,23 +333,23 @@ def test_what_was_given_up_takes_no_further_layer_and_keeps_those_it_has() -> No
     assert not kv.deliver(second)
     assert kv.lost
     assert (kv.layer(0), kv.layer(1), kv.delivered) == (first, None, 1)
-    assert kv.wait(1, TIMEOUT) is None
+    assert awaited(kv, 1) is None
 
 
-def test_who_waits_in_vain_loses_nothing() -> None:
+def test_who_looks_too_early_loses_nothing() -> None:
     kv = empty()
-    assert kv.wait(0, 0.01) is None
+    assert kv.layer(0) is None
     assert not kv.lost
     layer = chunk_kv(1).layers[0]
     assert kv.deliver(layer)
-    assert kv.wait(0, 0.0) is layer
+    assert kv.layer(0) is layer
 
 
 def test_whoever_waits_notices_at_once_that_layers_are_lost() -> None:
     kv = empty()
     threading.Timer(0.05, kv.give_up).start()
     begin = time.monotonic()
-    assert kv.wait(1, TIMEOUT) is None
+    assert awaited(kv, 1) is None
     assert time.monotonic() - begin < TIMEOUT / 2
 
 
@@ -591,12 +595,33 @@ def test_where_a_copy_fails_another_tiers_goes_on(another: bool) -> None:
             assert found is not None
             assert same_kv(found, chunk_kv(1))
         elif isinstance(kv, ArrivingKV):  # the first copy's speed is known, and its first layer was enough to begin
-            kv.wait(1, TIMEOUT)
+            awaited(kv, 1)
             assert kv.lost
         else:
             assert kv is None
     assert reads_of(slow, 1) == ([1] if another else []), "it goes on where the first copy failed"
     store.close()
+
+
+def test_who_joins_between_two_copies_gets_the_layers_of_both(loader: LayerLoader) -> None:
+    looks, found = threading.Event(), threading.Event()
+    readers = {"near": ScriptedReader(1, [], fails=2), "far": ScriptedReader(1, [])}
+
+    def find(tried: Set[str]) -> OpenedChunk:
+        tier = "far" if tried else "near"
+        if tried:
+            looks.set()
+            assert found.wait(TIMEOUT)
+        return OpenedChunk(tier, readers[tier])
+
+    first, second = ChunkLoad("key", find), ChunkLoad("key", find)
+    loader.load([first], ENDLESS)
+    assert looks.wait(TIMEOUT)
+    loader.load([second], ENDLESS)
+    found.set()
+    for kv in complete([first.begun, second.begun]):
+        assert kv is not None
+        assert same_kv(kv, readers["far"].kv)
 
 
 # --- reads that hang
@@ -675,7 +700,7 @@ def test_a_read_that_hangs_is_lost_to_all_who_wait_whatever_their_deadlines(load
     for chunk in chunks:
         loader.load([chunk], ENDLESS)
     begin = time.monotonic()
-    assert [arriving(chunk).wait(1, TIMEOUT) for chunk in chunks] == [None] * 3
+    assert [awaited(arriving(chunk), 1) for chunk in chunks] == [None] * 3
     assert time.monotonic() - begin < TIMEOUT / 2
     permits.release(9)
     wait_until(lambda: reader.closed == 1)

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlinker.store import ChunkKV, LayerKV
+from kvlinker.store.chunk_kv import LayerLostError
 from kvlinker.store.loading import loader as module
 from kvlinker.store.loading import prompt_load
-from kvlinker.store.loading.arriving import KV, ArrivingKV, LayerLostError
+from kvlinker.store.loading.arriving import KV, ArrivingKV
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
-from tests.store.store_chunks import chunk_kv
+from tests.store.store_chunks import awaited, chunk_kv
 
 TIMEOUT = 20.0
 LAYERS = 4
@@ -139,7 +140,7 @@ def test_nobody_hangs_and_nobody_gets_a_wrong_layer(
 def check(truth: ChunkKV, kv: KV | None) -> None:
     """Every layer that comes is the chunk's own, and none is waited for in vain for long."""
     if isinstance(kv, ArrivingKV):
-        layers = [kv.wait(index, TIMEOUT) for index in range(LAYERS)]
+        layers = [awaited(kv, index, TIMEOUT) for index in range(LAYERS)]
         assert kv.complete or kv.lost
         assert layers == [*truth.layers[: kv.delivered], *[None] * (LAYERS - kv.delivered)]
     elif kv is not None:

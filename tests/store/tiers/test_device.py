@@ -16,8 +16,8 @@ import torch
 from kvlinker.errors import InvalidRequestError
 from kvlinker.events import ChunkEvicted, ChunkLookup
 from kvlinker.store import ChunkKV, ChunkStore, DeviceTier, HostTier, TierUsage, open_store
+from kvlinker.store.loading.bandwidths import LoadTime
 from kvlinker.store.loading.prompt_load import Urgency
-from kvlinker.store.loading.throughput import LoadTime
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
 
 PLENTY = 1 << 20

@@ -1,8 +1,19 @@
+import statistics
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.vllm.scheduler.link_throttle import CAPACITY, LEAST_TOKENS, MOST_OWED, LinkThrottle, StepWork
+from kvlinker.vllm.scheduler.link_throttle import (
+    CAPACITY,
+    LEAST_TOKENS,
+    MEASURED_EVERY,
+    MOST_OWED,
+    MOST_WAITING,
+    PAUSE,
+    LinkThrottle,
+    StepWork,
+)
 
 PLAIN = StepWork()
 
@@ -73,6 +84,32 @@ def test_a_slice_takes_as_long_as_the_rest_of_its_step():
         machine.step()
     assert machine.throttle.tokens == pytest.approx(100, rel=0.05)
     assert Machine(0.1, most=5).throttle.tokens == 5
+
+
+def test_where_more_wait_more_is_linked():
+    one, four, many = (Machine(0.1, computed=1e-3, fixed=0.0) for _ in range(3))
+    for machine, waiting in ((one, 1), (four, 4), (many, 100)):
+        machine.throttle.expect(waiting)
+        for _ in range(3):
+            machine.step()
+        machine.step(StepWork(prefilled=10))
+        machine.first = machine.throttle.tokens
+        for _ in range(40):
+            machine.step(StepWork(0, machine.throttle.tokens))
+    assert [machine.first for machine in (one, four, many)] == pytest.approx([100, 400, 100 * MOST_WAITING], rel=0.01)
+    for machine, waiting in ((one, 1), (four, 4), (many, MOST_WAITING)):
+        assert statistics.fmean(machine.gaps[4:]) == pytest.approx(0.1 * (1 + 0.5 * waiting), rel=0.15)
+
+
+def test_where_all_steps_link_some_are_kept_free_to_be_measured():
+    """So that it is noticed when more decode, who make every step longer."""
+    machine = Machine(0.1, computed=1e-3, fixed=0.0)
+    machine.step()
+    for plain in (0.1, 0.4):
+        machine.plain = plain
+        for _ in range(4 * (MEASURED_EVERY + PAUSE)):
+            machine.step(StepWork(0, machine.throttle.tokens))
+    assert machine.throttle.target_seconds == pytest.approx(1.5 * 0.4)
 
 
 def test_placing_is_learnt_where_nothing_is_computed():

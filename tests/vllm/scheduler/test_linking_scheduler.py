@@ -1,11 +1,14 @@
 """The scheduler side against a vLLM that only counts and takes its time."""
 
+import random
+import statistics
+
 import pytest
 
 from kvlinker.vllm.protocol.signature import SIGNATURE, PlanSigner
 from kvlinker.vllm.protocol.steps import StepReport
 from kvlinker.vllm.protocol.transfer_plan import PARAM, PlacedChunk, TransferPlan
-from kvlinker.vllm.scheduler.link_throttle import LinkThrottle
+from kvlinker.vllm.scheduler.link_throttle import MOST_WAITING, LinkThrottle
 from kvlinker.vllm.scheduler.linking_scheduler import LinkingScheduler, StepLimits
 
 PLAIN, COMPUTED, PLACED, PASS = 0.03, 0.003, 3e-5, 0.02
@@ -107,7 +110,7 @@ def vllm():
 @pytest.mark.parametrize("own", [32, 64])
 @pytest.mark.parametrize("runs", [(), tuple((512 * chunk, 512 * chunk + 16) for chunk in range(1, 8))])
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_neighbours_wait_no_longer_however_many_are_linked(vllm, count, runs, own):
+def test_neighbours_wait_longer_only_by_a_share_for_each_that_is_linked(vllm, count, runs, own):
     """Nor is what nobody used before saved for them."""
     for _ in range(20):
         vllm.step()
@@ -117,7 +120,31 @@ def test_neighbours_wait_no_longer_however_many_are_linked(vllm, count, runs, ow
     vllm.run()
     vllm.step()
     gaps = vllm.gaps[begin:]
-    assert sum(gaps) / len(gaps) <= 1.5 * PLAIN
+    assert sum(gaps) / len(gaps) <= (1 + 0.5 * min(count, MOST_WAITING)) * PLAIN
+
+
+def test_users_who_ask_again_and_again_are_linked_together():
+    """Although there never is a step without linking to measure, unless linking pauses."""
+    vllm, lengths = VLLM(decoders=0), random.Random(1)
+    begun, decoding, waited, passes = {}, {}, [], 0
+    runs = tuple((512 * chunk, 512 * chunk + 16) for chunk in range(1, 4))
+    for _ in range(16):
+        begun[f"r{len(begun)}"] = vllm.now
+        vllm.add(f"r{len(begun) - 1}", transfer_of(2048, runs), own=60)
+    while len(waited) < 100:
+        passes += any(each.runs for each in vllm.step().slices)
+        for name in vllm.ended.keys() - decoding.keys():
+            waited.append(vllm.now - begun[name])
+            decoding[name] = lengths.randint(16, 48)
+        vllm.decoders = 0
+        for name, left in list(decoding.items()):
+            decoding[name] = left - 1
+            vllm.decoders += left > 1
+            if left == 1:
+                begun[f"r{len(begun)}"] = vllm.now
+                vllm.add(f"r{len(begun) - 1}", transfer_of(2048, runs), own=60)
+    assert statistics.median(waited[16:]) < 6
+    assert passes < 2 * len(waited)
 
 
 def test_transfers_that_compare_cost_what_the_first_layers_do(vllm):

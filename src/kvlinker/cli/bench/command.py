@@ -19,7 +19,7 @@ from kvlinker.cli.bench.common import (
     require_folders,
     show,
 )
-from kvlinker.cli.console import BAD_USAGE, failures, progress_display
+from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_display
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
 
@@ -76,6 +76,8 @@ def _function(benchmark: Benchmark) -> Callable[..., None]:
         if benchmark.plot is not None and plot is not None:
             with failures(BAD_USAGE):
                 benchmark.plot(rows, plot)
+        if not report.passed:
+            raise typer.Exit(FAILURE)
 
     types = get_type_hints(benchmark.run, include_extras=True)
     _, *options = signature(benchmark.run).parameters.values()

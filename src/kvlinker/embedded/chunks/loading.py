@@ -23,7 +23,7 @@ from kvlinker.linking.refinement import Refinement
 from kvlinker.prompt.segments import Prompt, ReusedPrefix
 from kvlinker.store import ChunkStore
 from kvlinker.store.loading.arriving import KV, ArrivingKV
-from kvlinker.store.loading.throughput import LoadTime
+from kvlinker.store.loading.bandwidths import LoadTime
 from kvlinker.types.chunk_scores import SCORE_BYTES_PER_TOKEN
 from kvlinker.types.chunks import Chunk, chunk_key
 

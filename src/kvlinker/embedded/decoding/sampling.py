@@ -23,9 +23,6 @@ from kvlinker.errors import InvalidRequestError
 from kvlinker.types.answers import TokenLogprob
 from kvlinker.types.sampling import SamplingParams
 
-COLDEST = 1e-5
-"""Lower temperatures are greedy: logits divided by less would overflow."""
-
 
 class OutputPenalty(LogitsProcessor):  # type: ignore[misc]
     """Applies OpenAI's presence and frequency penalties, which count generated tokens only.
@@ -59,7 +56,7 @@ class Sampler:
         """``endings`` are the tokens that end the answer, which do not come before ``params.min_tokens``;
         ``bad_words`` are the sequences of tokens that never come."""
         self._logprobs = params.logprobs
-        self._greedy = params.temperature < COLDEST
+        self._greedy = params.greedy
         self._processors = LogitsProcessorList()
         self._warpers = LogitsProcessorList()
         if params.logit_bias:

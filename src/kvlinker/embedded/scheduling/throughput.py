@@ -21,7 +21,7 @@ from kvlinker.engine.cost import CostModel
 from kvlinker.linking.plan import Range
 from kvlinker.store.loading.arriving import ArrivingKV
 from kvlinker.store.loading.prompt_load import Urgency
-from kvlinker.store.loading.speeds import Speeds
+from kvlinker.store.speeds import Speeds
 
 
 def processor() -> str:

@@ -32,7 +32,7 @@ from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.store.files import chunk_files, drop_from_page_cache
 from kvlinker.research.progress import Progress, silent
 from kvlinker.store import ChunkKV, DiskTier, LayerKV, Tier, load_cipher
-from kvlinker.store.loading.throughput import LoadTime
+from kvlinker.store.loading.bandwidths import LoadTime
 from kvlinker.types.chunks import Chunk, chunk_key
 
 ROUNDS = 3

@@ -32,7 +32,7 @@ WARM_UP = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class LookupTimes:
     """Holds the seconds of interleaved lookups."""
 
     unknown: tuple[float, ...]
@@ -62,7 +62,7 @@ def isolation(
     return run_isolation(setup.subject(lookups=lookups), lookups=lookups, progress=setup.progress)
 
 
-def compare(look_up: Callable[[str], object], unknown: Sequence[str], foreign: Sequence[str]) -> Comparison:
+def compare(look_up: Callable[[str], object], unknown: Sequence[str], foreign: Sequence[str]) -> LookupTimes:
     """Time one lookup of each in turn, in a random order within each pair."""
     order = random.Random(0)
     taken: dict[bool, list[float]] = {False: [], True: []}
@@ -71,7 +71,7 @@ def compare(look_up: Callable[[str], object], unknown: Sequence[str], foreign: S
             begin = time.perf_counter()
             look_up(pair[is_foreign])
             taken[is_foreign].append(time.perf_counter() - begin)
-    return Comparison(tuple(taken[False]), tuple(taken[True]))
+    return LookupTimes(tuple(taken[False]), tuple(taken[True]))
 
 
 def run_isolation(subject: Subject, *, lookups: int, progress: Progress = silent) -> Report:

@@ -6,7 +6,7 @@ import queue
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -44,6 +44,13 @@ COLUMNS = (
     "busy_ttft_ms",
 )
 SPARE_TOKENS = 1024
+SMALL_STEP = 256
+"""The tokens of a step of vLLM's in the case that spares neighbours by small steps instead of by linking."""
+
+AGAIN, REORDERED, SMALL_STEPS = "full, again", "full, reordered", f"full, steps of {SMALL_STEP}"
+"""The cases beside ``full``: vLLM's prefix cache with the same prompt before it, with the same chunks in another order
+before it, and a smaller ``max_num_batched_tokens``."""
+
 HOST_MEMORY = 8 << 30
 NEIGHBOUR_TOKENS = 64
 IDLE_TOKENS = 12
@@ -72,9 +79,10 @@ def run_vllm_ttft(
 ) -> list[Row]:
     """Make one row per workload and policy: medians of ``repeat`` measurements in turn, after one warm-up.
 
-    ``itl_ms`` is the mean time between two tokens of a neighbour until the prompt's own first token, ``busy_ttft_ms``
-    how long that takes, ``idle_itl_ms`` the median of a neighbour that is alone. vLLM's prefix cache is emptied before
-    each prompt, for they are repeated.
+    Beside ``full`` stand what vLLM offers without linking: its prefix cache, and smaller steps. ``itl_ms`` is the mean
+    time between two tokens of a neighbour until the prompt's own first token, ``busy_ttft_ms`` how long that takes,
+    ``idle_itl_ms`` the median of a neighbour that is alone. vLLM's prefix cache is emptied before each prompt, for they
+    are repeated.
     """
     longest = max(workload.tokens for workload in workloads)
     progress("starting vLLM")
@@ -84,21 +92,51 @@ def run_vllm_ttft(
             prompt = workload.prompt(subject.loaded.vocabulary)
             progress(f"{len(prompt)} tokens: caching {workload.chunks} chunks in vLLM")
             cache_chunks(llm.engine, prompt)
-            alone = in_turn(
-                {name: partial(_alone, llm, prompt, name) for name in policies},
-                repeat=repeat,
-                what="{} (vllm)".format,
-                progress=progress,
-            )
-            gaps = in_turn(
-                {name: partial(_neighbour, llm, prompt, name) for name in policies},
-                repeat=repeat,
-                what="{} (vllm), not alone".format,
-                progress=progress,
-            )
+            competitors = {name: partial(_alone, llm, prompt, name) for name in policies}
+            if "full" in policies:
+                competitors[AGAIN] = partial(_after, llm, prompt, prompt)
+                competitors[REORDERED] = partial(_after, llm, _reordered(prompt), prompt)
+            alone = in_turn(competitors, repeat=repeat, what="{} (vllm)".format, progress=progress)
+            gaps = _gaps(llm, prompt, policies, repeat, progress)
             medians = {name: statistics.median(one.seconds for one in found) for name, found in alone.items()}
-            rows += [_row(llm, workload, prompt, name, medians, gaps[name]) for name in policies]
+            recomputed = {name: _recomputed(llm, prompt, name) for name in policies}
+            rows += [
+                _row(workload, name, medians, recomputed=recomputed.get(name), gaps=gaps.get(name))
+                for name in competitors
+            ]
+    if "full" in policies:
+        rows += _small_steps(subject, settings, workloads, rows, repeat=repeat, progress=progress)
     return rows
+
+
+def _small_steps(
+    subject: Subject,
+    settings: Settings,
+    workloads: Sequence[Workload],
+    rows: Sequence[Row],
+    *,
+    repeat: int,
+    progress: Progress,
+) -> list[Row]:
+    """Measure full prefills in small steps, in a vLLM of its own, and compare them with the ``full`` of ``rows``."""
+    options = settings.vllm_options | {"max_num_batched_tokens": SMALL_STEP}
+    small = settings.model_copy(update={"vllm_options": options})
+    made = []
+    progress(f"starting vLLM with steps of {SMALL_STEP} tokens")
+    with _vllm(subject, small, max(workload.tokens for workload in workloads) + SPARE_TOKENS) as llm:
+        for workload in workloads:
+            prompt = workload.prompt(subject.loaded.vocabulary)
+            alone = in_turn(
+                {SMALL_STEPS: partial(_alone, llm, prompt, "full")}, repeat=repeat, what=str, progress=progress
+            )
+            (gaps,) = _gaps(llm, prompt, ["full"], repeat, progress).values()
+            (full,) = (row for row in rows if row["policy"] == "full" and row["context_tokens"] == len(prompt))
+            medians = {
+                "full": full["ttft_ms"] / 1e3,
+                SMALL_STEPS: statistics.median(one.seconds for one in alone[SMALL_STEPS]),
+            }
+            made.append(_row(workload, SMALL_STEPS, medians, recomputed=full["recomputed_tokens"], gaps=gaps))
+    return made
 
 
 @contextmanager
@@ -126,25 +164,57 @@ def _vllm(subject: Subject, settings: Settings, window: int) -> Iterator[LLM]:
 
 
 def _row(
-    llm: LLM, workload: Workload, prompt: Prompt, policy: str, medians: dict[str, float], gaps: Sequence[_Gaps]
+    workload: Workload,
+    policy: str,
+    medians: Mapping[str, float],
+    *,
+    recomputed: int | None,
+    gaps: Sequence[_Gaps] | None,
 ) -> Row:
-    cost = llm.engine.explain(greedy_request(prompt, policy)).result().cost
+    """Make the row of a case; ``recomputed`` and ``gaps`` are None where they were not measured."""
     full = medians.get("full")
-    idle, beside, busy_ttft = (statistics.median(values) for values in zip(*gaps, strict=True))
+    told: Row = dict.fromkeys(("idle_itl_ms", "itl_ms", "busy_ttft_ms"))
+    if gaps is not None:
+        told = dict(zip(told, (1e3 * statistics.median(values) for values in zip(*gaps, strict=True)), strict=True))
     return {
         "policy": policy,
         "engine": "vllm",
-        "context_tokens": len(prompt),
+        "context_tokens": workload.tokens,
         "chunks": workload.chunks,
         "fresh_tokens": workload.fresh_tokens,
         "tier": "host",
         "ttft_ms": 1e3 * medians[policy],
         "speedup": None if full is None else full / medians[policy],
-        "recomputed_tokens": cost.recomputed_tokens,
-        "idle_itl_ms": 1e3 * idle,
-        "itl_ms": 1e3 * beside,
-        "busy_ttft_ms": 1e3 * busy_ttft,
+        "recomputed_tokens": recomputed,
+        **told,
     }
+
+
+def _recomputed(llm: LLM, prompt: Prompt, policy: str) -> int:
+    """Count the prompt's cached tokens that the policy computes again."""
+    return llm.engine.explain(greedy_request(prompt, policy)).result().cost.recomputed_tokens
+
+
+def _reordered(prompt: Prompt) -> Prompt:
+    """Return the prompt with its chunks in the opposite order."""
+    *chunks, fresh = prompt.segments
+    return Prompt((*reversed(chunks), fresh))
+
+
+def _gaps(llm: LLM, prompt: Prompt, policies: Sequence[str], repeat: int, progress: Progress) -> dict[str, list[_Gaps]]:
+    """Measure a neighbour beside the prompt, under each policy."""
+    return in_turn(
+        {name: partial(_neighbour, llm, prompt, name) for name in policies},
+        repeat=repeat,
+        what="{} (vllm), not alone".format,
+        progress=progress,
+    )
+
+
+def _after(llm: LLM, before: Prompt, prompt: Prompt) -> FirstToken:
+    """Answer the prompt in full, with what vLLM's prefix cache holds after it answered ``before`` in full."""
+    _alone(llm, before, "full")
+    return first_token(llm.engine, prompt, "full")
 
 
 def _alone(llm: LLM, prompt: Prompt, policy: str) -> FirstToken:

@@ -273,6 +273,12 @@ def explained_body(llm: LLM, choices: Choices, explanation: Explanation | None) 
     )
 
 
+def created_tokens(read: ReadPrompt, usage: Usage) -> int:
+    """Return the number of a prompt's tokens that its request cached as chunks of their own, and that were not read."""
+    created = sum(cache.tokens for cache in read.linked if cache.created)
+    return min(created, usage.prompt_tokens - usage.cached_tokens)
+
+
 def server_timing(timings: Sequence[Timing]) -> str:
     """Return the value of the ``Server-Timing`` header, in milliseconds: for each phase, the longest time of any
     choice."""

@@ -6,15 +6,18 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, JsonValue, model_validator
 
+from kvlinker.answer import finish_reason
+from kvlinker.conversing import Conversing
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
+from kvlinker.prompt.answer_forms.reader import AnswerReader
 from kvlinker.server.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
-from kvlinker.server.answers.conversing import AnswerReader, Conversing
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming
 from kvlinker.server.fields.bodies import DocumentBody, ResponseBody, Text
@@ -23,6 +26,7 @@ from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
 from kvlinker.server.fields.tools import (
     MOST_TOOLS,
+    NamedToolBody,
     ToolBody,
     ToolCallDelta,
     ToolCallObject,
@@ -31,7 +35,7 @@ from kvlinker.server.fields.tools import (
     call_objects,
 )
 from kvlinker.server.models import ServiceParam
-from kvlinker.types.answers import Delta, Finished, ResponsePiece, TokenLogprob
+from kvlinker.types.answers import AnswerPiece, Delta, Finished, TokenLogprob
 from kvlinker.types.messages import TemplateOptions
 from kvlinker.types.tools import Tool
 
@@ -111,6 +115,20 @@ class ChatCompletionRequest(DecodingBody):
             keeps=keeps,
             tenant=tenant,
         )
+
+    def conversing(self, llm: LLM) -> Conversing:
+        """Return how answers may use the tools. Raises InvalidRequestError for a choice of tools that are not
+        offered."""
+        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedToolBody) else self.tool_choice
+        tools = [tool.tool() for tool in self.tools or ()]
+        return llm.conversing(tools, choice, several=self.parallel_tool_calls is not False)
+
+    def asked(self, llm: LLM, conversing: Conversing, *, tenant: str) -> Asked:
+        """Return the prompt, which shows the tools, and how to answer it. It takes long for long conversations: call it
+        in a thread. Raises InvalidRequestError, and what ``LLM.read_chat`` does."""
+        read = self.read(llm, conversing.tools, tenant=tenant)
+        fields = conversing.sampling_fields(read.prompt, self.sampling_fields())
+        return Asked({"messages": read}, llm.sampling_params(**fields), self.explains, self.shows_attention)
 
     def sampling_fields(self) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are given, by name."""
@@ -215,15 +233,11 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a conversation; message content mixes text and context caches, in any order."""
     service.check_model(body.model)
-    conversing = Conversing(service.llm, body)
+    conversing = body.conversing(service.llm)
     answer_format = ChatFormat(service.llm, conversing, logprobs=bool(body.logprobs))
-
-    def build() -> Asked:
-        read = body.read(service.llm, conversing.tools, tenant=tenant)
-        return Asked({"messages": read}, conversing.sampling(read.prompt), body.explains, body.shows_attention)
-
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):
+        build = partial(body.asked, service.llm, conversing, tenant=tenant)
         return await respond(service, request, body, build, answer_format, tenant=tenant)
 
 
@@ -250,12 +264,12 @@ class ChatFormat:
 
     def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
         logprobs = self._logprobs_body(delta.logprobs)
-        piece = self._reader(index).feed(delta.text)
+        piece = AnswerPiece.joined(self._reader(index).feed(delta.text))
         return _choice(index, self._told(index, piece), logprobs=logprobs) if piece or logprobs else None
 
     def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
-        told = self._told(index, self._reader(index).finish())
-        return _choice(index, told, finish_reason=_reason(finished.reason, self._calls[index]))
+        told = self._told(index, AnswerPiece.joined(self._reader(index).finish()))
+        return _choice(index, told, finish_reason=finish_reason(finished.reason, self._calls[index]))
 
     def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
         return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=list(choices))
@@ -266,19 +280,17 @@ class ChatFormat:
         return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_logprobs=scored)
 
     def _whole(self, index: int, answer: Answer) -> ChatChoice:
-        pieces = [self._reader(index).feed(answer.text), self._reader(index).finish()]
-        content = "".join(piece.content for piece in pieces)
-        calls = [call for piece in pieces for call in piece.calls]
+        told = answer.read_by(self._reader(index))
         message = AssistantMessage(
-            content=None if calls and not content else content,
-            reasoning_content="".join(piece.reasoning for piece in pieces) or None,
-            tool_calls=call_objects(calls) or None,
+            content=None if told.tool_calls and not told.text else told.text,
+            reasoning_content=told.reasoning or None,
+            tool_calls=call_objects(told.tool_calls) or None,
         )
         return ChatChoice(
             index=index,
             message=message,
             logprobs=self._logprobs_body(answer.logprobs),
-            finish_reason=_reason(answer.finish_reason, len(calls)),
+            finish_reason=told.finish_reason,
         )
 
     def _reader(self, index: int) -> AnswerReader:
@@ -287,7 +299,7 @@ class ChatFormat:
             self._readers[index] = self._conversing.reader(self._prompt)
         return self._readers[index]
 
-    def _told(self, index: int, piece: ResponsePiece) -> ChatDelta:
+    def _told(self, index: int, piece: AnswerPiece) -> ChatDelta:
         """Return a piece of an answer as streams tell it."""
         told: dict[str, Any] = {}
         if piece.content:
@@ -307,11 +319,6 @@ class ChatFormat:
             for entry in entries
         ]
         return ChatLogprobs(content=content, refusal=None)
-
-
-def _reason(reason: str, calls: int) -> str:
-    """Return why an answer ended, as OpenAI's API says it."""
-    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def _choice(

@@ -3,24 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
+from starlette.types import Scope
 
 from kvlinker.errors import InvalidRequestError, KVLinkerError
 from kvlinker.llm import ReadPrompt
+from kvlinker.server.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
 from kvlinker.server.answers.answering import Asked, EventStream, begin_choices, server_timing
-from kvlinker.server.answers.blocks import BlockReader, BlockStep
 from kvlinker.server.answers.chat import ChatCompletionRequest
 from kvlinker.server.answers.choices import Choices
-from kvlinker.server.answers.conversing import Conversing
 from kvlinker.server.edge.access_log import note_tokens
-from kvlinker.server.edge.errors import ErrorBody, as_invalid_request, error_body
+from kvlinker.server.edge.errors import as_invalid_request
 from kvlinker.server.models import Service
 from kvlinker.types.answers import Finished
 
@@ -96,16 +97,20 @@ class DialectAnswer(Protocol):
         """Return the events of a step."""
         ...
 
-    def closing(self, reader: BlockReader, finished: Finished) -> Iterable[EventBody]:
-        """Take note of the end, and return the events with which a stream ends."""
+    def ended(self, blocks: Sequence[AnswerBlock], finished: Finished) -> None:
+        """Take note of the end, with all blocks; steps that end the last of them may yet be told."""
         ...
 
-    def failure(self, error: ErrorBody) -> Iterable[EventBody]:
-        """Return the events of a stream that fails half way."""
+    def closing(self) -> Iterable[EventBody]:
+        """Return the events with which a stream ends. It takes long for long answers: call it in a thread."""
+        ...
+
+    def failure(self, error: KVLinkerError, scope: Scope) -> Iterable[EventBody]:
+        """Return the events of a stream that fails half way; ``scope`` is its request's."""
         ...
 
     def whole(self) -> BaseModel:
-        """Return the whole answer, which has ended."""
+        """Return the whole answer, which has ended. It takes long for long answers: call it in a thread."""
         ...
 
 
@@ -127,15 +132,18 @@ async def respond_in_dialect(
                 param="link.explain",
             )
         service.check_model(chat.model)
-        conversing = Conversing(service.llm, chat)
+        conversing = chat.conversing(service.llm)
+        reader: BlockReader
 
         def build() -> Asked:
-            read = chat.read(service.llm, conversing.tools, tenant=tenant)
-            return Asked({"messages": read}, conversing.sampling(read.prompt))
+            nonlocal reader
+            asked = chat.asked(service.llm, conversing, tenant=tenant)
+            (read,) = asked.prompts.values()
+            reader = BlockReader(conversing.reader(read.prompt))
+            return asked
 
         choices = await begin_choices(service, request, build, n=1, tenant=tenant)
     (read,) = choices.prompts.values()
-    reader = BlockReader(conversing.reader(read.prompt))
     if chat.stream:
         return EventStream(choices, _events(choices, reader, answer, read, request))
     answer.opening(read)
@@ -146,10 +154,13 @@ async def respond_in_dialect(
             else:
                 _drain(reader.feed(event.text))
     _drain(reader.finish())
-    answer.closing(reader, finished)
+    answer.ended(reader.blocks, finished)
     note_tokens(request.scope, finished.usage.prompt_tokens, finished.usage.output_tokens)
+    told = await run_in_threadpool(
+        lambda: answer.whole().model_dump(mode="json", exclude_unset=True, by_alias=True),
+    )
     return JSONResponse(
-        answer.whole().model_dump(mode="json", exclude_unset=True, by_alias=True),
+        told,
         headers={"Server-Timing": server_timing([finished.timing])},
     )
 
@@ -164,14 +175,17 @@ async def _events(
         async for _, output in choices.events():
             if isinstance(output, Finished):
                 note_tokens(request.scope, output.usage.prompt_tokens, output.usage.output_tokens)
-            for step in reader.finish() if isinstance(output, Finished) else reader.feed(output.text):
+                steps = list(reader.finish())  # all of them, so that the answer knows which block is its last
+                answer.ended(reader.blocks, output)
+            else:
+                steps = list(reader.feed(output.text))
+            for step in steps:
                 for event in answer.told(step):
                     yield _named(event)
-            if isinstance(output, Finished):
-                for event in answer.closing(reader, output):
-                    yield _named(event)
+        for event in await run_in_threadpool(lambda: list(answer.closing())):
+            yield _named(event)
     except KVLinkerError as error:
-        for event in answer.failure(error_body(error, request.scope)):
+        for event in answer.failure(error, request.scope):
             yield _named(event)
 
 

@@ -1,4 +1,5 @@
-"""Connections of clients that send slowly or not at all, which must not stay open for ever; and uvicorn's settings.
+"""Connections of clients that send slowly or not at all, which must not stay open for ever; uvicorn's settings, and how
+it ends when the engine has failed.
 
 Headers are timed by uvicorn's protocol, which alone sees them; bodies by a middleware, which works in any server.
 """
@@ -6,6 +7,7 @@ Headers are timed by uvicorn's protocol, which alone sees them; bodies by a midd
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 
 import h11
@@ -19,6 +21,9 @@ LEAST_BYTES_PER_SECOND = 10_000
 
 SHUTDOWN_SECONDS = 10
 """The time that a server which is told to stop gives to requests under way."""
+
+DRAIN_SECONDS = 1.0
+"""The time that a server whose engine has failed goes on with the connections that are open."""
 
 
 def server_config(app: ASGIApp, *, request_timeout: float) -> uvicorn.Config:
@@ -39,6 +44,31 @@ def server_config(app: ASGIApp, *, request_timeout: float) -> uvicorn.Config:
         access_log=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
+
+
+class EngineServer(uvicorn.Server):
+    """A server that ends by itself when its engine has failed.
+
+    Requests on open connections are answered for ``DRAIN_SECONDS`` more, each with the end of its connection, so that
+    none is cut off without an answer. New connections are left to whoever listens next on the socket.
+    """
+
+    def __init__(self, config: uvicorn.Config, *, healthy: Callable[[], bool]) -> None:
+        """``healthy`` returns whether the engine serves."""
+        super().__init__(config)
+        self.engine_failed = False
+        self._healthy = healthy
+        self._end = 0.0
+
+    async def on_tick(self, counter: int) -> bool:
+        now = asyncio.get_running_loop().time()
+        if not self.engine_failed and not self._healthy():
+            self.engine_failed = True
+            self._end = now + DRAIN_SECONDS
+            for listening in self.servers:
+                listening.close()
+            self.config.encoded_headers.append((b"connection", b"close"))
+        return await super().on_tick(0 if self.engine_failed else counter) or (self.engine_failed and now >= self._end)
 
 
 class BodyTimeout:

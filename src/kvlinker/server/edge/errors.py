@@ -87,6 +87,11 @@ def error_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
     return _body(error.message, error.type, error.param, error.code)
 
 
+def as_messages_error(body: ErrorBody, status: int, scope: Scope) -> MessagesError:
+    """Return the body of an error with this HTTP status in the words of Anthropic's API."""
+    return messages_error(body.error.message, status, request_id_of(scope))
+
+
 def error_model(path: str) -> type[ResponseBody]:
     """Return the body of the errors of a route."""
     return MessagesError if speaks_messages(path) else ErrorBody
@@ -261,9 +266,7 @@ def _invalid_request(
 
 def _response(body: ErrorBody, status: int, scope: Scope, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Return the answer for an error, in the words of the route's API."""
-    told: ResponseBody = body
-    if speaks_messages(scope["path"]):
-        told = messages_error(body.error.message, status, request_id_of(scope))
+    told = as_messages_error(body, status, scope) if speaks_messages(scope["path"]) else body
     return JSONResponse(told.model_dump(), status_code=status, headers=headers)
 
 

@@ -31,7 +31,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 from kvlinker.errors import InvalidRequestError
 from kvlinker.implicit.marks import TTL_PATTERN, ttl_seconds
 from kvlinker.types.context_cache import LONGEST_KEY, LONGEST_NAME, LONGEST_VALUE, MOST_PAIRS
-from kvlinker.types.messages import CachedPart, Content, ContextCacheReference, Document, MarkedText, TextSource
+from kvlinker.types.messages import MARKS, CachedPart, Content, ContextCacheReference, Document, MarkedText, TextSource
 
 MAX_CHOICES = 128
 
@@ -148,7 +148,18 @@ class PromptCacheBreakpoint(RequestBody):
     mode: Literal["explicit"]
 
 
-class TextPart(RequestBody):
+class MarkableBody(RequestBody):
+    """Base of what may be marked as a chunk."""
+
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+    def marks(self) -> dict[str, Any]:
+        """Return the marks that are given, by field."""
+        return self.model_dump(include=set(MARKS), exclude_none=True)
+
+
+class TextPart(MarkableBody):
     """Text, under any of the names that OpenAI's routes have for it: fresh, or a chunk that is found by what it says
     where one of the marks is given."""
 
@@ -157,8 +168,6 @@ class TextPart(RequestBody):
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
-    cache_control: CacheControl | None = None
-    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
     def content(self) -> str | MarkedText:
         """Return the text as the library takes it."""

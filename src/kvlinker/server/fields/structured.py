@@ -52,9 +52,7 @@ class ResponseFormatBody(RequestBody):
     @property
     def grammar(self) -> AnswerGrammar | None:
         """The grammar that the answer is to follow."""
-        if self.json_schema is not None:
-            return AnswerGrammar.json_schema(self.json_schema.schema_, param="response_format.json_schema.schema")
-        return AnswerGrammar.json_object(param="response_format") if self.type == "json_object" else None
+        return AnswerGrammar.response_format(self.model_dump(by_alias=True))
 
 
 class StructuredOutputsBody(RequestBody):

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Discriminator, JsonValue, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from kvlinker.server.fields.bodies import RequestBody, ResponseBody, Text
-from kvlinker.types.tools import Tool, ToolCall, template_call
+from kvlinker.server.fields.bodies import MarkableBody, RequestBody, ResponseBody, Text
+from kvlinker.types.tools import Tool, ToolCall, shown_tool, template_call
 
 MOST_TOOLS = 256
 
@@ -27,24 +27,20 @@ class FunctionBody(RequestBody):
     strict: bool | None = None
 
 
-class ToolBody(RequestBody):
-    """A tool that the model may use."""
+class ToolBody(MarkableBody):
+    """A tool that the model may use. With one of the marks, its definition is a chunk where the prompt shows it."""
 
     type: Literal["function"]
     function: FunctionBody
 
-    def tool(self, *, enforced: bool) -> Tool:
-        """Return the definition as chat templates take it; where it is ``enforced``, with parameters of any form for a
-        function that is not strict."""
-        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
-        if enforced and not self.function.strict:
-            function["parameters"] = {"type": "object"}
-        return {"type": self.type, "function": function}
+    def tool(self) -> Tool:
+        """Return the tool as the library takes it."""
+        return {"type": self.type, "function": self.function.model_dump(exclude_none=True), **self.marks()}
 
 
 def shown_tools(tools: Sequence[ToolBody] | None) -> tuple[Tool, ...]:
-    """Return definitions as prompts show them."""
-    return tuple(tool.tool(enforced=False) for tool in tools or ())
+    """Return definitions as prompts are made of them."""
+    return tuple(shown_tool(tool.tool()) for tool in tools or ())
 
 
 class NamedFunctionBody(RequestBody):

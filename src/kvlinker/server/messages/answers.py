@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, RootModel
+from starlette.types import Scope
 
+from kvlinker.errors import KVLinkerError
 from kvlinker.llm import LLM, ReadPrompt
-from kvlinker.server.answers.answering import LinkBody, link_body
-from kvlinker.server.answers.blocks import Block, BlockReader, BlockStep
-from kvlinker.server.edge.errors import ErrorBody
+from kvlinker.server.answers.answer_blocks import AnswerBlock, BlockStep
+from kvlinker.server.answers.answering import LinkBody, created_tokens, link_body
+from kvlinker.server.edge.errors import as_messages_error, error_body
 from kvlinker.server.fields.bodies import ResponseBody
-from kvlinker.server.messages.errors import MessagesError, messages_error
+from kvlinker.server.messages.errors import MessagesError
 from kvlinker.types.answers import Finished
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -185,20 +187,22 @@ class MessageAnswer:
             case "end":
                 yield ContentBlockStop(type="content_block_stop", index=index)
 
-    def closing(self, reader: BlockReader, finished: Finished) -> Iterable[MessageDelta | MessageStop]:
-        self._reader = reader
+    def ended(self, blocks: Sequence[AnswerBlock], finished: Finished) -> None:
+        self._blocks = blocks
         self._finished = finished
-        stop = StopDelta(stop_reason=self._reason(), stop_sequence=finished.stop_string)
+
+    def closing(self) -> Iterable[MessageDelta | MessageStop]:
+        stop = StopDelta(stop_reason=self._reason(), stop_sequence=self._finished.stop_string)
         return [
             MessageDelta(type="message_delta", delta=stop, usage=self._usage()),
             MessageStop(type="message_stop"),
         ]
 
-    def failure(self, error: ErrorBody) -> Iterable[MessagesError]:
-        return [messages_error(error.error.message, 500, None)]
+    def failure(self, error: KVLinkerError, scope: Scope) -> Iterable[MessagesError]:
+        return [as_messages_error(error_body(error, scope), error.status, scope)]
 
     def whole(self) -> MessageObject:
-        blocks = [_body(block) for block in self._reader.blocks]
+        blocks = [_body(block) for block in self._blocks]
         return self._message(blocks, self._reason(), self._finished.stop_string, self._usage())
 
     def _message(
@@ -222,21 +226,20 @@ class MessageAnswer:
             return "stop_sequence"
         if self._finished.reason != "stop":
             return "max_tokens"
-        return "tool_use" if any(block.call for block in self._reader.blocks) else "end_turn"
+        return "tool_use" if any(block.call for block in self._blocks) else "end_turn"
 
     def _usage(self) -> MessageUsage:
         usage = self._finished.usage
-        others = usage.prompt_tokens - usage.cached_tokens
-        created = min(others, sum(cache.tokens for cache in self._read.linked if cache.created))
+        created = created_tokens(self._read, usage)
         return MessageUsage(
-            input_tokens=others - created,
+            input_tokens=usage.prompt_tokens - usage.cached_tokens - created,
             cache_creation_input_tokens=created,
             cache_read_input_tokens=usage.cached_tokens,
             output_tokens=usage.output_tokens,
         )
 
 
-def _begun(block: Block) -> TextBlockBody | ThinkingBlockBody | ToolUseBlockBody:
+def _begun(block: AnswerBlock) -> TextBlockBody | ThinkingBlockBody | ToolUseBlockBody:
     """Return a block as it begins, without its text."""
     if block.call is not None:
         return ToolUseBlockBody(type="tool_use", id=block.call.id, name=block.call.name, input={})
@@ -245,7 +248,7 @@ def _begun(block: Block) -> TextBlockBody | ThinkingBlockBody | ToolUseBlockBody
     return TextBlockBody(type="text", text="", citations=None)
 
 
-def _body(block: Block) -> TextBlockBody | ThinkingBlockBody | ToolUseBlockBody:
+def _body(block: AnswerBlock) -> TextBlockBody | ThinkingBlockBody | ToolUseBlockBody:
     """Return a block with its text."""
     field = {"reasoning": "thinking", "text": "text", "call": "input"}[block.kind]
     return _begun(block).model_copy(update={field: json.loads(block.text) if block.call else block.text})

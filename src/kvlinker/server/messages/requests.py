@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.answers.dialects import Translation
-from kvlinker.server.fields.bodies import CacheControl, LinkOptions, RequestBody, Text
+from kvlinker.server.fields.bodies import CacheControl, LinkOptions, MarkableBody, RequestBody, Text
 from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
 from kvlinker.server.messages.blocks import (
     Block,
@@ -21,6 +21,9 @@ from kvlinker.server.messages.blocks import (
     ToolUseBlock,
     located,
 )
+
+REASONING_VARIABLE = "enable_thinking"
+"""The variable by which chat templates turn reasoning off, of models that can do without."""
 
 
 class MessageParam(RequestBody):
@@ -41,9 +44,9 @@ class MessageParam(RequestBody):
         return self
 
 
-class MessageTool(RequestBody):
+class MessageTool(MarkableBody):
     """A function that the model may call; ``input_schema`` is a JSON schema. With ``strict``, arguments are enforced to
-    be valid whenever it is called."""
+    be valid whenever it is called. With ``cache_control``, its definition is a chunk where the prompt shows it."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"eager_input_streaming"})
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -57,12 +60,11 @@ class MessageTool(RequestBody):
     description: Text | None = None
     input_schema: dict[str, JsonValue]
     strict: bool | None = None
-    cache_control: CacheControl | None = None
 
     def chat_tool(self) -> dict[str, Any]:
         """Return the definition as chat requests have it."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        return {"type": "function", "function": {**function, "strict": self.strict}}
+        return {"type": "function", "function": {**function, "strict": self.strict}, **self.marks()}
 
 
 class AnyToolChoice(RequestBody):
@@ -87,7 +89,8 @@ _ToolChoice = Annotated[
 
 
 class ThinkingBody(RequestBody):
-    """Whether a model that reasons does so. A budget cannot be kept, so that ``enabled`` is refused."""
+    """Says whether the model is to reason; ``disabled`` counts for those that can do without. A budget cannot be kept,
+    so that ``enabled`` is refused."""
 
     type: Literal["adaptive", "disabled"]
     display: Literal["summarized"] | None = None
@@ -129,8 +132,9 @@ class CountTokensRequest(RequestBody):
     )
     link: LinkOptions | None = None
 
-    def translated(self, *, reasons: bool) -> Translation:
-        """Return the chat request; ``reasons`` is true for a model that may reason."""
+    def translated(self, *, can_stop_reasoning: bool) -> Translation:
+        """Return the chat request; ``can_stop_reasoning`` is true for a chat template that has
+        ``REASONING_VARIABLE``."""
         made = Translation(fields={"response_format.json_schema": "output_config.format", "stop": "stop_sequences"})
         made.values |= {"model": self.model, "link": self.link}
         if self.system:
@@ -146,8 +150,8 @@ class CountTokensRequest(RequestBody):
         if self.tool_choice is not None:
             made.values["tool_choice"] = _chat_choice(self.tool_choice)
             made.values["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        if self.thinking is not None and self.thinking.type == "disabled" and reasons:
-            made.values["chat_template_kwargs"] = {"enable_thinking": False}
+        if self.thinking is not None and self.thinking.type == "disabled" and can_stop_reasoning:
+            made.values["chat_template_kwargs"] = {REASONING_VARIABLE: False}
         if self.output_config is not None and self.output_config.format is not None:
             schema = {"schema": self.output_config.format.schema_}
             made.values["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -168,8 +172,8 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    def translated(self, *, reasons: bool) -> Translation:
-        made = super().translated(reasons=reasons)
+    def translated(self, *, can_stop_reasoning: bool) -> Translation:
+        made = super().translated(can_stop_reasoning=can_stop_reasoning)
         names = ("max_tokens", "temperature", "top_p", "top_k", "stream")
         made.values |= {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
         return made

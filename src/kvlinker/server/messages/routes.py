@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from kvlinker.server.answers.answering import completion_responses
-from kvlinker.server.answers.conversing import Conversing
 from kvlinker.server.answers.dialects import respond_in_dialect
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.access_log import note_tokens
@@ -15,7 +14,7 @@ from kvlinker.server.edge.errors import error_responses
 from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.messages.answers import MessageAnswer, MessageObject, MessageStreamEvent
 from kvlinker.server.messages.errors import MessagesError
-from kvlinker.server.messages.requests import CountTokensRequest, MessagesRequest
+from kvlinker.server.messages.requests import REASONING_VARIABLE, CountTokensRequest, MessagesRequest
 from kvlinker.server.models import ServiceParam
 
 
@@ -47,7 +46,7 @@ async def create_message(
 ) -> Response:
     """Answer a conversation, in Anthropic's words; content mixes text, context caches, and results of tools."""
     llm = service.llm
-    translation = body.translated(reasons=llm.responses.reasoning is not None)
+    translation = body.translated(can_stop_reasoning=llm.builder.has_variable(REASONING_VARIABLE))
     return await respond_in_dialect(service, request, translation, MessageAnswer(llm), tenant=tenant)
 
 
@@ -57,11 +56,11 @@ async def count_tokens(
 ) -> TokenCount:
     """Tell how many tokens the prompt of a conversation has. Nothing is cached."""
     llm = service.llm
-    translation = body.translated(reasons=llm.responses.reasoning is not None)
+    translation = body.translated(can_stop_reasoning=llm.builder.has_variable(REASONING_VARIABLE))
     with translation.renaming():
         chat = translation.request()
         service.check_model(chat.model)
-        tools = Conversing(llm, chat).tools
+        tools = chat.conversing(llm).tools
         read = await service.encoding.run(request, lambda: chat.read(llm, tools, keeps=False, tenant=tenant))
     note_tokens(request.scope, len(read.prompt))
     return TokenCount(input_tokens=len(read.prompt))

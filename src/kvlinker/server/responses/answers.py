@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+from starlette.types import Scope
+
+from kvlinker.errors import KVLinkerError
 from kvlinker.llm import LLM, ReadPrompt
-from kvlinker.server.answers.answering import link_body
-from kvlinker.server.answers.blocks import Block, BlockReader, BlockStep
-from kvlinker.server.edge.errors import ErrorBody
+from kvlinker.server.answers.answer_blocks import AnswerBlock, BlockStep
+from kvlinker.server.answers.answering import created_tokens, link_body
+from kvlinker.server.edge.errors import error_body
 from kvlinker.server.responses.events import (
     AnyEvent,
     ArgumentsDelta,
@@ -24,7 +27,7 @@ from kvlinker.server.responses.events import (
     ResponseEvent,
 )
 from kvlinker.server.responses.objects import (
-    FunctionCallOutput,
+    CalledFunctionItem,
     IncompleteDetails,
     InputTokensDetails,
     MessageOutput,
@@ -38,7 +41,8 @@ from kvlinker.server.responses.objects import (
     Status,
 )
 from kvlinker.server.responses.requests import ResponsesRequest
-from kvlinker.types.answers import Finished
+from kvlinker.types.answers import Finished, Usage
+from kvlinker.types.messages import MARKS
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
@@ -53,7 +57,7 @@ class ResponseAnswer:
         self._created_at = int(time.time())
         self._ids: dict[int, str] = {}
         self._numbers = 0
-        self._reader: BlockReader | None = None
+        self._blocks: Sequence[AnswerBlock] = ()
         self._finished: Finished | None = None
 
     def opening(self, read: ReadPrompt) -> Iterable[AnyEvent]:
@@ -83,20 +87,22 @@ class ResponseAnswer:
                 yield OutputItemEvent(
                     type="response.output_item.done",
                     output_index=block.index,
-                    item=self._item(block, "completed"),
+                    item=self._item(block, self._status_of(block)),
                     **self._number(),
                 )
 
-    def closing(self, reader: BlockReader, finished: Finished) -> Iterable[AnyEvent]:
-        self._reader, self._finished = reader, finished
+    def ended(self, blocks: Sequence[AnswerBlock], finished: Finished) -> None:
+        self._blocks, self._finished = blocks, finished
+
+    def closing(self) -> Iterable[AnyEvent]:
         whole = self.whole()
         kind: Any = f"response.{whole.status}"
         return [ResponseEvent(type=kind, response=whole, **self._number())]
 
-    def failure(self, error: ErrorBody) -> Iterable[AnyEvent]:
-        failed = self._response("failed").model_copy(
-            update={"error": ResponseFailure(code="server_error", message=error.error.message)}
-        )
+    def failure(self, error: KVLinkerError, scope: Scope) -> Iterable[AnyEvent]:
+        told = error_body(error, scope).error
+        code = "server_error" if told.code == KVLinkerError.code else told.code  # OpenAI's word for it
+        failed = self._response("failed").model_copy(update={"error": ResponseFailure(code=code, message=told.message)})
         return [ResponseEvent(type="response.failed", response=failed, **self._number())]
 
     def whole(self) -> ResponseObject:
@@ -108,10 +114,10 @@ class ResponseAnswer:
         self._numbers += 1
         return {"sequence_number": self._numbers - 1}
 
-    def _item_id(self, block: Block) -> str:
+    def _item_id(self, block: AnswerBlock) -> str:
         return self._ids.setdefault(block.index, f"{_PREFIXES[block.kind]}_{secrets.token_hex(12)}")
 
-    def _more(self, block: Block, text: str, place: dict[str, Any]) -> AnyEvent:
+    def _more(self, block: AnswerBlock, text: str, place: dict[str, Any]) -> AnyEvent:
         place = place | self._number()
         match block.kind:
             case "call":
@@ -120,7 +126,7 @@ class ResponseAnswer:
                 return ReasoningTextDelta(type="response.reasoning_text.delta", content_index=0, delta=text, **place)
         return OutputTextDelta(type="response.output_text.delta", content_index=0, delta=text, logprobs=[], **place)
 
-    def _done(self, block: Block, place: dict[str, Any]) -> AnyEvent:
+    def _done(self, block: AnswerBlock, place: dict[str, Any]) -> AnyEvent:
         place = place | self._number()
         if block.call is not None:
             return ArgumentsDone(
@@ -133,20 +139,21 @@ class ResponseAnswer:
     def _part(
         self,
         kind: Literal["response.content_part.added", "response.content_part.done"],
-        block: Block,
+        block: AnswerBlock,
         place: dict[str, Any],
     ) -> ContentPartEvent:
-        part = _reasoning(block) if block.kind == "reasoning" else _text(block)
+        text = "" if kind == "response.content_part.added" else block.text
+        part = _reasoning(text) if block.kind == "reasoning" else _text(text)
         return ContentPartEvent(type=kind, content_index=0, part=part, **(place | self._number()))
 
     def _item(
-        self, block: Block, status: Literal["in_progress", "completed", "incomplete"]
-    ) -> MessageOutput | ReasoningOutput | FunctionCallOutput:
+        self, block: AnswerBlock, status: Literal["in_progress", "completed", "incomplete"]
+    ) -> MessageOutput | ReasoningOutput | CalledFunctionItem:
         """Return an item; one in progress is empty."""
         begins = status == "in_progress"
         item_id = self._item_id(block)
         if block.call is not None:
-            return FunctionCallOutput(
+            return CalledFunctionItem(
                 type="function_call",
                 id=item_id,
                 call_id=block.call.id,
@@ -155,15 +162,14 @@ class ResponseAnswer:
                 status=status,
             )
         if block.kind == "reasoning":
-            thoughts = [] if begins else [_reasoning(block)]
+            thoughts = [] if begins else [_reasoning(block.text)]
             return ReasoningOutput(type="reasoning", id=item_id, status=status, summary=[], content=thoughts)
-        texts = [] if begins else [_text(block)]
+        texts = [] if begins else [_text(block.text)]
         return MessageOutput(type="message", id=item_id, role="assistant", status=status, content=texts)
 
     def _response(self, status: Status) -> ResponseObject:
         body, params = self._body, self._llm.sampling_params(**self._body.sampling_fields())
         link = link_body([self._read])
-        ended = self._finished is not None
         return ResponseObject(
             id=self._id,
             object="response",
@@ -177,7 +183,7 @@ class ResponseAnswer:
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
             model=self._llm.model_name,
-            output=self._output(status) if ended else [],
+            output=[self._item(block, self._status_of(block)) for block in self._blocks],
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=None,
             reasoning={"effort": None, "summary": None},
@@ -186,34 +192,28 @@ class ResponseAnswer:
             temperature=params.temperature,
             text=body.told_text(),
             tool_choice=body.told_choice(),
-            tools=[tool.model_dump() for tool in body.tools or ()],
+            tools=[tool.model_dump(exclude=set(MARKS)) | tool.marks() for tool in body.tools or ()],
             top_p=params.top_p,
             truncation="disabled",
-            usage=self._usage() if ended else None,
+            usage=None if self._finished is None else self._usage(self._finished.usage),
             **({} if link is None else {"link": link}),
         )
 
-    def _output(self, status: Status) -> list[MessageOutput | ReasoningOutput | FunctionCallOutput]:
-        """Return all items; the last one of an answer that was cut is not complete, unless it is a call."""
-        assert self._reader is not None
-        blocks = self._reader.blocks
-        cut = blocks[-1] if status == "incomplete" and blocks and blocks[-1].call is None else None
-        return [self._item(block, "incomplete" if block is cut else "completed") for block in blocks]
+    def _status_of(self, block: AnswerBlock) -> Literal["completed", "incomplete"]:
+        """Return how a block ended: the last one of an answer that was cut is not complete, unless it is a call."""
+        cut = self._finished is not None and self._finished.reason != "stop"
+        return "incomplete" if cut and block is self._blocks[-1] and block.call is None else "completed"
 
-    def _usage(self) -> ResponseUsage:
-        assert self._finished is not None
-        assert self._reader is not None
-        usage = self._finished.usage
-        thoughts = "".join(block.text for block in self._reader.blocks if block.kind == "reasoning")
+    def _usage(self, usage: Usage) -> ResponseUsage:
+        thoughts = "".join(block.text for block in self._blocks if block.kind == "reasoning")
         thought = len(self._llm.token_ids(thoughts)) if thoughts else 0
-        written = sum(cache.tokens for cache in self._read.linked if cache.created)
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(
                 cached_tokens=usage.cached_tokens,
                 exact_cached_tokens=usage.exact_cached_tokens,
                 recomputed_tokens=usage.recomputed_tokens,
-                cache_write_tokens=min(written, usage.prompt_tokens - usage.cached_tokens),
+                cache_write_tokens=created_tokens(self._read, usage),
             ),
             output_tokens=usage.output_tokens,
             output_tokens_details=OutputTokensDetails(reasoning_tokens=min(thought, usage.output_tokens)),
@@ -221,9 +221,9 @@ class ResponseAnswer:
         )
 
 
-def _text(block: Block) -> OutputText:
-    return OutputText(type="output_text", text=block.text, annotations=[], logprobs=[])
+def _text(text: str) -> OutputText:
+    return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
 
 
-def _reasoning(block: Block) -> ReasoningTextBody:
-    return ReasoningTextBody(type="reasoning_text", text=block.text)
+def _reasoning(text: str) -> ReasoningTextBody:
+    return ReasoningTextBody(type="reasoning_text", text=text)

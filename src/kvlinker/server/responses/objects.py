@@ -51,7 +51,7 @@ class ReasoningOutput(ResponseBody):
     content: list[ReasoningTextBody]
 
 
-class FunctionCallOutput(ResponseBody):
+class CalledFunctionItem(ResponseBody):
     """A call that the model asks for; its result comes back in a ``function_call_output`` with its ``call_id``."""
 
     type: Literal["function_call"]
@@ -62,7 +62,7 @@ class FunctionCallOutput(ResponseBody):
     status: Literal["in_progress", "completed", "incomplete"]
 
 
-OutputItem = Annotated[MessageOutput | ReasoningOutput | FunctionCallOutput, Field(discriminator="type")]
+OutputItem = Annotated[MessageOutput | ReasoningOutput | CalledFunctionItem, Field(discriminator="type")]
 
 
 class InputTokensDetails(ResponseBody):

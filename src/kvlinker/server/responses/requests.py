@@ -7,14 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag
 
 from kvlinker.server.answers.dialects import Translation
-from kvlinker.server.fields.bodies import LinkOptions, Metadata, RequestBody, StreamOptions, Text
+from kvlinker.server.fields.bodies import LinkOptions, MarkableBody, Metadata, RequestBody, StreamOptions, Text
 from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
 from kvlinker.server.responses.items import Item, MessageItem, add_items
+from kvlinker.types.messages import MARKS
 
 
-class ResponseTool(RequestBody):
+class ResponseTool(MarkableBody):
     """A function that the model may call; ``parameters`` is a JSON schema. With ``strict``, arguments are enforced to
-    be valid whenever it is called."""
+    be valid whenever it is called. With one of the marks, its definition is a chunk where the prompt shows it."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"defer_loading": (False,)}
 
@@ -151,7 +152,8 @@ class ResponsesRequest(RequestBody):
             add_items(self.input, made)
         if self.tools:
             made.values["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools
+                {"type": "function", "function": tool.model_dump(exclude={"type", *MARKS}), **tool.marks()}
+                for tool in self.tools
             ]
         if isinstance(self.tool_choice, NamedFunction):
             made.values["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}

@@ -30,7 +30,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV, LayerLostError
 from kvlinker.store.format.byte_source import ByteSource, FileSource
 from kvlinker.store.format.codecs import COMPRESSED_RAW, RAW, Codec
 from kvlinker.store.format.compression import compressed, decompressed, require_zstd
@@ -49,7 +49,6 @@ from kvlinker.store.format.header import (
     raw_bytes,
     read_header,
 )
-from kvlinker.store.loading.arriving import LayerLostError
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.types.chunk_scores import ChunkScores
 

@@ -1,11 +1,10 @@
-"""A chunk's KV while it is still being read: the loader delivers its layers in order, the engine takes them."""
+"""Holds a chunk's KV while it is still being read: the loader delivers its layers in order, the engine takes them."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.types.chunk_scores import ChunkScores
@@ -13,74 +12,20 @@ from kvlinker.types.chunk_scores import ChunkScores
 logger = logging.getLogger(__name__)
 
 
-class LayerLostError(Exception):
-    """Raised when a layer cannot be read from this copy of the chunk; the message says why."""
-
-
-class ChunkReader(Protocol):
-    """An opened copy of a chunk, whose header has been read and verified. One thread at a time uses it."""
-
-    @property
-    def layers(self) -> int:
-        """The number of layers."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens that the chunk has."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are read for all layers, as the tier keeps them."""
-        ...
-
-    @property
-    def scores(self) -> ChunkScores | None:
-        """The scores that are stored with the chunk."""
-        ...
-
-    def read(self, layer: int) -> LayerKV:
-        """Read, verify and decode one layer. Raises LayerLostError."""
-        ...
-
-    def close(self) -> None:
-        """Close the copy. Idempotent."""
-        ...
-
-
-class ResidentReader:
-    """The ``ChunkReader`` of KV that is in memory."""
-
-    def __init__(self, kv: ChunkKV) -> None:
-        self._kv = kv
-        self.layers = len(kv.layers)
-        self.tokens = kv.tokens
-        self.nbytes = kv.nbytes
-        self.scores = kv.scores
-
-    def read(self, layer: int) -> LayerKV:
-        return self._kv.layers[layer]
-
-    def close(self) -> None:
-        """Do nothing: no copy is open."""
-
-
 class ArrivingKV:
     """A chunk's KV whose layers are still being read, in order, for one request.
 
-    One thread at a time delivers; any thread may look, wait or give up. A layer that is there stays.
+    One thread at a time delivers; any thread may look or give up. A layer that is there stays.
     """
 
-    def __init__(self, layer_count: int, *, tokens: int, nbytes: int, scores: ChunkScores | None = None) -> None:
-        """Begin without a layer. ``nbytes`` are the bytes that are read for all of them."""
+    def __init__(self, layer_count: int, *, tokens: int, scores: ChunkScores | None = None) -> None:
+        """Begin without a layer."""
         self.layer_count = layer_count
         self.tokens = tokens
-        self.nbytes = nbytes
         self.scores = scores
         self._layers: list[LayerKV] = []
         self._given_up = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._subscribers: list[Callable[[], None]] = []
 
     @property
@@ -105,37 +50,28 @@ class ArrivingKV:
             raise IndexError(f"layer {index} of a chunk that has {self.layer_count}")
         return self._layers[index] if index < len(self._layers) else None
 
-    def wait(self, index: int, seconds: float) -> LayerKV | None:
-        """Wait for the layer for at most so many seconds; None where it has not arrived then, or never will."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.layer(index) is not None or self._given_up, seconds)
-            return self.layer(index)
-
     def deliver(self, layer: LayerKV) -> bool:
         """Add the next layer and tell the subscribers; False where nobody wants it any more."""
-        with self._changed:
+        with self._lock:
             if self._given_up:
                 return False
             self._layers.append(layer)
-            self._changed.notify_all()
         self._tell()
         return True
 
     def give_up(self) -> None:
         """Expect no further layer, because it cannot come or nobody wants it, and tell the subscribers. Idempotent;
         does nothing where all layers are there."""
-        with self._changed:
+        with self._lock:
             if self._given_up or self.complete:
                 return
             self._given_up = True
-            self._changed.notify_all()
         self._tell()
 
     def subscribe(self, changed: Callable[[], None]) -> None:
         """Have ``changed`` called after each further layer, and when the rest is lost, in the thread that delivers or
         gives up. Earlier changes are not reported: check the state after subscribing."""
-        with self._changed:
-            self._subscribers.append(changed)
+        self._subscribers.append(changed)
 
     def _tell(self) -> None:
         for changed in tuple(self._subscribers):

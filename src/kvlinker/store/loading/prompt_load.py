@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvlinker.store.chunk_kv import ChunkKV, LayerKV
-from kvlinker.store.loading.arriving import KV, ArrivingKV, ChunkReader
-from kvlinker.store.loading.throughput import Bandwidths, LoadTime
+from kvlinker.store.chunk_kv import ChunkKV, ChunkReader, LayerKV
+from kvlinker.store.loading.arriving import KV, ArrivingKV
+from kvlinker.store.loading.bandwidths import Bandwidths, LoadTime
 
 LEAST_DEADLINE_SECONDS = 0.25
 MOST_DEADLINE_SECONDS = 10.0
@@ -80,9 +80,8 @@ class ChunkLoad:
         self.find = find
         self.begun: Future[KV | None] = Future()
         self.ended: Future[LoadedChunk | None] = Future()
+        self.opened: OpenedChunk | None = None
         self.kv: ArrivingKV | None = None
-        self.tier = ""
-        self.taken = LoadTime()
 
     @property
     def waiting(self) -> bool:
@@ -91,10 +90,9 @@ class ChunkLoad:
 
     def open(self, opened: OpenedChunk, layers: Sequence[LayerKV]) -> None:
         """Note that a copy is being read, of which these layers have arrived."""
-        reader = opened.reader
-        self.tier = opened.tier
+        self.opened, reader = opened, opened.reader
         if self.kv is None:
-            self.kv = ArrivingKV(reader.layers, tokens=reader.tokens, nbytes=reader.nbytes, scores=reader.scores)
+            self.kv = ArrivingKV(reader.layers, tokens=reader.tokens, scores=reader.scores)
             for layer in layers:
                 self.kv.deliver(layer)
 
@@ -123,25 +121,24 @@ class PromptLoad:
         """True once no chunk is being loaded any more."""
         return all(chunk.ended.done() for chunk in self.chunks)
 
-    def begin(self, bandwidths: Bandwidths) -> bool:
-        """Resolve ``begun`` of the chunks that have enough layers. Returns True when the last of them has begun; the
-        deadline is then a new one, since the rest must arrive soon after the computation that hides its loading."""
+    def begin(self, bandwidths: Bandwidths) -> None:
+        """Resolve ``begun`` of the chunks that have enough layers. With the last of them the deadline is a new one,
+        since the rest must arrive soon after the computation that hides its loading."""
         if self._begun:
-            return False
+            return
         waiting = [chunk for chunk in self.chunks if chunk.waiting]
-        arriving = [chunk.kv for chunk in waiting if chunk.kv is not None]
+        arriving = [(chunk, chunk.kv, chunk.opened) for chunk in waiting if chunk.kv and chunk.opened]
         if len(arriving) == len(waiting):
-            layers = max((kv.layer_count for kv in arriving), default=0)
-            load_seconds = self._load_seconds(waiting, arriving, bandwidths)
-            depth = layers if load_seconds is None else self._depth(layers, load_seconds)
-            for chunk, kv in zip(waiting, arriving, strict=True):
-                if kv.delivered >= min(depth, kv.layer_count):
+            load = bandwidths.time((opened.tier, opened.reader.nbytes) for _, _, opened in arriving)
+            if load is not None and self._urgency.shares_processors and not load.waits:
+                load = None  # the computation would wait for the processors: nothing hides it
+            for chunk, kv, _ in arriving:
+                if kv.delivered >= self._depth(kv.layer_count, load):
                     _resolve(chunk.begun, kv)
-            self._rest_seconds = max(self._urgency.compute, load_seconds or 0.0)
-        self._begun = all(chunk.begun.done() for chunk in self.chunks)
-        if self._begun:
+            self._rest_seconds = max(self._urgency.compute, 0.0 if load is None else load.seconds)
+        if all(chunk.begun.done() for chunk in self.chunks):
+            self._begun = True
             self.deadline = time.monotonic() + self._rest_seconds + PATIENCE_SECONDS
-        return self._begun
 
     def expire(self) -> None:
         """After the deadline, give up the chunks that could not begin or, if all have begun, those that are not
@@ -150,22 +147,15 @@ class PromptLoad:
             if self._begun or not chunk.begun.done():
                 chunk.end(None)
 
-    def _load_seconds(
-        self, chunks: Sequence[ChunkLoad], arriving: Sequence[ArrivingKV], bandwidths: Bandwidths
-    ) -> float | None:
-        """Predict the seconds of reading all layers; None where nothing hides them: a tier was never measured, or
-        reading keeps the computation's processors busy."""
-        if self._urgency.shares_processors and not sum((chunk.taken for chunk in chunks), LoadTime()).waits:
-            return None
-        times = [bandwidths.time(chunk.tier, kv.nbytes) for chunk, kv in zip(chunks, arriving, strict=True)]
-        return None if None in times else sum(time.seconds for time in times if time is not None)
-
-    def _depth(self, layers: int, load_seconds: float) -> int:
-        """Return the number of layers that must have arrived before the prompt begins: one where waiting for the
-        next ones delays nobody else, else as many as keep the computation from waiting."""
+    def _depth(self, layers: int, load: LoadTime | None) -> int:
+        """Return the number of layers that must have arrived before the prompt begins: all where nothing hides the
+        loading, one where waiting for the next ones delays nobody else, else as many as keep the computation from
+        waiting."""
+        if load is None:
+            return layers
         if self._urgency.alone:
             return 1
-        return preload_depth(layers, compute_seconds=self._urgency.compute, load_seconds=load_seconds)
+        return preload_depth(layers, compute_seconds=self._urgency.compute, load_seconds=load.seconds)
 
 
 def preload_depth(layers: int, *, compute_seconds: float, load_seconds: float) -> int:

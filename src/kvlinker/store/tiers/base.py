@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvlinker.events import ChunkDamaged
-from kvlinker.store.chunk_kv import ChunkKV
-from kvlinker.store.loading.arriving import ChunkReader
+from kvlinker.store.chunk_kv import ChunkKV, ChunkReader
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.types.chunks import CHUNK_KEY
 
@@ -56,7 +55,7 @@ class Tier(Protocol):
     @property
     def speed_name(self) -> str:
         """The name under which its bandwidth is remembered; it contains everything that the bandwidth depends on (see
-        ``throughput.speed_name``)."""
+        ``bandwidths.speed_name``)."""
         ...
 
     @property

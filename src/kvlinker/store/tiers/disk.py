@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvlinker.errors import StoreError
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
-from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.chunk_kv import ChunkKV, ChunkReader
 from kvlinker.store.format.byte_source import FileSource
 from kvlinker.store.format.chunk_file import (
     TierReader,
@@ -28,8 +28,7 @@ from kvlinker.store.format.codecs import RAW, Codec, find_codec
 from kvlinker.store.format.compression import MissingLibraryError
 from kvlinker.store.format.encryption import NOT_SEALED, Sealing
 from kvlinker.store.format.header import ChunkFileError
-from kvlinker.store.loading.arriving import ChunkReader
-from kvlinker.store.loading.throughput import speed_name
+from kvlinker.store.loading.bandwidths import speed_name
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier, TierCheck
 from kvlinker.store.tiers.chunk_folder import ChunkFolder

@@ -6,9 +6,8 @@ import threading
 from collections.abc import Iterable, Set
 
 from kvlinker.events import ChunkEvicted, Events
-from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.chunk_kv import ChunkKV, ChunkReader, LayerKV
 from kvlinker.store.eviction import EvictionIndex
-from kvlinker.store.loading.arriving import ChunkReader, ResidentReader
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier, TierCheck
 from kvlinker.store.tiers.configured import ConfiguredTier, register
@@ -144,3 +143,20 @@ class ConfiguredHost(ConfiguredTier):
     def open(self) -> Tier:
         eviction = self.setup.settings.eviction
         return HostTier(self.budget_bytes, self.setup.events, pinned=self.setup.pinned, eviction=eviction)
+
+
+class ResidentReader:
+    """The ``ChunkReader`` of KV that is in memory."""
+
+    def __init__(self, kv: ChunkKV) -> None:
+        self._kv = kv
+        self.layers = len(kv.layers)
+        self.tokens = kv.tokens
+        self.nbytes = kv.nbytes
+        self.scores = kv.scores
+
+    def read(self, layer: int) -> LayerKV:
+        return self._kv.layers[layer]
+
+    def close(self) -> None:
+        """Do nothing: no copy is open."""

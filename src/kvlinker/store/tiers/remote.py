@@ -13,15 +13,14 @@ import numpy as np
 
 from kvlinker.errors import StoreError
 from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
-from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.chunk_kv import ChunkKV, ChunkReader, LayerLostError
 from kvlinker.store.format.byte_source import AheadSource, BufferSource, Bytes
 from kvlinker.store.format.chunk_file import TierReader, decode_chunk, encode_chunk, open_chunk
 from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.store.format.compression import MissingLibraryError
 from kvlinker.store.format.encryption import NOT_SEALED, Sealing
 from kvlinker.store.format.header import ChunkFileError
-from kvlinker.store.loading.arriving import ChunkReader, LayerLostError
-from kvlinker.store.loading.throughput import speed_name
+from kvlinker.store.loading.bandwidths import speed_name
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import TierCheck, checked_key
 from kvlinker.store.tiers.medium import KEYS_AT_ONCE, BlobDamaged, BlobMedium, MediumRefused, MediumUsage, Written

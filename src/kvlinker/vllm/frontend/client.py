@@ -134,15 +134,14 @@ class VLLMClient:
         """Carry out a transfer plan over ``tokens`` [linked] and return its outcome. The answer is discarded. No other
         request reuses its KV, unless it is given this ``salt``."""
         behind = (*tokens, 0)  # vLLM computes the last token of a prompt itself, so that it may be none of the plan's
+        return await self.run_prompt(behind, transfer, salt or secrets.token_hex(16))
+
+    async def run_prompt(self, tokens: Sequence[int], transfer: TransferPlan, salt: str) -> TransferOutcome:
+        """Generate a token behind a prompt, discard it, and return the outcome of the prompt's transfer plan. Later
+        requests with this ``salt`` find the prompt's KV."""
+        name = f"kvlinker-{secrets.token_hex(8)}"
         outcome = None
-        async for output in self.stream(
-            f"kvlinker-{secrets.token_hex(8)}",
-            behind,
-            _ONE_TOKEN,
-            max_tokens=1,
-            transfer=transfer,
-            salt=salt or secrets.token_hex(16),
-        ):
+        async for output in self.stream(name, tokens, _ONE_TOKEN, max_tokens=1, transfer=transfer, salt=salt):
             outcome = output.outcome
         return outcome or TransferOutcome(linked=False)
 
@@ -150,12 +149,6 @@ class VLLMClient:
         """Empty vLLM's prefix cache, as soon as no request is under way."""
         while not await self._client.reset_prefix_cache():
             await asyncio.sleep(IDLE_SECONDS)
-
-    async def run_first(self, tokens: Sequence[int], transfer: TransferPlan, salt: str) -> None:
-        """Generate a token behind a prompt, so that later requests with this salt find its KV."""
-        name = f"kvlinker-{secrets.token_hex(8)}"
-        async for _ in self.stream(name, tokens, _ONE_TOKEN, max_tokens=1, transfer=transfer, salt=salt):
-            pass
 
     def signed(self, transfer: TransferPlan, tokens: Sequence[int]) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` that carry a transfer plan for a prompt of these tokens."""

@@ -50,7 +50,9 @@ def configure(settings: Settings) -> Any:
         defaults["gpu_memory_utilization"] = CPU_MEMORY_SHARE
     check_model(settings.model)
     try:
-        structured = StructuredOutputsConfig(**({"backend": GUIDANCE} | options.pop("structured_outputs_config", {})))
+        structured = StructuredOutputsConfig(
+            **{"backend": GUIDANCE, **(options.pop("structured_outputs_config", None) or {})}
+        )
         arguments = AsyncEngineArgs(
             model=settings.model,
             dtype=_dtype(settings, options),
@@ -70,7 +72,9 @@ def configure(settings: Settings) -> Any:
             **(defaults | options),
         )
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"vllm_options {json.dumps(options)}: {error}", param="vllm_options") from error
+        raise InvalidRequestError(
+            f"vllm_options {json.dumps(settings.vllm_options)}: {error}", param="vllm_options"
+        ) from error
     try:
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except Exception as error:  # vLLM raises whatever it meets

@@ -287,11 +287,11 @@ class VLLMEngine:
         linked = await self._linker.refine(await self._linker.link(request))
         transfer, tokens = linked.transfer, linked.plan.prompt.tokens.tolist()
         salt = linked.salt(request.tenant if own_salt is None else f"{request.tenant}\0{own_salt}")
-        several = request.n > 1
-        if several:
-            await self._client.run_first(tokens, transfer, salt)
+        outcome = None
+        if request.n > 1:
+            outcome = await self._client.run_prompt(tokens, transfer, salt)
             transfer = linked.transfer_again
-        return PreparedPrompt(linked, self._client.signed(transfer, tokens), salt, computed=several)
+        return PreparedPrompt(linked, self._client.signed(transfer, tokens), salt, outcome)
 
     async def _explain(self, request: GenerationRequest) -> Explanation:
         linked = await self._linker.refine(await self._linker.link(request), explains=True)

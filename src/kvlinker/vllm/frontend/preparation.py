@@ -23,8 +23,9 @@ class PreparedPrompt:
     salt: str
     """The salt of its KV in vLLM's prefix cache."""
 
-    computed: bool
-    """True if its KV has been computed for this very request already, so that finding it is no reuse."""
+    outcome: TransferOutcome | None = None
+    """The outcome of its transfer plan where the plan has been carried out already, so that vLLM's handlers find all of
+    its KV; None where it is theirs to carry out."""
 
     @property
     def tokens(self) -> list[int]:
@@ -34,7 +35,8 @@ class PreparedPrompt:
 
     def usage(self, told: Mapping[str, Any] | None, output_tokens: int) -> Usage:
         """Count the prompt's tokens by how they were computed. ``told`` are the ``kv_transfer_params`` of vLLM's
-        answer, which has the plan's outcome; None where vLLM does not tell, and all went as planned."""
-        outcome = TransferOutcome.model_validate((told or {}).get(PARAM) or {"linked": True})
-        found = 0 if self.computed else outcome.found
-        return self.linked.usage(output_tokens, linked=outcome.linked, found=found)
+        answer, which has the plan's outcome; None where vLLM does not tell, and all counts as planned."""
+        outcome = self.outcome
+        if outcome is None:
+            outcome = TransferOutcome.model_validate((told or {}).get(PARAM) or {"linked": True})
+        return self.linked.usage(output_tokens, linked=outcome.linked, found=outcome.found)

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SLOWDOWN = 1.35
-"""The factor by which linking lengthens the time between the tokens of requests that decode, on average."""
+"""The factor by which linking one request lengthens the time between the tokens of requests that decode, on average."""
+
+MOST_WAITING = 8
+"""The most requests waiting to be linked that lengthen this time further."""
 
 LEAST_TOKENS = 16
 """The fewest tokens that a slice computes: each pass has a fixed cost."""
@@ -27,10 +30,20 @@ SMOOTHING = 0.3
 
 LEAST_SECONDS = 1e-6
 PLAIN_STEPS = 16
-"""The number of steps without linking that are remembered."""
+"""The most steps without linking that are remembered."""
+
+PLAIN_AGE = 128
+"""The number of steps after which a step without linking is forgotten, once there is a newer one."""
+
+MEASURED_EVERY = 32
+"""The number of steps after which linking pauses, for as long as it takes to measure a step without it."""
+
+PAUSE = 2
+"""The most steps of such a pause. In the first one, prompts that were linked before it may still be prefilled."""
 
 CAPACITY = 8
-"""The most time in the bucket, in steps without linking: it is saved for a request's own first step."""
+"""The most time in the bucket, in steps without linking per request that waits: it is saved for requests' own first
+steps."""
 
 MOST_OWED = 32
 """The most time that the bucket owes, in steps without linking: what took longer than was expected is taken afterwards,
@@ -58,12 +71,17 @@ class StepWork:
 
 
 class LinkThrottle:
-    """Holds linking back so that requests that decode meanwhile wait ``target_seconds`` for a token, on average.
+    """Holds linking back so that requests that decode meanwhile wait ``target_seconds`` for a token, on average, while
+    one request waits to be linked.
 
     It is a token bucket of seconds. Every step adds ``slowdown`` - 1 times the seconds of a step without linking, and
     linking takes out the seconds by which it lengthens a step: those of slices, and of the first steps of the requests
     that they are for. There is no slice while the bucket owes. A slice takes as long as the rest of its step, if that
     is enough for ``LEAST_TOKENS``.
+
+    Where several requests wait, every step adds as many times as much, and a slice takes as many times as long: a
+    second of linking delays all who decode and advances all who wait, so that the more wait, the more of it is worth
+    its price. The slices of several are computed in one pass, whose fixed cost they share.
     """
 
     def __init__(
@@ -75,25 +93,27 @@ class LinkThrottle:
         self._clock = clock
         self._under_way: deque[tuple[StepWork, float]] = deque()  # with what was taken out for it
         self._last_end: float | None = None
-        self._plain: deque[float] = deque(maxlen=PLAIN_STEPS)  # seconds of steps that do nothing but decode
+        self._plain: deque[tuple[int, float]] = deque(maxlen=PLAIN_STEPS)  # numbers of steps that decode alone, seconds
+        self._steps = 0  # in which vLLM computed anything
         self._computed: float | None = None  # seconds per token
         self._placed: float | None = None  # seconds per token
         self._bucket = 0.0  # seconds that linking may take; less than 0: that it owes
+        self._waiting = 1
 
     @property
     def target_seconds(self) -> float | None:
-        """The seconds that others wait for a token while prompts are linked, on average; None until measured."""
+        """The seconds that others wait for a token while one prompt is linked, on average; None until measured."""
         return self._slowdown * self._plain_seconds if self._plain else None
 
     @property
     def tokens(self) -> float:
         """The number of tokens that linking may compute in the step that is being planned."""
-        if self._bucket < 0:
+        if self._bucket < 0 or self._pauses:
             return 0
         least = min(LEAST_TOKENS, self._most)
         if not self._plain:
             return least
-        return max(least, min(self._most, int(self._plain_seconds / self._computed_price)))
+        return max(least, min(self._most, int(self._share / self._computed_price)))
 
     @property
     def placed_per_computed(self) -> float:
@@ -115,6 +135,10 @@ class LinkThrottle:
         if self._plain:
             self._bucket -= self._reserve(tokens)
 
+    def expect(self, waiting: int) -> None:
+        """Note how many requests wait to be linked."""
+        self._waiting = min(max(waiting, 1), MOST_WAITING)
+
     def idle(self) -> None:
         """Empty the bucket, since nothing is to be linked; what it owes it still owes."""
         self._bucket = min(self._bucket, 0.0)
@@ -130,13 +154,25 @@ class LinkThrottle:
         now = self._clock()
         work, price = self._under_way.popleft() if self._under_way else (StepWork(busy=False), 0.0)
         self._bucket += price
+        self._steps += work.busy
         if work.busy and self._last_end is not None:
             self._learn(work, now - self._last_end)
         self._last_end = now if work.busy else None
 
     @property
     def _plain_seconds(self) -> float:
-        return statistics.median(self._plain)
+        return statistics.median(seconds for _, seconds in self._plain)
+
+    @property
+    def _pauses(self) -> bool:
+        """True in the steps that are kept free of linking, to be measured."""
+        since = self._steps - (self._plain[-1][0] if self._plain else 0)
+        return since % (MEASURED_EVERY + PAUSE) >= MEASURED_EVERY
+
+    @property
+    def _share(self) -> float:
+        """The seconds of a step without linking, once for each request that waits."""
+        return self._waiting * self._plain_seconds
 
     @property
     def _computed_price(self) -> float:
@@ -147,7 +183,7 @@ class LinkThrottle:
         return self._placed or self._computed_price / PLACED_PER_COMPUTED
 
     def _reserve(self, tokens: float) -> float:
-        return min(tokens * self._computed_price, CAPACITY * self._plain_seconds)
+        return min(tokens * self._computed_price, CAPACITY * self._share)
 
     def _price(self, work: StepWork) -> float:
         """Return the seconds that linking will take of a step, as far as is known."""
@@ -155,7 +191,9 @@ class LinkThrottle:
 
     def _learn(self, work: StepWork, seconds: float) -> None:
         if not work.links and not work.prefilled:
-            self._plain.append(seconds)
+            self._plain.append((self._steps, seconds))
+            while self._plain[0][0] < self._steps - PLAIN_AGE:
+                self._plain.popleft()
         if not self._plain:
             return
         extra = max(seconds - self._plain_seconds, LEAST_SECONDS)
@@ -167,9 +205,8 @@ class LinkThrottle:
             self._computed = _smoothed(self._computed, extra / work.computed)
         elif work.placed and not work.computed:
             self._placed = _smoothed(self._placed, extra / work.placed)
-        plain = self._plain_seconds
-        level = self._bucket + (self._slowdown - 1) * plain - (extra if work.links else 0.0)
-        self._bucket = max(-MOST_OWED * plain, min(level, CAPACITY * plain))
+        level = self._bucket + (self._slowdown - 1) * self._share - (extra if work.links else 0.0)
+        self._bucket = max(-MOST_OWED * self._plain_seconds, min(level, CAPACITY * self._share))
 
 
 def _smoothed(old: float | None, new: float) -> float:

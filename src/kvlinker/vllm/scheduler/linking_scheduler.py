@@ -46,7 +46,8 @@ class StepLimits:
     """The number of workers that report."""
 
     slowdown: float = SLOWDOWN
-    """The factor by which others wait longer for a token meanwhile, on average (see ``LinkThrottle``)."""
+    """The factor by which others wait longer for a token while one request is linked, on average (see
+    ``LinkThrottle``)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +183,8 @@ class LinkingScheduler:
             self._waiting[request_id] = request
         else:
             self._linked_at_once += progress.cost(self._budget()) + request.own
+            if self._busy:
+                self._throttle.spend(request.own)
 
     def placed_tokens(self, request_id: str, *, external: int) -> int:
         """Return how many of the ``external`` tokens that a request was allocated come from chunks. The others are
@@ -200,6 +203,7 @@ class LinkingScheduler:
         slices = [self._progress(each.request_id, each.begin).take(at_once) for each in started if not each.waits]
         self._busy = scheduled_tokens > 0
         self._linked_at_once = 0.0
+        self._throttle.expect(len(self._waiting))
         if not self._waiting:
             self._throttle.idle()
         budget = self._budget()
@@ -217,7 +221,10 @@ class LinkingScheduler:
         """Note the workers' report of a step that is done; there is one report for every step."""
         self._throttle.ended()
         for key, rank in report.evicted:
-            self._held.get(key, set()).discard(rank)
+            ranks = self._held.get(key, set())
+            ranks.discard(rank)
+            if not ranks:
+                self._held.pop(key, None)
         for key, rank in report.held:
             self._held.setdefault(key, set()).add(rank)
         for request_id, workers in report.loaded.items():
@@ -249,6 +256,8 @@ class LinkingScheduler:
         budget = self._budget()
         if not self._busy:
             return not progress.fits(budget)
+        if any(each.loaded >= self._limits.workers for each in self._waiting.values()):
+            return True  # those that came before are next
         cost = progress.cost(budget) + request.own + self._linked_at_once
         return cost > budget.tokens or not progress.fits(budget)
 
@@ -292,9 +301,11 @@ class LinkingScheduler:
         if target is not None and not self._target_told:
             self._target_told = True
             logger.info(
-                "While prompts are linked, others get a token every %.1f ms on average (slowdown %.2f).",
+                "While a prompt is linked, others get a token every %.1f ms on average (slowdown %.2f), and %.1f ms "
+                "later for each more that waits to be linked.",
                 1e3 * target,
                 self._limits.slowdown,
+                1e3 * target * (1 - 1 / self._limits.slowdown),
             )
 
     def _forget_progress(self, request_id: str) -> None:

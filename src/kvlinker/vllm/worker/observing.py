@@ -39,18 +39,18 @@ class QuestionObservation:
         ``parts`` are all chunks of the request; those that are unplaced are placed, before the layer attends.
         """
         attention = self._layers[layer].attention
-        keys = query.new_empty((self._length, attention.heads, attention.head_dim))
-        placed = self._placed_keys(layer, parts)
+        keys = query.new_empty((attention.heads, self._length, attention.head_dim))  # as a matrix product reads them
+        placed = self._placed_keys(layer, parts).transpose(0, 1)
         begin = 0
         for part in parts:
             count = part.last - part.first
-            keys[part.begin : part.begin + count] = placed[begin : begin + count]
+            keys[:, part.begin : part.begin + count] = placed[:, begin : begin + count]
             begin += count
         for position, computed in self._computed[layer]:
-            keys[position : position + len(computed)] = computed
+            keys[:, position : position + len(computed)] = computed.transpose(0, 1)
         self._computed[layer].clear()
         last = Queries(torch.tensor([self._length - 1]))
-        weights = attention_weights(last, query[:, None], keys.transpose(0, 1), attention.options)
+        weights = attention_weights(last, query[:, None], keys, attention.options)
         self._weights.append(weights.mean(0)[0])
 
     def _placed_keys(self, layer: int, parts: Sequence[ChunkPart]) -> Tensor:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.research.bench.load.prompts import LinkedDocuments, PlainDocuments, PrefixIndex, write_request
+from kvlinker.research.bench.load.prompts import (
+    LinkedDocuments,
+    MarkedDocuments,
+    PlainDocuments,
+    PrefixIndex,
+    write_request,
+)
 from kvlinker.research.bench.load.traffic import Conversation, Turn
 
 TEXTS = ("A.", "B.", "C.")
@@ -40,6 +46,17 @@ def test_documents_as_context_caches() -> None:
     ]
     assert body["link"] == {"policy": "legolink-16"}
     assert body["max_tokens"] == 5
+
+
+def test_documents_as_marked_texts() -> None:
+    body = write_request(CONVERSATION, [], MarkedDocuments(TEXTS, "naive"), model="m")
+    mark = {"type": "ephemeral"}
+    assert body["messages"][1]["content"] == [
+        {"type": "text", "text": "C.", "cache_control": mark},
+        {"type": "text", "text": "A.", "cache_control": mark},
+        {"type": "text", "text": "Which?"},
+    ]
+    assert body["link"] == {"policy": "naive"}
 
 
 def test_the_longest_known_beginning_comes_first() -> None:

@@ -6,7 +6,7 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +29,16 @@ LIBRARIES = ("kvlinker", "torch", "transformers")
 _TEXT_COLUMNS = ("policy", "engine", "system", "case", "dataset", "task", "metric", "tier", "codec", "hidden")
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Says whether something held that has to hold in every run."""
+
+    name: str
+    passed: bool
+    finding: str
+    """What was found, in words and figures."""
+
+
 @dataclass(frozen=True)
 class Report:
     """Holds the results of one benchmark, and what they depend on."""
@@ -45,9 +55,16 @@ class Report:
     """Lines to be shown behind the table."""
     warnings: Sequence[str] = ()
     """Warnings of what was left out, and why."""
+    checks: Sequence[Check] = ()
+    """What had to hold; the command ends with 1 where something did not."""
+
+    @property
+    def passed(self) -> bool:
+        """True if all checks passed, or there are none."""
+        return all(check.passed for check in self.checks)
 
     def print(self, console: Console, rows: Sequence[Row] | None = None) -> None:
-        """Print ``rows``, or all, as a table, with machine, versions and settings above it.
+        """Print ``rows``, or all, as a table, with machine, versions and settings above it, and checks beneath.
 
         Of the columns only those are shown that any row has.
         """
@@ -63,16 +80,20 @@ class Report:
         for row in shown:
             table.add_row(*(_cell(row.get(column)) for column in columns))
         console.print(table)
+        for check in self.checks:
+            console.print(f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.finding}", markup=False)
 
     def write_json(self, path: Path) -> None:
         """Write everything but what is only shown."""
-        content = {
+        content: dict[str, Any] = {
             "command": self.command,
             "machine": self.machine,
             "versions": self.versions,
             "settings": self.settings,
             "results": list(self.rows),
         }
+        if self.checks:
+            content["checks"] = [asdict(check) for check in self.checks]
         path.write_text(json.dumps(content, indent=2, default=str) + "\n")
 
 

@@ -125,7 +125,7 @@ async def _drive(
     async with httpx.AsyncClient(
         base_url=endpoint.url, headers=endpoint.headers, timeout=None, limits=unlimited
     ) as http:
-        driver = _Driver(http, endpoint.model, form, patience, told)
+        driver = Driver(http, endpoint.model, form, patience, told)
         clock = asyncio.get_running_loop()
         begin = clock.time()
         if isinstance(load, OpenLoop):
@@ -137,12 +137,18 @@ async def _drive(
         return LoadRun(tuple(driver.results), clock.time() - begin)
 
 
-class _Driver:
-    """Sends conversations on one event loop, and collects their results."""
+class Driver:
+    """Sends conversations on one event loop, and collects the results of their requests."""
 
     def __init__(
-        self, http: httpx.AsyncClient, model: str, form: DocumentForm, patience: float, told: Callable[[int], None]
+        self,
+        http: httpx.AsyncClient,
+        model: str,
+        form: DocumentForm,
+        patience: float,
+        told: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """``patience`` and ``told`` are those of ``drive``."""
         self._http = http
         self._model = model
         self._form = form
@@ -156,20 +162,20 @@ class _Driver:
         async with asyncio.TaskGroup() as tasks:
             for conversation, arrival in zip(conversations, arrivals, strict=True):
                 await asyncio.sleep(begin + arrival - self._clock.time())
-                tasks.create_task(self._converse(conversation, due=begin + arrival))
+                tasks.create_task(self.converse(conversation, due=begin + arrival))
 
     async def closed_loop(self, conversations: Sequence[Conversation], users: int) -> None:
         waiting = iter(conversations)
 
         async def user() -> None:
             for conversation in waiting:
-                await self._converse(conversation, due=self._clock.time())
+                await self.converse(conversation, due=self._clock.time())
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(users):
                 tasks.create_task(user())
 
-    async def _converse(self, conversation: Conversation, *, due: float) -> None:
+    async def converse(self, conversation: Conversation, *, due: float) -> None:
         """Send the turns of a conversation one after another; ``due`` is the first one's time on the loop's clock."""
         answers: list[str] = []
         for number, turn in enumerate(conversation.turns):

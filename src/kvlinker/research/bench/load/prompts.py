@@ -12,7 +12,7 @@ from kvlinker.research.bench.load.traffic import Conversation
 PLAIN, REORDERED = "plain", "reordered"
 """Documents as text, in the order of the traffic or in one that prefix caches find again: in place of a policy."""
 
-Content = str | list[dict[str, str]]
+Content = str | list[dict[str, Any]]
 
 
 class DocumentForm(Protocol):
@@ -41,7 +41,7 @@ class LinkedDocuments:
         return {"link": {"policy": self.policy}}
 
     def content(self, documents: Sequence[int], text: str) -> Content:
-        parts = [{"type": "context_cache", "id": self.ids[document]} for document in documents]
+        parts: list[dict[str, Any]] = [{"type": "context_cache", "id": self.ids[document]} for document in documents]
         return [*parts, {"type": "text", "text": text}] if text else parts
 
 
@@ -57,6 +57,23 @@ class PlainDocuments:
 
     def content(self, documents: Sequence[int], text: str) -> Content:
         return "".join([*(self.texts[document] for document in documents), text])
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedDocuments:
+    """Writes documents as marked texts, of which the server makes context caches by itself."""
+
+    texts: Sequence[str]
+    policy: str
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return {"link": {"policy": self.policy}}
+
+    def content(self, documents: Sequence[int], text: str) -> Content:
+        mark = {"type": "ephemeral"}
+        parts = [{"type": "text", "text": self.texts[document], "cache_control": mark} for document in documents]
+        return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 def write_request(

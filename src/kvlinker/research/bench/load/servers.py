@@ -25,7 +25,8 @@ from kvlinker.research.bench.load.endpoint import ServerFailedError
 
 START_SECONDS = 900.0
 STOP_SECONDS = 30.0
-_COMMAND = (sys.executable, "-c", "from kvlinker.cli import app; app()", "serve")
+COMMAND = (sys.executable, "-c", "from kvlinker.cli import app; app()")
+"""Runs kvlinker's command line, whatever is on the path."""
 _POLL_SECONDS = 0.1
 _SAMPLE_SECONDS = 0.5
 _LAST_WORDS = 10
@@ -52,6 +53,10 @@ class Server:
     url: str
     process: psutil.Process | None = None
     """Its process; None where that is not known."""
+    state_dir: Path | None = None
+    """The folder with its chunk files and its catalog; None where that is not known."""
+    log: Path | None = None
+    """The file with what it writes; None where that is not known."""
 
 
 @contextmanager
@@ -65,18 +70,19 @@ def kvlinker_server(settings: Settings, **options: Any) -> Iterator[Server]:
     vllm_options = settings.vllm_options | options.pop("vllm_options", {})
     with tempfile.TemporaryDirectory(prefix="kvlinker-load-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "output.txt"
-        given = {**named, **_FIXED, "state_dir": Path(folder) / "state", **options}
+        state_dir = Path(folder) / "state"
+        given = {**named, **_FIXED, "state_dir": state_dir, **options}
         if vllm_options:
             given["vllm_options"] = json.dumps(vllm_options)
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
         with (
             _ended_by_signals(),
             log.open("wb") as output,
-            subprocess.Popen([*_COMMAND, *flags], stdout=output, stderr=output) as started,
+            subprocess.Popen([*COMMAND, "serve", *flags], stdout=output, stderr=output) as started,
         ):
             process = psutil.Process(started.pid)
             try:
-                yield Server(_address(started, log), process)
+                yield Server(_address(started, log), process, state_dir, log)
             finally:
                 _stop(process)
 
@@ -165,7 +171,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         if self._process is not None:
-            self._most = _resident_bytes(self._process)
+            self._most = resident_bytes(self._process)
             self._thread.start()
         return self
 
@@ -177,10 +183,10 @@ class PeakMemory:
     def _watch(self) -> None:
         assert self._process is not None
         while not self._ended.wait(_SAMPLE_SECONDS):
-            self._most = max(self._most, _resident_bytes(self._process))
+            self._most = max(self._most, resident_bytes(self._process))
 
 
-def _resident_bytes(process: psutil.Process) -> int:
+def resident_bytes(process: psutil.Process) -> int:
     """Return what a process and its children have resident; pages that several of them share count for each."""
     total = 0
     with suppress(psutil.NoSuchProcess):

@@ -14,7 +14,7 @@ from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.store.rows import store_row
 from kvlinker.research.bench.store.throttling_proxy import throttling_proxy
 from kvlinker.research.bench.store.tiered import TieredPrompt
-from kvlinker.store.loading.throughput import DRIFT_NOTES
+from kvlinker.store.loading.bandwidths import DRIFT_NOTES
 
 LOAD_TO_COMPUTE = (0.5, 1.0, 2.0)
 """The loading times to measure, as multiples of the computation's time."""

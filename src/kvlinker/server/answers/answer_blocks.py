@@ -3,17 +3,17 @@ answers so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvlinker.server.answers.conversing import AnswerReader
-from kvlinker.types.answers import ResponsePiece
+from kvlinker.prompt.answer_forms.reader import AnswerReader
+from kvlinker.types.answers import AnswerPiece
 from kvlinker.types.tools import ToolCall
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """A block of an answer; ``text`` grows while it is open."""
 
     index: int
@@ -30,7 +30,7 @@ class BlockStep(NamedTuple):
     """A block begins, goes on by ``text``, or ends."""
 
     what: Literal["begin", "go on", "end"]
-    block: Block
+    block: AnswerBlock
     text: str = ""
 
 
@@ -38,9 +38,9 @@ class BlockReader:
     """Reads one answer by an ``AnswerReader``. One block at a time is open; a call is told whole."""
 
     def __init__(self, reader: AnswerReader) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[AnswerBlock] = []
         self._reader = reader
-        self._open: Block | None = None
+        self._open: AnswerBlock | None = None
 
     def feed(self, text: str) -> Iterator[BlockStep]:
         """Take the next piece of the answer, and yield what it does to the blocks."""
@@ -51,16 +51,17 @@ class BlockReader:
         yield from self._steps(self._reader.finish())
         yield from self._end()
 
-    def _steps(self, piece: ResponsePiece) -> Iterator[BlockStep]:
-        if piece.reasoning:
-            yield from self._go_on("reasoning", piece.reasoning)
-        if piece.content:
-            yield from self._go_on("text", piece.content)
-        for call in piece.calls:
-            yield from self._end()
-            yield from self._begin("call", call)
-            yield from self._go_on("call", call.arguments)
-            yield from self._end()
+    def _steps(self, pieces: Iterable[AnswerPiece]) -> Iterator[BlockStep]:
+        for piece in pieces:
+            if piece.reasoning:
+                yield from self._go_on("reasoning", piece.reasoning)
+            if piece.content:
+                yield from self._go_on("text", piece.content)
+            for call in piece.calls:
+                yield from self._end()
+                yield from self._begin("call", call)
+                yield from self._go_on("call", call.arguments)
+                yield from self._end()
 
     def _go_on(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[BlockStep]:
         if self._open is None or self._open.kind != kind:
@@ -71,7 +72,7 @@ class BlockReader:
         yield BlockStep("go on", self._open, text)
 
     def _begin(self, kind: Literal["reasoning", "text", "call"], call: ToolCall | None = None) -> Iterator[BlockStep]:
-        self._open = Block(len(self.blocks), kind, call=call)
+        self._open = AnswerBlock(len(self.blocks), kind, call=call)
         self.blocks.append(self._open)
         yield BlockStep("begin", self._open)
 

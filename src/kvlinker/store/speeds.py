@@ -1,16 +1,16 @@
-"""Measured speeds of this machine by name, kept in memory and in a file, so that the next process begins with them."""
+"""Keeps measured speeds of this machine by name, in memory and in a file, so that the next process begins with them."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from kvlinker.store.format.chunk_file import open_regular
 from kvlinker.store.format.durability import replace_file
@@ -19,7 +19,6 @@ from kvlinker.store.format.header import ChunkFileError
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "speeds.json"
-FORMAT = "kvlinker-speeds"
 FORMAT_VERSION = 1
 
 STALE_SECONDS = 7 * 86400.0
@@ -34,23 +33,43 @@ SAVE_SECONDS = 10.0
 _MOST_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """Measured ``values``, not negative and not all zero; ``at`` is the time of measurement in Unix seconds."""
+def _checked(values: tuple[float, ...]) -> tuple[float, ...]:
+    if not all(0 <= value < math.inf for value in values) or not any(values):
+        raise ValueError(f"{values} are no speeds")
+    return values
 
-    values: tuple[float, ...]
-    at: float
+
+class Measurement(BaseModel):
+    """Measured ``values``, not negative and not all zero; ``measured_at`` is in Unix seconds."""
+
+    model_config = ConfigDict(frozen=True)
+
+    values: Annotated[tuple[float, ...], AfterValidator(_checked)]
+    measured_at: float = Field(allow_inf_nan=False)
 
     @property
     def stale(self) -> bool:
         """True if the measurement is older than ``STALE_SECONDS``."""
-        return abs(time.time() - self.at) > STALE_SECONDS
+        return abs(time.time() - self.measured_at) > STALE_SECONDS
 
     def drifted_from(self, other: Measurement | None) -> bool:
         """Return whether there is no ``other``, or it differs so much that this one is worth writing."""
         return other is None or any(
             abs(value - before) > DRIFT * before for value, before in zip(self.values, other.values, strict=False)
         )
+
+
+class _Version(BaseModel):
+    """The beginning of the file of any version."""
+
+    format: Literal["kvlinker-speeds"] = "kvlinker-speeds"
+    version: int = FORMAT_VERSION
+
+
+class _File(_Version):
+    """The file of this version."""
+
+    speeds: dict[str, Measurement]
 
 
 class Speeds:
@@ -68,7 +87,6 @@ class Speeds:
         self._file_lock = threading.Lock()
         self._saved = self._read()
         self._measured = dict(self._saved)
-        self._changed = False
         self._saving: threading.Timer | None = None
 
     def of(self, name: str) -> tuple[float, ...] | None:
@@ -79,11 +97,9 @@ class Speeds:
     def note(self, name: str, values: Sequence[float]) -> None:
         """Record these values as the current ones. They are saved soon if they are new, or have drifted from what was
         saved. Raises ValueError for values that are negative, not finite or all zero."""
-        if not _valid(values):
-            raise ValueError(f"{name}: {values} are no speeds")
+        measured = Measurement(values=tuple(values), measured_at=time.time())
         with self._lock:
-            measured = self._measured[name] = Measurement(tuple(values), time.time())
-            self._changed = True
+            self._measured[name] = measured
             if self._path is not None and self._saving is None and measured.drifted_from(self._saved.get(name)):
                 self._saving = threading.Timer(SAVE_SECONDS, self.save)
                 self._saving.daemon = True
@@ -94,26 +110,22 @@ class Speeds:
         with self._file_lock:
             with self._lock:
                 self._cancel()
-                self._changed = False
-                measured = dict(self._measured)
-            for name, theirs in self._read().items():
-                if name not in measured or measured[name].at < theirs.at:
-                    measured[name] = theirs
+            theirs = self._read()
+            with self._lock:
+                both = sorted([*theirs.items(), *self._measured.items()], key=lambda item: item[1].measured_at)
+                self._measured = dict(both)  # the newest of each name
+                measured = dict(both)
             if not self._write(measured):
-                self._changed = True
                 return False
             with self._lock:
                 self._saved = measured
-                for name, one in measured.items():
-                    if name not in self._measured or self._measured[name].at < one.at:
-                        self._measured[name] = one
             return True
 
     def close(self) -> None:
         """Save what has changed. Idempotent."""
         with self._lock:
             self._cancel()
-            changed = self._changed
+            changed = self._measured != self._saved
         if changed:
             self.save()
 
@@ -128,18 +140,16 @@ class Speeds:
             return {}
         try:
             with open_regular(self._path) as file:
-                content = json.loads(file.read(_MOST_BYTES))
-            if not isinstance(content, dict) or content.get("format") != FORMAT:
-                raise ValueError("it holds something else")
-            if content.get("version") == FORMAT_VERSION:
-                found = {name: _measurement(entry) for name, entry in content["speeds"].items()}
+                content = file.read(_MOST_BYTES)
+            version = _Version.model_validate_json(content).version
+            if version == FORMAT_VERSION:
+                found = _File.model_validate_json(content).speeds
                 return {name: measured for name, measured in found.items() if not measured.stale}
         except FileNotFoundError:
             return {}
-        except (OSError, ChunkFileError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ChunkFileError, ValueError) as error:
             self._complain(f"Measured speeds in {self._path} cannot be read, and are measured again: {error!r}")
             return {}
-        version = content.get("version")
         self._complain(f"{self._path} is of version {version}, not {FORMAT_VERSION}: it is not used, and left alone.")
         self._path = None
         return {}
@@ -147,10 +157,8 @@ class Speeds:
     def _write(self, measured: dict[str, Measurement]) -> bool:
         if self._path is None:
             return False
-        speeds = {name: {"values": one.values, "measured_at": one.at} for name, one in sorted(measured.items())}
-        content = {"format": FORMAT, "version": FORMAT_VERSION, "speeds": speeds}
         try:
-            replace_file(self._path, json.dumps(content, indent=1).encode() + b"\n")
+            replace_file(self._path, _File(speeds=measured).model_dump_json(indent=1).encode() + b"\n")
         except OSError as error:
             self._complain(f"Measured speeds are not kept in {self._path}: {error}")
             return False
@@ -161,14 +169,3 @@ class Speeds:
         if not self._complained:
             self._complained = True
             logger.warning("%s", message)
-
-
-def _measurement(entry: dict[str, Any]) -> Measurement:
-    values, at = entry["values"], float(entry["measured_at"])
-    if not _valid(values) or not math.isfinite(at):
-        raise ValueError(f"{entry!r} is no measurement")
-    return Measurement(tuple(map(float, values)), at)
-
-
-def _valid(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int | float) and 0 <= value < math.inf for value in values) and any(values)

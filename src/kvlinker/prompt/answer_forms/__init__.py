@@ -1,4 +1,5 @@
-"""How models write reasoning and calls of tools: one JSON file for each way, found by the model's chat template.
+"""Knows in which form models write reasoning and calls of tools: one JSON file for each, found by the model's chat
+template. ``form`` makes grammars of it, and ``reader`` reads answers.
 
 | field | meaning |
 |---|---|
@@ -19,13 +20,13 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-FALLBACK = "other"
-"""The name of the way that kvlinker's own section on tools asks for."""
+REASONING_FIELDS = ("thinking", "reasoning", "reasoning_content")
+"""The names that response templates have for the field of reasoning."""
 
 
 @cache
-def response_formats() -> dict[str, dict[str, Any]]:
-    """Return all ways by name; the one with the most texts in ``when`` comes first."""
+def answer_forms() -> dict[str, dict[str, Any]]:
+    """Return the data of all forms by name; the one with the most texts in ``when`` comes first."""
     found = {
         file.name.removesuffix(".json"): json.loads(file.read_text(encoding="utf-8"))
         for file in files(__name__).iterdir()
@@ -34,6 +35,6 @@ def response_formats() -> dict[str, dict[str, Any]]:
     return dict(sorted(found.items(), key=lambda entry: (-len(entry[1]["when"]), entry[0])))
 
 
-def format_for(chat_template: str) -> dict[str, Any]:
-    """Return the way of the model that has this chat template."""
-    return next(way for way in response_formats().values() if all(text in chat_template for text in way["when"]))
+def form_for(chat_template: str) -> dict[str, Any]:
+    """Return the data of the form of the model that has this chat template."""
+    return next(form for form in answer_forms().values() if all(text in chat_template for text in form["when"]))

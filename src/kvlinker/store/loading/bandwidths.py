@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from kvlinker.store.format.codecs import Codec
 from kvlinker.store.format.encryption import Sealing
-from kvlinker.store.loading.speeds import DRIFT, Speeds
+from kvlinker.store.speeds import DRIFT, Speeds
 
 _WEIGHT = 0.3
 """The weight of a new measurement, beside all earlier ones."""
@@ -54,9 +54,9 @@ class Read:
     nbytes: int
 
     @property
-    def time(self) -> LoadTime:
-        """The thread's total and busy time."""
-        return LoadTime(self.end - self.begin, self.busy)
+    def seconds(self) -> float:
+        """The seconds that it took."""
+        return self.end - self.begin
 
 
 class Bandwidths:
@@ -77,11 +77,11 @@ class Bandwidths:
         if nbytes <= 0 or seconds <= 0:
             return
         with self._lock:
-            rate, busy = speed_values(nbytes, LoadTime(seconds, busy_seconds))
+            busy = min(1.0, max(0.0, busy_seconds / seconds))
             before = self._values(tier)
             if before is not None:
                 busy = before[1] + _WEIGHT * (busy - before[1])
-            self._speeds.note(self._name(tier), [self._averaged(tier, rate), busy])
+            self._speeds.note(self._name(tier), [self._averaged(tier, nbytes / seconds), busy])
             self._measured_at[tier] = time.monotonic()
 
     def note_reads(self, tier: str, reads: Sequence[Read]) -> None:
@@ -91,8 +91,7 @@ class Bandwidths:
         for read in sorted(reads, key=lambda read: read.begin):
             seconds += max(0.0, read.end - max(read.begin, reached))
             reached = max(reached, read.end)
-        taken = sum((read.time for read in reads), LoadTime())
-        busy_share = taken.busy / taken.seconds if taken.seconds else 0.0
+        busy_share = sum(read.busy for read in reads) / (sum(read.seconds for read in reads) or 1.0)
         self.note(tier, sum(read.nbytes for read in reads), seconds, busy_share * seconds)
 
     def of(self, tier: str) -> float | None:
@@ -100,17 +99,20 @@ class Bandwidths:
         values = self._values(tier)
         return None if values is None else values[0]
 
-    def time(self, tier: str, nbytes: int) -> LoadTime | None:
-        """Return the expected time of reading ``nbytes``; None where nothing has been measured."""
-        values = self._values(tier)
-        if values is None or not values[0]:
-            return None
-        return LoadTime(nbytes / values[0], nbytes / values[0] * values[1])
+    def time(self, reads: Iterable[tuple[str, int]]) -> LoadTime | None:
+        """Return the expected time of reading so many bytes from each of these tiers; None where a tier has not been
+        measured."""
+        taken = LoadTime()
+        for tier, nbytes in reads:
+            values = self._values(tier)
+            if values is None or not values[0]:
+                return None
+            taken += LoadTime(nbytes / values[0], nbytes / values[0] * values[1])
+        return taken
 
     def known(self) -> dict[str, float]:
         """Return the measured bytes per second of all tiers, by tier."""
-        rates = {tier: self.of(tier) for tier in self._names}
-        return {tier: rate for tier, rate in rates.items() if rate is not None}
+        return {tier: rate for tier in self._names if (rate := self.of(tier)) is not None}
 
     def worth_loading(self, tier: str, nbytes: int, prefill_seconds: float) -> bool:
         """Return whether reading is expected to take no longer than computing; True where that is not known, or was not
@@ -142,11 +144,6 @@ class Bandwidths:
 
     def _name(self, tier: str) -> str:
         return self._names.get(tier, tier)
-
-
-def speed_values(nbytes: int, taken: LoadTime) -> tuple[float, float]:
-    """Return the values to remember for ``nbytes`` that took this time: bytes per second, and the busy share."""
-    return nbytes / taken.seconds, min(1.0, max(0.0, taken.busy / taken.seconds))
 
 
 def speed_name(tier: str, *, place: str, codec: Codec, sealing: Sealing) -> str:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.prompt.response_formats import format_for, response_formats
-from kvlinker.prompt.responses import ID_LENGTH, ResponseFormat
+from kvlinker.prompt.answer_forms import answer_forms, form_for
+from kvlinker.prompt.answer_forms.form import AnswerForm
+from kvlinker.prompt.answer_forms.reader import ID_LENGTH
 from tests.toy_tokenizers import byte_level
 
 WEATHER: dict[str, Any] = {
@@ -62,8 +63,8 @@ TWO_CALLS = {
 REASONING = {"qwen3", "smollm3", "mistral_args", "other"}
 
 
-def way(name: str) -> ResponseFormat:
-    return ResponseFormat.of(byte_level(), TEMPLATES[name])
+def way(name: str) -> AnswerForm:
+    return AnswerForm.of(byte_level(), TEMPLATES[name])
 
 
 def read(
@@ -71,8 +72,8 @@ def read(
 ) -> tuple[str, str, list[Any]]:
     """Content, reasoning and calls of an answer that comes in pieces of ``size`` characters."""
     reader = way(name).reader(TAILS[name] if tail is None else tail, tools)
-    pieces = [reader.feed(text[start : start + size]) for start in range(0, len(text), size)]
-    pieces.append(reader.finish())
+    pieces = [piece for start in range(0, len(text), size) for piece in reader.feed(text[start : start + size])]
+    pieces += reader.finish()
     calls = [call for piece in pieces for call in piece.calls]
     assert all(len(call.id) == ID_LENGTH and call.id.isalnum() for call in calls)
     assert len({call.id for call in calls}) == len(calls)
@@ -81,9 +82,9 @@ def read(
 
 
 def test_every_way_is_found_by_its_template() -> None:
-    assert TEMPLATES.keys() == response_formats().keys()
+    assert TEMPLATES.keys() == answer_forms().keys()
     for name, template in TEMPLATES.items():
-        assert format_for(template) is response_formats()[name]
+        assert form_for(template) is answer_forms()[name]
 
 
 sizes = pytest.mark.parametrize("size", [1, 3, 10_000])
@@ -149,23 +150,40 @@ def test_without_tools_nothing_is_a_call(name: str, size: int) -> None:
 
 @sizes
 @pytest.mark.parametrize(
-    ("name", "text", "shown"),
+    ("name", "text"),
     [
-        ("qwen3", "<tool_call>\n{broken}\n</tool_call> more", "broken"),
-        ("qwen3", "<tool_call>\n5\n</tool_call>", "5"),
-        ("qwen3", '<tool_call>\n{"name": "f", "argum', '"f"'),
-        ("qwen3", '<tool_call>{"name": 5, "arguments": {}}</tool_call>', "name"),
-        ("qwen3", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "arguments"),
-        ("llama3", '{"a": 5}', '{"a": 5}'),
-        ("llama3", "{not JSON", "{not JSON"),
-        ("mistral", "[TOOL_CALLS] nonsense", "nonsense"),
-        ("mistral", '[TOOL_CALLS] [{"x": 1}]', '{"x": 1}'),
+        ("qwen3", "hi <tool_call>\nnot json\n</tool_call> after <tool_call>"),
+        ("qwen3", "<tool_call>\n5\n</tool_call>"),
+        ("qwen3", ' \n<tool_call>\n{"name": "f", "argum'),
+        ("qwen3", "See \n<tool_call>"),
+        ("qwen3", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("qwen3", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("llama3", '{"a": 5}'),
+        ("llama3", " {not JSON"),
+        ("mistral", "[TOOL_CALLS] nonsense"),
+        ("mistral", 'See [TOOL_CALLS] [{"x": 1}]'),
+        ("mistral_args", 'x[TOOL_CALLS]f[ARGS]{bad[TOOL_CALLS]g[ARGS]{"a": 1}</s>'),
+        ("mistral_args", "x [TOOL_CALLS]f[ARGS]"),
     ],
 )
-def test_what_is_no_call_is_shown_as_text(name: str, text: str, shown: str, size: int) -> None:
-    content, _, calls = read(name, text, size=size)
-    assert shown in content
-    assert calls == []
+def test_what_is_no_call_is_shown_as_it_is(name: str, text: str, size: int) -> None:
+    assert read(name, text, size=size) == (text, "", [])
+
+
+def test_a_call_that_the_prompt_begins_and_that_is_none_is_shown_without_it() -> None:
+    tail = f'{TAILS["qwen3"]}<tool_call>\n{{"name": "f'
+    assert read("qwen3", "oo</tool_call> more", tail=tail) == ("oo</tool_call> more", "", [])
+    wrong = f"{TAILS['qwen3']}<tool_call>nonsense</tool_call>\n"
+    assert read("qwen3", f"so {HERMES}", tail=wrong) == (f"so {HERMES}", "", [])
+
+
+@sizes
+def test_pieces_are_in_order(size: int) -> None:
+    reader = way("qwen3").reader(TAILS["qwen3"], TOOLS)
+    text = f"See.{HERMES}\nThen{HERMES}"
+    pieces = [piece for start in range(0, len(text), size) for piece in reader.feed(text[start : start + size])]
+    told = "".join("+" if piece.calls else piece.content for piece in [*pieces, *reader.finish()])
+    assert told == "See.+Then+"
 
 
 @sizes
@@ -173,7 +191,26 @@ def test_what_stands_before_a_call_that_is_none_is_told_apart(size: int) -> None
     """However the answer comes: in pieces or as a whole."""
     text = f"<think>\nSo?\n</think>\n\nSee.{ONE_CALL['qwen3']}<tool_call>{{broken</tool_call> <b>more"
     call = ("get_weather", json.loads(ROME))
-    assert read("qwen3", text, size=size) == ("See.{broken <b>more", "So?", [call])
+    assert read("qwen3", text, size=size) == (
+        "See.<tool_call>{broken</tool_call> <b>more",
+        "So?",
+        [call],
+    )
+
+
+@given(
+    before=st.text(alphabet=" \nx1", max_size=4),
+    body=st.text(alphabet='<>/tool_call{}":,\n[]ax1', max_size=20),
+    after=st.text(alphabet='<>/tool_call{}":,\n[]ax1', max_size=20),
+    size=st.integers(1, 9),
+    name=st.sampled_from(["qwen3", "mistral_args"]),
+)
+def test_content_and_marks_of_a_call_that_is_none_are_the_text(
+    before: str, body: str, after: str, size: int, name: str
+) -> None:
+    opening, closing = {"qwen3": ("<tool_call>", "</tool_call>"), "mistral_args": ("[TOOL_CALLS]f[ARGS]", "</s>")}[name]
+    text = f"{before}{opening}no{body}{closing}{after}"
+    assert read(name, text, size=size) == (text, "", [])
 
 
 @given(
@@ -210,8 +247,8 @@ def test_a_tokenizers_own_response_template_is_followed() -> None:
         },
     }
     try:
-        reader = ResponseFormat.of(own, None).reader("@", TOOLS)
-        pieces = [reader.feed('Hi !!{"name": "get_time", "arguments": {}}!!'), reader.finish()]
+        reader = AnswerForm.of(own, None).reader("@", TOOLS)
+        pieces = [*reader.feed('Hi !!{"name": "get_time", "arguments": {}}!!'), *reader.finish()]
     finally:
         own.response_template = None
     assert "".join(piece.content for piece in pieces) == "Hi "
@@ -220,6 +257,6 @@ def test_a_tokenizers_own_response_template_is_followed() -> None:
 
 def test_special_tokens_of_the_way_are_shown_in_its_answers() -> None:
     tokenizer = byte_level()
-    marked = ResponseFormat.of(tokenizer, "<|start|> <think>")
+    marked = AnswerForm.of(tokenizer, "<|start|> <think>")
     assert marked.shown_tokens == frozenset()
     assert marked.marks == {"<think>": tokenizer.convert_tokens_to_ids("<think>")}

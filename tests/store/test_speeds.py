@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.store.loading.speeds import STALE_SECONDS, Speeds
+from kvlinker.store.speeds import STALE_SECONDS, Speeds
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> list[FakeTimer]:
         made.append(FakeTimer(function))
         return made[-1]
 
-    monkeypatch.setattr("kvlinker.store.loading.speeds.threading.Timer", make)
+    monkeypatch.setattr("kvlinker.store.speeds.threading.Timer", make)
     return made
 
 
@@ -118,9 +118,9 @@ def test_drift_is_written_and_small_changes_are_not(path: Path, timers: list[Fak
 def test_stale_speeds_count_as_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = saved(path, disk=[1.0])
     now = time.time()
-    monkeypatch.setattr("kvlinker.store.loading.speeds.time.time", lambda: now + STALE_SECONDS - 10)
+    monkeypatch.setattr("kvlinker.store.speeds.time.time", lambda: now + STALE_SECONDS - 10)
     assert Speeds(path).of("disk") == (1.0,)
-    monkeypatch.setattr("kvlinker.store.loading.speeds.time.time", lambda: now + STALE_SECONDS + 10)
+    monkeypatch.setattr("kvlinker.store.speeds.time.time", lambda: now + STALE_SECONDS + 10)
     assert speeds.of("disk") is None
     assert Speeds(path).of("disk") is None
     speeds.note("disk", [2.0])

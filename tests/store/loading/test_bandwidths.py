@@ -12,7 +12,7 @@ from kvlinker.events import Events
 from kvlinker.store import DiskTier, Speeds
 from kvlinker.store.format.codecs import find_codec
 from kvlinker.store.format.encryption import Cipher, Sealing
-from kvlinker.store.loading.throughput import DRIFT_NOTES, Bandwidths, LoadTime, Read
+from kvlinker.store.loading.bandwidths import DRIFT_NOTES, Bandwidths, LoadTime, Read
 from kvlinker.store.tiers import object_tier, redis_tier
 
 
@@ -59,22 +59,22 @@ def test_nothing_is_learnt_from_nothing() -> None:
 def test_the_busy_share_is_averaged_too() -> None:
     bandwidths = Bandwidths()
     bandwidths.note("disk", 1000, 1.0, 0.1)
-    taken = bandwidths.time("disk", 500)
+    taken = bandwidths.time([("disk", 500)])
     assert taken == LoadTime(0.5, 0.05)
     assert taken.waits
     bandwidths.note("disk", 1000, 1.0, 0.6)
-    taken = bandwidths.time("disk", 1000)
+    taken = bandwidths.time([("disk", 1000)])
     assert taken is not None
     assert taken.busy == pytest.approx(0.25)
     assert not taken.waits
-    assert bandwidths.time("redis", 1) is None
+    assert bandwidths.time([("redis", 1)]) is None
 
 
 def test_threads_that_read_at_once_deliver_together() -> None:
     bandwidths = Bandwidths()
     reads = [Read(10.0, 11.0, 0.1, 400), Read(10.5, 11.5, 0.3, 400), Read(12.0, 12.5, 0.1, 200)]
     bandwidths.note_reads("disk", reads)
-    taken = bandwidths.time("disk", 1000)
+    taken = bandwidths.time([("disk", 1000)])
     assert taken is not None
     assert taken.seconds == pytest.approx(2.0), "the pause between them does not count"
     assert taken.busy == pytest.approx(2.0 * 0.5 / 2.5)

@@ -1,0 +1,146 @@
+"""Reads one chunk for all prompts that want it: layer by layer, from another copy where one fails."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV, LayerLostError
+from kvlinker.store.loading.bandwidths import Read
+from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, PromptLoad
+
+logger = logging.getLogger(__name__)
+
+Form = Callable[[int, LayerKV], LayerKV]
+"""Returns a layer, given its index, as it is to be delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLayer:
+    """A layer that was read, as it is stored and in its resident form."""
+
+    stored: LayerKV
+    resident: LayerKV
+
+
+Found = OpenedChunk | LoadedChunk | ReadLayer | None
+
+
+class Turn(NamedTuple):
+    """The order in which chunks are read."""
+
+    ahead: bool
+    """True if the chunk is read ahead for a later prompt, and no prompt waits for it."""
+
+    number: int
+    """The number of the eldest prompt that wants it."""
+
+
+class Reading:
+    """A chunk that is being read. One thread at a time advances it; all else happens under the loader's lock."""
+
+    def __init__(self, chunk: ChunkLoad, turn: Turn, form: Form) -> None:
+        self.key = chunk.key
+        self.turn = turn
+        self.takers: list[tuple[ChunkLoad, PromptLoad]] = []
+        self.opened: OpenedChunk | None = None
+        self.loaded: LoadedChunk | None = None
+        self.thread: threading.Thread | None = None
+        self.since = 0.0
+        self._find = chunk.find
+        self._form = form
+        self._tried: set[str] = set()
+        self._exhausted = False
+        self._layers: list[ReadLayer] = []
+        self._seconds = 0.0
+
+    @property
+    def progress(self) -> int:
+        """The number of layers that were read, or -1 where no copy is open."""
+        return -1 if self.opened is None else len(self._layers)
+
+    @property
+    def place(self) -> str:
+        """The tier that is being read, for the log."""
+        return "a tier" if self.opened is None else f"tier {self.opened.tier}"
+
+    @property
+    def over(self) -> bool:
+        """True if nothing is left to read: the chunk is there, no copy of it is left, or no prompt waits for it."""
+        return self.loaded is not None or self._exhausted or not any(chunk.waiting for chunk, _ in self.takers)
+
+    def join(self, chunk: ChunkLoad, prompt: PromptLoad, turn: Turn) -> None:
+        """Have one more prompt get the layers, in the earlier of the turns."""
+        self.turn = min(self.turn, turn)
+        self.takers.append((chunk, prompt))
+        if self.opened is not None:
+            self._open(chunk, self.opened)
+
+    def advance(self) -> tuple[Found, Read]:
+        """Open a copy, or read the next layer; None where there is none, or it cannot be read. Returns the time that it
+        took, too."""
+        found: Found = None
+        nbytes = 0
+        begin, busy = time.perf_counter(), time.thread_time()
+        try:
+            with suppress(LayerLostError):
+                if self.opened is None:
+                    found = self._find(self._tried)
+                else:
+                    reader = self.opened.reader
+                    layer = reader.read(len(self._layers))
+                    found = ReadLayer(layer, self._form(len(self._layers), layer))
+                    nbytes = reader.nbytes // reader.layers
+        except Exception:
+            logger.exception("A chunk could not be read from %s.", self.place)
+        return found, Read(begin, time.perf_counter(), time.thread_time() - busy, nbytes)
+
+    def note(self, found: Found, read: Read) -> OpenedChunk | None:
+        """Take in what ``advance`` returned. A copy that failed is returned, to be closed: another may be found."""
+        self._seconds += read.seconds
+        failed = None
+        if isinstance(found, LoadedChunk):
+            self.loaded = found
+        elif isinstance(found, OpenedChunk):
+            self.opened = found
+            for chunk, _ in self.takers:
+                self._open(chunk, found)
+        elif isinstance(found, ReadLayer):
+            self._layers.append(found)
+            self.loaded = self._whole()
+        elif self.opened is not None:
+            self._tried.add(self.opened.tier)
+            failed, self.opened = self.opened, None
+        else:
+            self._exhausted = True
+        return failed
+
+    def end(self) -> None:
+        """Tell all prompts that the chunk is there, or will not be."""
+        for chunk, _ in self.takers:
+            chunk.end(self.loaded)
+
+    def close(self) -> None:
+        """Give up the copy that is open. Idempotent."""
+        opened, self.opened = self.opened, None
+        if opened is not None:
+            opened.reader.close()
+
+    def _open(self, chunk: ChunkLoad, opened: OpenedChunk) -> None:
+        """Let the chunk arrive from a copy, with the layers that are there already, which may be another copy's."""
+        chunk.open(opened, [read.resident for read in self._layers])
+
+    def _whole(self) -> LoadedChunk | None:
+        """Return the chunk, once all its layers are there."""
+        assert self.opened is not None
+        reader = self.opened.reader
+        if len(self._layers) < reader.layers:
+            return None
+        resident = ChunkKV(tuple(read.resident for read in self._layers), reader.scores)
+        stored = ChunkKV(tuple(read.stored for read in self._layers), reader.scores)
+        return LoadedChunk(self.opened.tier, resident, self._seconds, stored)
