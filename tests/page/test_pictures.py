@@ -47,17 +47,17 @@ def asked(watched: Watched, question: str) -> Watched:
     return watched
 
 
-def many_people() -> str:
-    """A text of some two thousand tokens: 88 people, of whom Leo Novak is one."""
-    firsts = ["Tom", "Ida", "Mira", "Leo", "Ana", "Jon", "Max", "Eva"]
+def houses() -> dict[str, str]:
+    """Eleven texts of some ninety tokens, each of a person of its own."""
+    firsts = ["Tom", "Ida", "Mira", "Leo", "Ana", "Jon", "Max", "Eva", "Paul", "Vera", "Hugo"]
     lasts = ["Reyes", "Okoye", "Holt", "Novak", "Petrov", "Berg", "Chen", "Silva", "Weber", "Costa", "Moreau"]
     cities = ["Oslo", "Turku", "Varna", "Rome", "Lima", "Quito", "Hanoi", "Osaka", "Accra", "Turin", "Cairo"]
-    jobs = ["pilot", "teacher", "baker", "painter", "nurse", "lawyer", "farmer"]
-    people = [(first, last) for last in lasts for first in firsts]
-    return "".join(
-        f"{first} {last} lives in {cities[at % 11]}. {first} {last} works as a {jobs[at % 7]}.\n"
-        for at, (first, last) in enumerate(people)
-    )
+    looks = ["old", "new", "red", "blue", "small", "tall", "grey", "green"]
+    texts = {}
+    for at, (first, last, city) in enumerate(zip(firsts, lasts, cities, strict=True)):
+        windows = [f"The {looks[(at + each) % 8]} house has {at * 8 + each} windows." for each in range(8)]
+        texts[f"houses/{last.lower()}.md"] = f"{first} {last} lives in {city}. {' '.join(windows)}\n"
+    return texts
 
 
 def test_picture_of_the_page(
@@ -80,10 +80,8 @@ def test_picture_of_a_comparison(
     reading: Served, opened: Callable[..., Watched], keep: Callable[[str, bytes], None]
 ) -> None:
     watched = fresh_page(reading, opened, viewport=SCREEN)
-    watched.page.get_by_text("How they are split").click()
-    watched.page.fill("#split-tokens", "128")
-    watched.drop_all({"people.md": many_people()})
-    watched.page.fill("#limit", "24")
+    watched.drop_all(houses())
+    watched.page.fill("#limit", "11")
     watched.ask("Where does Leo Novak live?")
     watched.page.get_by_role("button", name="Compare with the full computation").click()
     watched.page.locator(".verdict").wait_for()

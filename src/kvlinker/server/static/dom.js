@@ -21,9 +21,9 @@ export function bytes(value) {
 
 export const STATES = ["cached", "recomputed", "fresh"];
 
-/** Return how many tokens of a prompt have each state, from an answer's usage. */
+/** Return how many tokens of a prompt have each state, from an answer's usage; vLLM's own tells less. */
 export function usedTokens(usage) {
-  const { cached_tokens: cached, recomputed_tokens: recomputed } = usage.prompt_tokens_details;
+  const { cached_tokens: cached = 0, recomputed_tokens: recomputed = 0 } = usage.prompt_tokens_details || {};
   return { cached, recomputed, fresh: usage.prompt_tokens - cached - recomputed };
 }
 
