@@ -227,6 +227,27 @@ def test_policies_are_put_together_from_their_parameters(shown: Watched) -> None
     assert [body["link"]["policy"] for body in bodies] == ["cacheblend-25-onestep", "query-5+legolink-2"]
 
 
+def test_an_engine_that_explains_no_answers_is_asked_apart(shown: Watched) -> None:
+    """vLLM refuses ``link.explain``; /v1/link/explain tells all but the attention then."""
+    shown.expected = ("400",)
+    shown.drop(people__md=PEOPLE)
+
+    def refuse(route: Any) -> None:
+        if route.request.post_data_json["link"].get("explain"):
+            error = {"message": "no", "type": "invalid_request_error", "param": "link.explain", "code": "invalid_value"}
+            route.fulfill(status=400, json={"error": error})
+        else:
+            route.fallback()
+
+    shown.page.route(CHAT, refuse)
+    for question in ("Where does Tom Reyes live?", "Where does Mira Holt live?"):
+        shown.ask(question)
+    assert shown.answers == ["Oslo", "Varna"]
+    assert sum(counts(states(shown))) == sum(usage(shown))
+    assert not shades(shown).any()
+    assert shown.page.get_by_label("Shade by the question's attention").is_disabled()
+
+
 def test_errors_are_told_and_the_question_stays(shown: Watched) -> None:
     shown.expected = ("400",)
     shown.page.select_option("#policy", "other")

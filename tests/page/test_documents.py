@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,34 @@ def test_files_can_be_chosen_without_a_mouse(shown: Watched, reading: Served) ->
     shown.page.set_input_files("#files", [{"name": "nurse.txt", "mimeType": "text/plain", "buffer": NURSE.encode()}])
     shown.page.get_by_text("nurse.txt 1 chunk").first.wait_for()
     assert len(caches(reading)) == 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a file, and one in a folder of its own."""
+    made = tmp_path / "papers"
+    (made / "inner").mkdir(parents=True)
+    (made / "people.md").write_text(PEOPLE)
+    (made / "inner" / "nurse.txt").write_text(NURSE)
+    return made
+
+
+def test_a_folder_is_dropped_with_all_that_is_in_it(shown: Watched, reading: Served, folder: Path) -> None:
+    """The browser itself drops it: a script cannot make folders."""
+    box = shown.page.locator("#drop").bounding_box()
+    assert box is not None
+    devtools = shown.context.new_cdp_session(shown.page)
+    data = {"items": [], "files": [str(folder)], "dragOperationsMask": 1}
+    for kind in ("dragEnter", "dragOver", "drop"):
+        devtools.send("Input.dispatchDragEvent", {"type": kind, "x": box["x"] + 9, "y": box["y"] + 9, "data": data})
+    shown.page.locator("#library details").nth(1).wait_for()
+    assert {cache["metadata"]["source"] for cache in caches(reading)} == {"papers/people.md", "papers/inner/nurse.txt"}
+
+
+def test_a_folder_can_be_chosen(shown: Watched, reading: Served, folder: Path) -> None:
+    shown.page.set_input_files("#folder", folder)
+    shown.page.locator("#library details").nth(1).wait_for()
+    assert {cache["metadata"]["source"] for cache in caches(reading)} == {"papers/people.md", "papers/inner/nurse.txt"}
 
 
 def test_search_finds_chunks_and_puts_them_into_the_next_question(shown: Watched) -> None:
