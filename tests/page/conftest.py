@@ -128,7 +128,9 @@ def opened(browser: Browser) -> Iterator[Callable[..., Watched]]:
         watched.page.on("pageerror", lambda error: watched.complaints.append(str(error)))
         watched.page.on("console", lambda message: watched.complaints.append(f"{message.type}: {message.text}"))
         watched.page.goto(f"{url}/")
-        watched.page.fill("#answer-tokens", "16")  # the model goes on and on where it knows no answer
+        watched.page.evaluate(
+            "document.getElementById('answer-tokens').value = 16"
+        )  # the model goes on and on where it knows no answer
         return watched
 
     yield open_page
