@@ -45,6 +45,21 @@ class ChunkDamaged:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixSpilled:
+    """The KV of so many tokens of a prefix, which the engine's pool gave up, was written to disk."""
+
+    tokens: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRestored:
+    """The KV of so many tokens of a prefix came back from disk for a prompt."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class TierUnavailable:
     """A tier did not answer, or refused what was asked of it."""
 
@@ -136,6 +151,8 @@ Event = (
     | ChunkLoaded
     | ChunkEvicted
     | ChunkDamaged
+    | PrefixSpilled
+    | PrefixRestored
     | TierUnavailable
     | ImplicitText
     | ImplicitEvicted

@@ -190,6 +190,10 @@ class LLM:
         """Return the bytes per second that tiers deliver, by name, for those that were measured."""
         return self.store.bandwidths.known()
 
+    def spilled_bytes(self) -> int:
+        """Return the bytes of prefixes that the engine keeps on disk, beside those of chunks."""
+        return self.store.spilled_bytes
+
     def default_policy(self, tenant: str = DEFAULT_TENANT) -> Policy:
         """Return the policy of the tenant's requests that name none: the settings', or what keeps their quality
         target."""

@@ -21,6 +21,7 @@ from kvlinker.embedded.chunks.variants import VariantBuilder, VariantLibrary
 from kvlinker.embedded.decoding.grammars import GrammarGuides
 from kvlinker.embedded.execution.runner import Runner
 from kvlinker.embedded.kv_cache.pool import KVPool
+from kvlinker.embedded.kv_cache.spilling import PoolSpill
 from kvlinker.embedded.loop import EngineLoop
 from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.embedded.requests.generation import Generation
@@ -35,7 +36,7 @@ from kvlinker.embedded.scheduling.throughput import ComputeThroughput, throughpu
 from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engine.limits import RequestLimits
 from kvlinker.errors import ModelLoadError
-from kvlinker.events import Events
+from kvlinker.events import Events, PrefixRestored
 from kvlinker.futures import gather, resolved
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
@@ -112,8 +113,19 @@ class EmbeddedEngine:
         self._loaders = ThreadPoolExecutor(LOADERS, "kvlinker-load", compute_serially)
         self._grammars = GrammarGuides(loaded)
         self._background = ThreadPoolExecutor(1, "kvlinker-background", compute_serially)
+        keeps_prefixes = settings.prefix_cache == "on"
+        prefixes = store.keep_prefixes() if keeps_prefixes else None
+        spill = None
+        if prefixes is not None:
+            spill = PoolSpill(
+                prefixes,
+                pool,
+                throughput.seconds,
+                fingerprint=loaded.fingerprint,
+                token_bytes=loaded.kv_bytes_per_token,
+            )
         self._scheduler = Scheduler(
-            SequenceSlots(slots, keeps_prefixes=settings.prefix_cache == "on"),
+            SequenceSlots(slots, keeps_prefixes=keeps_prefixes, spill=spill),
             lambda request: self._loaders.submit(self._links.load, cast(LinkedRequest, request)),
             hold=lambda request: store.hold(request.chunk_bytes),
             is_resident=lambda request: all(map(store.is_resident, request.chunk_bytes)),
@@ -137,6 +149,8 @@ class EmbeddedEngine:
             throughput,
             variants=variants,
             offer=_ignore if builder is None else builder.offer,
+            prefixes=prefixes,
+            restored=lambda tokens: events.publish(PrefixRestored(tokens)),
         )
         computing = store.throttle.computing if on_host else nullcontext
         self._loop = EngineLoop(self._scheduler, self._runner, throughput, computing=computing)

@@ -52,6 +52,18 @@ class ChunkSpan:
         return self.start + self.length
 
 
+@dataclass(frozen=True, slots=True)
+class StoredKV:
+    """Tells where a part of a reused beginning lies on disk: tokens [first, last) of the KV under this key."""
+
+    key: str
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+
 @dataclass(frozen=True, eq=False)
 class ReusedPrefix:
     """Describes the beginning of a prompt whose KV an earlier request left, as it was linked then."""
@@ -64,6 +76,9 @@ class ReusedPrefix:
 
     linked: Mapping[int, str] = field(default_factory=dict)
     """By position, how the chunk that begins there was linked."""
+
+    stored: tuple[StoredKV, ...] = ()
+    """The KV of the last of ``own``, in order, that has to be loaded from disk; that of all others is in memory."""
 
 
 @dataclass(frozen=True)

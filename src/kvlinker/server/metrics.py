@@ -20,6 +20,8 @@ from kvlinker.events import (
     FirstToken,
     ImplicitEvicted,
     ImplicitText,
+    PrefixRestored,
+    PrefixSpilled,
     RequestFinished,
     TierUnavailable,
 )
@@ -67,6 +69,10 @@ class Metrics:
         self._requests = counter("requests", "Requests that ended.", "reason")
         self._lookups = counter("chunk_lookups", "Times that the store was asked for a chunk's KV.", "result", "tier")
         self._evictions = counter("evictions", "Chunks that a tier gave up for want of room.", "tier")
+        self._spilled_tokens = counter(
+            "spilled_tokens", "Tokens of prefixes whose KV the pool gave up and the disk took."
+        )
+        self._restored_tokens = counter("restored_tokens", "Tokens of prefixes whose KV came back from the disk.")
         self._implicit_texts = counter(
             "implicit_texts",
             "Texts that were to be chunks without an id, by why and by what came of it.",
@@ -116,6 +122,10 @@ class Metrics:
                 self._load_seconds.labels(event.tier).observe(event.seconds)
             case ChunkEvicted():
                 self._evictions.labels(event.tier).inc()
+            case PrefixSpilled():
+                self._spilled_tokens.inc(event.tokens)
+            case PrefixRestored():
+                self._restored_tokens.inc(event.tokens)
             case ImplicitText():
                 self._implicit_texts.labels(event.source, event.outcome).inc()
             case ImplicitEvicted():
@@ -181,6 +191,9 @@ class _Gauges(Collector):
         count, nbytes = self._llm.catalog.implicit.total()
         yield GaugeMetricFamily("kvlinker:implicit_caches", "Context caches that prompts' texts brought.", value=count)
         yield GaugeMetricFamily("kvlinker:implicit_bytes", "Bytes of their chunks' KV as computed.", value=nbytes)
+        yield GaugeMetricFamily(
+            "kvlinker:spilled_bytes", "Bytes of prefixes on disk, beside chunks.", value=self._llm.spilled_bytes()
+        )
         stored = GaugeMetricFamily("kvlinker:store_bytes", "Bytes of KV in the store.", labels=["tier"])
         chunks = GaugeMetricFamily("kvlinker:store_chunks", "Chunks in the store.", labels=["tier"])
         for usage in self._llm.tiers():

@@ -21,6 +21,7 @@ from kvlinker.store.loading.arriving import KV
 from kvlinker.store.loading.bandwidths import Bandwidths, LoadTime
 from kvlinker.store.loading.loader import LayerLoader
 from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
+from kvlinker.store.prefixes import SpilledPrefixes, remove_spilled
 from kvlinker.store.speeds import Speeds
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage, lacks_scores
@@ -81,6 +82,11 @@ class ChunkStore:
         bandwidths = Bandwidths(speeds, {tier.name: tier.speed_name for tier in self._tiers})
         self._loader = LayerLoader(bandwidths, lambda index, layer: self._form.resident(index, layer))
         self._ahead: list[Future[KV | None]] = []
+        self._speeds = speeds
+        self._disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)
+        self._prefixes: SpilledPrefixes | None = None
+        if self._disk is not None:
+            remove_spilled(self._disk)
         atexit.register(self.close)
 
     def keep_resident_as(self, form: ResidentForm) -> None:
@@ -173,6 +179,18 @@ class ChunkStore:
         self._events.publish(ChunkLookup(hit=False, tier="none"))
         return None
 
+    def keep_prefixes(self) -> SpilledPrefixes | None:
+        """Return what keeps the KV of prefixes on the disk tier's disk, until the store is closed; None without such a
+        tier. To be called once, by the engine. Raises StoreError."""
+        if self._disk is not None:
+            self._prefixes = SpilledPrefixes(self._disk, self._events, self.throttle, self._speeds)
+        return self._prefixes
+
+    @property
+    def spilled_bytes(self) -> int:
+        """The bytes of prefixes on disk, beside those of the disk tier's chunks."""
+        return 0 if self._prefixes is None else self._prefixes.used_bytes
+
     @property
     def bandwidths(self) -> Bandwidths:
         """The measured bandwidths of the tiers."""
@@ -206,7 +224,7 @@ class ChunkStore:
     def make_room(self, key: str, nbytes: int) -> bool:
         """Have the disk's tier evict for a file of so many bytes that another process will write there; return whether
         it has room for it then."""
-        return any(isinstance(tier, DiskTier) and tier.make_room(key, nbytes) for tier in self._tiers)
+        return self._disk is not None and self._disk.make_room(key, nbytes)
 
     def note_use(self, key: str, recomputed: float) -> None:
         """Note that a request has used the chunk, computing this share of its tokens again: the smaller the share, the
@@ -319,6 +337,8 @@ class ChunkStore:
         tiers. Runs at interpreter exit if nobody calls it. Idempotent."""
         atexit.unregister(self.close)
         self._loader.close()
+        if self._prefixes is not None:
+            self._prefixes.close()
         deadline = time.monotonic() + SHARED_TIERS_CLOSE_SECONDS
         for tier in self._tiers[1:]:
             self._writers[tier.name].close(deadline if tier.shared else None)

@@ -96,11 +96,10 @@ class EvictionIndex:
     def __init__(self, budget_bytes: int, pinned: Set[str] = frozenset(), eviction: Eviction = "lru") -> None:
         if budget_bytes < 0:
             raise ValueError(f"A tier's budget must not be negative, got {budget_bytes} bytes.")
-        self.budget_bytes = budget_bytes
+        self.set_budget(budget_bytes)
         self.used_bytes = 0
         self._order = _ORDERS[eviction]()
         self._uses = 0
-        self._most_pinned_bytes = int(budget_bytes * PINNED_SHARE)
         self._pinned_bytes = 0
         self._pinned_keys = frozenset(pinned)
         self._held_keys: set[str] = set()
@@ -114,6 +113,11 @@ class EvictionIndex:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the budget. Call ``make_room(0)`` then: what is there may take more than it."""
+        self.budget_bytes = budget_bytes
+        self._most_pinned_bytes = int(budget_bytes * PINNED_SHARE)
 
     def keys(self) -> tuple[str, ...]:
         """Return all keys, the next to be evicted first, but pinned ones last, and held ones behind these."""

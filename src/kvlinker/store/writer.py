@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvlinker.store.chunk_kv import ChunkKV
@@ -32,8 +33,16 @@ class BackgroundWriter:
     ``max_bytes`` are queued, except that one chunk of any size is taken while nothing else is queued.
     """
 
-    def __init__(self, tier: Tier, max_bytes: int, throttle: Throttle) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        max_bytes: int,
+        throttle: Throttle,
+        written: Callable[[ChunkKV], object] = lambda kv: None,
+    ) -> None:
+        """``written`` is told, in the background thread, what the tier has taken."""
         self._tier = tier
+        self._written = written
         self._throttle = throttle
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
@@ -50,8 +59,7 @@ class BackgroundWriter:
         with self._changed:
             if key in self._queued and not adds_scores:
                 return True
-            queued_bytes = sum(write.nbytes for write in self._queued.values() if write.key != key)
-            if self._closed or (queued_bytes and queued_bytes + nbytes > self._max_bytes):
+            if not self._takes(nbytes, key):
                 return False
             self._queued[key] = _Write(key, kv, nbytes, adds_scores)
             self._changed.notify_all()
@@ -61,6 +69,11 @@ class BackgroundWriter:
                 )
                 self._thread.start()
             return True
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether ``add`` would take so many bytes now."""
+        with self._changed:
+            return self._takes(nbytes)
 
     def get(self, key: str) -> ChunkKV | None:
         """Return the KV that is queued or being written under the key."""
@@ -99,6 +112,11 @@ class BackgroundWriter:
                 logger.warning("%d chunks were not written to tier %s in time", len(self._queued), self._tier.name)
                 self._queued.clear()
 
+    def _takes(self, nbytes: int, key: str | None = None) -> bool:
+        """Return whether there is room for so many bytes beside what is queued under other keys; the lock is held."""
+        queued_bytes = sum(write.nbytes for write in self._queued.values() if write.key != key)
+        return not self._closed and (not queued_bytes or queued_bytes + nbytes <= self._max_bytes)
+
     def _run(self) -> None:
         compute_serially()
         while self._write_next():
@@ -115,7 +133,8 @@ class BackgroundWriter:
         try:
             if write.adds_scores and lacks_scores(self._tier, write.key):
                 self._tier.delete(write.key)
-            self._tier.put(write.key, write.kv, self._throttle.rests())
+            if self._tier.put(write.key, write.kv, self._throttle.rests()):
+                self._written(write.kv)
         except Exception:
             logger.exception("Chunk %s was not written to tier %s", write.key, self._tier.name)
         with self._changed:

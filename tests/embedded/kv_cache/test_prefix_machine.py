@@ -13,7 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from kvlinker.events import Event, PrefixRestored
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt, Segment
+from kvlinker.store import DiskTier
+from kvlinker.store.prefixes import SpilledPrefixes
 from kvlinker.types.chunks import Chunk
 from tests.embedded.conftest import Bench, Outcome, random_tokens
 
@@ -80,7 +83,7 @@ def alike(outcome: Outcome, cold: Outcome) -> bool:
 
 class ReuseMachine(RuleBasedStateMachine):
     """Conversations of two tenants come, go on, fork, are asked again, at the same time, and are cancelled, in a pool
-    that keeps some of what they left; chunks' KV vanishes."""
+    that keeps some of what they left, while the rest goes to disk; chunks' KV vanishes."""
 
     warm: ClassVar[Bench]
     cold: ClassVar[Bench]
@@ -215,13 +218,24 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _engines() -> Iterator[None]:
-    ReuseMachine.warm = Bench(prefix_cache="on", kv_slots=700, max_step_tokens=50)
-    ReuseMachine.cold = Bench()
-    yield
-    assert ReuseMachine.reused > 5
-    ReuseMachine.warm.close()
-    ReuseMachine.cold.close()
+def _engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("chunks")
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(SpilledPrefixes, "pays", lambda self, nbytes, seconds: True)
+        ReuseMachine.warm = Bench(
+            prefix_cache="on",
+            kv_slots=350,
+            max_step_tokens=50,
+            slower=lambda events: [DiskTier(folder, 1 << 24, events)],
+        )
+        ReuseMachine.cold = Bench()
+        restored: list[Event] = []
+        ReuseMachine.warm.events.subscribe(restored.append)
+        yield
+        assert ReuseMachine.reused > 5
+        assert any(isinstance(event, PrefixRestored) for event in restored)
+        ReuseMachine.warm.close()
+        ReuseMachine.cold.close()
 
 
 TestReuse = pytest.mark.slow(ReuseMachine.TestCase)

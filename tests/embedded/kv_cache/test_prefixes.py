@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvlinker.embedded.kv_cache import prefixes
 from kvlinker.embedded.kv_cache.paths import LinkedChunk, LinkedPath, linked_path
-from kvlinker.embedded.kv_cache.pool import SlotAllocator, SlotSpan
+from kvlinker.embedded.kv_cache.pool import SlotAllocator, SlotSpan, slots_of
 from kvlinker.embedded.kv_cache.prefixes import LEAST_TOKENS, PrefixTree
 from kvlinker.embedded.scheduling.slots import SequenceSlots
 from kvlinker.linking import PromptEvidence, make_plan, parse_policy
@@ -36,16 +37,45 @@ def keys_of(prompt):
     return [chunk.content for chunk in prompt.chunks]
 
 
+class FakeSpill:
+    """Keeps what the slots of a machine hold, unless it is full; loading pays, unless it is slow."""
+
+    fingerprint = "model"
+
+    def __init__(self, machine) -> None:
+        self.machine = machine
+        self.files: dict[str, list[str]] = {}
+        self.full = self.slow = False
+
+    def pays(self, own) -> bool:
+        return not self.slow
+
+    def write(self, key, spans) -> bool:
+        if not self.full:
+            self.files[key] = self.machine.contents[slots_of(spans)].tolist()
+        return not self.full
+
+    def contains(self, key) -> bool:
+        return key in self.files
+
+    def restore(self, kv, first, last, slots) -> None:
+        raise AssertionError("the tree copies nothing back")
+
+
 class TreeMachine(RuleBasedStateMachine):
-    """Paths enter and leave; what is found is the longest common beginning of those that are there."""
+    """Paths enter and leave; what is found is the longest common beginning of those that are there. What is given up
+    is on disk, as long as that keeps it, and still belongs to just that beginning."""
 
     TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
     CHUNK = st.sampled_from([(LinkedChunk("a", ""), 3), (LinkedChunk("b", ""), 2), (LinkedChunk("b", "naive"), 2)])
 
     def __init__(self) -> None:
         super().__init__()
+        self.patches = pytest.MonkeyPatch()
+        self.patches.setattr(prefixes, "LEAST_TOKENS", 3)
         self.allocator = SlotAllocator(120)
-        self.tree = PrefixTree(self.allocator)
+        self.spill = FakeSpill(self)
+        self.tree = PrefixTree(self.allocator, self.spill)
         self.paths: list[tuple[LinkedPath, tuple[str, ...]]] = []
         self.contents = np.full(120, "", dtype=object)  # what each slot holds: all that stands before it, too
         self.holders: list[tuple[SlotSpan, ...]] = []
@@ -111,13 +141,57 @@ class TreeMachine(RuleBasedStateMachine):
     def evict(self, slots) -> None:
         self.tree.evict(slots)
         held = {slot for spans in self.holders for span in spans for slot in range(span.slot, span.end)}
-        assert self.allocator.free >= min(slots, 120 - len(held)) or any(node.children for node in self.tree._used)
+        assert self.allocator.free >= min(slots, 120 - len(held)) or any(
+            node.has_children_in_pool for node in self.tree._used
+        )
+
+    @precondition(lambda self: self.spill.files)
+    @rule(data=st.data())
+    def lose(self, data) -> None:
+        """A file goes, since its room was needed."""
+        del self.spill.files[data.draw(st.sampled_from(sorted(self.spill.files)))]
+
+    @rule(full=st.booleans(), slow=st.booleans())
+    def change(self, full, slow) -> None:
+        self.spill.full, self.spill.slow = full, slow
+
+    @invariant()
+    def nodes_hold_their_own(self) -> None:
+        sizes = {"a": 3, "b": 2}
+        nodes = 0
+        for tenant, root in self.tree._roots.items():
+            leaves: list = [(child, [], {}) for child in root.children.values()]
+            while leaves:
+                node, tokens, chunks = leaves.pop()
+                nodes += 1
+                assert node.starts[0] == len(tokens)
+                tokens, chunks = list(tokens), dict(chunks)
+                for item in node.items.tolist():
+                    if item < 0:
+                        chunk = self.tree._chunks[item]
+                        chunks[len(tokens)] = ((chunk, sizes[chunk.key]),)
+                        tokens += [ord(chunk.key)] * sizes[chunk.key]
+                    else:
+                        tokens.append(item)
+                path = LinkedPath(tenant, np.array(tokens), chunks)
+                stories = [self.story(path, position) for position in node.own]
+                if node.spans is not None:
+                    assert node in self.tree._used
+                    assert node.parent.spans is not None, "what stands before it is in the pool, too"
+                    assert self.contents[slots_of(node.spans)].tolist() == stories if stories else not node.spans
+                else:
+                    assert node in self.tree._spilled
+                if node.stored is not None and node.stored.key in self.spill.files:
+                    assert self.spill.files[node.stored.key][node.stored.first : node.stored.last] == stories
+                leaves += [(child, tokens, chunks) for child in node.children.values()]
+        assert nodes == len(self.tree)
 
     @invariant()
     def slots_are_counted(self) -> None:
         self.allocator.check_integrity([*self.tree.spans, *(span for spans in self.holders for span in spans)])
 
     def teardown(self) -> None:
+        self.patches.undo()
         for spans in self.holders:
             self.allocator.release(spans)
         self.tree.evict(120)

@@ -9,6 +9,7 @@ from functools import partial
 
 from kvlinker.embedded.chunks.building import ChunkBuilder
 from kvlinker.embedded.chunks.variants import VariantLibrary
+from kvlinker.embedded.kv_cache.spilling import compute_seconds
 from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.embedded.requests.linked import LinkedRequest
 from kvlinker.embedded.scheduling.scheduler import Scheduler
@@ -20,10 +21,11 @@ from kvlinker.linking.evidence import Forecast
 from kvlinker.linking.link import Link, no_reuse
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.refinement import Refinement
-from kvlinker.prompt.segments import Prompt, ReusedPrefix
+from kvlinker.prompt.segments import Prompt, ReusedPrefix, StoredKV
 from kvlinker.store import ChunkStore
 from kvlinker.store.loading.arriving import KV, ArrivingKV
 from kvlinker.store.loading.bandwidths import LoadTime
+from kvlinker.store.prefixes import SpilledPrefixes
 from kvlinker.types.chunk_scores import SCORE_BYTES_PER_TOKEN
 from kvlinker.types.chunks import Chunk, chunk_key
 
@@ -43,9 +45,12 @@ class LinkLoader:
         *,
         variants: VariantLibrary | None,
         offer: Callable[[Prompt, str], object],
+        prefixes: SpilledPrefixes | None = None,
+        restored: Callable[[int], object] = lambda tokens: None,
     ) -> None:
         """``builder`` computes chunks that the store lacks; ``throughput`` predicts how long computing takes. ``offer``
-        is given prompts, with their tenants, some of whose ``variants`` may be missing."""
+        is given prompts, with their tenants, some of whose ``variants`` may be missing. ``prefixes`` has what the pool
+        gave up; ``restored`` is told how many tokens' KV came back from there."""
         self._fingerprint = loaded.fingerprint
         self._token_bytes = loaded.kv_bytes_per_token
         self._layers = len(loaded.layers)
@@ -55,6 +60,8 @@ class LinkLoader:
         self._throughput = throughput
         self._variants = variants
         self._offer = offer
+        self._prefixes = prefixes
+        self._restored = restored
 
     def sizes(self, chunks: Sequence[Chunk], tenant: str) -> dict[str, int]:
         """Return the bytes of the chunks in memory, KV and scores, by key."""
@@ -69,7 +76,10 @@ class LinkLoader:
             hold = request.hold
             if hold is not None:  # else the request has ended
                 hold.extend(self.sizes(link.chunks, request.request.tenant))
-            done = gather(self._fetch(request, link), partial(self._complete, request, link))
+                hold.extend({part.key: part.last * self._token_bytes for part in _stored(link)})
+            prefix = gather(self._restore(link), list)
+            chunks = gather(self._fetch(request, link), list)
+            done = gather([chunks, prefix], partial(self._complete, request, link))
         except Exception as error:
             self._fail(request, error)
         else:
@@ -97,6 +107,15 @@ class LinkLoader:
         """Return the beginning of the prompt that was computed before in the same way."""
         keys = self._keys(prompt.chunks, tenant)
         return self._scheduler.find_prefix(tenant, prompt, keys, policy)
+
+    def _restore(self, link: Link) -> list[Future[KV | None]]:
+        """Load what the link reuses from disk."""
+        stored = _stored(link)
+        if self._prefixes is None or not stored:
+            return [resolved(None) for _ in stored]
+        assert link.prompt.reused is not None
+        own = link.prompt.reused.own[-sum(map(len, stored)) :]
+        return self._prefixes.load([part.key for part in stored], compute_seconds(self._throughput.seconds, own))
 
     def _fetch(self, request: LinkedRequest, link: Link) -> list[Future[KV]]:
         """Fetch the KV of the link's chunks: of all of them, if the forecast says that loading pays. Chunks that the
@@ -136,11 +155,14 @@ class LinkLoader:
             request.made.add(chunk)
         return gather([building.kvs], lambda built: built[0][0])
 
-    def _complete(self, request: LinkedRequest, begun: Link, kvs: Sequence[KV]) -> None:
+    def _complete(self, request: LinkedRequest, begun: Link, loaded: tuple[list[KV], list[KV | None]]) -> None:
+        kvs, restored = loaded
         link = begun.with_scores([kv.scores for kv in kvs])
         request.link = link
         keys = self._keys(link.prompt.chunks, request.request.tenant)
-        self._scheduler.loaded(request, request.make_sequence(link, kvs, keys))
+        self._scheduler.loaded(request, request.make_sequence(link, kvs, keys, restored))
+        if tokens := sum(len(part) for part, kv in zip(_stored(link), restored, strict=True) if kv is not None):
+            self._restored(tokens)
         if link.policy.needs.variants and not request.explains:
             self._offer(link.prompt, request.request.tenant)
 
@@ -161,3 +183,8 @@ class LinkLoader:
 
     def _keys(self, chunks: Sequence[Chunk], tenant: str) -> list[str]:
         return [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]
+
+
+def _stored(link: Link) -> tuple[StoredKV, ...]:
+    """Return what the linked prompt reuses from disk."""
+    return () if link.prompt.reused is None else link.prompt.reused.stored

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlinker.embedded.model.anatomy import LayerShape
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.loading.arriving import KV
 
 
 class SlotSpan(NamedTuple):
@@ -28,6 +30,11 @@ class SlotSpan(NamedTuple):
     def cut(self, size: int) -> tuple[SlotSpan, SlotSpan]:
         """Return the first ``size`` slots, and the others."""
         return SlotSpan(self.slot, size), SlotSpan(self.slot + size, self.size - size)
+
+
+def slots_of(spans: Sequence[SlotSpan]) -> NDArray[np.int64]:
+    """Return the numbers of all slots of these spans, in order."""
+    return np.concatenate([np.arange(span.slot, span.end) for span in spans])
 
 
 class SlotAllocator:
@@ -123,6 +130,24 @@ class KVPool:
         for layer in layers:
             self.keys.append(_zeros((layer.kv_heads, slots, layer.key_dim), dtype, device))
             self.values.append(_zeros((layer.kv_heads, slots, layer.value_dim), dtype, device))
+
+    def read(self, spans: Sequence[SlotSpan]) -> ChunkKV:
+        """Return a copy, on the CPU, of what these slots hold: keys with the rotary embedding of their positions."""
+
+        def copied(whole: Tensor) -> Tensor:
+            return torch.cat([whole[:, span.slot : span.end] for span in spans], dim=1).cpu()
+
+        pairs = zip(self.keys, self.values, strict=True)
+        return ChunkKV(tuple(LayerKV(copied(keys), copied(values)) for keys, values in pairs))
+
+    def write(self, kv: KV, first: int, last: int, slots: NDArray[np.int64]) -> None:
+        """Copy the tokens [first, last) of what ``read`` returned into as many ``slots``."""
+        indices = torch.from_numpy(slots)
+        for index, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            layer = kv.layer(index)
+            assert layer is not None, "all layers have to be there"
+            for whole, part in ((keys, layer.key), (values, layer.value)):
+                whole[:, indices.to(whole.device)] = part[:, first:last].to(whole.device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Finds prompts that begin as earlier ones did: a tree of what requests computed, whose KV stays in the pool."""
+"""Finds prompts that begin as earlier ones did: a tree of what requests computed, with KV in the pool or on disk."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import numpy as np
 
 from kvlinker.embedded.kv_cache.paths import Items, LinkedChunk, LinkedPath, Positions, linked_choices
 from kvlinker.embedded.kv_cache.pool import SlotAllocator, SlotSpan
+from kvlinker.embedded.kv_cache.prefix_node import PrefixNode, cut
+from kvlinker.embedded.kv_cache.spilling import Spill
 from kvlinker.linking.policy import Policy
-from kvlinker.prompt.segments import Prompt, ReusedPrefix
+from kvlinker.prompt.segments import Prompt, ReusedPrefix, StoredKV
 
 MOST_LENGTHS = 1024
 """The number of prompt lengths that are remembered, at which policies looked at the question."""
@@ -20,24 +22,10 @@ MOST_LENGTHS = 1024
 LEAST_TOKENS = 16
 """The fewest tokens that are worth reusing; every span of slots that a sequence sees costs a little in every step."""
 
+LEAST_SWEPT = 256
+"""The fewest nodes on disk among which those are looked for whose files are gone."""
 
-class _Node:
-    """A part of a path: tokens, and names of chunks as negative numbers, behind those of its parent."""
-
-    def __init__(
-        self, parent: _Node | None, items: Positions, starts: Positions, own: Positions, spans: tuple[SlotSpan, ...]
-    ) -> None:
-        """``items`` [count] begin at the positions ``starts`` [count]. The KV of the positions ``own`` was computed,
-        and lies in ``spans``."""
-        self.parent = parent
-        self.children: dict[int, _Node] = {}
-        self.items = items
-        self.starts = starts
-        self.own = own
-        self.spans = spans
-
-
-Part = tuple[_Node, int]
+Part = tuple[PrefixNode, int]
 """A node, and how many of its items are meant."""
 
 
@@ -52,26 +40,31 @@ class Match(NamedTuple):
 class PrefixTree:
     """Keeps the KV of tokens that requests computed, each tenant's apart, until the slots are needed. Not thread safe.
 
-    A path ends in the middle of a node if two prompts differ there; then the node is divided.
+    A path ends in the middle of a node if two prompts differ there; then the node is divided. With a ``Spill``, nodes
+    whose slots are needed stay in the tree while their KV is on disk. What stands before a node that is in the pool is
+    there, too.
     """
 
-    def __init__(self, allocator: SlotAllocator) -> None:
+    def __init__(self, allocator: SlotAllocator, spill: Spill | None = None) -> None:
         self._allocator = allocator
-        self._roots: dict[str, _Node] = {}
+        self._spill = spill
+        self._roots: dict[str, PrefixNode] = {}
         self._names: dict[LinkedChunk, int] = {}
         self._chunks: dict[int, LinkedChunk] = {}  # by name
         self._name_uses: Counter[int] = Counter()
         self._new_names = counting(-1, -1)
         self._lengths: OrderedDict[int, None] = OrderedDict()  # of prompts that chunks were linked for
-        self._used: OrderedDict[_Node, None] = OrderedDict()  # the last used one last, and parents behind children
+        self._used: OrderedDict[PrefixNode, None] = OrderedDict()  # the last used one last, and parents behind children
+        self._spilled: dict[PrefixNode, None] = {}  # all others: their KV is on disk, or was
+        self._sweep_at = LEAST_SWEPT
 
     def __len__(self) -> int:
-        return len(self._used)
+        return len(self._used) + len(self._spilled)
 
     @property
     def spans(self) -> list[SlotSpan]:
         """All slots that the tree keeps."""
-        return [span for node in self._used for span in node.spans]
+        return [span for node in self._used for span in node.slots]
 
     def find(self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy) -> ReusedPrefix | None:
         """Return what a prompt, linked under ``policy``, can reuse; None where that is too little.
@@ -82,16 +75,17 @@ class PrefixTree:
         if root is None:
             return None
         match = self._walk(root, prompt.tokens[:-1], linked_choices(prompt, keys, policy, self._lengths), 0)
+        match, stored = self._worth_loading(match)
         if match.length < LEAST_TOKENS:
             return None
         self._touch(match.parts)
-        own = np.concatenate([own for own, _ in self._computed(match.parts)])
+        own = np.concatenate([node.own[: node.own_count(count)] for node, count in match.parts])
         linked = {
             int(node.starts[index]): self._chunks[int(node.items[index])].linked
             for node, items in match.parts
             for index in np.flatnonzero(node.items[:items] < 0)
         }
-        return ReusedPrefix(match.length, own, linked)
+        return ReusedPrefix(match.length, own, linked, stored)
 
     def acquire(self, path: LinkedPath, reused: ReusedPrefix) -> tuple[SlotSpan, ...]:
         """Return the slots of what was ``reused``, or of as much of its beginning as is still there, with one user
@@ -101,11 +95,12 @@ class PrefixTree:
         self._touch(parts)
         found: list[SlotSpan] = []
         count = 0
-        for own, spans in self._computed(parts):
-            if not np.array_equal(own, reused.own[count : count + len(own)]):
-                break  # the same beginning was linked anew, by other tokens
-            count += len(own)
-            found += spans
+        for node, items_count in parts:
+            size = node.own_count(items_count)
+            if node.spans is None or not np.array_equal(node.own[:size], reused.own[count : count + size]):
+                break  # it is on disk, or the same beginning was linked anew, by other tokens
+            count += size
+            found += cut(node.spans, 0, size)
         self._allocator.share(found)
         return tuple(found)
 
@@ -117,37 +112,43 @@ class PrefixTree:
             if len(self._lengths) > MOST_LENGTHS:
                 self._lengths.popitem(last=False)
         items, starts = self._items(path)
-        node = self._roots.setdefault(path.tenant, _Node(None, items[:0], starts[:0], own[:0], ()))
+        root = PrefixNode(None, items[:0], starts[:0], own[:0], (), tenant=path.tenant)
+        node = self._roots.setdefault(path.tenant, root)
         parts = self._follow(path.tenant, items)
         done = 0
         for node, count in parts:
-            done += count
             if count < len(node.items):
                 self._divide(node, count)
+            if node.spans is None:
+                end = starts[done + count] if done + count < len(items) else len(path.tokens)
+                first, last = np.searchsorted(own, [starts[done], end]).tolist()
+                self._return(node, own[first:last], tuple(cut(spans, first, last)))
+            done += count
         if done < len(items):
             begin = int(np.searchsorted(own, starts[done]))
-            kept = tuple(_cut(spans, begin, len(own)))
+            kept = tuple(cut(spans, begin, len(own)))
             self._allocator.share(kept)
-            added = _Node(node, items[done:], starts[done:], own[begin:], kept)
+            added = PrefixNode(node, items[done:], starts[done:], own[begin:], kept)
             node.children[int(items[done])] = added
             self._used[added] = None
-            self._name_uses.update(_names(added))
+            self._name_uses.update(added.chunk_names)
         self._touch(parts)
 
     def evict(self, slots: int) -> None:
         """Give up what was used longest ago, until so many slots are free, or nothing is left that would free any."""
         for node in list(self._used):
             if self._allocator.free >= slots:
-                return
+                break
             frees = not node.spans or bool((self._allocator.users(node.spans) == 1).any())
-            if frees and not node.children:
-                self._remove(node)
+            if frees and not node.has_children_in_pool:
+                self._give_up(node)
+        self._sweep()
 
     def clear(self) -> None:
         """Give up everything."""
         for node in self._used:
-            self._allocator.release(node.spans)
-        for container in (self._used, self._roots, self._names, self._chunks, self._name_uses):
+            self._allocator.release(node.slots)
+        for container in (self._used, self._spilled, self._roots, self._names, self._chunks, self._name_uses):
             container.clear()
 
     def _follow(self, tenant: str, items: Positions) -> list[Part]:
@@ -163,8 +164,10 @@ class PrefixTree:
             node = node.children.get(int(items[0])) if count == len(node.items) and len(items) else None
         return parts
 
-    def _walk(self, node: _Node, tokens: Positions, chunks: Items, position: int) -> Match:
+    def _walk(self, node: PrefixNode, tokens: Positions, chunks: Items, position: int) -> Match:
         """Return the longest match from a node's first item on, which is to stand at ``position``."""
+        if self._lost(node):
+            return Match(position, [])
         count = 0
         while count < len(node.items):
             behind = np.flatnonzero(node.items[count:] < 0)
@@ -214,54 +217,90 @@ class PrefixTree:
             self._names[chunk], self._chunks[name] = name, chunk
         return self._names[chunk]
 
-    def _computed(self, parts: Sequence[Part]) -> list[tuple[Positions, list[SlotSpan]]]:
-        """Return the computed positions in each of the nodes, and their slots."""
-        found = []
-        for node, count in parts:
-            end = len(node.own) if count == len(node.items) else int(np.searchsorted(node.own, node.starts[count]))
-            found.append((node.own[:end], _cut(node.spans, 0, end)))
-        return found
+    def _worth_loading(self, match: Match) -> tuple[Match, tuple[StoredKV, ...]]:
+        """Return as much of the match as is in the pool, or on disk and quicker to load than to compute; and what of it
+        is to be loaded."""
+        first = next((index for index, (node, _) in enumerate(match.parts) if node.spans is None), None)
+        if first is None or self._spill is None:
+            return match, ()
+        wanted = [(node, node.own_count(count)) for node, count in match.parts[first:]]
+        if not self._spill.pays(np.concatenate([node.own[:size] for node, size in wanted])):
+            return Match(int(match.parts[first][0].starts[0]), match.parts[:first]), ()
+        parts = [(node.stored, size) for node, size in wanted if node.stored is not None and size]
+        return match, tuple(StoredKV(stored.key, stored.first, stored.first + size) for stored, size in parts)
 
-    def _divide(self, node: _Node, count: int) -> None:
+    def _lost(self, node: PrefixNode) -> bool:
+        """Return whether the node's KV is neither in the pool nor on disk."""
+        if node.spans is not None or not len(node.own):
+            return False
+        return self._spill is None or node.stored is None or not self._spill.contains(node.stored.key)
+
+    def _give_up(self, node: PrefixNode) -> None:
+        """Take a node without children in the pool out of that: its KV goes to disk, or the node goes with all that
+        stands behind it."""
+        if not self._write(node):
+            self._remove(node)
+            return
+        self._allocator.release(node.slots)
+        node.spans = None
+        del self._used[node]
+        self._spilled[node] = None
+
+    def _write(self, node: PrefixNode) -> bool:
+        """Have the node's KV on disk, if it is worth that, or something behind it is there; returns whether it is."""
+        if self._spill is None or not len(node.own):
+            return bool(node.children)
+        if node.stored is not None and self._spill.contains(node.stored.key):
+            return True
+        if not node.children and (len(node.own) < LEAST_TOKENS or not self._spill.pays(node.own)):
+            return False
+        key = node.key(self._spill.fingerprint, self._chunks)
+        if not self._spill.write(key, node.slots):
+            return False
+        node.stored = StoredKV(key, 0, len(node.own))
+        return True
+
+    def _return(self, node: PrefixNode, own: Positions, spans: tuple[SlotSpan, ...]) -> None:
+        """Keep in these slots what a node on disk stands for: it was loaded, or computed again, maybe at other
+        positions."""
+        if not np.array_equal(own, node.own):
+            node.own, node.stored = own, None
+        self._allocator.share(spans)
+        node.spans = spans
+        del self._spilled[node]
+        self._used[node] = None
+
+    def _sweep(self) -> None:
+        """Forget nodes whose files are gone, and what stands behind them; now and then, since that looks at all."""
+        if len(self._spilled) < self._sweep_at:
+            return
+        for node in list(self._spilled):
+            if node in self._spilled and self._lost(node):
+                self._remove(node)
+        self._sweep_at = max(LEAST_SWEPT, 2 * len(self._spilled))
+
+    def _divide(self, node: PrefixNode, count: int) -> None:
         """Divide the node behind its first ``count`` items: it keeps these, and a child gets the others."""
-        size = int(np.searchsorted(node.own, node.starts[count]))
-        spans = tuple(_cut(node.spans, size, len(node.own)))
-        rest = _Node(node, node.items[count:], node.starts[count:], node.own[size:], spans)
-        rest.children, node.children = node.children, {int(node.items[count]): rest}
-        for child in rest.children.values():
-            child.parent = rest
-        node.spans = tuple(_cut(node.spans, 0, size))
-        node.items, node.starts, node.own = node.items[:count], node.starts[:count], node.own[:size]
-        self._used[rest] = None
+        rest = node.divide(count)
+        (self._spilled if rest.spans is None else self._used)[rest] = None
 
-    def _remove(self, node: _Node) -> None:
+    def _remove(self, node: PrefixNode) -> None:
+        """Take the node out of the tree, with all that stands behind it."""
         assert node.parent is not None
         del node.parent.children[int(node.items[0])]
-        del self._used[node]
-        self._allocator.release(node.spans)
-        self._name_uses.subtract(_names(node))
-        for name in {name for name in _names(node) if self._name_uses[name] <= 0}:
-            del self._name_uses[name]
-            self._names.pop(self._chunks.pop(name), None)
+        leaving = [node]
+        while leaving:
+            gone = leaving.pop()
+            leaving += gone.children.values()
+            self._allocator.release(gone.slots)
+            (self._spilled if gone.spans is None else self._used).pop(gone)
+            self._name_uses.subtract(gone.chunk_names)
+            for name in {name for name in gone.chunk_names if self._name_uses[name] <= 0}:
+                del self._name_uses[name]
+                self._names.pop(self._chunks.pop(name), None)
 
     def _touch(self, parts: Sequence[Part]) -> None:
         """Note a use of these nodes."""
         for node, _ in reversed(parts):
-            if node.parent is not None:
+            if node in self._used:
                 self._used.move_to_end(node)
-
-
-def _names(node: _Node) -> list[int]:
-    names: list[int] = node.items[node.items < 0].tolist()
-    return names
-
-
-def _cut(spans: Sequence[SlotSpan], begin: int, end: int) -> list[SlotSpan]:
-    """Return the slots from number ``begin`` to ``end``, counted over all spans."""
-    found, position = [], 0
-    for span in spans:
-        first, last = max(begin - position, 0), min(end - position, span.size)
-        if first < last:
-            found.append(SlotSpan(span.slot + first, last - first))
-        position += span.size
-    return found

@@ -87,9 +87,12 @@ class LinkedRequest(Request):
         self.sequence = self.link = self.clock.started = None
         self.resident_only = True
 
-    def make_sequence(self, link: Link, kvs: Sequence[KV], keys: Sequence[str]) -> TokenSequence:
+    def make_sequence(
+        self, link: Link, kvs: Sequence[KV], keys: Sequence[str], restored: Sequence[KV | None] = ()
+    ) -> TokenSequence:
         """Return the sequence to compute for this request, linked by ``link`` from the KV of its chunks. ``keys`` are
-        those of all chunks of the prompt."""
+        those of all chunks of the prompt; ``restored`` has the KV of what it reuses from disk, None where it is
+        lost."""
         self.clock.mark_loaded()
         self._keys = tuple(keys)
         assert link.plan is not None
@@ -102,6 +105,7 @@ class LinkedRequest(Request):
             shared=[_shared(*entry) for entry in link.placed(kvs)],
             path=self._path(link),
             reused=prompt.reused,
+            restored=() if prompt.reused is None else tuple(zip(prompt.reused.stored, restored, strict=True)),
             most_tokens=len(prompt) + self._max_tokens,
             probe=QuestionProbe(self._layers, len(prompt)) if link.probing else None,
             refine=self._refine(link),

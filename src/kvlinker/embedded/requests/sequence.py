@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from kvlinker.embedded.decoding.logprobs import LogprobCollector
 from kvlinker.embedded.execution.batch import Capture, OwnTokens, Run, SharedChunk, Sight
 from kvlinker.embedded.kv_cache.paths import LinkedPath
-from kvlinker.embedded.kv_cache.pool import SlotSpan
+from kvlinker.embedded.kv_cache.pool import SlotSpan, slots_of
 from kvlinker.engine.observation import ChunkWatch, Observer, Observers, QuestionProbe
 from kvlinker.linking.plan import Range
 from kvlinker.linking.refinement import Refinement
-from kvlinker.prompt.segments import ReusedPrefix
-from kvlinker.store.loading.arriving import ArrivingKV
+from kvlinker.prompt.segments import ReusedPrefix, StoredKV
+from kvlinker.store.loading.arriving import KV, ArrivingKV
 
 
 class Refining(NamedTuple):
@@ -45,6 +45,7 @@ class TokenSequence:
         shared: Sequence[SharedChunk] = (),
         path: LinkedPath | None = None,
         reused: ReusedPrefix | None = None,
+        restored: Sequence[tuple[StoredKV, KV | None]] = (),
         most_tokens: int,
         capture: Callable[[], Capture] | None = None,
         probe: QuestionProbe | None = None,
@@ -53,7 +54,8 @@ class TokenSequence:
         observer: Observer | None = None,
     ) -> None:
         """``tokens`` [prompt] may grow to ``most_tokens``; ``runs`` of them are computed, and see ``shared`` chunks.
-        The KV of what is ``reused`` is expected to be in the pool. ``path`` names what the KV depends on, for a
+        The KV of what is ``reused`` is expected to be in the pool, but for ``reused.stored``: that is ``restored`` from
+        disk, None where it was lost. ``path`` names what the KV depends on, for a
         sequence whose KV may be reused later.
 
         ``capture`` makes the collector of KV for a sequence that computes chunks; such a sequence gives no logits. With
@@ -82,6 +84,9 @@ class TokenSequence:
         """The number of times that the sequence has left a step because a chunk's layer was late."""
 
         self.reused = reused
+        self.restored = tuple(restored)
+        """The KV that was loaded from disk, until it is copied into slots."""
+
         self.missed = 0
         """The number of reused tokens that were gone when the sequence got slots, and are computed again."""
 
@@ -123,6 +128,11 @@ class TokenSequence:
     def own_in_prompt(self) -> int:
         """The number of the prompt's tokens that are the sequence's own."""
         return self._own_in_prompt
+
+    @property
+    def reused_own(self) -> int:
+        """The number of its own tokens whose KV an earlier request computed."""
+        return 0 if self.reused is None else len(self.reused.own)
 
     @property
     def most_own(self) -> int:
@@ -223,7 +233,7 @@ class TokenSequence:
     def adopt(self, count: int) -> None:
         """Mark the first ``count`` of its own tokens, reused ones, as computed, and no others."""
         self._pending = self._missing(count)
-        self.missed = (0 if self.reused is None else len(self.reused.own)) - count
+        self.missed = self.reused_own - count
 
     def restart(self) -> None:
         """Discard all computed KV, whose slots are gone, and begin again."""
@@ -282,8 +292,7 @@ class TokenSequence:
         """Return the slots of its own tokens at the positions [begin, end)."""
         assert self.spans is not None
         own = self._own_before(begin)
-        slots = np.concatenate([np.arange(span.slot, span.end) for span in self.spans])
-        return slots[own : own + end - begin]
+        return slots_of(self.spans)[own : own + end - begin]
 
     def _own_before(self, position: int) -> int:
         """Count the sequence's own tokens that stand before the position."""

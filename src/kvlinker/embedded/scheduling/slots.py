@@ -7,8 +7,9 @@ from itertools import chain
 
 import numpy as np
 
-from kvlinker.embedded.kv_cache.pool import SlotAllocator, SlotSpan
+from kvlinker.embedded.kv_cache.pool import SlotAllocator, SlotSpan, slots_of
 from kvlinker.embedded.kv_cache.prefixes import PrefixTree
+from kvlinker.embedded.kv_cache.spilling import Spill
 from kvlinker.embedded.requests.sequence import TokenSequence, first_slots
 from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt, ReusedPrefix
@@ -20,10 +21,12 @@ GROWTH = 64
 class SequenceSlots:
     """Assigns slots to sequences. Nothing else changes ``TokenSequence.spans``."""
 
-    def __init__(self, slots: int, *, keeps_prefixes: bool = False) -> None:
-        """``keeps_prefixes`` has what sequences computed kept for later ones that begin alike."""
+    def __init__(self, slots: int, *, keeps_prefixes: bool = False, spill: Spill | None = None) -> None:
+        """``keeps_prefixes`` has what sequences computed kept for later ones that begin alike, and, with a ``spill``,
+        on disk when the slots are needed."""
         self._allocator = SlotAllocator(slots)
-        self._prefixes = PrefixTree(self._allocator)
+        self._spill = spill
+        self._prefixes = PrefixTree(self._allocator, spill)
         self._keeps = keeps_prefixes
 
     @property
@@ -44,7 +47,8 @@ class SequenceSlots:
         """Give the sequence slots for its tokens, and a few more; False where there are too few.
 
         With ``linked``, a sequence for the same prompt whose KV is in place, the two share the prompt's slots. Else
-        those of the prefix that it reuses are shared, as far as they are still there.
+        those of the prefix that it reuses are shared, as far as they are still there, and what was loaded of it from
+        disk is copied into its own.
         """
         if linked is not None:
             assert linked.spans is not None
@@ -63,7 +67,7 @@ class SequenceSlots:
         if linked is not None:
             sequence.adopt_prompt()
         else:
-            sequence.adopt(there)
+            sequence.adopt(self._restore(sequence, there))
         return True
 
     def would_fit(self, sequence: TokenSequence, without: Iterable[TokenSequence]) -> bool:
@@ -120,6 +124,21 @@ class SequenceSlots:
         assert all(sequence.spans is not None for sequence in holders)
         held = [span for sequence in holders for span in sequence.spans or ()]
         self._allocator.check_integrity([*held, *self._prefixes.spans])
+
+    def _restore(self, sequence: TokenSequence, count: int) -> int:
+        """Copy what was loaded from disk for the sequence into its slots, behind the first ``count`` of its own tokens,
+        whose KV is there; returns how many it is there of now."""
+        assert sequence.spans is not None
+        slots = slots_of(sequence.spans)
+        begin = sequence.reused_own - sum(len(part) for part, _ in sequence.restored)
+        for part, kv in sequence.restored:
+            end = begin + len(part)
+            if begin <= count < end and kv is not None and self._spill is not None:
+                self._spill.restore(kv, part.first + count - begin, part.last, slots[count:end])
+                count = end
+            begin = end
+        sequence.restored = ()
+        return count
 
     def _allocate(self, size: int) -> tuple[SlotSpan, ...] | None:
         """Return so many slots, which prefixes are given up for; None where sequences hold too many."""

@@ -24,7 +24,7 @@ from kvlinker.store.format.chunk_file import (
     read_chunk_file,
     write_chunk_file,
 )
-from kvlinker.store.format.codecs import RAW, Codec, find_codec
+from kvlinker.store.format.codecs import COMPRESSED_RAW, RAW, Codec, find_codec
 from kvlinker.store.format.compression import MissingLibraryError
 from kvlinker.store.format.encryption import NOT_SEALED, Sealing
 from kvlinker.store.format.header import ChunkFileError
@@ -95,6 +95,14 @@ class DiskTier:
                 f"The chunk cache folder {directory} cannot be used: {error}. "
                 "Make it a folder that this user may write to, or choose another state directory."
             ) from error
+
+    def beside(self, directory: Path, name: str) -> DiskTier:
+        """Return a tier in a folder of the same disk that keeps KV as it is, encrypted like this one's, in what the
+        chunks here leave of the budget: chunks never make room for it, but take its room. Raises StoreError."""
+        lossless = COMPRESSED_RAW if self._codec.compresses else RAW
+        guest = DiskTier(directory, 0, self._events, name=name, sealing=self._sealing, codec=lossless)
+        self._files.lend_to(guest._files)
+        return guest
 
     @property
     def directory(self) -> Path:

@@ -55,6 +55,7 @@ class IndexedFolder:
         self._reserved_bytes = 0
         self._refusing = False
         self._tombstoned: set[str] = set()
+        self._guest: IndexedFolder | None = None
         folder.remove_temporary_files(older_than=_STALE_SECONDS)
         with _collector_paused():
             found = sorted((status.st_mtime_ns, key, status.st_size) for key, status in folder.files())
@@ -88,6 +89,26 @@ class IndexedFolder:
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
         with self._lock:
             return self._index.sizes(keys)
+
+    def lend_to(self, guest: IndexedFolder) -> None:
+        """Have another folder of the same disk keep its files in what this one leaves of its budget. When this one
+        needs the room, the guest's files go, and none of this one's."""
+        with self._lock:
+            self._guest = guest
+            self._limit_guest()
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the budget, and evict down to it."""
+        with self._lock:
+            self._index.set_budget(max(0, budget_bytes))
+            self._evict_for(0)
+
+    def give_up(self, nbytes: int) -> int:
+        """Evict so many bytes, or what can be evicted; returns how many were."""
+        with self._lock:
+            before = self.used_bytes
+            self._give_up(nbytes)
+            return before - self.used_bytes
 
     def set_pinned(self, keys: Set[str]) -> None:
         with self._lock:
@@ -140,7 +161,7 @@ class IndexedFolder:
         """Note that the disk did not take a chunk's file; where it is full, chunks are evicted for the next one."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             with self._lock:
-                self._give_up(nbytes)
+                self._give_up(nbytes - self._take_back(nbytes))
         self._note_refusal(key, str(error))
 
     def commit(self, key: str, temporary: Path, nbytes: int) -> bool:
@@ -148,6 +169,8 @@ class IndexedFolder:
         try:
             with self._lock:
                 self._index.remove(key)
+                if not self._index.fits(nbytes):
+                    raise OSError(errno.EDQUOT, "its room was needed for others meanwhile")
                 self._evict_for(nbytes)
                 self._folder.place(temporary, key)
                 self._tombstoned.discard(key)
@@ -164,6 +187,7 @@ class IndexedFolder:
         """Remove the chunk's file; returns False where the disk does not let go of it."""
         with self._lock:
             self._index.remove(key)
+            self._limit_guest()
             gone = self._remove(key)
             if gone:
                 self._tombstoned.discard(key)
@@ -216,6 +240,7 @@ class IndexedFolder:
     def _evict_for(self, nbytes: int) -> None:
         """Evict until ``nbytes`` fit beside what is being written; the lock is held."""
         self._evict(nbytes + self._reserved_bytes)
+        self._limit_guest(nbytes)
 
     def _evict(self, nbytes: int) -> None:
         """Evict until so many bytes of the budget are unused; the lock is held."""
@@ -232,6 +257,8 @@ class IndexedFolder:
             return True  # writing will tell
         try:
             lacking = self._folder.shortage(nbytes + self._reserved_bytes)
+            if lacking and self._take_back(lacking):
+                lacking = self._folder.shortage(nbytes + self._reserved_bytes)
             possible = self._index.fits(self._unused_bytes + lacking)
             if not possible:
                 lacking = self._folder.shortage(0)
@@ -245,6 +272,15 @@ class IndexedFolder:
         """Evict so many bytes, or what can be evicted; the lock is held."""
         if self._yields:
             self._evict(self._unused_bytes + nbytes)
+
+    def _limit_guest(self, nbytes: int = 0) -> None:
+        """Leave the guest what neither the chunks here nor so many bytes more take; the lock is held."""
+        if self._guest is not None:
+            self._guest.set_budget(self._unused_bytes - nbytes - self._reserved_bytes)
+
+    def _take_back(self, nbytes: int) -> int:
+        """Have the guest give up so many bytes of the disk; returns how many it did."""
+        return 0 if self._guest is None else self._guest.give_up(nbytes)
 
     @property
     def _unused_bytes(self) -> int:

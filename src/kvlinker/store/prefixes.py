@@ -1,0 +1,119 @@
+"""Keeps on disk what an engine's pool gives up of prefixes, until prompts that begin so come again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence, Set
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+from kvlinker.errors import StoreError
+from kvlinker.events import Events, PrefixSpilled
+from kvlinker.store.chunk_kv import ChunkKV
+from kvlinker.store.loading.arriving import KV
+from kvlinker.store.loading.bandwidths import Bandwidths
+from kvlinker.store.loading.loader import LayerLoader
+from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChunk, Urgency
+from kvlinker.store.process_folder import ProcessFolder, remove_left
+from kvlinker.store.speeds import Speeds
+from kvlinker.store.throttle import Throttle
+from kvlinker.store.tiers.disk import DiskTier
+from kvlinker.store.writer import BackgroundWriter
+
+NAME = "prefixes"
+"""The name of the files' folder in the disk tier's, and of the tier that they are in events."""
+
+WRITE_QUEUE_BYTES = 256 << 20
+"""The most bytes that wait in memory to be written; what would exceed them is not kept."""
+
+
+class SpilledPrefixes:
+    """Keeps KV in files as it lies in the engine's pool: exact, keys rotated for their places, encrypted like chunks.
+
+    The files take what chunks leave of the disk tier's budget: no chunk is evicted for them, and they go first, the
+    least recently used of them before others. They end with the process, which alone knows what they hold; so several
+    processes that share a state directory do not see each other's, and each counts its own.
+
+    ``add`` leaves writing to a background thread, which gives way to computations. All methods may be called from any
+    thread.
+    """
+
+    def __init__(self, disk: DiskTier, events: Events, throttle: Throttle, speeds: Speeds | None = None) -> None:
+        """``speeds`` remembers how fast files are read. Raises StoreError where the folder cannot be made."""
+        root = folder_of(disk)
+        try:
+            self._folder = ProcessFolder(root)
+        except OSError as error:
+            raise StoreError(
+                f"The folder {root} cannot be used: {error}. Make it a folder that this user may write to, or set "
+                "prefix_cache to off."
+            ) from error
+        self._events = events
+        self._tier = disk.beside(self._folder.path, NAME)
+        self._writer = BackgroundWriter(self._tier, WRITE_QUEUE_BYTES, throttle, self._written)
+        self._bandwidths = Bandwidths(speeds, {NAME: f"{disk.speed_name} {NAME}"})
+        self._loader = LayerLoader(self._bandwidths)
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all files."""
+        return self._tier.used_bytes
+
+    def contains(self, key: str) -> bool:
+        """Return whether ``load`` would find the KV."""
+        return self._writer.get(key) is not None or self._tier.contains(key)
+
+    def pays(self, nbytes: int, seconds: float) -> bool:
+        """Return whether reading so many bytes is expected to take no longer than computing them, which takes so many
+        ``seconds``; True where that is not known, or was not measured lately."""
+        return self._bandwidths.worth_loading(NAME, nbytes, seconds)
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether there is room for KV of so many bytes, on disk and among what waits to be written."""
+        return nbytes <= self._tier.budget_bytes and self._writer.takes(nbytes)
+
+    def add(self, key: str, kv: ChunkKV) -> bool:
+        """Keep the KV, which the caller must not modify any more; returns False where too much waits already."""
+        return self._writer.add(key, kv)
+
+    def load(self, keys: Sequence[str], seconds: float) -> list[Future[KV | None]]:
+        """Load the KV of one prompt's keys, which it takes so many ``seconds`` to compute: each future gets it whole,
+        or None where it is gone, damaged, or late."""
+        chunks = {key: ChunkLoad(key, partial(self._open, key)) for key in keys}
+        if chunks:
+            self._loader.load(list(chunks.values()), Urgency(prefill=seconds))
+        return [chunks[key].begun for key in keys]
+
+    def flush(self) -> None:
+        """Wait until all that was added is written or refused."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Remove all files. Idempotent."""
+        self._loader.close()
+        waiting = self._writer.keys()
+        for key in waiting:
+            self._writer.cancel(key)
+        self._writer.close(time.monotonic())
+        self._folder.close()
+
+    def _open(self, key: str, tried: Set[str]) -> OpenedChunk | LoadedChunk | None:
+        waiting = self._writer.get(key)
+        if waiting is not None:
+            return LoadedChunk(NAME, waiting, 0.0)
+        reader = None if tried else self._tier.open(key)
+        return None if reader is None else OpenedChunk(NAME, reader)
+
+    def _written(self, kv: ChunkKV) -> None:
+        self._events.publish(PrefixSpilled(kv.tokens, kv.nbytes))
+
+
+def folder_of(disk: DiskTier) -> Path:
+    """Return the folder with those of all processes."""
+    return disk.directory / NAME
+
+
+def remove_spilled(disk: DiskTier) -> None:
+    """Remove what processes that were killed have left beside the disk tier's chunks."""
+    remove_left(folder_of(disk))
