@@ -6,7 +6,7 @@ Whatever a test does, the page calls nobody but its server, and its console stay
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,7 +92,7 @@ class Watched:
         """Drop files on the page; ``__`` in a name stands for a dot."""
         self.drop_all({name.replace("__", "."): content for name, content in files.items()})
 
-    def drop_all(self, files: dict[str, str | bytes]) -> None:
+    def drop_all(self, files: Mapping[str, str | bytes]) -> None:
         """Drop files on the page, and wait until each is cached or refused."""
         before = self.page.locator("#uploads li").count()
         contents = {name: text.encode() if isinstance(text, str) else text for name, text in files.items()}
