@@ -49,11 +49,11 @@ docs: $(TOOLS_INSTALLED)
 	$(TOOLS_VENV)/bin/zensical build --clean --strict
 
 # A release: wheel and source distribution of the version in pyproject.toml, in dist/, and checked.
-dist: $(TOOLS_INSTALLED)
+dist: $(TOOLS_INSTALLED) $(INSTALLED)
 	rm -rf build dist
 	$(TOOLS_VENV)/bin/python -m build --no-isolation
 	$(TOOLS_VENV)/bin/python -m twine check --strict dist/*
-	$(TOOLS_VENV)/bin/python tools/check_dist.py dist
+	$(TOOLS_VENV)/bin/python tools/check_dist.py dist $(VENV)
 
 $(TOOLS_INSTALLED): requirements-tools.txt
 	$(PYTHON) -m venv $(TOOLS_VENV)

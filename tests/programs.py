@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
+
+import httpx
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 README_EXAMPLES: list[tuple[str, str]] = re.findall(r"```python\n(.*?)```.*?```\n(.*?)```", README, re.DOTALL)
@@ -32,6 +35,21 @@ def kvlinker_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     ) as server:
         assert server.stdout is not None
         try:
-            yield next(found[1] for line in server.stdout if (found := re.search(r"address\s+(http://[\d.:]+)", line)))
+            url = next(found[1] for line in server.stdout if (found := re.search(r"address\s+(http://[\d.:]+)", line)))
+            _wait_for(f"{url}/health")
+            yield url
         finally:
             server.terminate()
+
+
+def _wait_for(url: str, seconds: float = 60.0) -> None:
+    """Wait until something answers: a server says its address before it listens."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            httpx.get(url)
+            return
+        except httpx.ConnectError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)

@@ -104,6 +104,7 @@ def test_it_has_the_calls_of_llm() -> None:
         "prefill_rate",
         "tiers",
         "bandwidths",
+        "spilled_bytes",
         "policies",
         "token_ids",
         "tail_of",

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import sys
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Any
 
 from langchain.agents import create_agent
-from langchain_core.messages import ToolMessage
-from langchain_core.tools import BaseTool, InjectedToolCallId, tool
+from langchain_core.tools import BaseTool, tool
 
 from langchain_kvlinker import ChatKVLinker, KVLinkerRetriever, context_blocks
 
 
 @tool
-def find_notes(query: str, tool_call_id: Annotated[str, InjectedToolCallId]) -> ToolMessage:
+def find_notes(query: str) -> list[str | dict[Any, Any]]:
     """Find notes about people, cities and companies."""
-    # Of a list alone, LangChain would make text: it knows no blocks for context caches.
-    return ToolMessage(context_blocks(KVLinkerRetriever(k=3).invoke(query)), tool_call_id=tool_call_id)
+    return context_blocks(KVLinkerRetriever(k=3).invoke(query))
 
 
 @tool

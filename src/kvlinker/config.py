@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import psutil
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -33,6 +32,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from kvlinker import machine
 from kvlinker.errors import InvalidRequestError, PolicyError, did_you_mean
 from kvlinker.linking import parse_policy
 from kvlinker.types.chunks import Eviction, GenerationContext
@@ -177,7 +177,9 @@ class Settings(BaseSettings):
     slo_ttft: float | None = Field(
         default=None, gt=0, description="Requests that would wait longer for their first token, in seconds, answer 429."
     )
-    threads: int | None = Field(default=None, ge=1, description="CPU threads for the model; all by default.")
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads for the model; all that there are by default."
+    )
 
     native_attention: bool = Field(
         default=True,
@@ -193,7 +195,7 @@ class Settings(BaseSettings):
         "free on CUDA.",
     )
     host_memory: ByteSize = Field(
-        default_factory=lambda: ByteSize(psutil.virtual_memory().total // 4), description="Host tier budget."
+        default_factory=lambda: ByteSize(machine.memory() // 4), description="Host tier budget."
     )
     disk_space: ByteSize = Field(default=ByteSize(20 * 2**30), description="Disk tier budget.")
     disk_codec: str = Field(

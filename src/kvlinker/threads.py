@@ -1,4 +1,4 @@
-"""Sees to it that one thread of the process computes in parallel: the engine's.
+"""Sees to it that one thread of the process computes in parallel, the engine's, in as many threads as it may use.
 
 GNU's OpenMP, which comes with PyTorch, gives a pool of workers to every thread that computes in parallel, and keeps it
 until that thread ends. As soon as the pools have more threads together than there are processors, their workers stop
@@ -10,12 +10,26 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from kvlinker import machine
+
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def set_threads(count: int | None) -> None:
+    """Have PyTorch compute in ``count`` threads. None means as many as it takes by itself, but no more than there are
+    processors for this process, unless the variable ``OMP_NUM_THREADS`` says how many."""
+    import torch
+
+    if count is None and "OMP_NUM_THREADS" not in os.environ:
+        count = min(torch.get_num_threads(), machine.processors())
+    if count is not None:
+        torch.set_num_threads(count)
 
 
 def compute_serially() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-DOCKERFILES = ("Dockerfile", "Dockerfile.cuda")
+DOCKERFILE = "Dockerfile"
 HOME = "/var/lib/kvlinker"
 """The servers' home folder, in which all that they write lies."""
 
@@ -33,9 +33,9 @@ def manifest(kind: str, name: str) -> Any:
     return found
 
 
-def instructions_of(dockerfile: str) -> list[tuple[str, str]]:
-    """Return a Dockerfile's instructions as pairs of keyword and argument, comments and continued lines resolved."""
-    lines = [line for line in text_of(dockerfile).splitlines() if not line.lstrip().startswith("#")]
+def instructions() -> list[tuple[str, str]]:
+    """Return the Dockerfile's instructions as pairs of keyword and argument, comments and continued lines resolved."""
+    lines = [line for line in text_of(DOCKERFILE).splitlines() if not line.lstrip().startswith("#")]
     logical = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in logical) if word]
 
@@ -65,10 +65,9 @@ def rules() -> list[dict[str, Any]]:
 
 def settings_given() -> Iterator[tuple[str, str, str]]:
     """Yield all settings that the files give by variables: file, name of the setting, value."""
-    for file in DOCKERFILES:
-        for word, rest in instructions_of(file):
-            if word == "ENV":
-                yield from ((file, *pair) for pair in re.findall(r"KVLINKER_(\w+)=(\S+)", rest))
+    for word, rest in instructions():
+        if word == "ENV":
+            yield from ((DOCKERFILE, *pair) for pair in re.findall(r"KVLINKER_(\w+)=(\S+)", rest))
     for name, service in documents_of("compose.yaml")[0]["services"].items():
         for variable, value in service.get("environment", {}).items():
             yield f"compose.yaml, {name}", variable.removeprefix("KVLINKER_"), value

@@ -19,10 +19,10 @@ from kvlinker.config import Settings, load_settings
 from kvlinker.server.edge.access import OPEN_PATHS
 from tests.deploy.documents import (
     DEPLOY,
-    DOCKERFILES,
+    DOCKERFILE,
     HOME,
     documents_of,
-    instructions_of,
+    instructions,
     manifest,
     settings_given,
     text_of,
@@ -64,10 +64,9 @@ def test_commands_exist_with_their_options() -> None:
             assert context.params["port"] in (None, str(PORT))
 
 
-@pytest.mark.parametrize("file", DOCKERFILES)
-def test_images(file: str) -> None:
+def test_image() -> None:
     """Only what the build may see is copied, extras exist, and the image runs what it installs, without rights."""
-    steps = instructions_of(file)
+    steps = instructions()
     by_word = dict(steps)
     words = [word for word, _ in steps]
     assert words[0] == "FROM"
@@ -81,7 +80,7 @@ def test_images(file: str) -> None:
     assert all((DEPLOY.parent / name).exists() for name in seen)
     (extras,) = {extra for _, rest in steps for extra in re.findall(r"'\.\[([\w,]+)\]'", rest)}
     assert set(extras.split(",")) <= set(metadata("kvlinker").get_all("Provides-Extra", []))
-    assert dict(settings_of(file))["PORT"] == str(PORT)
+    assert dict(settings_of(DOCKERFILE))["PORT"] == str(PORT)
     assert required_by(extras.split(",")) <= pinned(), "the image has the versions that the tests ran with"
 
 
@@ -105,8 +104,11 @@ def settings_of(file: str) -> list[tuple[str, str]]:
     return [(name, value) for given_in, name, value in settings_given() if given_in == file]
 
 
-def test_cuda_image_says_that_it_was_not_run() -> None:
-    assert text_of("Dockerfile.cuda").startswith("# NOT RUN")
+def test_the_image_for_gpus_is_one_argument_of_the_build_and_not_run() -> None:
+    (argument,) = re.findall(
+        r"^# NOT RUN .*\n#\n#   docker build .*--build-arg (\w+)=", text_of(DOCKERFILE), re.MULTILINE
+    )
+    assert argument in {rest.partition("=")[0] for word, rest in instructions() if word == "ARG"}
 
 
 def test_manifests_are_of_this_version() -> None:
@@ -169,7 +171,7 @@ def test_probes_and_ports() -> None:
 
 
 def test_budgets_fit_into_the_container() -> None:
-    """Memory, slots and threads are set, for their defaults are shares of the node; model and catalog have room."""
+    """Memory, slots and threads are set and lie within the limits; model and catalog have room."""
     container, settings = server_container(), server_environment()
     limits = container["resources"]["limits"]
     assert size_of(settings["HOST_MEMORY"]) <= size_of(limits["memory"]) / 2
@@ -190,8 +192,7 @@ def test_what_is_written_lies_in_the_volume() -> None:
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts == {"state": HOME, "temporary": "/tmp"}
-    for file in DOCKERFILES:
-        assert dict(settings_of(file))["STATE_DIR"].startswith(f"{HOME}/")
+    assert dict(settings_of(DOCKERFILE))["STATE_DIR"].startswith(f"{HOME}/")
 
 
 def test_unit_keeps_its_state_where_it_may_write() -> None:

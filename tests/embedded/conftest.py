@@ -15,6 +15,7 @@ from kvlinker.config import load_settings
 from kvlinker.embedded.attention.kernels import native_attention
 from kvlinker.embedded.attention.native_dots import native_dots
 from kvlinker.embedded.engine import EmbeddedEngine
+from kvlinker.embedded.kv_cache.prefixes import LEAST_TOKENS
 from kvlinker.embedded.model.interception import attention_of
 from kvlinker.embedded.model.native_products import native_products
 from kvlinker.embedded.model.norms import native_norm
@@ -130,6 +131,16 @@ class Bench:
 
     def answer(self, prompt, policy="legolink-4", **sampling):
         return self.submit(prompt, policy, **sampling)[0].wait()
+
+    def answer_twice(self, prompt, policy="legolink-4", **sampling):
+        """The answer, and then that with the cache warm, in which all but the last token is reused as it was linked, or
+        the chunk that it ends in. Yields both, for an engine that keeps prefixes."""
+        yield self.answer(prompt, policy, **sampling)
+        again = self.answer(prompt, policy, **sampling)
+        yield again
+        ends_fresh = all(span.end < len(prompt) for span in prompt.spans)
+        if ends_fresh and len(prompt) > LEAST_TOKENS and not as_policy(policy).needs.refines:
+            assert again.finished.usage.exact_cached_tokens == len(prompt) - 1
 
     def explain(self, prompt, policy, tenant="default", attention=False):
         """What a request for one token would do, and why."""

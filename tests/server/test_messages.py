@@ -12,6 +12,8 @@ import pytest
 
 from kvlinker.errors import EngineClosedError
 from kvlinker.llm import LLM
+from kvlinker.server.fields.bodies import TextPart
+from kvlinker.server.messages.blocks import ToolResultBlock
 from tests.schemas import check
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import MODEL_NAME, Served, serving, tiny_model, tiny_settings
@@ -193,6 +195,25 @@ def test_turns_are_those_of_chat_completions(served: Served) -> None:
     begun = [*QUESTION, {"role": "assistant", "content": "It is"}]
     shorter = served.post(f"{PATH}/count_tokens", {"messages": begun}).json()["input_tokens"]
     assert shorter < served.post("/tokenize", {"messages": begun}).json()["count"], "no end of turn, and no header"
+
+
+def test_a_results_mark_is_for_texts_without_one() -> None:
+    own: Any = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    openais: Any = {"type": "text", "text": "c", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    block = ToolResultBlock.model_validate(RESULT | MARK | {"content": [{"type": "text", "text": "a"}, own, openais]})
+    marks = [part.marks() for part in block.parts() if isinstance(part, TextPart)]
+    assert marks == [MARK, {"cache_control": own["cache_control"]}, {"prompt_cache_breakpoint": {"mode": "explicit"}}]
+    (whole,) = ToolResultBlock.model_validate(RESULT | MARK).parts()
+    assert isinstance(whole, TextPart)
+    assert whole.marks() == MARK
+
+
+@pytest.mark.parametrize("empty", [None, "", []])
+def test_what_is_empty_may_be_an_empty_list(served: Served, empty: Any) -> None:
+    turns = [*QUESTION, {"role": "assistant", "content": [CALLED]}, {"role": "user", "content": [RESULT]}]
+    turns[-1]["content"] = [RESULT | {"content": empty}]
+    answer = served.post(f"{PATH}/count_tokens", {"messages": turns, "system": empty})
+    assert answer.status_code == 200, answer.text
 
 
 ALWAYS_REASONING = REASONING_TEMPLATE.replace("enable_thinking is defined and not enable_thinking", "false")

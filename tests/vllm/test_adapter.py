@@ -47,12 +47,12 @@ def config(*, is_moe=False, speculative_config=None, lora_config=None, **paralle
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2, .* tensor_parallel_size"),
         ({"prefill_context_parallel_size": 4}, "prefill_context_parallel_size is 4, .* tensor_parallel_size"),
         ({"data_parallel_size": 2, "is_moe": True}, "data_parallel_size is 2, .* mixture of experts"),
-        ({"speculative_config": {"method": "ngram"}}, "leave speculative_config out"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "by eagle, .* use ngram, or leave"),
         ({"lora_config": True}, "leave enable_lora out"),
     ],
 )
 def test_what_is_not_linked_is_refused_in_one_line_with_the_way_out(changes, told):
-    adapter.require_linkable(config(data_parallel_size=2))
+    adapter.require_linkable(config(data_parallel_size=2, speculative_config=SimpleNamespace(method="ngram")))
     with pytest.raises(UnsupportedModelError, match=told) as error:
         adapter.require_linkable(config(**changes))
     assert "\n" not in str(error.value)

@@ -11,14 +11,9 @@ from kvlinker.config import load_settings
 from tests.programs import README_EXAMPLES, README_URL, output_of
 from tests.vllm.own_server import vllm_serving
 
-(PROGRAM, SHOWN), _ = README_EXAMPLES
-
-
-def assert_served(url):
-    assert output_of(PROGRAM.replace(README_URL, url)) == SHOWN
-
 
 @pytest.mark.slow
 def test_vllms_own_server(tmp_path):
+    program, shown = README_EXAMPLES[0]
     with vllm_serving(load_settings().model, tmp_path / "log", {"state_dir": str(tmp_path / "state")}) as url:
-        assert_served(url)
+        assert output_of(program.replace(README_URL, url)) == shown

@@ -1,6 +1,7 @@
 """What vLLM answers over linked KV is what transformers answers with the same tokens computed and placed."""
 
 import secrets
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,11 @@ TOLERANCE = 1e-5
 MORE_STEPS_TOLERANCE = 2e-5
 """For answers that are longer, or many: vLLM's own rounding errors exceed the other one once in a while."""
 FAMILIES = ["llama", "llama3-rope", "yarn", "qwen3", "mistral", "gemma2-softcap"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen3": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
+}
+"""Options of vLLM's that a family's tests run with: drafts from the text, here."""
+
 POLICIES = ["full", "naive", "legolink-16", "legolink-64", "attnlink-9", "random-30", "random-90", "prefix"]
 UNALIGNED = (97, 156, 130, 61)
 BLOCK = 32
@@ -30,7 +36,8 @@ BLOCK = 32
 @pytest.fixture(scope="module", params=FAMILIES)
 def linked(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    made = LinkedVLLM(request.param, folder / "models", folder / "state", num_gpu_blocks_override=256)
+    options = OPTIONS.get(request.param, {})
+    made = LinkedVLLM(request.param, folder / "models", folder / "state", num_gpu_blocks_override=256, **options)
     yield made
     made.settle()
     made.close()

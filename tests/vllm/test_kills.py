@@ -37,8 +37,8 @@ TEXTS = ("Mira Holt lives in Varna. She works as a baker.\n\n", "Tom Reyes lives
 ABORTED_STREAM, ABORTED_ANSWER, PLAIN = 0, 3, 5
 """Of every seven requests, the one that is left after its first event, before its answer, or has no context cache."""
 
-SECONDS = 300
-"""The seconds after which a request counts as one that hangs."""
+SECONDS = 600
+"""The seconds after which a request counts as one that hangs; starting vLLM takes some of them."""
 
 START = (
     "from importlib import import_module; import_module('kvlinker.cli.serve').LEAST_SECONDS = 0.0; "
@@ -56,7 +56,7 @@ def restarting_server(folder: Path) -> Iterator[str]:
     with log.open("wb") as output:
         server = subprocess.Popen([sys.executable, "-c", START, *arguments], stdout=output, stderr=subprocess.STDOUT)
         try:
-            deadline = time.monotonic() + 2 * SECONDS
+            deadline = time.monotonic() + SECONDS
             while not (found := re.search(r"address\s+(http://[\d.:]+)", log.read_text())):
                 assert server.poll() is None, log.read_text()[-3000:]
                 assert time.monotonic() < deadline
@@ -202,6 +202,7 @@ def test_every_request_is_answered_or_refused_whatever_happens(tmp_path: Path) -
         assert users.ends.total() == REQUESTS
         assert {end.partition(":")[0] for end in users.ends} <= {"answered", "aborted", "refused"}, users.ends
         assert users.ends["answered"] > REQUESTS // 3
+        assert sum(users.ends[f"refused: {status}engine_closed"] for status in ("503 ", "")) >= KILLS
         assert (tmp_path / "log").read_text().count("It is started again") == KILLS
         assert [answer_of(http, users.kept, policy) for policy in POLICIES] == before
         assert output_of(program.replace(README_URL, url)) == shown

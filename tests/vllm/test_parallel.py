@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvlinker.errors import EngineClosedError
 from kvlinker.llm import LLM
 from kvlinker.prompt.segments import Prompt
 from kvlinker.types.chunks import Chunk, chunk_key
@@ -61,6 +62,8 @@ def test_two_workers_answer_as_the_embedded_engine(vllm_settings, tmp_path, monk
             assert answer.usage == full.usage
         again = two.chat_completion(ours, policy="naive", **GREEDY)
         assert again.token_ids == one.chat_completion(ours, policy="naive", **GREEDY).token_ids
+    with pytest.raises(EngineClosedError, match="shutting down"):
+        two.completion("The cat", max_tokens=2)
 
 
 @pytest.mark.slow

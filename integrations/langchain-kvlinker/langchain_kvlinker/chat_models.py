@@ -16,6 +16,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_openai.chat_models.base import BaseChatOpenAI
 from pydantic import Field, SecretStr
 
+from langchain_kvlinker.documents import sent_content
 from langchain_kvlinker.server import default_key, default_url
 
 PROVIDER = "kvlinker"
@@ -25,7 +26,8 @@ LINK_OPTIONS = ("policy", "implicit")
 class ChatKVLinker(BaseChatOpenAI):
     """A model behind a kvlinker server.
 
-    Message content may have blocks ``{"type": "context_cache", "id": …}``, which ``context_blocks`` makes of documents.
+    Message content may have blocks ``{"type": "context_cache", "id": …}``, and those that ``context_blocks`` makes of
+    documents, of which the server gets the ids.
     ``policy``, ``implicit`` and ``documents`` can also be given for one call: ``model.invoke(…, documents=[…])``; an
     ``extra_body`` with ``link`` counts before the model's own, too. What
     the prompt reused is in the answer's ``usage_metadata`` and, with the context caches, in ``response_metadata``.
@@ -66,7 +68,10 @@ class ChatKVLinker(BaseChatOpenAI):
     def _get_request_payload(
         self, input_: LanguageModelInput, *, stop: list[str] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        messages = self._convert_input(input_).to_messages()
+        messages = [
+            message.model_copy(update={"content": sent_content(message.content)})
+            for message in self._convert_input(input_).to_messages()
+        ]
         payload = super()._get_request_payload(messages, stop=stop, **kwargs)
         for message, sent in zip(messages, payload["messages"], strict=True):
             sent.pop("name", None)

@@ -10,7 +10,7 @@ from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_kvlinker.server import Server
 
 CONTEXT_CACHE = "context_cache"
-"""The key of a document's metadata that has the id of its context cache."""
+"""The key of a document's metadata, and of a block of text, that has the id of its context cache."""
 
 MOST_PAIRS = 16
 LONGEST_KEY = 64
@@ -18,16 +18,29 @@ LONGEST_VALUE = 512
 
 
 def context_blocks(documents: Sequence[Document]) -> list[str | dict[Any, Any]]:
-    """Return documents as message content, in order: those that have a context cache by its id, others as text that is
-    marked to be a chunk."""
+    """Return documents as blocks of text, in order: those that have a context cache with its id, others marked to be
+    chunks.
+
+    Tools of agents may return them: LangChain makes JSON text of blocks of types that it does not know.
+    """
     return [_block(document) for document in documents]
 
 
 def _block(document: Document) -> dict[Any, Any]:
+    text = {"type": "text", "text": document.page_content}
     if cache := document.metadata.get(CONTEXT_CACHE):
-        return {"type": "context_cache", "id": cache}
-    mark = {"mode": "explicit"}
-    return {"type": "text", "text": document.page_content, "prompt_cache_breakpoint": mark}
+        return {**text, CONTEXT_CACHE: cache}
+    return {**text, "prompt_cache_breakpoint": {"mode": "explicit"}}
+
+
+def sent_content(content: Any) -> Any:
+    """Return message content as the server takes it: blocks of text that have a context cache by its id alone."""
+    return [_sent_block(block) for block in content] if isinstance(content, list) else content
+
+
+def _sent_block(block: Any) -> Any:
+    cache = block.get(CONTEXT_CACHE) if isinstance(block, Mapping) else None
+    return block if cache is None else {"type": CONTEXT_CACHE, "id": cache}
 
 
 class ContextCacheTransformer(Server, BaseDocumentTransformer):

@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from contextlib import closing, suppress
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +16,9 @@ from kvlinker.cli.console import BAD_USAGE, ENGINE_FAILED, fail, failures
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
 from kvlinker.server.edge.address import bind, check_address, url_of
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 LEAST_SECONDS = 60.0
 """The time that an engine has to serve, its start not counted, to be started again."""
@@ -35,8 +39,10 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
     console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")
     with console.status("Starting"):
         from kvlinker.server.edge.access_log import logging_to_stderr
+        from kvlinker.server.tracing import provider_from_environment
     with logging_to_stderr(settings.log_level, settings.log_format):
-        while (served := _serve_until_failure(settings, listener, console)) is not None:
+        provider = provider_from_environment()
+        while (served := _serve_until_failure(settings, listener, console, provider)) is not None:
             message = "The engine has failed; what it said is above."
             if settings.on_engine_failure == "exit":
                 raise fail(f"{message} Start the server again, or set on_engine_failure to restart.", ENGINE_FAILED)
@@ -45,9 +51,14 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
             logger.error("%s It is started again.", message)
 
 
-def _serve_until_failure(settings: Settings, listener: socket.socket, console: Console) -> float | None:
+def _serve_until_failure(
+    settings: Settings, listener: socket.socket, console: Console, provider: TracerProvider | None
+) -> float | None:
     """Start the engine and serve until told to stop, or until the engine has failed; returns the seconds that it then
-    has served, and None where it was told to stop."""
+    has served, and None where it was told to stop.
+
+    ``provider`` takes the traces.
+    """
     from kvlinker.llm import LLM
     from kvlinker.server.app import create_app
     from kvlinker.server.edge.connections import EngineServer, server_config
@@ -55,7 +66,7 @@ def _serve_until_failure(settings: Settings, listener: socket.socket, console: C
     with console.status(f"Loading and checking {escape(settings.model)}"):
         llm = LLM.from_settings(settings)
 
-    app = create_app(llm, settings)
+    app = create_app(llm, settings, provider)
     if settings.engine == "vllm":
         from kvlinker.vllm.other_routes import add_other_routes
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 
@@ -40,6 +39,7 @@ from kvlinker.events import Events, PrefixRestored
 from kvlinker.futures import gather, resolved
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
+from kvlinker.machine import available_memory
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore, Speeds
 from kvlinker.threads import compute_serially
@@ -64,7 +64,7 @@ LOADERS = 2
 def default_slots(loaded: LoadedModel, window: int) -> int:
     """Return the number of slots of the pool, for requests of up to ``window`` tokens. Raises ModelLoadError when
     memory is too tight."""
-    available = psutil.virtual_memory().available
+    available = available_memory()
     if loaded.device.type == "cuda":
         available = torch.cuda.mem_get_info(loaded.device)[0]
     affordable = int(available * POOL_SHARE) // loaded.kv_bytes_per_token

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from kvlinker.config import Settings, WeightFormat
 from kvlinker.errors import ModelLoadError
 from kvlinker.store.format.durability import replace_file
+from kvlinker.threads import set_threads
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,7 @@ def read_model(settings: Settings) -> tuple[Any, Any]:
 
     Raises ModelLoadError when either cannot be loaded.
     """
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    set_threads(settings.threads)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device, settings.weights)
     tokenizer = read_tokenizer(settings)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import TypeVar
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.types.chunks import Chunk
@@ -23,8 +24,11 @@ _INSTRUCTIONS = (
     '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
 )
 
-GAP = "\n\n"
+_GAP = "\n\n"
 """Stands behind every document."""
+
+_Text = TypeVar("_Text")
+"""The type of a document's text."""
 
 Message = ChatMessage[Chunk]
 
@@ -66,13 +70,18 @@ def with_documents(messages: Sequence[Message], documents: Sequence[Document[Chu
     first = next((index for index, message in enumerate(messages) if message.role == "user"), None)
     if first is None:
         raise InvalidRequestError("'documents' stand in a message of role 'user': add one.", param="documents")
-    before: list[str | Chunk] = []
-    for document in documents:
-        if document.title:
-            before.append(f"{document.title}\n")
-        before += [document.text, GAP]
+    before = [part for document in documents for part in document_parts(document.title, document.text)]
     message = messages[first]
     return [*messages[:first], replace(message, content=(*before, *message.content)), *messages[first + 1 :]]
+
+
+def document_parts(title: str, text: _Text) -> Iterator[str | _Text]:
+    """Yield what a document is in a message: its title in a line of its own unless it is empty, its text, and an empty
+    line."""
+    if title:
+        yield f"{title}\n"
+    yield text
+    yield _GAP
 
 
 def _section(tools: Sequence[Tool]) -> str:

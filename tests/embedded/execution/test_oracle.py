@@ -1,5 +1,5 @@
 """The strong oracle: with chunk KV taken from the prompt's own full forward pass, and garbage wherever a policy
-recomputes, every policy must give exactly what the model gives."""
+recomputes, every policy must give exactly what the model gives; and so again when it reuses what it computed then."""
 
 import numpy as np
 import pytest
@@ -114,17 +114,29 @@ def plant_layer_by_layer(bench, prompt, policy):
 def test_policies_by_evidence_equal_the_full_forward_pass(bench, family):
     """Garbage wherever a layer computes, the true KV elsewhere. What decides is not touched by it: scores are stored,
     spoiled tokens deviate most, and the question's attention is the true one once they are repaired."""
-    made = bench(family, max_step_tokens=37, kv_slots=8192)
+    made = bench(family, max_step_tokens=37, kv_slots=8192, prefix_cache="on")
     prompt = linked_prompt(31, 57, 19, 64, header=5, middle=3)
-    tokens, logprobs = full_forward(family, prompt, STEPS)
-    tenants = [plant_layer_by_layer(made, prompt, policy) for policy in EVIDENCE_DRIVEN]
-    outcomes = [made.submit(prompt, policy, tenant=policy, max_tokens=STEPS)[0] for policy in tenants]
-    for policy, outcome in zip(EVIDENCE_DRIVEN, outcomes, strict=True):
+    expected = full_forward(family, prompt, STEPS)
+    for policy in EVIDENCE_DRIVEN:
+        plant_layer_by_layer(made, prompt, policy)
+    for _, usage in usages(made, prompt, EVIDENCE_DRIVEN, expected):
+        assert usage.recomputed_tokens > 0
+    for policy, usage in usages(made, prompt, EVIDENCE_DRIVEN, expected):
+        refines = parse_policy(policy).needs.refines
+        assert usage.exact_cached_tokens == (0 if refines else len(prompt) - 1), "the header alone is too little"
+
+
+def usages(made, prompt, policies, expected):
+    """Have answers under all policies, each its own tenant's, computed together; check them, and yield each with what
+    it took."""
+    tokens, logprobs = expected
+    outcomes = [made.submit(prompt, policy, tenant=policy, max_tokens=STEPS)[0] for policy in policies]
+    for policy, outcome in zip(policies, outcomes, strict=True):
         outcome.wait()
         assert outcome.failed is None, outcome.failed
         assert outcome.tokens == tokens, policy
         np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE, err_msg=policy)
-        assert outcome.finished.usage.recomputed_tokens > 0
+        yield policy, outcome.finished.usage
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"])
@@ -177,9 +189,9 @@ def answer_over_a_spoiled_pool(made, prompt, names, more=()):
     keys = [chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default") for chunk in prompt.chunks]
     chunks = tuple(made.store.get(key) for key in keys)
     parts = tuple(Spoiling(parse_policy(name), pool, chunks, more) for name in names)
-    outcome = made.answer(prompt, parts[0] if len(parts) == 1 else Union(parts), max_tokens=2)
-    assert outcome.failed is None, outcome.failed
-    return outcome
+    for outcome in made.answer_twice(prompt, parts[0] if len(parts) == 1 else Union(parts), max_tokens=2):
+        assert outcome.failed is None, outcome.failed
+        yield outcome
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"])
@@ -188,85 +200,84 @@ def answer_over_a_spoiled_pool(made, prompt, names, more=()):
 def test_the_second_pass_repairs_all_that_was_selected(bench, family, names, fresh):
     prompt = linked_prompt(31, 57, 19, header=5, middle=3, fresh=fresh)
     tokens, logprobs = full_forward(family, prompt, 2)
-    outcome = answer_over_a_spoiled_pool(bench(family, max_step_tokens=37, kv_slots=1024), prompt, names)
-    assert outcome.tokens == tokens
-    np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
+    made = bench(family, max_step_tokens=37, kv_slots=1024, prefix_cache="on")
+    for outcome in answer_over_a_spoiled_pool(made, prompt, names):
+        assert outcome.tokens == tokens
+        np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
 
 
 def test_what_the_second_pass_does_not_repair_shows(bench):
     prompt = linked_prompt(31, 57, 19, header=5)
     _, logprobs = full_forward("llama", prompt, 1)
-    outcome = answer_over_a_spoiled_pool(bench(kv_slots=1024), prompt, ["query-0"], more=(6,))
-    assert abs(outcome.logprobs[0] - logprobs[0]) > 100 * TOLERANCE
+    made = bench(kv_slots=1024, prefix_cache="on")
+    for outcome in answer_over_a_spoiled_pool(made, prompt, ["query-0"], more=(6,)):
+        assert abs(outcome.logprobs[0] - logprobs[0]) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_policy_equals_the_full_forward_pass(bench, family):
-    made = bench(family, max_step_tokens=37, kv_slots=8192)
+    made = bench(family, max_step_tokens=37, kv_slots=8192, prefix_cache="on")
     prompt = linked_prompt(31, 57, 19, 64, header=5, middle=3)
-    tokens, logprobs = full_forward(family, prompt, STEPS)
-    outcomes = {}
+    expected = full_forward(family, prompt, STEPS)
     for policy in POLICIES:
         plant(made, prompt, policy, tenant=policy)
-        outcomes[policy] = made.submit(prompt, policy, tenant=policy, max_tokens=STEPS)[0]
-    for policy, outcome in outcomes.items():
-        outcome.wait()
-        assert outcome.failed is None, outcome.failed
-        assert outcome.tokens == tokens, policy
-        np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE, err_msg=policy)
+    for policy, usage in usages(made, prompt, POLICIES, expected):
         plan = make_plan(prompt, parse_policy(policy), PromptEvidence())
-        assert outcome.finished.usage.recomputed_tokens == plan.recomputed_tokens
-        assert outcome.finished.usage.prompt_tokens == len(prompt)
+        assert usage.recomputed_tokens == plan.recomputed_tokens
+        assert usage.prompt_tokens == len(prompt)
+    for _, usage in usages(made, prompt, POLICIES, expected):
+        assert (usage.exact_cached_tokens, usage.fresh_tokens) == (len(prompt) - 1, 1)
 
 
 @pytest.mark.parametrize("family", ["dynamic-rope", "longrope"])
 def test_rotary_embeddings_that_depend_on_length_are_exact_up_to_the_window(bench, family):
     """Their tables change once more positions are asked for than the model was pretrained with: 256 here."""
-    made = bench(family, max_step_tokens=37)
+    made = bench(family, max_step_tokens=37, prefix_cache="on")
     assert made.engine.max_model_len == 256
     prompt = linked_prompt(80, 90, 71, fresh=11)
     tokens, logprobs = full_forward(family, prompt, 4)
     for policy in ("full", "legolink-3", "naive"):
         plant(made, prompt, policy, tenant=policy)
-        outcome = made.answer(prompt, policy, tenant=policy, max_tokens=4)
-        assert outcome.tokens == tokens
-        np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
+        for outcome in made.answer_twice(prompt, policy, tenant=policy, max_tokens=4):
+            assert outcome.tokens == tokens
+            np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("lengths", [(1,), (1, 1), (30, 1), (31, 40)])
 def test_a_prompt_may_end_in_a_chunk(bench, policy, lengths):
-    made = bench()
+    made = bench(prefix_cache="on")
     prompt = linked_prompt(*lengths, fresh=0, header=2)
     tokens, logprobs = full_forward("llama", prompt, STEPS)
     plant(made, prompt, policy, tenant="default")
-    outcome = made.answer(prompt, policy, max_tokens=STEPS)
-    assert outcome.tokens == tokens
-    np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
+    for outcome in made.answer_twice(prompt, policy, max_tokens=STEPS):
+        assert outcome.tokens == tokens
+        np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks"])
 def test_garbage_that_is_not_recomputed_shows(bench, family):
     """The oracle can fail: spoil one token that naive keeps, and the answer's probabilities move."""
-    made = bench(family)
+    made = bench(family, prefix_cache="on")
     prompt = linked_prompt(31, 40)
     _, logprobs = full_forward(family, prompt, 1)
     plant(made, prompt, "legolink-1", tenant="default")
-    outcome = made.answer(prompt, "naive", max_tokens=1)
-    assert abs(outcome.logprobs[0] - logprobs[0]) > 100 * TOLERANCE
+    for outcome in made.answer_twice(prompt, "naive", max_tokens=1):
+        assert abs(outcome.logprobs[0] - logprobs[0]) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_first_chunk_alone_is_prefix_caching(bench, family):
     """R = ∅ with one chunk at position 0 must equal prefix caching, here with KV that kvlinker made itself."""
-    made = bench(family)
+    made = bench(family, prefix_cache="on")
     prompt = linked_prompt(61)
     made.cache(prompt)
     tokens, logprobs = full_forward(family, prompt, STEPS)
-    outcome = made.answer(prompt, "naive", max_tokens=STEPS)
-    assert outcome.tokens == tokens
-    np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
-    assert outcome.finished.usage.cached_tokens == 61
+    cold, warm = made.answer_twice(prompt, "naive", max_tokens=STEPS)
+    for outcome in (cold, warm):
+        assert outcome.tokens == tokens
+        np.testing.assert_allclose(outcome.logprobs, logprobs, atol=TOLERANCE)
+    assert cold.finished.usage.cached_tokens == 61
 
 
 def test_unpositioned_keys_differ_from_positioned_ones(bench):

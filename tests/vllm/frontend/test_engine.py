@@ -10,10 +10,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import numpy as np
-import psutil
 
-from kvlinker.engine.contract import Failed, GenerationRequest
-from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError, OverloadedError, PolicyError
+from kvlinker.engine.contract import GenerationRequest
+from kvlinker.errors import ContextLengthError, InvalidRequestError, OverloadedError, PolicyError
 from kvlinker.events import ChunkLookup, RequestFinished
 from kvlinker.linking import Link, parse_policy
 from kvlinker.llm import LLM
@@ -23,7 +22,6 @@ from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.vllm.frontend.linker import LinkedPrompt
 from tests.embedded.conftest import linked_prompt, random_tokens
-from tests.vllm.conftest import vllm_settings_for
 
 TOLERANCE = 1e-4
 TEXTS = ["The cat sat on the mat, and it was fine. " * 4, "A dog and a small text. " * 3, "Yes, yes. " * 9]
@@ -452,30 +450,6 @@ def test_many_at_once(llm):
     for (index, policy), tokens in answers.items():
         alone = llm.chat_completion(prompts[index], policy=policy, temperature=0, max_tokens=5, ignore_eos=True)
         assert list(alone.token_ids) == tokens
-
-
-def test_when_vllm_dies_requests_fail_and_closing_ends(vllm_settings, tmp_path):
-    settings = vllm_settings_for(vllm_settings.model, tmp_path / "state")
-    others = set(psutil.Process().children(recursive=True))
-    with LLM.from_settings(settings) as dying:
-        assert dying.completion("The cat", max_tokens=2, ignore_eos=True).text
-        sink = Sink()
-        dying.engine.generate(request(dying, tokens=1500), sink.put)
-        assert isinstance(sink.get(), Delta)
-        for child in set(psutil.Process().children(recursive=True)) - others:
-            if any("EngineCore" in part for part in [child.name(), *child.cmdline()]):
-                child.kill()
-        *_, last = sink.rest()
-        assert isinstance(last, Failed)
-        assert isinstance(last.error, EngineClosedError)
-        deadline = time.monotonic() + 10
-        while dying.engine.healthy and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not dying.engine.healthy
-        with pytest.raises(EngineClosedError):
-            dying.completion("The cat", max_tokens=2)
-    with pytest.raises(EngineClosedError, match="shutting down"):
-        dying.completion("The cat", max_tokens=2)
 
 
 def test_without_room_for_chunks_prompts_are_computed_and_creation_says_so(llm, monkeypatch):

@@ -126,7 +126,10 @@ def test_neighbours_wait_longer_only_by_a_share_for_each_that_is_linked(vllm, co
 def test_users_who_ask_again_and_again_are_linked_together():
     """Although there never is a step without linking to measure, unless linking pauses."""
     vllm, lengths = VLLM(decoders=0), random.Random(1)
-    begun, decoding, waited, passes = {}, {}, [], 0
+    begun: dict[str, float] = {}
+    decoding: dict[str, int] = {}
+    waited: list[float] = []
+    passes = 0
     runs = tuple((512 * chunk, 512 * chunk + 16) for chunk in range(1, 4))
     for _ in range(16):
         begun[f"r{len(begun)}"] = vllm.now

@@ -23,7 +23,7 @@ VLLM = "vllm"
 POLICIES = "full,plain,reordered,cacheblend-15,legolink-16"
 
 
-@benchmark("load", plot=plot_load)
+@benchmark("load", settings=("audit",), plot=plot_load)
 def load(
     setup: Setup,
     *,
@@ -123,7 +123,7 @@ def load(
         with model_to_serve(setup.settings, setup.shape) as settings:
             measured = run_load(competitors, starting(settings), plan, progress=setup.progress)
         dtype = str(choose_dtype(setup.settings.dtype, device)).removeprefix("torch.")
-        told = {"model": setup.shape or settings.served_name, "dtype": dtype, **told}
+        told = {"model": setup.shape or settings.served_name, "dtype": dtype, **told, "audit": settings.audit}
 
     return Report(
         command=setup.command,
@@ -140,12 +140,12 @@ def starting(settings: Settings) -> Start:
     """Make what starts a new server of the settings' model for each competitor, with its engine.
 
     The embedded engine keeps context caches in memory alone, as vLLM cannot. ``full`` has no prefix cache and computes
-    everything; prefix caches are what ``plain`` and ``reordered`` are about.
+    everything; prefix caches are what ``plain`` and ``reordered`` are about. Answers are audited as the settings say.
     """
 
     def start(competitor: Competitor) -> AbstractContextManager[Server]:
         reuses = competitor.policy != "full"
-        own: dict[str, Any] = {"disk_space": 0, "prefix_cache": "on" if reuses else "off"}
+        own: dict[str, Any] = {"disk_space": 0, "prefix_cache": "on" if reuses else "off", "audit": settings.audit}
         if competitor.engine == VLLM:
             own = {"vllm_options": {"enable_prefix_caching": reuses}}
         return kvlinker_server(settings.model_copy(update={"engine": competitor.engine}), **own)

@@ -10,12 +10,12 @@ import queue
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from kvlinker.engine.contract import Failed, GenerationEvent, GenerationRequest
 from kvlinker.errors import InvalidRequestError
-from kvlinker.llm import LLM
 from kvlinker.research.bench.harness.benchmark import (
     Chunks,
     ChunkTokens,
@@ -30,6 +30,9 @@ from kvlinker.research.bench.harness.report import Report, Row
 from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.progress import Progress, silent
 from kvlinker.types.answers import Delta
+
+if TYPE_CHECKING:
+    from kvlinker.llm import LLM
 
 COLUMNS = ("policy", "context_tokens", "kv_mb", "own_kv_mb", "peak_mb", "ratio_to_kv")
 _CLEAR_REFS = Path("/proc/self/clear_refs")

@@ -164,6 +164,7 @@ async def begin_choices(
 ) -> Choices:
     """Build the prompts and queue their choices, in a thread. Raises what both raise."""
     loop = asyncio.get_running_loop()
+    trace = None if service.tracing is None else service.tracing.begin(request.headers)
 
     def begin() -> Choices:
         asked = build()
@@ -176,6 +177,7 @@ async def begin_choices(
             shows_attention=asked.shows_attention,
             tenant=tenant,
             loop=loop,
+            trace=trace,
         )
 
     return await service.encoding.run(request, begin)

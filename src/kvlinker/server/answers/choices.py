@@ -11,6 +11,7 @@ from starlette.types import Receive
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
 from kvlinker.llm import LLM, Answer, ChoiceSink, ReadPrompt
 from kvlinker.server.edge.errors import blaming
+from kvlinker.server.tracing import RequestTrace
 from kvlinker.types.answers import Delta, Finished
 from kvlinker.types.sampling import SamplingParams
 
@@ -32,8 +33,9 @@ class Choices:
         shows_attention: bool = False,
         tenant: str,
         loop: asyncio.AbstractEventLoop,
+        trace: RequestTrace | None = None,
     ) -> None:
-        """Queue all choices, or none; events go to ``loop``. Raises what ``LLM.submit`` raises.
+        """Queue all choices, or none; events go to ``loop``, and ends to ``trace``. Raises what ``LLM.submit`` raises.
 
         ``prompts`` are by the request's fields that they come from, which errors name. With ``explains``, the first
         choice of each tells how it was linked.
@@ -48,7 +50,7 @@ class Choices:
         self._handles: list[RequestHandle] = []
         with self._cancelled_on_error():
             for number, (field, prompt) in enumerate(prompts.items()):
-                sink = self._sink(number * n)
+                sink = self._sink(number * n, prompt, trace)
                 with blaming(field):
                     handle = llm.submit(
                         prompt, sampling, sink, n=n, explains=explains, shows_attention=shows_attention, tenant=tenant
@@ -108,11 +110,16 @@ class Choices:
             self.cancel()
             raise
 
-    def _sink(self, first: int) -> ChoiceSink:
+    def _sink(self, first: int, prompt: ReadPrompt, trace: RequestTrace | None) -> ChoiceSink:
         """Return a sink for the events of one prompt's choices, the first of which has the number ``first``."""
+
+        def take(index: int, event: GenerationEvent) -> None:
+            self._events.put_nowait((first + index, event))
+            if trace is not None and not isinstance(event, Delta):
+                trace.ended(index, prompt, event)
 
         def sink(index: int, event: GenerationEvent) -> None:
             with suppress(RuntimeError):  # the loop was closed while the engine still cancelled
-                self._loop.call_soon_threadsafe(self._events.put_nowait, (first + index, event))
+                self._loop.call_soon_threadsafe(take, index, event)
 
         return sink

@@ -22,6 +22,7 @@ from kvlinker.server.answers.chat import ChatCompletionRequest
 from kvlinker.server.answers.choices import Choices
 from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import as_invalid_request
+from kvlinker.server.fields.bodies import Part, TextPart
 from kvlinker.server.models import Service
 from kvlinker.types.answers import Finished
 
@@ -30,7 +31,7 @@ from kvlinker.types.answers import Finished
 class Translation:
     """A request of another API as a chat request."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=lambda: {"messages": []})
     """The chat request's fields."""
 
     fields: dict[str, str] = field(default_factory=dict)
@@ -49,14 +50,48 @@ class Translation:
     def add_message(self, role: str, **fields: Any) -> dict[str, Any]:
         """Add a message with an empty content, and return it."""
         message = {"role": role, "content": [], **fields}
-        self.values.setdefault("messages", []).append(message)
+        self.values["messages"].append(message)
         return message
 
-    def add_part(self, message: dict[str, Any], part: Any, *, origin: str) -> None:
+    def add_result(self, call_id: str, *, origin: str) -> None:
+        """Add a message for the result of a call, with an empty content; ``origin`` is the path of the call's id."""
+        self.add_message("tool", tool_call_id=call_id)
+        self.fields[f"{self._last_path}.tool_call_id"] = origin
+
+    def add_content(self, content: str | Sequence[Part], *, origin: str) -> None:
+        """Add a text, or parts, to the content of the last message; ``origin`` is the path that they come from."""
+        if isinstance(content, str):
+            self.add_part(TextPart(type="text", text=content), origin=origin)
+            return
+        for index, part in enumerate(content):
+            self.add_part(part, origin=f"{origin}.{index}")
+
+    def add_part(self, part: Part, *, origin: str) -> None:
         """Add a part to the content of the last message; ``origin`` is the path that it comes from."""
-        number = len(self.values["messages"]) - 1
-        self.fields[f"messages.{number}.content.{len(message['content'])}"] = origin
-        message["content"].append(part)
+        content = self.last["content"]
+        self.fields[f"{self._last_path}.content.{len(content)}"] = origin
+        content.append(part)
+
+    def add_call(self, call_id: str, name: str, arguments: str, *, origin: str) -> None:
+        """Add a call to the last message, with its arguments as JSON; ``origin`` is the path that it comes from."""
+        calls = self.last.setdefault("tool_calls", [])
+        self.fields[f"{self._last_path}.tool_calls.{len(calls)}.function"] = origin
+        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+
+    def add_reasoning(self, text: str) -> None:
+        """Add to the reasoning of the last message."""
+        if text:
+            self.last["reasoning_content"] = self.last.get("reasoning_content", "") + text
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last message."""
+        message: dict[str, Any] = self.values["messages"][-1]
+        return message
+
+    @property
+    def _last_path(self) -> str:
+        return f"messages.{len(self.values['messages']) - 1}"
 
     @contextmanager
     def renaming(self) -> Iterator[None]:

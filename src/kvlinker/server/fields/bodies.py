@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import Depends, Request
 from pydantic import (
@@ -208,6 +208,17 @@ Part = Annotated[
     | Annotated[SkipJsonSchema[UnknownPart], Tag("<unknown>")],
     Discriminator(_part_kind),
 ]
+
+_Several = TypeVar("_Several")
+
+TextOr = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[_Several, Tag("<several>")],
+    Discriminator(lambda value: "<several>" if isinstance(value, list) else "<text>"),
+]
+"""A text, or a list of something."""
+
+TextOrParts = TextOr[Annotated[list[Part], Field(min_length=1)]]
+"""The content of a message: a text, or texts and context caches in any order."""
 
 
 def content_of(parts: Sequence[Part]) -> Content[CachedPart]:

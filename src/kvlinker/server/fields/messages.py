@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from kvlinker.server.fields.bodies import Part, RequestBody, Text, content_of
+from kvlinker.server.fields.bodies import RequestBody, Text, TextOrParts, content_of
 from kvlinker.server.fields.tools import ToolCallBody
 from kvlinker.types.messages import CachedPart, ChatMessage
-
-_Content = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[list[Part], Field(min_length=1), Tag("<parts>")],
-    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
-]
 
 
 class MessageBody(RequestBody):
@@ -38,7 +33,7 @@ class MessageBody(RequestBody):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Content | None = None
+    content: TextOrParts | None = None
     name: Text | None = None
     reasoning_content: Text | None = None
     tool_calls: list[ToolCallBody] | None = None

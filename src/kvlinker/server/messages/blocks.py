@@ -8,14 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 from pydantic.json_schema import SkipJsonSchema
 
-from kvlinker.prompt.sections import GAP
-from kvlinker.server.fields.bodies import CacheControl, ContextCachePart, Part, RequestBody, Text, TextPart
+from kvlinker.prompt.sections import document_parts
+from kvlinker.server.fields.bodies import CacheControl, ContextCachePart, Part, RequestBody, Text, TextOr, TextPart
 
-Texts = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[list[Part], Tag("<parts>")],
-    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
-]
-"""A text, or texts and context caches."""
+Texts = TextOr[list[Part]]
+"""A text, or texts and context caches, of which there may be none."""
 
 
 class ToolUseBlock(RequestBody):
@@ -31,8 +28,8 @@ class ToolUseBlock(RequestBody):
 
 
 class ToolResultBlock(RequestBody):
-    """The result of a call; the prompt shows one that ``is_error`` behind ``Error: ``. With ``cache_control``, its
-    texts are chunks."""
+    """The result of a call; the prompt shows one that ``is_error`` behind ``Error: ``. With ``cache_control``, those
+    of its texts that have no mark of their own are chunks, too."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"toolset_name": ()}
 
@@ -42,15 +39,18 @@ class ToolResultBlock(RequestBody):
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
-    def parts(self) -> list[Any]:
+    def parts(self) -> list[Part]:
         """Return the content as parts of a chat message."""
-        parts = parts_of(self.content or "")
-        if self.cache_control is not None:
-            parts = [
-                part.model_copy(update={"cache_control": self.cache_control}) if isinstance(part, TextPart) else part
-                for part in parts
-            ]
-        return [TextPart(type="text", text="Error: "), *parts] if self.is_error else parts
+        content = self.content or ""
+        parts = [TextPart(type="text", text=content)] if isinstance(content, str) else content
+        error = [TextPart(type="text", text="Error: ")] if self.is_error else []
+        return [*error, *map(self._marked, parts)]
+
+    def _marked(self, part: Part) -> Part:
+        """Return a part with the result's mark, unless it is marked itself."""
+        if self.cache_control is None or not isinstance(part, TextPart) or part.marks():
+            return part
+        return part.model_copy(update={"cache_control": self.cache_control})
 
 
 class ThinkingBlock(RequestBody):
@@ -62,8 +62,8 @@ class ThinkingBlock(RequestBody):
     thinking: Text
 
 
-class TextSource(RequestBody):
-    """The text of a document."""
+class DocumentTextBody(RequestBody):
+    """Holds the text of a document."""
 
     type: Literal["text"]
     media_type: Literal["text/plain"]
@@ -71,7 +71,7 @@ class TextSource(RequestBody):
 
 
 class Citations(RequestBody):
-    """Citations of a document, which are not supported."""
+    """Asks for citations of a document, which are not supported."""
 
     enabled: Literal[False] | None = None
 
@@ -82,7 +82,7 @@ class DocumentBlock(RequestBody):
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"context": ("",)}
 
     type: Literal["document"]
-    source: TextSource
+    source: DocumentTextBody
     title: Text | None = None
     citations: Citations | None = None
     cache_control: CacheControl | None = None
@@ -90,8 +90,11 @@ class DocumentBlock(RequestBody):
     def parts(self) -> list[TextPart]:
         """Return the document as parts of a chat message."""
         mark = self.cache_control or CacheControl(type="ephemeral")
-        texts = [TextPart(type="text", text=self.source.data, cache_control=mark), TextPart(type="text", text=GAP)]
-        return [TextPart(type="text", text=f"{self.title}\n"), *texts] if self.title else texts
+        marked = TextPart(type="text", text=self.source.data, cache_control=mark)
+        return [
+            TextPart(type="text", text=part) if isinstance(part, str) else part
+            for part in document_parts(self.title or "", marked)
+        ]
 
 
 class UnknownBlock(BaseModel):
@@ -121,15 +124,7 @@ Block = Annotated[
     Discriminator(_block_kind),
 ]
 
-Blocks = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[list[Block], Field(min_length=1), Tag("<blocks>")],
-    Discriminator(lambda value: "<blocks>" if isinstance(value, list) else "<text>"),
-]
-
-
-def parts_of(texts: Texts) -> list[Any]:
-    """Return texts as parts of a chat message."""
-    return [TextPart(type="text", text=texts)] if isinstance(texts, str) else list(texts)
+Blocks = TextOr[Annotated[list[Block], Field(min_length=1)]]
 
 
 def located(content: Any, path: str) -> Iterator[tuple[Any, str]]:

@@ -12,7 +12,6 @@ from kvlinker.server.answers.dialects import Translation
 from kvlinker.server.fields.bodies import CacheControl, LinkOptions, MarkableBody, RequestBody, Text
 from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
 from kvlinker.server.messages.blocks import (
-    Block,
     Blocks,
     DocumentBlock,
     Texts,
@@ -138,13 +137,11 @@ class CountTokensRequest(RequestBody):
         made = Translation(fields={"response_format.json_schema": "output_config.format", "stop": "stop_sequences"})
         made.values |= {"model": self.model, "link": self.link}
         if self.system:
-            system = made.add_message("system")
-            for part, path in located(self.system, "system"):
-                made.add_part(system, part, origin=path)
+            made.add_message("system")
+            made.add_content(self.system, origin="system")
         for index, message in enumerate(self.messages):
             _translate(message, made, f"messages.{index}")
-        last = made.values["messages"][-1]
-        made.values["continue_final_message"] = last["role"] == "assistant" and not last.get("tool_calls")
+        made.values["continue_final_message"] = made.last["role"] == "assistant" and "tool_calls" not in made.last
         if self.tools:
             made.values["tools"] = [tool.chat_tool() for tool in self.tools]
         if self.tool_choice is not None:
@@ -183,34 +180,27 @@ def _translate(message: MessageParam, made: Translation, path: str) -> None:
     """Add a message to the chat request: one, or several where results of calls are in it."""
     for block, origin in located(message.content, f"{path}.content"):
         if isinstance(block, ToolResultBlock):
-            result = made.add_message("tool", tool_call_id=block.tool_use_id)
-            made.fields[f"messages.{len(made.values['messages']) - 1}.tool_call_id"] = f"{origin}.tool_use_id"
+            made.add_result(block.tool_use_id, origin=f"{origin}.tool_use_id")
             for part in block.parts():
-                made.add_part(result, part, origin=f"{origin}.content")
-            if not result["content"]:
-                result["content"] = ""
+                made.add_part(part, origin=f"{origin}.content")
             continue
-        _add_block(_turn(message.role, made), block, made, origin)
+        _begin_turn(message.role, made)
+        match block:
+            case ToolUseBlock():
+                made.add_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False), origin=origin)
+            case ThinkingBlock():
+                made.add_reasoning(block.thinking)
+            case DocumentBlock():
+                for part in block.parts():
+                    made.add_part(part, origin=origin)
+            case _:
+                made.add_part(block, origin=origin)
 
 
-def _turn(role: str, made: Translation) -> dict[str, Any]:
-    """Return the last message where it is of this role, and else a new one."""
-    messages = made.values.setdefault("messages", [])
-    return messages[-1] if messages and messages[-1]["role"] == role != "system" else made.add_message(role)
-
-
-def _add_block(turn: dict[str, Any], block: Block, made: Translation, origin: str) -> None:
-    if isinstance(block, ToolUseBlock):
-        calls = turn.setdefault("tool_calls", [])
-        number = len(made.values["messages"]) - 1
-        made.fields[f"messages.{number}.tool_calls.{len(calls)}.function"] = origin
-        function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-        calls.append({"id": block.id, "type": "function", "function": function})
-    elif isinstance(block, ThinkingBlock):
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + block.thinking
-    else:
-        for part in block.parts() if isinstance(block, DocumentBlock) else [block]:
-            made.add_part(turn, part, origin=origin)
+def _begin_turn(role: str, made: Translation) -> None:
+    """Begin a message, unless the last one is of the same role; those of the system are never one."""
+    if not made.values["messages"] or not (made.last["role"] == role != "system"):
+        made.add_message(role)
 
 
 def _chat_choice(choice: AnyToolChoice | NamedToolChoice) -> Any:

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag
 from pydantic.json_schema import SkipJsonSchema
 
 from kvlinker.server.answers.dialects import Translation
-from kvlinker.server.fields.bodies import Part, RequestBody, Text, TextPart
-
-_Content = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[list[Part], Field(min_length=1), Tag("<parts>")],
-    Discriminator(lambda value: "<parts>" if isinstance(value, list) else "<text>"),
-]
+from kvlinker.server.fields.bodies import RequestBody, Text, TextOrParts
 
 
 class MessageItem(RequestBody):
@@ -24,7 +19,7 @@ class MessageItem(RequestBody):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: _Content
+    content: TextOrParts
 
 
 class FunctionCallItem(RequestBody):
@@ -52,11 +47,11 @@ class FunctionCallOutputItem(RequestBody):
 
     type: Literal["function_call_output"]
     call_id: Text
-    output: _Content
+    output: TextOrParts
 
 
 class ReasoningText(RequestBody):
-    """A piece of reasoning."""
+    """Holds a piece of reasoning."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: Text
@@ -101,41 +96,33 @@ Item = Annotated[
 def add_items(items: Sequence[Item], made: Translation) -> None:
     """Add the messages that items stand for to a chat request: reasoning, text and calls of the assistant's that
     follow one another are one message."""
-    turn: dict[str, Any] | None = None
     for index, item in enumerate(items):
         origin = f"input.{index}"
-        if isinstance(item, ReasoningItem):
-            if turn is None or turn["content"] or "tool_calls" in turn:
-                turn = made.add_message("assistant")
-            texts = "".join(part.text for part in item.content or ())
-            if texts or "reasoning_content" in turn:
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + texts
-        elif isinstance(item, FunctionCallItem):
-            turn = turn or made.add_message("assistant")
-            calls = turn.setdefault("tool_calls", [])
-            number = len(made.values["messages"]) - 1
-            made.fields[f"messages.{number}.tool_calls.{len(calls)}.function"] = origin
-            function = {"name": item.name, "arguments": item.arguments}
-            calls.append({"id": item.call_id, "type": "function", "function": function})
-        elif isinstance(item, FunctionCallOutputItem):
-            turn = None
-            result = made.add_message("tool", tool_call_id=item.call_id)
-            made.fields[f"messages.{len(made.values['messages']) - 1}.tool_call_id"] = f"{origin}.call_id"
-            _add_content(result, item.output, made, f"{origin}.output")
-        elif isinstance(item, MessageItem):
-            if item.role != "assistant":
-                turn = None
-                message = made.add_message(item.role)
-            elif turn is None or turn["content"] or "tool_calls" in turn:
-                message = turn = made.add_message("assistant")
-            else:
-                message = turn
-            _add_content(message, item.content, made, f"{origin}.content")
+        match item:
+            case ReasoningItem():
+                _begin_turn(made)
+                made.add_reasoning("".join(part.text for part in item.content or ()))
+            case FunctionCallItem():
+                if not _speaks(made):
+                    made.add_message("assistant")
+                made.add_call(item.call_id, item.name, item.arguments, origin=origin)
+            case FunctionCallOutputItem():
+                made.add_result(item.call_id, origin=f"{origin}.call_id")
+                made.add_content(item.output, origin=f"{origin}.output")
+            case MessageItem(role="assistant"):
+                _begin_turn(made)
+                made.add_content(item.content, origin=f"{origin}.content")
+            case MessageItem():
+                made.add_message(item.role)
+                made.add_content(item.content, origin=f"{origin}.content")
 
 
-def _add_content(message: dict[str, Any], content: str | Sequence[Part], made: Translation, path: str) -> None:
-    if isinstance(content, str):
-        made.add_part(message, TextPart(type="text", text=content), origin=path)
-        return
-    for index, part in enumerate(content):
-        made.add_part(message, part, origin=f"{path}.{index}")
+def _begin_turn(made: Translation) -> None:
+    """Begin a message of the assistant's, unless the last one has reasoning alone."""
+    if not _speaks(made) or made.last["content"] or "tool_calls" in made.last:
+        made.add_message("assistant")
+
+
+def _speaks(made: Translation) -> bool:
+    """Return whether the assistant has spoken last."""
+    return bool(made.values["messages"]) and made.last["role"] == "assistant"

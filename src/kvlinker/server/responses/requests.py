@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag
 
 from kvlinker.server.answers.dialects import Translation
-from kvlinker.server.fields.bodies import LinkOptions, MarkableBody, Metadata, RequestBody, StreamOptions, Text
+from kvlinker.server.fields.bodies import LinkOptions, MarkableBody, Metadata, RequestBody, StreamOptions, Text, TextOr
 from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
 from kvlinker.server.responses.items import Item, MessageItem, add_items
 from kvlinker.types.messages import MARKS
@@ -71,12 +71,6 @@ class TextBody(RequestBody):
     format: _Format | None = None
 
 
-_Input = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[list[Item], Field(min_length=1), Tag("<items>")],
-    Discriminator(lambda value: "<items>" if isinstance(value, list) else "<text>"),
-]
-
-
 class ResponsesRequest(RequestBody):
     """A conversation to answer; all of it, for nothing is kept. Fields that would change the answer and are not
     supported are refused."""
@@ -100,7 +94,7 @@ class ResponsesRequest(RequestBody):
     }
 
     model: Text | None = None
-    input: _Input
+    input: TextOr[Annotated[list[Item], Field(min_length=1)]]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -143,9 +137,8 @@ class ResponsesRequest(RequestBody):
         names = ("model", "link", "temperature", "top_p", "parallel_tool_calls", "stream", "service_tier")
         made.values |= {name: getattr(self, name) for name in names} | {"max_tokens": self.max_output_tokens}
         if self.instructions is not None:
-            made.add_part(
-                made.add_message("system"), {"type": "text", "text": self.instructions}, origin="instructions"
-            )
+            made.add_message("system")
+            made.add_content(self.instructions, origin="instructions")
         if isinstance(self.input, str):
             add_items([MessageItem(role="user", content=self.input)], made)
         else:

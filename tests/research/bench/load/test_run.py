@@ -19,7 +19,9 @@ from starlette.responses import JSONResponse, Response
 from typer.testing import CliRunner
 
 from kvlinker.cli import app
+from kvlinker.config import load_settings
 from kvlinker.errors import InvalidRequestError, PolicyError
+from kvlinker.research.bench import load_benchmark
 from kvlinker.research.bench.harness.shapes import random_model
 from kvlinker.research.bench.harness.subject import Subject, served
 from kvlinker.research.bench.load.driver import ClosedLoop, OpenLoop
@@ -173,6 +175,15 @@ def test_the_command_starts_servers_of_its_own(tmp_path: Path) -> None:
     assert row["memory_mb"] > 100
     assert content["settings"]["model"] == "tiny"
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
+
+
+def test_servers_are_started_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, object]] = []
+    monkeypatch.setattr(load_benchmark, "kvlinker_server", lambda _, **options: started.append(options))
+    start = load_benchmark.starting(load_settings(audit="10%"))
+    for policy in ("full", "naive"):
+        start(Competitor(policy, EMBEDDED))
+    assert [(options["audit"], options["prefix_cache"]) for options in started] == [(0.1, "off"), (0.1, "on")]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvlinker.config import Settings, load_settings
 from kvlinker.errors import InvalidRequestError
 from kvlinker.research.bench.harness.report import Report, Row, describe_machine, versions
+from kvlinker.threads import set_threads
 
 if TYPE_CHECKING:
     import torch
@@ -108,12 +109,10 @@ def make_transformer(settings: Settings, *, shape: str | None) -> Any:
 
 def _placement(settings: Settings) -> tuple[torch.dtype, torch.device]:
     """Return the dtype and the device of a model, and have PyTorch compute in as many threads as the settings say."""
-    import torch
 
     from kvlinker.engine.model_files import choose_device, choose_dtype
 
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    set_threads(settings.threads)
     device = choose_device(settings.device)
     return choose_dtype(settings.dtype, device, settings.weights), device
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 import numpy as np
 
-from kvlinker.client import AsyncClient
+from kvlinker.client import AsyncClient, ServerUnreachableError
 from kvlinker.errors import ContextCacheNotFoundError, KVLinkerError
 from kvlinker.research.bench.load.driver import NOT_SENT, UNFINISHED, Driver, RequestResult
 from kvlinker.research.bench.load.endpoint import Endpoint
@@ -130,7 +130,7 @@ class Clients:
         """Do something again and again with pauses of so many seconds; what fails is counted."""
         while (now := self._clock()) < end:
             try:
-                await act()
+                await _with_any_connection(act)
             except KVLinkerError as error:
                 self.tally.failures[f"{act.__name__.strip('_')}: {error.message}"] += 1
             await asyncio.sleep(min(pause, max(end - now, 0.0)))
@@ -196,3 +196,11 @@ class Clients:
         """Make the source of chance for another conversation."""
         self._begun += 1
         return np.random.default_rng([self._plan.seed, 1, self._begun])
+
+
+async def _with_any_connection(act: Callable[[], Awaitable[None]]) -> None:
+    """Do something; once more where the server has just closed the idle connection, as it may at any time."""
+    try:
+        await act()
+    except ServerUnreachableError:
+        await act()

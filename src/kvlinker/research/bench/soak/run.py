@@ -58,7 +58,7 @@ async def _soak(
     disk_space: str,
     told: Callable[[Row], None],
 ) -> SoakResult:
-    unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with (
         AsyncClient(endpoint.url) as client,
         httpx.AsyncClient(base_url=endpoint.url, timeout=None, limits=unlimited) as http,
