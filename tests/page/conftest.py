@@ -36,8 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="package")
-def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with the model in the box, which audits all answers."""
+def reading(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with the model in the box, which audits all answers; none starts where there is no browser."""
     from kvlinker.config import load_settings
     from kvlinker.llm import LLM
     from tests.server.serving import serving
