@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from inspect import isfunction, signature
+from inspect import getmembers, isfunction, signature
 from typing import Any, cast
 
 import pytest
@@ -111,7 +111,7 @@ def test_it_has_the_calls_of_llm() -> None:
         "token_text",
         "text_of",
     }
-    calls = {name for name, call in vars(LLM).items() if isfunction(call) and name[0] != "_"} - building - at_once
+    calls = {name for name, _ in getmembers(LLM, isfunction) if name[0] != "_"} - building - at_once
     assert calls == {name for name, call in vars(AsyncLLM).items() if isfunction(call) and name[0] != "_"}
     for name in calls:
         taken = dict(signature(getattr(AsyncLLM, name)).parameters)

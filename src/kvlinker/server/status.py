@@ -1,4 +1,4 @@
-"""Routes that tell how the server is doing: /health for probes, /metrics for Prometheus, /status for the page."""
+"""Tells how the server is doing: /health for probes, /metrics for Prometheus, /status for people and the page."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from kvlinker.types.messages import MARKS, ContextCacheReference, MarkedText, Te
 from kvlinker.vllm.diversion import OUTER, Diversion
 from kvlinker.vllm.forwarding import Answer, AnswerEditor, json_bytes, replayed, with_length
 from kvlinker.vllm.frontend.engine import VLLMEngine
-from kvlinker.vllm.frontend.preparation import PreparedPrompt
+from kvlinker.vllm.frontend.linker import PreparedPrompt
 
 DEFAULT_MODEL = "default"
 """The name that kvlinker's server takes for its model whatever it is called; vLLM takes requests without one."""

@@ -1,0 +1,13 @@
+"""Everything that can be configured, and where it is read from."""
+
+from kvlinker.config.settings import CONFIG_FILE_VARIABLE, SHARED_TIER_SETTINGS, Settings, WeightFormat
+from kvlinker.config.sources import load_settings, read_settings
+
+__all__ = [
+    "CONFIG_FILE_VARIABLE",
+    "SHARED_TIER_SETTINGS",
+    "Settings",
+    "WeightFormat",
+    "load_settings",
+    "read_settings",
+]
