@@ -357,12 +357,13 @@ class LLM(ContextCacheCalls):
         prompt: CompletionContent | CompletionPrompt[CachedPart] | None = None,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
+        attention: bool = False,
         tenant: str = DEFAULT_TENANT,
     ) -> Explanation:
-        """Tell how a conversation, or a completion's ``prompt``, is linked: segments, recomputed tokens by layer, the
-        scores that chose them, and the cost. Nothing is generated.
+        """Tell how a conversation, or a completion's ``prompt``, is linked: tokens, segments, recomputed tokens by
+        layer, the scores that chose them, and the cost. Nothing is generated, and nothing reused of earlier requests.
 
-        Raises what ``chat_completion`` does.
+        ``attention``: also tell the last token's attention in each layer. Raises what ``chat_completion`` does.
         """
         if (messages is None) == (prompt is None):
             raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
@@ -372,8 +373,13 @@ class LLM(ContextCacheCalls):
             )
         else:
             read = self.read_completion(prompt or "", policy=policy, implicit=implicit, tenant=tenant)
-        request = GenerationRequest(read.prompt, read.policy, SamplingParams(), tenant)
-        return self.engine.explain(request).result().with_context_caches(read.ids)
+        request = GenerationRequest(read.prompt, read.policy, SamplingParams(), tenant, shows_attention=attention)
+        return self.described(self.engine.explain(request).result(), read)
+
+    def described(self, explanation: Explanation, read: ReadPrompt) -> Explanation:
+        """Add the ids of context caches, and the text of each token, to an explanation of a prompt."""
+        texts = self.builder.encoder.token_texts(explanation.token_ids)
+        return explanation.with_context_caches(read.ids).with_texts(texts)
 
     def chat_prompt(
         self,
@@ -433,16 +439,29 @@ class LLM(ContextCacheCalls):
         sink: ChoiceSink,
         *,
         n: int = 1,
+        explains: bool = False,
+        shows_attention: bool = False,
         tenant: str = DEFAULT_TENANT,
     ) -> RequestHandle:
         """Queue ``n`` choices for one prompt under its policy and return at once; events come from the engine's thread.
 
         ``read`` is what ``read_chat`` or ``read_completion`` returns. With a seed, choice i uses seed + i. When one
-        choice cannot be queued, none is. The handle cancels all. Raises what ``Engine.generate`` does.
+        choice cannot be queued, none is. The handle cancels all. With ``explains``, the first choice's ``Finished`` has
+        an explanation of how the prompt was linked, and with ``shows_attention`` the question's attention in it. Raises
+        what ``Engine.generate`` does.
         """
         words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
         bad_words = tuple(chain.from_iterable(words))
-        request = GenerationRequest(read.prompt, read.policy, sampling, tenant, n, bad_words=bad_words)
+        request = GenerationRequest(
+            read.prompt,
+            read.policy,
+            sampling,
+            tenant,
+            n,
+            bad_words=bad_words,
+            explains=explains,
+            shows_attention=shows_attention,
+        )
         return self.engine.generate(*self.oversight.watch(request, sink, implicit=read.implicit))
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from kvlinker.config import Settings
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import KVLinkerError
 from kvlinker.llm import LLM
-from kvlinker.server import audit, context_caches, link, models, status, tokenize
+from kvlinker.server import audit, context_caches, link, models, pages, status, tokenize
 from kvlinker.server.answers import chat, completions
 from kvlinker.server.edge.access import OPEN_PATHS, HostCheck, KeyCheck, hosts_to_check
 from kvlinker.server.edge.access_log import AccessLog
@@ -134,7 +134,7 @@ def create_app(llm: LLM, settings: Settings, tracer_provider: TracerProvider | N
         )
     app.add_middleware(AccessLog)
     app.add_middleware(RequestIds)
-    resources = (audit, chat, completions, messages, responses, context_caches, link, models, status, tokenize)
+    resources = (audit, chat, completions, messages, responses, context_caches, link, models, status, tokenize, pages)
     for resource in resources:
         app.include_router(resource.router)
     return app

@@ -180,6 +180,12 @@ class VLLMEngine:
         """
         self._refuse_if_closing()
         check_supported(self.unsupported(request.policy))
+        if request.explains:
+            raise InvalidRequestError(
+                "The vllm engine explains prompts with POST /v1/link/explain, not with their answers: leave out "
+                "'link.explain'.",
+                param="link.explain",
+            )
         if request.sampling.prompt_logprobs is not None:
             raise _unscored("prompt_logprobs")
         if request.sampling.grammar is not None:

@@ -129,7 +129,7 @@ class LinkedPrompt:
 
     def explanation(self, cost: PromptCost) -> Explanation:
         """Explain what the policy did to the prompt, and why."""
-        return self.link.explanation(self.refinement, layers=self.layers, cost=cost)
+        return self.link.explanation(self.refinement, layers=self.layers, cost=cost, made=self.made)
 
 
 @dataclass(frozen=True, slots=True)
