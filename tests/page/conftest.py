@@ -29,10 +29,11 @@ DROP = """files => {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run all of them in one worker, which starts the browser and the server once."""
+    """Run all of them in one worker, which starts the browser and the server once; together they take a while."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.xdist_group("page"))
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="package")

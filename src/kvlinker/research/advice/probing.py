@@ -26,7 +26,7 @@ from kvlinker.linking import Policy, parse_policy
 from kvlinker.llm import LLM
 from kvlinker.prompt.segments import FreshSegment, Prompt
 from kvlinker.research.advice.recommendation import TierFigures
-from kvlinker.research.bench.harness.measurement import TENANT, Workload, first_token, greedy_request
+from kvlinker.research.bench.harness.measurement import TENANT, Workload, cache_chunks, first_token, greedy_request
 from kvlinker.research.bench.harness.scratch import ScratchPlace, scratch_places
 from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.store.files import chunk_files, drop_from_page_cache
@@ -259,8 +259,9 @@ def _percent_of(policy: Policy, engine: Engine, loaded: LoadedModel, length: int
     progress(f"what {policy.name} recomputes")
     cached = length - _FRESH_TOKENS if length > 2 * _FRESH_TOKENS else length
     chunks = max(2, round(cached / SAMPLE_TOKENS))
-    workload = Workload(chunks, max(1, cached // chunks), _FRESH_TOKENS)
-    cost = engine.explain(greedy_request(workload.prompt(loaded.vocabulary), policy.name)).result().cost
+    prompt = Workload(chunks, max(1, cached // chunks), _FRESH_TOKENS).prompt(loaded.vocabulary)
+    cache_chunks(engine, prompt)  # what an explanation computes itself is no chunk's, but fresh
+    cost = engine.explain(greedy_request(prompt, policy.name)).result().cost
     return 100 * cost.recomputed_tokens / (cost.cached_tokens + cost.recomputed_tokens)
 
 
