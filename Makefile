@@ -14,16 +14,16 @@ PARALLEL := -n $(WORKERS) --dist loadgroup
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/types tests/prompt tests/splitting tests/linking tests/store tests/test_config.py tests/test_futures.py)
 
-.PHONY: serve test test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations clean redis-server
+.PHONY: serve test test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations clean redis-server chromium
 
 serve: $(INSTALLED)
 	$(VENV)/bin/kvlinker serve --port $(PORT)
 
-test: $(INSTALLED) redis-server
+test: $(INSTALLED) redis-server chromium
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow"
 
 # Those that take more than a few seconds each: whole figures, servers in processes of their own, kills at any moment.
-test-slow: $(INSTALLED) redis-server
+test-slow: $(INSTALLED) redis-server chromium
 	$(VENV)/bin/python -m pytest $(PARALLEL) -m slow
 
 test-fast: $(INSTALLED)
@@ -89,12 +89,14 @@ $(INTEGRATIONS_INSTALLED): $(INSTALLED) integrations/requirements.txt $(wildcard
 	realpath $(VENV)/lib/python3*/site-packages > $$(echo $(INTEGRATIONS_VENV)/lib/python3*/site-packages)/behind.pth
 	touch $@
 
-# The tests of the Redis tier start a server of their own; without one they are skipped.
-redis-server:
-	@command -v redis-server >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
-		&& echo "Installing redis-server …" && apt-get update -qq \
-		&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends redis-server >/dev/null; } \
-		|| echo "redis-server is missing: tests that need it are skipped"
+# The tests of the Redis tier start a server of their own, and those of the page a browser; without them they are skipped.
+redis-server chromium:
+	@command -v $@ >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
+		&& echo "Installing $@ …" && apt-get update -qq \
+		&& RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $@ $(FONTS) >/dev/null; } \
+		|| echo "$@ is missing: tests that need it are skipped"
+
+chromium: FONTS := fonts-dejavu-core
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) $(INTEGRATIONS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache

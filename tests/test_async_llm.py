@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from inspect import isfunction, signature
+from inspect import getmembers, isfunction, signature
 from typing import Any, cast
 
 import pytest
@@ -97,7 +97,7 @@ async def test_a_task_that_ends_early_ends_its_request(served: Served, llm: Asyn
 def test_it_has_the_calls_of_llm() -> None:
     """All but those that others build upon, and those that block nobody, which its ``llm`` has."""
     building = {"chat_prompt", "completion_prompt", "read_chat", "read_completion", "submit", "sampling_params"}
-    building |= {"ask_chat", "conversing"}
+    building |= {"ask_chat", "conversing", "described"}
     at_once = {
         "default_policy",
         "load",
@@ -111,7 +111,7 @@ def test_it_has_the_calls_of_llm() -> None:
         "token_text",
         "text_of",
     }
-    calls = {name for name, call in vars(LLM).items() if isfunction(call) and name[0] != "_"} - building - at_once
+    calls = {name for name, _ in getmembers(LLM, isfunction) if name[0] != "_"} - building - at_once
     assert calls == {name for name, call in vars(AsyncLLM).items() if isfunction(call) and name[0] != "_"}
     for name in calls:
         taken = dict(signature(getattr(AsyncLLM, name)).parameters)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle, Sink
+from kvlinker.linking.explanation import Explanation
 from kvlinker.prompt.answer_forms.reader import AnswerReader
 from kvlinker.types.answers import AnswerPiece, Delta, Finished, PromptLogprobs, Timing, TokenLogprob, Usage
 from kvlinker.types.context_cache import LinkedCache
@@ -29,6 +30,9 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
 
+    explanation: Explanation | None = None
+    """How the prompt was linked, where that was asked for."""
+
     context_caches: tuple[LinkedCache, ...] = ()
     """The context caches in its prompt, those of texts that became chunks on the way included."""
 
@@ -49,6 +53,7 @@ class Answer:
             timing=finished.timing,
             logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
             prompt_logprobs=finished.prompt_logprobs,
+            explanation=finished.explanation,
         )
 
     def read_by(self, reader: AnswerReader) -> Self:

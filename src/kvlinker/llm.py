@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from kvlinker.answer import Answer, ChoiceSink, wait_for_answer
 from kvlinker.audit.oversight import Oversight
@@ -23,7 +23,7 @@ from kvlinker.content import (
     parse_prompt,
     parse_tools,
 )
-from kvlinker.context_caches import CachesUsage, ChunkTexts, ContextCaches, Metadata
+from kvlinker.context_caches import ChunkTexts, ContextCacheCalls, ContextCaches
 from kvlinker.conversing import Conversing, ToolChoice
 from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
@@ -40,15 +40,14 @@ from kvlinker.prompt.segments import Prompt
 from kvlinker.reading import ContentReader, Reading, ReadingDefaults, ReadPrompt
 from kvlinker.splitting import split_text
 from kvlinker.startup import EmbeddedSource, EngineSource, engine_source, open_state
-from kvlinker.store import UNCHANGED, ContextCache, Page, Speeds, TierUsage, Unchanged
+from kvlinker.store import Speeds, TierUsage
 from kvlinker.store.speeds import FILE_NAME
 from kvlinker.types.answers import PromptLogprobs
-from kvlinker.types.chunks import GenerationContext, parse_context
 from kvlinker.types.grammars import AnswerGrammar
 from kvlinker.types.messages import CachedPart, ChatMessage, CompletionPrompt, Document, Implicit, TemplateOptions
 from kvlinker.types.sampling import SamplingParams
-from kvlinker.types.tenants import DEFAULT_TENANT, Scope, parse_scope
-from kvlinker.types.texts import CacheContent, Piece, SearchHit
+from kvlinker.types.tenants import DEFAULT_TENANT
+from kvlinker.types.texts import Piece
 from kvlinker.types.tools import Tool
 
 __all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Explanation", "Message", "Prompt", "ReadPrompt"]
@@ -76,7 +75,7 @@ class AskedChat(NamedTuple):
     """Reads the answer."""
 
 
-class LLM:
+class LLM(ContextCacheCalls):
     """A model that answers prompts made of cached chunks and fresh text.
 
     ``model``: local path or hub id; without it the small model that ships with kvlinker. ``options`` are the
@@ -202,37 +201,6 @@ class LLM:
     def policies(self) -> tuple[dict[str, Any], ...]:
         """Describe all linking policies, sorted by name, as JSON, and tell which ones this engine supports."""
         return describe_policies(self.engine.unsupported)
-
-    def generate_context_cache(
-        self,
-        chunks: Sequence[str],
-        *,
-        ttl: float | None = None,
-        name: str | None = None,
-        metadata: Metadata | None = None,
-        context: GenerationContext | str | None = None,
-        pinned: bool = False,
-        scope: Scope | str = Scope.PRIVATE,
-        tenant: str = DEFAULT_TENANT,
-    ) -> tuple[ContextCache, ...]:
-        """Compute and keep the KV of each chunk; the results stand in message content.
-
-        ``ttl`` is in seconds. ``metadata``: pairs of strings for all, or a list of them, one for each. ``pinned``: the
-        KV is not evicted. ``scope``: "shared" lets all tenants use it. Raises QuotaExceededError and PinLimitError
-        where the settings, or the store, have no room for it.
-        """
-        created = self.caches.create(
-            chunks,
-            tenant=tenant,
-            expires_at=None if ttl is None else _expiry(ttl),
-            name=name,
-            metadata=metadata,
-            context=None if context is None else parse_context(context),
-            pinned=pinned,
-            scope=parse_scope(scope),
-            admin=True,
-        )
-        return created.result()
 
     def split(self, text: str, *, method: str = "passage", max_tokens: int = 512) -> tuple[str, ...]:
         """Cut a text into chunks (EPIC's KVSplit); joined, they are the text again."""
@@ -389,12 +357,13 @@ class LLM:
         prompt: CompletionContent | CompletionPrompt[CachedPart] | None = None,
         policy: str | Policy | None = None,
         implicit: Implicit | str | None = None,
+        attention: bool = False,
         tenant: str = DEFAULT_TENANT,
     ) -> Explanation:
-        """Tell how a conversation, or a completion's ``prompt``, is linked: segments, recomputed tokens by layer, the
-        scores that chose them, and the cost. Nothing is generated.
+        """Tell how a conversation, or a completion's ``prompt``, is linked: tokens, segments, recomputed tokens by
+        layer, the scores that chose them, and the cost. Nothing is generated, and nothing reused of earlier requests.
 
-        Raises what ``chat_completion`` does.
+        ``attention``: also tell the last token's attention in each layer. Raises what ``chat_completion`` does.
         """
         if (messages is None) == (prompt is None):
             raise InvalidRequestError("Give either 'messages' or 'prompt'.", param="messages")
@@ -404,83 +373,13 @@ class LLM:
             )
         else:
             read = self.read_completion(prompt or "", policy=policy, implicit=implicit, tenant=tenant)
-        request = GenerationRequest(read.prompt, read.policy, SamplingParams(), tenant)
-        return self.engine.explain(request).result().with_context_caches(read.ids)
+        request = GenerationRequest(read.prompt, read.policy, SamplingParams(), tenant, shows_attention=attention)
+        return self.described(self.engine.explain(request).result(), read)
 
-    def expire_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> None:
-        """Delete a context cache; its KV goes when no other holds it."""
-        self.caches.delete(cache if isinstance(cache, str) else cache.id, tenant=tenant, admin=True)
-
-    def expire_caches(
-        self, metadata: Mapping[str, str], *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT
-    ) -> int:
-        """Delete all context caches that have all these pairs of metadata; returns how many."""
-        return self.caches.delete_matching(metadata, tenant=tenant, scope=parse_scope(scope), admin=True)
-
-    def update_cache(
-        self,
-        cache: ContextCache | str,
-        *,
-        ttl: float | Unchanged | None = UNCHANGED,
-        name: str | Unchanged | None = UNCHANGED,
-        metadata: Mapping[str, str] | Unchanged = UNCHANGED,
-        pinned: bool | Unchanged = UNCHANGED,
-        tenant: str = DEFAULT_TENANT,
-    ) -> ContextCache:
-        """Change what is given. ``ttl`` counts seconds from now; None: it lives until it is deleted. ``pinned``: its KV
-        is not evicted. Raises ContextCacheNotFoundError and PinLimitError."""
-        return self.caches.update(
-            cache if isinstance(cache, str) else cache.id,
-            tenant=tenant,
-            expires_at=_expiry(ttl) if isinstance(ttl, int | float) else ttl,
-            name=name,
-            metadata=metadata,
-            pinned=pinned,
-            admin=True,
-        )
-
-    def list_caches(
-        self,
-        *,
-        limit: int = 20,
-        after: ContextCache | str | None = None,
-        order: Literal["asc", "desc"] = "desc",
-        metadata: Mapping[str, str] | None = None,
-        scope: Scope | str = Scope.PRIVATE,
-        tenant: str = DEFAULT_TENANT,
-    ) -> Page:
-        """List at most ``limit`` context caches by time of creation, behind ``after``; ``has_more`` tells of others.
-
-        Only those with all pairs of ``metadata``. ``scope``: the tenant's own, or the shared ones.
-        """
-        after_id = after.id if isinstance(after, ContextCache) else after
-        return self.caches.list(
-            tenant=tenant, limit=limit, after=after_id, order=order, metadata=metadata, scope=parse_scope(scope)
-        )
-
-    def read_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> CacheContent:
-        """Read a context cache's text and token ids. Raises ContextCacheNotFoundError."""
-        return self.caches.content(cache if isinstance(cache, str) else cache.id, tenant=tenant)
-
-    def search(
-        self,
-        query: str,
-        *,
-        limit: int = 10,
-        metadata: Mapping[str, str] | None = None,
-        scope: Scope | str = Scope.PRIVATE,
-        tenant: str = DEFAULT_TENANT,
-    ) -> tuple[SearchHit, ...]:
-        """Find context caches by words of their texts (BM25), the best match first; the hits stand in message content.
-
-        Only those with all pairs of ``metadata``. Nothing in the query is syntax. Raises InvalidRequestError for a
-        query without words, and where the settings have search off.
-        """
-        return self.caches.search(query, tenant=tenant, limit=limit, metadata=metadata, scope=parse_scope(scope))
-
-    def caches_usage(self, *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT) -> CachesUsage:
-        """Tell how many context caches there are, what their KV takes up, and the quota."""
-        return self.caches.usage(tenant=tenant, scope=parse_scope(scope))
+    def described(self, explanation: Explanation, read: ReadPrompt) -> Explanation:
+        """Add the ids of context caches, and the text of each token, to an explanation of a prompt."""
+        texts = self.builder.encoder.token_texts(explanation.token_ids)
+        return explanation.with_context_caches(read.ids).with_texts(texts)
 
     def chat_prompt(
         self,
@@ -540,16 +439,29 @@ class LLM:
         sink: ChoiceSink,
         *,
         n: int = 1,
+        explains: bool = False,
+        shows_attention: bool = False,
         tenant: str = DEFAULT_TENANT,
     ) -> RequestHandle:
         """Queue ``n`` choices for one prompt under its policy and return at once; events come from the engine's thread.
 
         ``read`` is what ``read_chat`` or ``read_completion`` returns. With a seed, choice i uses seed + i. When one
-        choice cannot be queued, none is. The handle cancels all. Raises what ``Engine.generate`` does.
+        choice cannot be queued, none is. The handle cancels all. With ``explains``, the first choice's ``Finished`` has
+        an explanation of how the prompt was linked, and with ``shows_attention`` the question's attention in it. Raises
+        what ``Engine.generate`` does.
         """
         words = [self.builder.encoder.encode_word(word) for word in sampling.bad_words]
         bad_words = tuple(chain.from_iterable(words))
-        request = GenerationRequest(read.prompt, read.policy, sampling, tenant, n, bad_words=bad_words)
+        request = GenerationRequest(
+            read.prompt,
+            read.policy,
+            sampling,
+            tenant,
+            n,
+            bad_words=bad_words,
+            explains=explains,
+            shows_attention=shows_attention,
+        )
         return self.engine.generate(*self.oversight.watch(request, sink, implicit=read.implicit))
 
     def close(self) -> None:
@@ -594,10 +506,3 @@ class LLM:
         """Decode tokens, with special ones."""
         text: str = self.tokenizer.decode(list(token_ids))
         return text
-
-
-def _expiry(ttl: float) -> float:
-    """Return the time in Unix seconds when a ``ttl`` from now is over. Raises InvalidRequestError."""
-    if not ttl > 0:
-        raise InvalidRequestError(f"ttl is {ttl}, but must be a positive number of seconds.", param="ttl")
-    return time.time() + ttl

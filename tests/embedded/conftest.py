@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -112,10 +112,12 @@ class Bench:
         settings = load_settings(**({"kv_slots": 4096, "max_step_tokens": 64, "prefix_cache": "off"} | options))
         self.engine = EmbeddedEngine(self.loaded, store=self.store, events=self.events, settings=settings)
 
-    def submit(self, prompt, policy="legolink-4", tenant="default", sink=None, **sampling):
+    def submit(self, prompt, policy="legolink-4", tenant="default", sink=None, explains=False, **sampling):
         outcome = Outcome()
         params = SamplingParams(**({"temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True} | sampling))
-        request = GenerationRequest(prompt, as_policy(policy), params, tenant)
+        request = GenerationRequest(
+            prompt, as_policy(policy), params, tenant, explains=explains, shows_attention=explains
+        )
         handle = self.engine.generate(request, sink or outcome.put)
         return outcome, handle
 
@@ -140,9 +142,10 @@ class Bench:
         if ends_fresh and len(prompt) > LEAST_TOKENS and not as_policy(policy).needs.refines:
             assert again.finished.usage.exact_cached_tokens == len(prompt) - 1
 
-    def explain(self, prompt, policy, tenant="default"):
+    def explain(self, prompt, policy, tenant="default", attention=False):
         """What a request for one token would do, and why."""
-        return self.engine.explain(request_for(prompt, policy, tenant)).result(timeout=60)
+        request = replace(request_for(prompt, policy, tenant), shows_attention=attention)
+        return self.engine.explain(request).result(timeout=60)
 
     def cache(self, prompt, tenant="default"):
         for future in [self.engine.cache_chunk(chunk, tenant=tenant) for chunk in prompt.chunks]:
@@ -209,6 +212,17 @@ def linked_prompt(*chunk_lengths, header=0, fresh=11, seed=0, middle=0):
         segments.append(FreshSegment(random_tokens(middle, [seed, index, 1])))
     segments.append(FreshSegment(random_tokens(fresh, [seed, 99])))
     return Prompt(tuple(segments))
+
+
+@torch.inference_mode()
+def last_attention(family, prompt):
+    """The last token's attention by the model's own forward pass over the whole text: [layers, length], mean over
+    heads."""
+    loaded = loaded_model(family)
+    with attention_of(loaded.model, "eager"):
+        ids = torch.from_numpy(prompt.tokens)[None]
+        found = loaded.model(input_ids=ids, use_cache=False, output_attentions=True).attentions
+    return torch.stack([weights[0, :, -1].mean(0) for weights in found]).numpy()
 
 
 @torch.inference_mode()

@@ -51,6 +51,24 @@ def test_counts_are_the_lengths_of_the_encodings(texts: list[str]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.text(max_size=20))
+def test_texts_of_tokens_are_the_whole_text(text: str) -> None:
+    for tokenizer in (byte_level(), metaspace()):
+        encoder = TextEncoder(tokenizer)
+        ids = encoder.encode_prompt(f"<s>{text}")
+        texts = encoder.token_texts(ids)
+        assert len(texts) == len(ids)
+        assert "".join(texts) == tokenizer.decode(ids)
+
+
+def test_half_a_character_at_the_end_is_told_as_such() -> None:
+    encoder = TextEncoder(byte_level())
+    ids = encoder.encode_prompt("naïve 🐟")
+    assert encoder.token_texts(ids[:-1])[-1].endswith("\ufffd")
+    assert encoder.token_texts(()) == []
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.text(min_size=1, max_size=30))
 def test_token_starts_ascend_from_the_first_character(text: str) -> None:
     for tokenizer in (byte_level(), metaspace("prepend")):

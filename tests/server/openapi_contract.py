@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 from jsonschema import Draft202012Validator
 
+from kvlinker.server.pages import PAGE_PATHS
+
 DOCUMENT = "/openapi.json"
 EVENTS = "text/event-stream"
 JSON = "application/json"
@@ -25,8 +27,9 @@ class Contract:
 
         Of streams, only the kind is checked. Routes and methods that do not exist are answered by the error body.
         """
-        if response.request.url.path == DOCUMENT:
-            return
+        path = response.request.url.path
+        if path == DOCUMENT or (path in PAGE_PATHS and path not in self.document["paths"]):
+            return  # a page's files are no part of the API
         operation = self._operation(response.request)
         kind = response.headers["content-type"].partition(";")[0]
         if operation is None:

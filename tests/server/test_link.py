@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -68,6 +69,54 @@ def test_an_explanation_tells_what_a_completion_does(served: Served, policy: str
     for score in explained["scores"]:
         expected = len(chunks) if score["of"] == "chunks" else len(score["positions"])
         assert len(score["values"]) == expected
+
+
+def streamed(served: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = served.post("/v1/chat/completions", body | {"stream": True}).text.split("\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("policy", ["naive", "cacheblend-20", "query-10"])
+def test_an_answer_explains_its_own_prompt(served: Served, policy: str) -> None:
+    first, second = served.cache(*TEXTS)
+    link = {"policy": policy, "attention": True}
+    asked = {"messages": messages(second, first)}
+    explained = served.post("/v1/link/explain", {**asked, "link": link}).json()
+    assert explained.pop("model") == MODEL_NAME
+    body = {**asked, "max_tokens": 2, "link": {**link, "explain": True}}
+    answer = served.post("/v1/chat/completions", body).json()["link"]
+    assert answer["explanation"] == explained
+    assert [cache["id"] for cache in answer["context_caches"]] == [second, first]
+    told = [chunk["link"] for chunk in streamed(served, body) if "link" in chunk]
+    assert [("explanation" in link, link["policy"]) for link in told] == [(False, policy), (True, policy)]
+    assert told[1]["explanation"] == explained
+    assert explained["token_ids"] == served.post("/tokenize", asked).json()["tokens"]
+    assert TEXTS[1] + TEXTS[0] in "".join(explained["token_texts"])
+    assert len(explained["token_texts"]) == len(explained["attention"][1]) == explained["tokens"]
+
+
+def test_an_answer_without_chunks_is_explained_where_that_is_asked_for(served: Served) -> None:
+    body = {"prompt": "nothing is cached here", "max_tokens": 1}
+    assert "link" not in served.post("/v1/completions", body).json()
+    link = served.post("/v1/completions", body | {"link": {"explain": True}}).json()["link"]
+    assert link["context_caches"] == []
+    assert link["explanation"]["fresh"] == [[0, link["explanation"]["tokens"]]]
+    assert link["explanation"]["attention"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": messages(), "link": {"attention": True}}, "link.attention"),
+        ("/v1/completions", {"prompt": ["one", "two"], "link": {"explain": True}}, "link.explain"),
+        ("/v1/responses", {"input": "hello", "link": {"explain": True}}, "link.explain"),
+    ],
+)
+def test_where_nothing_can_be_explained_that_is_refused(
+    served: Served, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = served.post(path, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_scores_say_why(served: Served) -> None:

@@ -1,8 +1,6 @@
-"""Metrics, the status route and the page."""
+"""Metrics and the status route."""
 
 from __future__ import annotations
-
-import re
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -97,14 +95,3 @@ def test_status_agrees_with_metrics(served: Served) -> None:
 def test_schema_names_every_route(served: Served) -> None:
     paths = served.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/completions", "/v1/context_caches", "/v1/models", "/tokenize"} <= set(paths)
-
-
-def test_page_stands_alone(served: Served) -> None:
-    answer = served.get("/")
-    assert answer.headers["content-type"].startswith("text/html")
-    assert "<title>kvlinker</title>" in answer.text
-    assert not re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(?:https?:)?//", answer.text)
-    used = set(re.findall(r"\bstatus\.(\w+)", answer.text))
-    assert used - {"status"} <= set(served.get("/status").json()), "the page reads what the route gives"
-    ids = set(re.findall(r'(?:set|by)\("(\w+)"', answer.text)) - {"key"}
-    assert ids <= set(re.findall(r'id="(\w+)"', answer.text))

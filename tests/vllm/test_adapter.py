@@ -15,6 +15,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from kvlinker.errors import KVLinkerError, UnsupportedModelError
 from kvlinker.vllm import adapter
+from kvlinker.vllm.adapter import bound_model
 
 
 def test_the_installed_version_was_tested():
@@ -68,9 +69,9 @@ def test_what_is_not_linked_is_refused_in_one_line_with_the_way_out(changes, tol
     ],
 )
 def test_layers_in_which_no_kv_can_be_placed_say_why(monkeypatch, layer, told):
-    monkeypatch.setattr(adapter, "Attention", SimpleNamespace)
+    monkeypatch.setattr(bound_model, "Attention", SimpleNamespace)
     plain = {"impl": SimpleNamespace(do_kv_cache_update=None), "kv_sharing_target_layer_name": None}
-    reason = adapter._unplaceable(SimpleNamespace(**(plain | layer)))
+    reason = bound_model._unplaceable(SimpleNamespace(**(plain | layer)))
     assert (reason is None) == (told is None)
     assert (told or "") in (reason or "")
 
@@ -103,7 +104,7 @@ def test_runs_leave_the_metadata_of_vllms_own_step_alone(kernel_block):
     settings = SimpleNamespace(model_config=model, scheduler_config=scheduler, parallel_config=parallel)
     theirs = AttentionGroup(backend, ["layer"], spec, 0)
     theirs.create_metadata_builders(settings, torch.device("cpu"), kernel_block)
-    ours = adapter.own_group(theirs, settings, torch.device("cpu"))
+    ours = bound_model.own_group(theirs, settings, torch.device("cpu"))
 
     def common(length, blocks):
         return CommonAttentionMetadata(
@@ -132,7 +133,7 @@ def test_vllms_engine_core_ends_with_a_server_that_is_killed():
     told = spawning.Queue()
     server = spawning.Process(target=serve, args=(told,))
     server.start()
-    core = psutil.Process(told.get(timeout=60))
+    core = psutil.Process(told.get(timeout=180))
     server.kill()
     server.join()
     deadline = time.monotonic() + 20

@@ -1,7 +1,8 @@
 """Context caches as users hold them: created, found, changed and deleted; their texts read and searched."""
 
 from kvlinker.context_caches.caches import CachesUsage, ContextCaches
+from kvlinker.context_caches.calls import ContextCacheCalls
 from kvlinker.context_caches.creation import MAX_CHUNKS, Metadata
 from kvlinker.context_caches.texts import ChunkTexts
 
-__all__ = ["MAX_CHUNKS", "CachesUsage", "ChunkTexts", "ContextCaches", "Metadata"]
+__all__ = ["MAX_CHUNKS", "CachesUsage", "ChunkTexts", "ContextCacheCalls", "ContextCaches", "Metadata"]

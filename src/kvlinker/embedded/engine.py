@@ -205,6 +205,7 @@ class EmbeddedEngine:
             sink,
             loaded=self._loaded,
             max_tokens=max_tokens,
+            cost=self._cost,
             events=self._events,
             linked=self._note_use,
             cancel=self._scheduler.cancel,

@@ -36,6 +36,12 @@ class GenerationRequest:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The sequences of tokens that ``sampling.bad_words`` are encoded as."""
 
+    explains: bool = False
+    """True if the first choice's ``Finished`` is to explain how the prompt was linked."""
+
+    shows_attention: bool = False
+    """True if explanations are to have the question's attention in each layer, where the engine can measure it."""
+
     def __post_init__(self) -> None:
         if self.n < 1:
             raise InvalidRequestError(f"n is {self.n}, but must be at least 1.", param="n")

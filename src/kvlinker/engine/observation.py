@@ -44,6 +44,17 @@ class QuestionProbe:
             self.attention[layer] = weights(tokens - 1, tokens).mean(0)[0].cpu().numpy()
 
 
+class Observers:
+    """Has several observers see the same runs."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def observe(self, layer: int, start: int, tokens: int, weights: Weights) -> None:
+        for observer in self._observers:
+            observer.observe(layer, start, tokens, weights)
+
+
 class ChunkWatch:
     """Records the attention of the question (the tokens behind the last chunk) on every chunk, layer by layer. It is
     the ``ChunkAttention`` that a ``Refinement`` takes."""

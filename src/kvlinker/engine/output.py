@@ -12,6 +12,7 @@ from tokenizers.decoders import DecodeStream
 from kvlinker.engine.contract import Failed, GenerationEvent, GenerationRequest, Sink
 from kvlinker.errors import KVLinkerError
 from kvlinker.events import Events, FirstToken, RequestFinished
+from kvlinker.linking.explanation import Explanation
 from kvlinker.types.answers import Delta, Finished, PromptLogprobs, Timing, TokenLogprob, Usage
 
 logger = logging.getLogger(__name__)
@@ -207,13 +208,14 @@ class Output:
         last: Delta | None = None,
         *,
         prompt_logprobs: PromptLogprobs | None = None,
+        explanation: Explanation | None = None,
     ) -> None:
         """Send the last event, after the ``last`` piece of text."""
         if last is not None:
             self._send(last)
         self._publish(reason, usage)
         timing = self._clock.timing(self.first_token)
-        self._send(Finished(reason, usage, timing, prompt_logprobs, self._text.stopped_by))
+        self._send(Finished(reason, usage, timing, prompt_logprobs, self._text.stopped_by, explanation))
 
     def fail(self, error: KVLinkerError) -> None:
         """Send the last event of a choice that could not be served."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -14,6 +14,10 @@ from kvlinker.linking.plan import DroppedTokens, LinkPlan, Range, layer_masks, p
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.selection import Score
 from kvlinker.prompt.segments import CachedSegment, Prompt
+from kvlinker.types.answers import Usage
+
+ATTENTION_DIGITS = 3
+"""The number of significant digits of attention weights in JSON, of which there are many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +76,32 @@ class Explanation:
     """The name of the policy that replaced it by the ``forecast``; the same name where it does not look at one."""
 
     forecast: Forecast | None
-    tokens: int
+    token_ids: tuple[int, ...]
+    """The prompt as the policy arranged it."""
+
+    reused_tokens: int
+    """The number of tokens at the beginning that an earlier request left, chunks and fresh tokens alike."""
+
+    fresh: tuple[Range, ...]
+    """Positions [begin, end) whose KV was computed for the first time, in all layers that do not recompute them: no
+    chunk's, or one's whose KV was computed for this very request."""
+
     segments: tuple[LinkedSegment, ...]
     layers: tuple[LayerRange, ...]
     scores: tuple[Score, ...]
     cost: LinkCost
+
+    attention: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
+    """The last token's attention on every token in the pass that gives the answer: [layers, tokens], mean over heads;
+    None where it was not asked for, or the engine does not measure it."""
+
+    texts: tuple[str, ...] | None = None
+    """The text of each token; joined, they are the prompt's. None until ``with_texts``."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of the prompt's tokens."""
+        return len(self.token_ids)
 
     def with_context_caches(self, ids: Mapping[str, str]) -> Explanation:
         """Add the ids of the chunks' context caches; ``ids`` has them by content."""
@@ -85,6 +110,10 @@ class Explanation:
             for segment in self.segments
         )
         return replace(self, segments=named)
+
+    def with_texts(self, texts: Sequence[str]) -> Explanation:
+        """Add the text of each token."""
+        return replace(self, texts=tuple(texts))
 
     def to_json(self) -> dict[str, Any]:
         """Write it as JSON, in the form of the HTTP API."""
@@ -100,6 +129,10 @@ class Explanation:
                 "overlaps": self.forecast.overlaps,
             },
             "tokens": self.tokens,
+            "token_ids": list(self.token_ids),
+            "token_texts": None if self.texts is None else list(self.texts),
+            "reused_tokens": self.reused_tokens,
+            "fresh": [list(part) for part in self.fresh],
             "segments": [
                 {
                     "type": segment.kind,
@@ -129,6 +162,7 @@ class Explanation:
                 for layer in self.layers
             ],
             "scores": [score.to_json() for score in self.scores],
+            "attention": None if self.attention is None else _rounded(self.attention),
             "cost": {
                 "cached_tokens": cost.cached_tokens,
                 "recomputed_tokens": cost.recomputed_tokens,
@@ -156,14 +190,17 @@ def explain_plan(
     asked: Policy,
     forecast: Forecast | None,
     dropped: Sequence[DroppedTokens],
-    recomputed: int,
+    usage: Usage,
+    fresh: NDArray[np.bool_],
+    attention: NDArray[np.float32] | None,
     layers: int,
     cost: PromptCost,
 ) -> Explanation:
     """Explain how a plan was carried out in a model of so many ``layers``.
 
     ``scores`` are the figures by which tokens were chosen. ``asked`` is the request's policy, which may have settled
-    for the plan's. ``recomputed`` counts cached tokens that were computed again, averaged over the layers.
+    for the plan's. ``usage`` counts the prompt's tokens; ``fresh`` [length] is true where KV was computed for the first
+    time. ``attention`` [layers, length] is the last token's, if it was measured.
     """
     masks = layer_masks(plan, layers, dropped)
     flops = cost.flops(masks)
@@ -173,18 +210,26 @@ def explain_plan(
         policy=asked.name,
         settled=plan.policy.name,
         forecast=forecast,
-        tokens=plan.length,
+        token_ids=tuple(plan.prompt.tokens.tolist()),
+        reused_tokens=plan.prompt.reused_tokens,
+        fresh=ranges(fresh),
         segments=_linked_segments(plan.prompt),
         layers=_layer_ranges(plan.prompt, masks),
         scores=scores,
         cost=LinkCost(
-            cached_tokens=plan.cached_tokens + plan.recomputed_tokens - recomputed,
-            recomputed_tokens=recomputed,
-            fresh_tokens=plan.fresh_tokens,
+            cached_tokens=usage.cached_tokens,
+            recomputed_tokens=usage.recomputed_tokens,
+            fresh_tokens=usage.fresh_tokens,
             flops=flops,
             full_flops=cost.flops([np.ones(plan.length, dtype=np.bool_)] * layers),
         ),
+        attention=attention,
     )
+
+
+def _rounded(weights: NDArray[np.float32]) -> list[list[float]]:
+    """Return weights [layers, tokens] as short numbers."""
+    return [[float(f"{weight:.{ATTENTION_DIGITS}g}") for weight in layer] for layer in weights.tolist()]
 
 
 def _linked_segments(prompt: Prompt) -> tuple[LinkedSegment, ...]:

@@ -185,8 +185,27 @@ class Link:
         """Return the share of each placed chunk that was computed again, averaged over the model's ``layers``."""
         return chunk_uses(self._plan, layers, () if refinement is None else refinement.dropped)
 
-    def explanation(self, refinement: Refinement | None = None, *, layers: int, cost: PromptCost) -> Explanation:
-        """Explain what the policy did to the prompt, and why, in a model of so many ``layers``."""
+    def explanation(
+        self,
+        refinement: Refinement | None = None,
+        *,
+        layers: int,
+        cost: PromptCost,
+        made: Collection[Chunk] = (),
+        missed: NDArray[np.int64] | None = None,
+        attention: NDArray[np.float32] | None = None,
+    ) -> Explanation:
+        """Explain what the policy did to the prompt, and why, in a model of so many ``layers``.
+
+        ``made`` are the chunks whose KV was computed for this very request, ``missed`` the positions of reused tokens
+        that were gone when their turn came: both are fresh. ``attention`` [layers, length] is the last token's.
+        """
+        gone = np.empty(0, dtype=np.int64) if missed is None else missed
+        fresh = ~self.prompt.cached
+        fresh[gone] = True
+        for chunk, start in self._places(made).items():
+            fresh[start : start + len(chunk)] = True
+        usage = self.usage(refinement, made=made).without(len(gone))
         with _asking(self.asked):
             explained = () if self._nothing_to_choose else self.policy.explain(self.prompt, self.evidence)
         return explain_plan(
@@ -195,7 +214,9 @@ class Link:
             asked=self.asked,
             forecast=self.forecast,
             dropped=() if refinement is None else refinement.dropped,
-            recomputed=_recomputed(self._plan, refinement),
+            usage=usage,
+            fresh=fresh,
+            attention=attention,
             layers=layers,
             cost=cost,
         )
@@ -207,12 +228,17 @@ class Link:
     def _kept(self, chunks: Collection[Chunk], refinement: Refinement | None) -> int:
         """Count the tokens of these chunks that are not computed again, averaged over the layers; of a chunk that
         stands several times, only the first ones."""
-        places = {p.chunk: p.start for p in reversed(self._plan.placements) if p.chunk in chunks}
+        places = self._places(chunks)
         if not places:
             return 0
         dropped, layers = ((), 1) if refinement is None else (refinement.dropped, refinement.layers)
         computed = np.mean(layer_masks(self._plan, layers, dropped), axis=0)
         return round(sum(float((1 - computed[at : at + len(chunk)]).sum()) for chunk, at in places.items()))
+
+    def _places(self, chunks: Collection[Chunk]) -> dict[Chunk, int]:
+        """Return the positions where these chunks begin that are placed; of one that stands several times, the first
+        one."""
+        return {p.chunk: p.start for p in reversed(self._plan.placements) if p.chunk in chunks}
 
     @property
     def _plan(self) -> LinkPlan:

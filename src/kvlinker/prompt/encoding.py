@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from tokenizers import Encoding, Tokenizer, models
+from tokenizers.decoders import DecodeStream
 
 from kvlinker.errors import InvalidRequestError
 
@@ -53,6 +54,18 @@ class TextEncoder:
         Special tokens, such as BOS before a chunk, are left out.
         """
         return self._data.decode(list(token_ids), skip_special_tokens=True)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token, special ones included; joined, they are the text of all.
+
+        A character of several tokens is the last one's; what makes no character in the end is U+FFFD.
+        """
+        stream = DecodeStream(skip_special_tokens=False)
+        texts = [stream.step(self._data, token) or "" for token in token_ids]
+        if texts:
+            begun = "".join(texts)
+            texts[-1] += self._data.decode(list(token_ids), skip_special_tokens=False)[len(begun) :]
+        return texts
 
     def count_data(self, texts: Sequence[str]) -> list[int]:
         """Count the tokens of ``encode_data`` for each text. Raises what that does (``input``)."""

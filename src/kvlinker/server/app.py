@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI
 from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.cors import CORSMiddleware
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -18,13 +19,13 @@ from kvlinker.config import Settings
 from kvlinker.context_caches import ContextCaches
 from kvlinker.errors import KVLinkerError
 from kvlinker.llm import LLM
-from kvlinker.server import audit, context_caches, docs, link, models, status, tokenize
+from kvlinker.server import audit, context_caches, link, models, pages, status, tokenize
 from kvlinker.server.answers import chat, completions
 from kvlinker.server.edge.access import OPEN_PATHS, HostCheck, KeyCheck, hosts_to_check
 from kvlinker.server.edge.access_log import AccessLog
 from kvlinker.server.edge.connections import BodyTimeout
-from kvlinker.server.edge.cors import add_cors
 from kvlinker.server.edge.errors import (
+    REQUEST_ID_HEADER,
     BodyLimit,
     RequestIds,
     UnexpectedErrors,
@@ -60,6 +61,12 @@ PROMPT_PATHS = (
     "/tokenize",
 )
 """The routes whose bodies hold prompts, and need not be larger than those."""
+
+BROWSER_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST")
+"""The methods that pages of other origins may use, where they may call the server at all (CORS)."""
+
+BROWSER_HEADERS = (REQUEST_ID_HEADER, "Retry-After", "Server-Timing")
+"""The headers of answers that these pages may read."""
 
 logger = logging.getLogger(__name__)
 
@@ -117,10 +124,17 @@ def create_app(llm: LLM, settings: Settings, tracer_provider: TracerProvider | N
     if hosts is not None:
         app.add_middleware(HostCheck, names=hosts)
     app.add_middleware(UnexpectedErrors)
-    add_cors(app, settings.cors_origins)
+    if settings.cors_origins:  # keys go in headers, so there are no credentials of the browser's own to be allowed
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=BROWSER_METHODS,
+            allow_headers=["*"],
+            expose_headers=BROWSER_HEADERS,
+        )
     app.add_middleware(AccessLog)
     app.add_middleware(RequestIds)
-    resources = (audit, chat, completions, messages, responses, context_caches, link, models, status, tokenize, docs)
+    resources = (audit, chat, completions, messages, responses, context_caches, link, models, status, tokenize, pages)
     for resource in resources:
         app.include_router(resource.router)
     return app

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from pydantic import Field, model_validator
 
@@ -14,6 +15,7 @@ from kvlinker.server.answers.completions import PromptBody, single_prompt
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming, error_responses
 from kvlinker.server.fields.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
+from kvlinker.server.fields.explanations import LinkExplanation
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.tools import MOST_TOOLS, ToolBody, shown_tools
 from kvlinker.server.models import Service, ServiceParam
@@ -89,79 +91,10 @@ class ExplainRequest(RequestBody):
         return self
 
 
-class ForecastBody(ResponseBody):
-    """The times, in seconds, by which a policy settled; null where nothing was measured yet."""
-
-    load_s: float | None
-    prefill_s: float | None
-    overlaps: bool
-
-
-class FreshSegmentBody(ResponseBody):
-    """Text of the prompt's own, at positions [``start``, ``end``)."""
-
-    type: Literal["fresh"]
-    start: int
-    end: int
-    tokens: int
-
-
-class ChunkSegmentBody(ResponseBody):
-    """A chunk at positions [``start``, ``end``); ``content`` is a hash of its tokens."""
-
-    type: Literal["chunk"]
-    start: int
-    end: int
-    tokens: int
-    context_cache: str | None
-    content: str
-    exact: bool
-    computed_behind_tokens: int
-
-
-class LayersBody(ResponseBody):
-    """Cached positions that layers ``first`` to ``last`` compute again, as ranges [begin, end)."""
-
-    first: int
-    last: int
-    recomputed_tokens: int
-    recomputed: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
-
-
-class ScoreBody(ResponseBody):
-    """Figures by which tokens were chosen; ``layer`` is null for before the first one."""
-
-    name: str
-    of: Literal["chunks", "tokens"]
-    layer: int | None
-    positions: list[int] | None
-    values: list[float]
-
-
-class CostBody(ResponseBody):
-    """Tells what linking costs: tokens are averages over the layers; ``full_flops`` is a full prefill's."""
-
-    cached_tokens: int
-    recomputed_tokens: int
-    fresh_tokens: int
-    flops: float
-    full_flops: float
-    flops_ratio: float
-
-
-class LinkExplanation(ResponseBody):
-    """The link of a prompt; ``settled_policy`` replaced ``policy`` by the forecast."""
+class PromptExplanation(LinkExplanation):
+    """The link of a prompt, and the model for which it is made."""
 
     model: str
-    object: Literal["link.explanation"]
-    policy: str
-    settled_policy: str
-    forecast: ForecastBody | None
-    tokens: int
-    segments: list[Annotated[FreshSegmentBody | ChunkSegmentBody, Field(discriminator="type")]]
-    layers: list[LayersBody]
-    scores: list[ScoreBody]
-    cost: CostBody
 
 
 @router.get("/policies", response_model=PolicyList)
@@ -171,18 +104,19 @@ async def list_policies(service: ServiceParam, tenant: TenantParam) -> Response:
     return JSONResponse({"object": "list", "data": data, "default": service.llm.default_policy(tenant).name})
 
 
-@router.post("/link/explain", response_model=LinkExplanation, responses=error_responses(400, 404, 429, 503))
+@router.post("/link/explain", response_model=PromptExplanation, responses=error_responses(400, 404, 429, 503))
 async def explain_link(body: ExplainRequest, request: Request, service: ServiceParam, tenant: TenantParam) -> Response:
-    """Tell segments, recomputed tokens by layer, scores and cost of linking ``messages`` or a ``prompt``; no answer."""
+    """Tell tokens, segments, recomputed tokens by layer, scores and cost of linking ``messages`` or a ``prompt``; no
+    answer."""
     service.check_model(body.model)
     explanation = await service.encoding.run(request, lambda: _explain(service, body, tenant))
-    told: dict[str, Any] = {"model": service.llm.model_name, **explanation.to_json()}
-    return JSONResponse(told)
+    return JSONResponse(await run_in_threadpool(explanation.to_json) | {"model": service.llm.model_name})
 
 
 def _explain(service: Service, body: ExplainRequest, tenant: str) -> Explanation:
     policy = body.link.policy if body.link else None
     implicit = body.link.implicit if body.link else None
+    attention = bool(body.link and body.link.attention)
     if body.messages is not None:
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]
@@ -193,8 +127,9 @@ def _explain(service: Service, body: ExplainRequest, tenant: str) -> Explanation
                 options=TemplateOptions(tools=shown_tools(body.tools)),
                 policy=policy,
                 implicit=implicit,
+                attention=attention,
                 tenant=tenant,
             )
     prompt = single_prompt(body.prompt or "")
     with blaming("prompt"):
-        return service.llm.explain(prompt=prompt, policy=policy, implicit=implicit, tenant=tenant)
+        return service.llm.explain(prompt=prompt, policy=policy, implicit=implicit, attention=attention, tenant=tenant)

@@ -1,21 +1,18 @@
-"""Routes that tell how the server is doing: /health for probes, /metrics for Prometheus, / and /status for people."""
+"""Tells how the server is doing: /health for probes, /metrics for Prometheus, /status for people and the page."""
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import Any, Literal
 
 from fastapi import APIRouter, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 
 from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.metrics import CONTENT_TYPE
 from kvlinker.server.models import ServiceParam
 
 router = APIRouter(tags=["status"])
-
-_PAGE = files("kvlinker.server").joinpath("static/index.html").read_text(encoding="utf-8")
 
 
 class Health(ResponseBody):
@@ -80,12 +77,6 @@ class ServerStatus(ResponseBody):
 _UNHEALTHY: dict[int | str, dict[str, Any]] = {
     503: {"model": Health, "description": "The engine has failed: restart the server."}
 }
-
-
-@router.get("/", response_class=HTMLResponse)
-async def page() -> HTMLResponse:
-    """Show a page for people, which reads /status every few seconds."""
-    return HTMLResponse(_PAGE)
 
 
 @router.get("/health", responses=_UNHEALTHY)

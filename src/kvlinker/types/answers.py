@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlinker.types.tools import ToolCall
+
+if TYPE_CHECKING:
+    from kvlinker.linking.explanation import Explanation
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,15 @@ class Usage:
     @property
     def prompt_tokens(self) -> int:
         return self.cached_tokens + self.recomputed_tokens + self.fresh_tokens
+
+    def without(self, missed: int) -> Usage:
+        """Return the usage if so many tokens, computed by an earlier request, are gone and have to be computed."""
+        return replace(
+            self,
+            cached_tokens=self.cached_tokens - missed,
+            exact_cached_tokens=self.exact_cached_tokens - missed,
+            fresh_tokens=self.fresh_tokens + missed,
+        )
 
     @property
     def recomputed_fraction(self) -> float:
@@ -135,3 +148,6 @@ class Finished:
 
     stop_string: str | None = None
     """The stop string that ended the answer; None where something else did."""
+
+    explanation: Explanation | None = None
+    """How the prompt was linked, where the request asked for it; the first choice tells."""

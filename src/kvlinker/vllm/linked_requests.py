@@ -33,7 +33,7 @@ from kvlinker.types.messages import MARKS, ContextCacheReference, MarkedText, Te
 from kvlinker.vllm.diversion import OUTER, Diversion
 from kvlinker.vllm.forwarding import Answer, AnswerEditor, json_bytes, replayed, with_length
 from kvlinker.vllm.frontend.engine import VLLMEngine
-from kvlinker.vllm.frontend.preparation import PreparedPrompt
+from kvlinker.vllm.frontend.linker import PreparedPrompt
 
 DEFAULT_MODEL = "default"
 """The name that kvlinker's server takes for its model whatever it is called; vLLM takes requests without one."""
@@ -120,7 +120,7 @@ class LinkedRequests:
             if not found.prompt.chunks:
                 return _Forwarded(self._diversion, plain)
             _check_linkable(fields, {**UNLINKABLE, **_OF_CHAT})
-            prepared = await self._prepare(found, tenant, n=body.n or 1, salt=fields.get("cache_salt"))
+            prepared = await self._prepare(found, link, tenant, n=body.n or 1, salt=fields.get("cache_salt"))
         plain.pop("documents", None)
         plain["kv_transfer_params"] = {**prepared.params, "prompt_token_ids": prepared.tokens}
         return self._linked(plain, found, prepared, tenant)
@@ -135,8 +135,9 @@ class LinkedRequests:
         if others or has_several(body.prompt) or isinstance(given, TokenIds):
             return _Forwarded(self._diversion, plain)
 
+        link = body.link or LinkOptions()
+
         def read() -> ReadPrompt:
-            link = body.link or LinkOptions()
             return service.llm.read_completion(given, policy=link.policy, implicit=link.implicit, tenant=tenant)
 
         with blaming("prompt"):
@@ -147,7 +148,7 @@ class LinkedRequests:
                 return _Forwarded(self._diversion, plain)
             scored = {"logprobs": "an echo tells the prompt's, too"} if fields.get("echo") else {}
             _check_linkable(fields, {**UNLINKABLE, **scored})
-            prepared = await self._prepare(found, tenant, n=body.n or 1, salt=fields.get("cache_salt"))
+            prepared = await self._prepare(found, link, tenant, n=body.n or 1, salt=fields.get("cache_salt"))
         plain["prompt"] = prepared.tokens
         plain["kv_transfer_params"] = dict(prepared.params)
         return self._linked(plain, found, prepared, tenant)
@@ -168,8 +169,10 @@ class LinkedRequests:
             continue_final_message=asked.continue_final_message,
         )
 
-    async def _prepare(self, read: ReadPrompt, tenant: str, *, n: int, salt: str | None) -> PreparedPrompt:
-        request = GenerationRequest(read.prompt, read.policy, tenant=tenant, n=n)
+    async def _prepare(
+        self, read: ReadPrompt, link: LinkOptions, tenant: str, *, n: int, salt: str | None
+    ) -> PreparedPrompt:
+        request = GenerationRequest(read.prompt, read.policy, tenant=tenant, n=n, explains=bool(link.explain))
         return await asyncio.wrap_future(self._engine.prepare(request, salt=salt))
 
     def _linked(self, plain: dict[str, Any], read: ReadPrompt, prepared: PreparedPrompt, tenant: str) -> Response:

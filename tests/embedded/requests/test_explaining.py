@@ -1,14 +1,20 @@
 """What the engine says about a prompt under a policy, against what it does."""
 
 import json
+import queue
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from kvlinker.engine.contract import GenerationRequest
 from kvlinker.events import Event
+from kvlinker.linking import parse_policy
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
+from kvlinker.types.answers import Finished
 from kvlinker.types.chunks import Chunk
-from tests.embedded.conftest import EVERY_POLICY, linked_prompt, random_tokens
+from kvlinker.types.sampling import SamplingParams
+from tests.embedded.conftest import EVERY_POLICY, last_attention, linked_prompt, random_tokens
 from tests.embedded.execution.test_oracle import computed_layers
 
 TWICE = Chunk(random_tokens(17, 5))
@@ -33,7 +39,10 @@ def test_an_explanation_is_what_a_generation_does(bench, family, prompt):
     layers = len(made.loaded.layers)
     for policy in EVERY_POLICY:
         explanation = made.explain(prompt, policy)
-        usage = made.answer(prompt, policy, max_tokens=1).finished.usage
+        finished = made.answer(prompt, policy, max_tokens=1, explains=True).finished
+        usage = finished.usage
+        timeless = {"attention": None, "forecast": None}
+        assert replace(finished.explanation, **timeless).to_json() == replace(explanation, forecast=None).to_json()
         cost = explanation.cost
         assert explanation.policy == policy
         assert explanation.tokens == len(prompt)
@@ -68,6 +77,91 @@ def test_segments_tell_where_their_kv_comes_from(bench):
         ("chunk", 21, 7, chunks[2].content, False, 6),
         ("fresh", 28, 1, None, None, None),
     ]
+
+
+def states(explanation, layers):
+    """What became of each token in each layer, [layers, length], as a reader of the JSON puts it together."""
+    told = explanation.to_json()
+    found = np.full((layers, told["tokens"]), "cached", dtype=object)
+    for begin, end in told["fresh"]:
+        found[:, begin:end] = "fresh"
+    for row in told["layers"]:
+        for begin, end in row["recomputed"]:
+            found[row["first"] : row["last"] + 1, begin:end] = "recomputed"
+    return found
+
+
+def counts(explanation, layers):
+    """Cached, recomputed and fresh tokens, averaged over the layers."""
+    found = states(explanation, layers)
+    return [round((found == state).sum() / layers) for state in ("cached", "recomputed", "fresh")]
+
+
+def used(usage):
+    return [usage.cached_tokens, usage.recomputed_tokens, usage.fresh_tokens]
+
+
+@pytest.mark.parametrize("policy", ["naive", "legolink-4", "cacheblend-20", "query-10"])
+def test_tokens_by_state_add_up_to_the_usage(bench, policy):
+    """First the chunks are computed for this very request, then its beginning is reused, then chunks are cached."""
+    made = bench(prefix_cache="on")
+    prompt = PROMPTS["header and fresh text between"]
+    fresh, reused = [], []
+    for asked in (prompt, prompt, Prompt((FreshSegment((9,)), *prompt.segments))):
+        finished = made.answer(asked, policy, max_tokens=1, explains=True).finished
+        assert counts(finished.explanation, 3) == used(finished.usage)
+        assert finished.explanation.token_ids == tuple(asked.tokens.tolist())
+        fresh.append(finished.usage.fresh_tokens)
+        reused.append(finished.explanation.reused_tokens)
+    chunks = sum(map(len, prompt.chunks))
+    assert fresh[0] > fresh[2] == len(asked) - chunks
+    assert fresh[1] < fresh[0]
+    assert reused[0] == reused[2] == 0
+    assert reused[1] > 0 or parse_policy(policy).needs.refines, "of what is refined, the part before the chunks is kept"
+
+
+def test_only_the_first_of_several_choices_explains(bench):
+    made = bench()
+    request = GenerationRequest(PROMPTS["only a chunk"], parse_policy("naive"), SamplingParams(max_tokens=2), n=2)
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    made.engine.generate(replace(request, explains=True), lambda *event: events.put(event))
+    ended: dict = {}
+    while len(ended) < 2:
+        choice, event = events.get(timeout=60)
+        if isinstance(event, Finished):
+            ended[choice] = event.explanation
+    assert ended[0].attention is None
+    assert ended[1] is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_attention_is_the_models_own_where_all_is_computed(bench, family):
+    made = bench(family, max_step_tokens=16)
+    prompt = PROMPTS["header and fresh text between"]
+    attention = made.explain(prompt, "full", attention=True).attention
+    np.testing.assert_allclose(attention, last_attention(family, prompt), atol=2e-6)
+
+
+@pytest.mark.parametrize("policy", EVERY_POLICY)
+def test_attention_is_that_of_the_last_pass(bench, policy):
+    made = bench()
+    prompt = PROMPTS["header and fresh text between"]
+    made.cache(prompt)
+    explanation = made.answer(prompt, policy, max_tokens=3, explains=True).finished.explanation
+    assert explanation.attention.shape == (3, len(prompt))
+    np.testing.assert_allclose(explanation.attention.sum(1), 1, atol=1e-5)
+    told = explanation.to_json()["attention"]
+    np.testing.assert_allclose(told, explanation.attention, rtol=6e-3)
+    assert made.explain(prompt, policy).to_json()["attention"] is None
+
+
+def test_attention_without_repair_is_that_of_the_question_pass(bench):
+    """The first pass of ``query`` sees what ``naive`` gives."""
+    made = bench()
+    prompt = PROMPTS["header and fresh text between"]
+    (asked,) = made.explain(prompt, "query-10").scores
+    attention = made.explain(prompt, "naive", attention=True).attention
+    np.testing.assert_allclose(attention.mean(0)[asked.positions], asked.values, atol=1e-6)
 
 
 def arithmetic(made, masks):

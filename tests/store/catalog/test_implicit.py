@@ -71,6 +71,17 @@ def test_those_that_were_used_longest_ago_make_room(catalog: Catalog) -> None:
     assert ids(catalog) == {named.id, entered.cache.id, caches[0].id, *(each.id for each in added)}
 
 
+@pytest.mark.parametrize("needed", range(1, 13))
+def test_no_more_go_than_have_to(catalog: Catalog, needed: int) -> None:
+    caches = [implicit(number, used=NOW + number) for number in range(12)]
+    catalog.add(caches)
+    added = [record(number) for number in range(20, 20 + needed)]
+    room = catalog.add(added, limits(caches=12))
+    assert room.evicted == len(room.released) == needed
+    assert set(room.released) == {each.chunk_key for each in caches[:needed]}
+    assert ids(catalog) == {each.id for each in (*caches[needed:], *added)}
+
+
 @pytest.mark.parametrize("limit", [limits(caches=4), limits(bytes=35)])
 def test_what_can_never_fit_removes_nothing(catalog: Catalog, limit: Limits) -> None:
     caches = [implicit(number) for number in range(3)]

@@ -115,6 +115,13 @@ def test_explanations_are_alike(llm, embedded):
         assert replace(ours, scores=()) == replace(theirs, scores=())
 
 
+def test_an_answer_does_not_explain_itself(llm):
+    request = GenerationRequest(llm.completion_prompt("The cat"), parse_policy("naive"), explains=True)
+    with pytest.raises(InvalidRequestError, match="POST /v1/link/explain") as refused:
+        llm.engine.generate(request, print)
+    assert refused.value.param == "link.explain"
+
+
 def test_sampling_follows_its_parameters(llm):
     prompt = "The cat sat on"
     seeded = [llm.completion(prompt, seed=5, max_tokens=20, ignore_eos=True).token_ids for _ in range(2)]

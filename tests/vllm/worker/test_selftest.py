@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlinker.errors import UnsupportedModelError
 from kvlinker.research.bench.harness.shapes import byte_tokenizer
-from kvlinker.vllm import adapter
+from kvlinker.vllm.adapter import bound_model
 from kvlinker.vllm.worker import layers
 from tests.embedded.conftest import linked_prompt
 from tests.toy_models import BASE, FAMILIES
@@ -91,7 +91,7 @@ def test_models_with_other_positions_are_refused(kind, options, told, models, tm
 
 def test_a_rotary_embedding_that_is_not_seen_is_noticed(models, tmp_path, monkeypatch):
     """Keys would be stored with it, and never be moved."""
-    monkeypatch.setattr(adapter, "_is_rotary", lambda module: False)
+    monkeypatch.setattr(bound_model, "_is_rotary", lambda module: False)
     assert_refused("applies no rotary embedding", "longrope", models, tmp_path)
 
 

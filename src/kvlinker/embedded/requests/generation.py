@@ -15,6 +15,7 @@ from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.embedded.requests.linked import Linked, LinkedRequest
 from kvlinker.embedded.requests.request import Ending, Request
 from kvlinker.engine.contract import GenerationRequest, Sink
+from kvlinker.engine.cost import CostModel
 from kvlinker.engine.output import Output
 from kvlinker.errors import KVLinkerError
 from kvlinker.events import Events
@@ -35,6 +36,7 @@ class Generation(LinkedRequest):
         *,
         loaded: LoadedModel,
         max_tokens: int,
+        cost: CostModel,
         events: Events,
         linked: Linked | None,
         cancel: Callable[[Sequence[Request]], None],
@@ -43,9 +45,10 @@ class Generation(LinkedRequest):
         first: Generation | None = None,
         choice: int = 0,
     ) -> None:
-        """``cancel`` ends all choices when the sink fails. ``head`` computes the log probabilities of the prompt, all
-        of which is computed then; None where they are not asked for. ``guide`` makes what guides a choice through the
-        request's grammar. ``first`` is given to all choices but that one."""
+        """``cost`` counts the arithmetic that an explanation tells. ``cancel`` ends all choices when the sink fails.
+        ``head`` computes the log probabilities of the prompt, all of which is computed then; None where they are not
+        asked for. ``guide`` makes what guides a choice through the request's grammar. ``first`` is given to all choices
+        but that one."""
         super().__init__(request, layers=len(loaded.layers), max_tokens=max_tokens, linked=linked)
         self.choice = choice
         if first is not None:
@@ -58,6 +61,7 @@ class Generation(LinkedRequest):
             sampling, prompt_length=len(request.prompt), endings=self._endings, bad_words=request.bad_words
         )
         self._guide = None if guide is None else guide()
+        self._cost = cost
         self._head = head
         self._top = min(sampling.prompt_logprobs or 0, loaded.vocabulary)
         self._scored: LogprobCollector | None = None
@@ -79,6 +83,7 @@ class Generation(LinkedRequest):
                     sink,
                     loaded=loaded,
                     max_tokens=max_tokens,
+                    cost=cost,
                     events=events,
                     linked=None,
                     cancel=cancel,
@@ -144,5 +149,7 @@ class Generation(LinkedRequest):
     def _finish(self, reason: str, last: Delta | None = None) -> None:
         usage = self._usage(self._output.tokens)
         scored = None if self._scored is None else self._scored.result(usage)
-        self._output.finish(reason, usage, last, prompt_logprobs=scored)
+        explains = self.request.explains and self.choice == 0
+        explanation = self._explanation(self._cost) if explains else None
+        self._output.finish(reason, usage, last, prompt_logprobs=scored, explanation=explanation)
         self._forget()

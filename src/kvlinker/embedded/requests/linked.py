@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
@@ -67,6 +66,7 @@ class LinkedRequest(Request):
         self._layers = layers
         self._max_tokens = max_tokens
         self._linked = linked
+        self._attention: QuestionProbe | None = None
 
     @property
     def pending(self) -> Sequence[Range]:
@@ -97,6 +97,8 @@ class LinkedRequest(Request):
         self._keys = tuple(keys)
         assert link.plan is not None
         prompt = link.plan.prompt
+        if self.request.shows_attention:
+            self._attention = QuestionProbe(self._layers, len(prompt))
         return TokenSequence(
             prompt.tokens,
             link.plan.runs,
@@ -108,6 +110,7 @@ class LinkedRequest(Request):
             probe=QuestionProbe(self._layers, len(prompt)) if link.probing else None,
             refine=self._refine(link),
             logprobs=self._collector(prompt),
+            observer=self._attention,
         )
 
     def advance(self, logits: Tensor | None) -> Ending | None:
@@ -131,12 +134,20 @@ class LinkedRequest(Request):
         if self.clock.started is None or self.link is None:
             return Usage(0, 0, 0)
         usage = self.link.usage(self.refinement, output_tokens=output_tokens, made=self.made)
-        missed = 0 if self.sequence is None else self.sequence.missed
-        return replace(
-            usage,
-            cached_tokens=usage.cached_tokens - missed,
-            exact_cached_tokens=usage.exact_cached_tokens - missed,
-            fresh_tokens=usage.fresh_tokens + missed,
+        return usage.without(0 if self.sequence is None else self.sequence.missed)
+
+    def _explanation(self, cost: CostModel) -> Explanation:
+        """Explain how the prompt was linked, which has been computed."""
+        assert self.link is not None
+        assert self.sequence is not None
+        reused = self.link.prompt.reused
+        return self.link.explanation(
+            self.refinement,
+            layers=self._layers,
+            cost=cost,
+            made=self.made,
+            missed=None if reused is None else reused.own[len(reused.own) - self.sequence.missed :],
+            attention=None if self._attention is None else self._attention.attention,
         )
 
     def _path(self, link: Link) -> LinkedPath | None:
@@ -152,7 +163,7 @@ class LinkedRequest(Request):
     def _refine(self, link: Link) -> Callable[[], Refining] | None:
         if link.probing or not link.policy.needs.refines:
             return None
-        return partial(_refining, link, self._layers, explains=self.explains)
+        return partial(_refining, link, self._layers, explains=self.explains or self.request.explains)
 
     def _forget(self) -> None:
         """Release the chunks' KV: a caller who keeps the request's handle must not keep it in memory, and layers that
@@ -215,5 +226,4 @@ class Explaining(FutureRequest[Explanation]):
         self._cost = cost
 
     def _value(self) -> Explanation:
-        assert self.link is not None
-        return self.link.explanation(self.refinement, layers=self._layers, cost=self._cost)
+        return self._explanation(self._cost)

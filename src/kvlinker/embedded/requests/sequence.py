@@ -13,7 +13,7 @@ from kvlinker.embedded.decoding.logprobs import LogprobCollector
 from kvlinker.embedded.execution.batch import Capture, OwnTokens, Run, SharedChunk, Sight
 from kvlinker.embedded.kv_cache.paths import LinkedPath
 from kvlinker.embedded.kv_cache.pool import SlotSpan, slots_of
-from kvlinker.engine.observation import ChunkWatch, Observer, QuestionProbe
+from kvlinker.engine.observation import ChunkWatch, Observer, Observers, QuestionProbe
 from kvlinker.linking.plan import Range
 from kvlinker.linking.refinement import Refinement
 from kvlinker.prompt.segments import ReusedPrefix, StoredKV
@@ -51,6 +51,7 @@ class TokenSequence:
         probe: QuestionProbe | None = None,
         refine: Callable[[], Refining] | None = None,
         logprobs: LogprobCollector | None = None,
+        observer: Observer | None = None,
     ) -> None:
         """``tokens`` [prompt] may grow to ``most_tokens``; ``runs`` of them are computed, and see ``shared`` chunks.
         The KV of what is ``reused`` is expected to be in the pool, but for ``reused.stored``: that is ``restored`` from
@@ -59,7 +60,8 @@ class TokenSequence:
 
         ``capture`` makes the collector of KV for a sequence that computes chunks; such a sequence gives no logits. With
         ``probe``, the runs are those of a first pass, after which ``relink`` is called. ``refine`` makes the refinement
-        of a policy that refines. ``logprobs`` gets the hidden states of the prompt's last tokens.
+        of a policy that refines. ``logprobs`` gets the hidden states of the prompt's last tokens. ``observer`` sees
+        the prompt's attention, but not that of a first pass.
         """
         self._tokens = np.empty(most_tokens, dtype=np.int64)
         self._tokens[: len(tokens)] = tokens
@@ -67,6 +69,7 @@ class TokenSequence:
         self._make_capture = capture
         self._refine = refine
         self._logprobs = logprobs
+        self._prompt_observer = observer
         self._begun = False
         self.prompt_length = len(tokens)
         self.length = len(tokens)
@@ -276,7 +279,7 @@ class TokenSequence:
                 wants_logits=wants_logits and (begin, end) == taken[-1],
                 capture=self.capture,
                 refinement=None if refining is None else refining.refinement,
-                observer=self._observer(refining),
+                observer=self._observer(refining, begin),
                 logprobs=self._logprobs if self.probe is None else None,
                 owner=self,
             )
@@ -301,10 +304,15 @@ class TokenSequence:
             self._own_tokens = OwnTokens(self._own[: self._own_in_prompt], self._shared, dropped)
         return self._own_tokens
 
-    def _observer(self, refining: Refining | None) -> Observer | None:
+    def _observer(self, refining: Refining | None, begin: int) -> Observer | None:
+        """Return the observer of a run that begins at this position."""
         if self.capture is not None:
             return self.capture.scores
-        return self.probe if refining is None else refining.watch
+        if self.probe is not None:
+            return self.probe
+        watch = None if refining is None else refining.watch
+        own = self._prompt_observer if begin < self.prompt_length else None
+        return Observers(watch, own) if watch is not None and own is not None else watch or own
 
 
 def first_slots(spans: Sequence[SlotSpan], count: int) -> Iterator[SlotSpan]:

@@ -19,11 +19,12 @@ from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from kvlinker.errors import KVLinkerError
-from kvlinker.llm import Answer, Prompt, ReadPrompt
+from kvlinker.llm import LLM, Answer, Explanation, Prompt, ReadPrompt
 from kvlinker.server.answers.choices import Choices
 from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import error_body, error_responses
 from kvlinker.server.fields.bodies import ResponseBody, SamplingBody
+from kvlinker.server.fields.explanations import LinkExplanation
 from kvlinker.server.models import Service
 from kvlinker.types.answers import Delta, Finished, Timing, Usage
 from kvlinker.types.sampling import SamplingParams
@@ -59,10 +60,12 @@ class LinkedCacheBody(ResponseBody):
 
 
 class LinkBody(ResponseBody):
-    """How the prompt was linked: the policy, and the context caches in it in the order in which they stand there."""
+    """How the prompt was linked: the policy, and the context caches in it in the order in which they stand there.
+    ``explanation`` is there where the request asked for it."""
 
     policy: str
     context_caches: list[LinkedCacheBody]
+    explanation: LinkExplanation | None = None
 
 
 class Asked(NamedTuple):
@@ -70,6 +73,8 @@ class Asked(NamedTuple):
 
     prompts: Mapping[str, ReadPrompt]
     sampling: SamplingParams
+    explains: bool = False
+    shows_attention: bool = False
 
 
 class AnswerFormat(Protocol):
@@ -134,16 +139,18 @@ async def respond(
 
     choices = await begin_choices(service, request, begin, n=body.choices, tenant=tenant)
     if body.stream:
-        return EventStream(choices, _chunks(choices, answer_format, request.scope, include_usage=body.include_usage))
+        return EventStream(
+            choices, _chunks(service.llm, choices, answer_format, request.scope, include_usage=body.include_usage)
+        )
     async with choices.cancelled_on_disconnect(request.receive):
         answers = await choices.answers()
     usage = usage_body([answer.usage for answer in answers], choices.n)
     note_tokens(request.scope, usage.prompt_tokens, usage.completion_tokens)
-    link = link_body(choices.prompts.values())
 
     def tell() -> dict[str, Any]:
+        link = explained_body(service.llm, choices, answers[0].explanation) or link_body(choices.prompts.values())
         answer = answer_format.answer(answers, usage).model_dump(exclude={"link"})
-        return answer if link is None else answer | {"link": link.model_dump()}
+        return answer if link is None else answer | {"link": link.model_dump(exclude_unset=True)}
 
     told = await run_in_threadpool(tell)  # log probabilities of a long prompt take a while
     return JSONResponse(
@@ -160,8 +167,18 @@ async def begin_choices(
     trace = None if service.tracing is None else service.tracing.begin(request.headers)
 
     def begin() -> Choices:
-        prompts, sampling = build()
-        return Choices(service.llm, prompts, sampling, n=n, tenant=tenant, loop=loop, trace=trace)
+        asked = build()
+        return Choices(
+            service.llm,
+            asked.prompts,
+            asked.sampling,
+            n=n,
+            explains=asked.explains,
+            shows_attention=asked.shows_attention,
+            tenant=tenant,
+            loop=loop,
+            trace=trace,
+        )
 
     return await service.encoding.run(request, begin)
 
@@ -186,7 +203,7 @@ class EventStream(EventSourceResponse):
 
 
 async def _chunks(
-    choices: Choices, answer_format: AnswerFormat, scope: Scope, *, include_usage: bool
+    llm: LLM, choices: Choices, answer_format: AnswerFormat, scope: Scope, *, include_usage: bool
 ) -> AsyncIterator[str]:
     """Yield the chunks of a completion's stream, and its end."""
     link = link_body(choices.prompts.values())
@@ -194,7 +211,7 @@ async def _chunks(
     def chunk(choice: BaseModel) -> str:
         nonlocal link
         added: dict[str, Any] = {"usage": None} if include_usage else {}
-        if link is not None:  # the first chunk tells it
+        if link is not None:  # the first chunk tells it, and once more one with an explanation
             added["link"], link = link, None
         return _encoded(answer_format.chunk([choice]).model_copy(update=added))
 
@@ -206,6 +223,7 @@ async def _chunks(
         async for index, event in choices.events():
             if isinstance(event, Finished):
                 finished[index] = event.usage
+                link = await run_in_threadpool(explained_body, llm, choices, event.explanation) or link
                 yield chunk(answer_format.closing(index, event))
             elif (event.text or event.logprobs) and (choice := answer_format.delta(index, event)):
                 yield chunk(choice)
@@ -243,6 +261,18 @@ def link_body(prompts: Iterable[ReadPrompt]) -> LinkBody | None:
         body = LinkedCacheBody(id=cache.id, tokens=cache.tokens, created=cache.created)
         caches.setdefault(cache.id, body)
     return LinkBody(policy=linked[0].policy.name, context_caches=list(caches.values())) if linked else None
+
+
+def explained_body(llm: LLM, choices: Choices, explanation: Explanation | None) -> LinkBody | None:
+    """Tell how the only prompt was linked, and explain it; None where there is no explanation. It may take a while."""
+    if explanation is None:
+        return None
+    (read,) = choices.prompts.values()
+    told = LinkExplanation.model_validate(llm.described(explanation, read).to_json())
+    caches = link_body([read])
+    return LinkBody(
+        policy=read.policy.name, context_caches=[] if caches is None else caches.context_caches, explanation=told
+    )
 
 
 def created_tokens(read: ReadPrompt, usage: Usage) -> int:

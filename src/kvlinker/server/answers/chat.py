@@ -128,7 +128,7 @@ class ChatCompletionRequest(DecodingBody):
         in a thread. Raises InvalidRequestError, and what ``LLM.read_chat`` does."""
         read = self.read(llm, conversing.tools, tenant=tenant)
         fields = conversing.sampling_fields(read.prompt, self.sampling_fields())
-        return Asked({"messages": read}, llm.sampling_params(**fields))
+        return Asked({"messages": read}, llm.sampling_params(**fields), self.explains, self.shows_attention)
 
     def sampling_fields(self) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are given, by name."""
@@ -214,7 +214,7 @@ class ChatChunkChoice(ResponseBody):
 
 class ChatCompletionChunk(ResponseBody):
     """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null but in the last;
-    ``link`` is in the first, where chunks took part."""
+    ``link`` is in the first, where chunks took part, and again in the last with an explanation that was asked for."""
 
     id: str
     created: int

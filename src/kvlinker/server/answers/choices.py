@@ -29,13 +29,16 @@ class Choices:
         sampling: SamplingParams,
         *,
         n: int,
+        explains: bool = False,
+        shows_attention: bool = False,
         tenant: str,
         loop: asyncio.AbstractEventLoop,
         trace: RequestTrace | None = None,
     ) -> None:
         """Queue all choices, or none; events go to ``loop``, and ends to ``trace``. Raises what ``LLM.submit`` raises.
 
-        ``prompts`` are by the request's fields that they come from, which errors name.
+        ``prompts`` are by the request's fields that they come from, which errors name. With ``explains``, the first
+        choice of each tells how it was linked.
 
         Planning takes a while for long prompts: call it in a thread.
         """
@@ -49,7 +52,10 @@ class Choices:
             for number, (field, prompt) in enumerate(prompts.items()):
                 sink = self._sink(number * n, prompt, trace)
                 with blaming(field):
-                    self._handles.append(llm.submit(prompt, sampling, sink, n=n, tenant=tenant))
+                    handle = llm.submit(
+                        prompt, sampling, sink, n=n, explains=explains, shows_attention=shows_attention, tenant=tenant
+                    )
+                    self._handles.append(handle)
 
     def __len__(self) -> int:
         return self._count

@@ -108,6 +108,15 @@ class CompletionRequest(DecodingBody):
         return self
 
     @model_validator(mode="after")
+    def _check_explained(self) -> CompletionRequest:
+        if self.explains and has_several(self.prompt):
+            raise InvalidRequestError(
+                "One prompt is explained at a time: send them one by one, or leave out 'link.explain'.",
+                param="link.explain",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
         if self.echo and self.stream and self.logprobs is not None:
             raise InvalidRequestError("'logprobs' of an 'echo' are not told in streams.", param="echo")
@@ -158,7 +167,7 @@ class Completion(ResponseBody):
 
 class CompletionChunk(ResponseBody):
     """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null but in the last;
-    ``link`` is in the first, where chunks took part."""
+    ``link`` is in the first, where chunks took part, and again in the last with an explanation that was asked for."""
 
     id: str
     object: Literal["text_completion"]
@@ -186,7 +195,8 @@ async def create_completion(
                 built[field] = service.llm.read_completion(
                     prompt, policy=body.policy, implicit=body.implicit, tenant=tenant
                 )
-        return Asked(built, service.llm.sampling_params(**body.sampling_fields()))
+        sampling = service.llm.sampling_params(**body.sampling_fields())
+        return Asked(built, sampling, body.explains, body.shows_attention)
 
     return await respond(service, request, body, build, answer_format, tenant=tenant)
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.types import Scope
 
-from kvlinker.errors import KVLinkerError
+from kvlinker.errors import InvalidRequestError, KVLinkerError
 from kvlinker.llm import ReadPrompt
 from kvlinker.server.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
 from kvlinker.server.answers.answering import Asked, EventStream, begin_choices, server_timing
@@ -160,6 +160,12 @@ async def respond_in_dialect(
     """Answer a conversation, whole or as a stream."""
     with translation.renaming():
         chat = translation.request()
+        if chat.explains:
+            raise InvalidRequestError(
+                "'link.explain' is for /v1/chat/completions and /v1/completions; /v1/link/explain explains a prompt "
+                "without answering it.",
+                param="link.explain",
+            )
         service.check_model(chat.model)
         conversing = chat.conversing(service.llm)
         reader: BlockReader

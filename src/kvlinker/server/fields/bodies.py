@@ -255,10 +255,13 @@ class DocumentBody(RequestBody):
 
 class LinkOptions(RequestBody):
     """Options of linking cached chunks; ``policy`` such as ``legolink-16``. ``implicit`` says which texts become chunks
-    without an id."""
+    without an id. With ``explain``, the answer tells how its prompt was linked, and with ``attention`` also the
+    question's attention in each layer."""
 
     policy: Annotated[str, StringConstraints(min_length=1), Unicode] | None = None
     implicit: Literal["auto", "marked", "off"] | None = None
+    explain: bool | None = None
+    attention: bool | None = None
 
 
 class StreamOptions(RequestBody):
@@ -318,6 +321,15 @@ class SamplingBody(RequestBody):
             raise InvalidRequestError("'stream_options' needs 'stream' to be true.", param="stream_options")
         return self
 
+    @model_validator(mode="after")
+    def _check_explanation(self) -> SamplingBody:
+        if self.shows_attention and not self.explains:
+            raise InvalidRequestError(
+                "'link.attention' is a part of an explanation: it needs 'link.explain' to be true.",
+                param="link.attention",
+            )
+        return self
+
     @property
     def choices(self) -> int:
         """The number of choices that are asked for, of each prompt."""
@@ -332,6 +344,16 @@ class SamplingBody(RequestBody):
     def implicit(self) -> str | None:
         """The texts that are to become chunks without an id; None for the server's own setting."""
         return self.link.implicit if self.link else None
+
+    @property
+    def explains(self) -> bool:
+        """True where the answer is to tell how its prompt was linked."""
+        return bool(self.link and self.link.explain)
+
+    @property
+    def shows_attention(self) -> bool:
+        """True where that is to tell the question's attention, too."""
+        return bool(self.link and self.link.attention)
 
     @property
     def include_usage(self) -> bool:

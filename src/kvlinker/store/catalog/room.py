@@ -42,14 +42,22 @@ def make_room(
         return Room()
     released = list(remove_expired(connection, now)[1])
     implicit = _least_recent(connection, {record.tenant for record in records}, kept)
-    evicted, at_once = 0, 1
+    evicted, at_once, grows = 0, 1, True
     while (excess := _excess(connection, records, limits)) is not None:
         gone = implicit[evicted : evicted + at_once]
         if not gone or isinstance(excess, PinLimitError):
             raise excess
-        released += _remove(connection, gone, now)
-        evicted += len(gone)
-        at_once *= 2  # each look at the limits reads all records
+        connection.execute("SAVEPOINT evicting")
+        removed = _remove(connection, gone, now)
+        if len(gone) > 1 and _excess(connection, records, limits) is None:  # fewer may do
+            connection.execute("ROLLBACK TO evicting")
+            at_once, grows = len(gone) // 2, False
+        else:
+            released += removed
+            evicted += len(gone)
+            # Each look at the limits reads all records, so that what is needed is doubled up to, and then halved down.
+            at_once = 2 * at_once if grows else max(1, at_once // 2)
+        connection.execute("RELEASE evicting")
     held = {record.chunk_key for record in records}
     return Room(evicted, tuple(key for key in released if key not in held))
 

@@ -29,9 +29,8 @@ from kvlinker.types.chunks import Chunk
 from kvlinker.vllm.frontend.choices import Choice, VLLMRequest
 from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.vllm.frontend.client import SPARE_TOKENS, VLLMClient
-from kvlinker.vllm.frontend.linker import LinkedPrompt, VLLMLinker
+from kvlinker.vllm.frontend.linker import LinkedPrompt, PreparedPrompt, VLLMLinker
 from kvlinker.vllm.frontend.model_facts import ModelFacts
-from kvlinker.vllm.frontend.preparation import PreparedPrompt
 from kvlinker.vllm.protocol.transfer_plan import unsupported
 
 T = TypeVar("T")
@@ -181,6 +180,12 @@ class VLLMEngine:
         """
         self._refuse_if_closing()
         check_supported(self.unsupported(request.policy))
+        if request.explains:
+            raise InvalidRequestError(
+                "The vllm engine explains prompts with POST /v1/link/explain, not with their answers: leave out "
+                "'link.explain'.",
+                param="link.explain",
+            )
         if request.sampling.prompt_logprobs is not None:
             raise _unscored("prompt_logprobs")
         if request.sampling.grammar is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,8 +24,10 @@ from kvlinker.vllm.frontend.chunk_provider import ChunkProvider
 from kvlinker.vllm.frontend.client import VLLMClient
 from kvlinker.vllm.protocol.transfer_plan import (
     COMPARED_LAYER,
+    PARAM,
     KVDeviation,
     QuestionAttention,
+    TransferOutcome,
     TransferPlan,
     plan_comparison,
     plan_observation,
@@ -127,7 +129,38 @@ class LinkedPrompt:
 
     def explanation(self, cost: PromptCost) -> Explanation:
         """Explain what the policy did to the prompt, and why."""
-        return self.link.explanation(self.refinement, layers=self.layers, cost=cost)
+        return self.link.explanation(self.refinement, layers=self.layers, cost=cost, made=self.made)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A linked prompt, signed for vLLM's scheduler."""
+
+    linked: LinkedPrompt
+
+    params: Mapping[str, Any]
+    """The ``kv_transfer_params`` that carry its transfer plan."""
+
+    salt: str
+    """The salt of its KV in vLLM's prefix cache."""
+
+    outcome: TransferOutcome | None = None
+    """The outcome of its transfer plan where the plan has been carried out already, so that vLLM's handlers find all of
+    its KV; None where it is theirs to carry out."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt's token ids."""
+        ids: list[int] = self.linked.plan.prompt.tokens.tolist()
+        return ids
+
+    def usage(self, told: Mapping[str, Any] | None, output_tokens: int) -> Usage:
+        """Count the prompt's tokens by how they were computed. ``told`` are the ``kv_transfer_params`` of vLLM's
+        answer, which has the plan's outcome; None where vLLM does not tell, and all counts as planned."""
+        outcome = self.outcome
+        if outcome is None:
+            outcome = TransferOutcome.model_validate((told or {}).get(PARAM) or {"linked": True})
+        return self.linked.usage(output_tokens, linked=outcome.linked, found=outcome.found)
 
 
 class VLLMLinker:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -48,6 +50,20 @@ def test_a_stream_without_usage_has_its_texts_counted(serve: Serve) -> None:
     endpoint = serve(lambda _: streamed(chunk("a"), chunk("b"), chunk(finish="stop")))
     (result,) = sent(endpoint, asking("?")).results
     assert (result.failure, result.output_tokens, result.usage) == (None, 2, None)
+
+
+def test_what_llama_cpps_server_reused_is_read_from_its_timings(serve: Serve) -> None:
+    end = {"choices": [], "timings": {"cache_n": 8, "prompt_n": 3, "prompt_ms": 1.5}}
+
+    def answered(said: list[str], _: Body) -> Response:
+        return streamed(chunk("a"), chunk(finish="stop"), *said)
+
+    silent = {"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 1}}
+    for events in ((end,), (silent, end)):
+        said = [f"data: {json.dumps(event)}\n\n" for event in events]
+        endpoint = serve(partial(answered, said))
+        (result,) = sent(endpoint, asking("?")).results
+        assert result.usage == PromptUsage(11, 8, None)
 
 
 def test_failures_are_told_by_kind(serve: Serve) -> None:

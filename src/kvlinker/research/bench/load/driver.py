@@ -229,6 +229,7 @@ class _Stream:
         self._times: list[float] = []
         self._texts: list[str] = []
         self._usage: PromptUsage | None = None
+        self._timed_usage: PromptUsage | None = None
         self._output_tokens: int | None = None
         self._error: str | None = None
         self._complete = False
@@ -247,6 +248,15 @@ class _Stream:
         if usage := chunk.get("usage"):
             self._usage = _prompt_usage(usage)
             self._output_tokens = int(usage["completion_tokens"])
+        if timings := chunk.get("timings"):
+            self._timed_usage = _timed_usage(timings)
+
+    @property
+    def _told_usage(self) -> PromptUsage | None:
+        """What ``usage`` tells, or, where that is silent about what was cached, what ``timings`` do."""
+        if self._timed_usage is not None and (self._usage is None or self._usage.cached_tokens is None):
+            return self._timed_usage
+        return self._usage
 
     def result(self, failure: str | None = None, detail: str = "") -> RequestResult:
         """Return what was read; an answer that was not complete, or had no text, is a failure, too."""
@@ -262,7 +272,7 @@ class _Stream:
             last_token=self._times[-1] if self._times else None,
             ended=self._now() - self._due,
             output_tokens=len(self._times) if self._output_tokens is None else self._output_tokens,
-            usage=self._usage,
+            usage=self._told_usage,
             text="".join(self._texts),
             failure=failure,
             detail=detail,
@@ -272,3 +282,11 @@ class _Stream:
 def _prompt_usage(usage: Mapping[str, Any]) -> PromptUsage:
     details = usage.get("prompt_tokens_details") or {}
     return PromptUsage(int(usage["prompt_tokens"]), details.get("cached_tokens"), details.get("recomputed_tokens"))
+
+
+def _timed_usage(timings: Mapping[str, Any]) -> PromptUsage | None:
+    """Read what llama.cpp's server tells with its timings: the prompt's tokens that were cached, and that were not."""
+    if not {"cache_n", "prompt_n"} <= timings.keys():
+        return None
+    cached = int(timings["cache_n"])
+    return PromptUsage(cached + int(timings["prompt_n"]), cached, None)

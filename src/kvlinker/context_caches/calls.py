@@ -1,0 +1,134 @@
+"""Gives callers of the library what they can do with context caches: create, find, change, read and delete them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from kvlinker.context_caches.caches import CachesUsage, ContextCaches
+from kvlinker.context_caches.creation import Metadata
+from kvlinker.errors import InvalidRequestError
+from kvlinker.store import UNCHANGED, ContextCache, Page, Unchanged
+from kvlinker.types.chunks import GenerationContext, parse_context
+from kvlinker.types.tenants import DEFAULT_TENANT, Scope, parse_scope
+from kvlinker.types.texts import CacheContent, SearchHit
+
+
+class ContextCacheCalls:
+    """The calls of ``LLM`` about context caches, with the rights of an admin and times that count from now."""
+
+    caches: ContextCaches
+
+    def generate_context_cache(
+        self,
+        chunks: Sequence[str],
+        *,
+        ttl: float | None = None,
+        name: str | None = None,
+        metadata: Metadata | None = None,
+        context: GenerationContext | str | None = None,
+        pinned: bool = False,
+        scope: Scope | str = Scope.PRIVATE,
+        tenant: str = DEFAULT_TENANT,
+    ) -> tuple[ContextCache, ...]:
+        """Compute and keep the KV of each chunk; the results stand in message content.
+
+        ``ttl`` is in seconds. ``metadata``: pairs of strings for all, or a list of them, one for each. ``pinned``: the
+        KV is not evicted. ``scope``: "shared" lets all tenants use it. Raises QuotaExceededError and PinLimitError
+        where the settings, or the store, have no room for it.
+        """
+        created = self.caches.create(
+            chunks,
+            tenant=tenant,
+            expires_at=None if ttl is None else _expiry(ttl),
+            name=name,
+            metadata=metadata,
+            context=None if context is None else parse_context(context),
+            pinned=pinned,
+            scope=parse_scope(scope),
+            admin=True,
+        )
+        return created.result()
+
+    def expire_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> None:
+        """Delete a context cache; its KV goes when no other holds it."""
+        self.caches.delete(cache if isinstance(cache, str) else cache.id, tenant=tenant, admin=True)
+
+    def expire_caches(
+        self, metadata: Mapping[str, str], *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT
+    ) -> int:
+        """Delete all context caches that have all these pairs of metadata; returns how many."""
+        return self.caches.delete_matching(metadata, tenant=tenant, scope=parse_scope(scope), admin=True)
+
+    def update_cache(
+        self,
+        cache: ContextCache | str,
+        *,
+        ttl: float | Unchanged | None = UNCHANGED,
+        name: str | Unchanged | None = UNCHANGED,
+        metadata: Mapping[str, str] | Unchanged = UNCHANGED,
+        pinned: bool | Unchanged = UNCHANGED,
+        tenant: str = DEFAULT_TENANT,
+    ) -> ContextCache:
+        """Change what is given. ``ttl`` counts seconds from now; None: it lives until it is deleted. ``pinned``: its KV
+        is not evicted. Raises ContextCacheNotFoundError and PinLimitError."""
+        return self.caches.update(
+            cache if isinstance(cache, str) else cache.id,
+            tenant=tenant,
+            expires_at=_expiry(ttl) if isinstance(ttl, int | float) else ttl,
+            name=name,
+            metadata=metadata,
+            pinned=pinned,
+            admin=True,
+        )
+
+    def list_caches(
+        self,
+        *,
+        limit: int = 20,
+        after: ContextCache | str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+        metadata: Mapping[str, str] | None = None,
+        scope: Scope | str = Scope.PRIVATE,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Page:
+        """List at most ``limit`` context caches by time of creation, behind ``after``; ``has_more`` tells of others.
+
+        Only those with all pairs of ``metadata``. ``scope``: the tenant's own, or the shared ones.
+        """
+        after_id = after.id if isinstance(after, ContextCache) else after
+        return self.caches.list(
+            tenant=tenant, limit=limit, after=after_id, order=order, metadata=metadata, scope=parse_scope(scope)
+        )
+
+    def read_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> CacheContent:
+        """Read a context cache's text and token ids. Raises ContextCacheNotFoundError."""
+        return self.caches.content(cache if isinstance(cache, str) else cache.id, tenant=tenant)
+
+    def search(
+        self,
+        query: str,
+        *,
+        limit: int = 10,
+        metadata: Mapping[str, str] | None = None,
+        scope: Scope | str = Scope.PRIVATE,
+        tenant: str = DEFAULT_TENANT,
+    ) -> tuple[SearchHit, ...]:
+        """Find context caches by words of their texts (BM25), the best match first; the hits stand in message content.
+
+        Only those with all pairs of ``metadata``. Nothing in the query is syntax. Raises InvalidRequestError for a
+        query without words, and where the settings have search off.
+        """
+        return self.caches.search(query, tenant=tenant, limit=limit, metadata=metadata, scope=parse_scope(scope))
+
+    def caches_usage(self, *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT) -> CachesUsage:
+        """Tell how many context caches there are, what their KV takes up, and the quota."""
+        return self.caches.usage(tenant=tenant, scope=parse_scope(scope))
+
+
+def _expiry(ttl: float) -> float:
+    """Return the time in Unix seconds when a ``ttl`` from now is over. Raises InvalidRequestError."""
+    if not ttl > 0:
+        raise InvalidRequestError(f"ttl is {ttl}, but must be a positive number of seconds.", param="ttl")
+    return time.time() + ttl

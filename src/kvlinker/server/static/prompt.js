@@ -1,0 +1,114 @@
+/** The prompt of an answer, token by token: what became of each, and how much the question attends to it. */
+
+import { by, legendOf, make, percent } from "./dom.js";
+
+const ALL_LAYERS = -1;
+
+let shown = null;
+
+export function startPrompt() {
+  by("layer").addEventListener("input", paint);
+  by("shade").addEventListener("change", paint);
+  by("tokens").addEventListener("click", ({ target }) => { if (target.dataset.position) select(Number(target.dataset.position)) });
+  by("tokens").addEventListener("keydown", event => {
+    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
+    if (!step || !shown) return;
+    event.preventDefault();
+    select(Math.max(0, Math.min(shown.spans.length - 1, shown.current + step)));
+  });
+}
+
+/** Show the prompt of a turn. */
+export function showPrompt({ question, chunks, answer: { explanation, usage } }) {
+  by("prompt").hidden = false;
+  by("comparison").replaceChildren();
+  by("prompt-of").textContent = `Of “${question}”, under ${explanation.settled_policy}`;
+  const layers = explanation.layers.at(-1).last + 1;
+  const titles = new Map(chunks.map(({ id, name, metadata }) => [id, metadata.source || name || id]));
+  const parts = new Array(explanation.tokens).fill(null);
+  for (const part of explanation.segments) parts.fill(part, part.start, part.end);
+  const spans = explanation.token_texts.map((text, position) => {
+    const span = make("span", {}, text || "◌");
+    span.dataset.position = position;
+    if (parts[position]?.type === "chunk" && parts[position].start === position) span.classList.add("begins");
+    return span;
+  });
+  shown = { explanation, usage, layers, parts, titles, spans, states: statesOf(explanation, layers), current: -1 };
+  by("tokens").replaceChildren(...spans);
+  by("token").textContent = "";
+  Object.assign(by("layer"), { max: layers - 1, value: ALL_LAYERS });
+  by("shade").disabled = !explanation.attention;
+  paint();
+}
+
+/** Return what became of each token in each layer: [layer][position]. */
+function statesOf({ tokens, fresh, layers }, count) {
+  const first = new Array(tokens).fill("cached");
+  for (const [begin, end] of fresh) first.fill("fresh", begin, end);
+  return Array.from({ length: count }, (_, layer) => {
+    const states = first.slice();
+    const computed = layers.find(range => range.first <= layer && layer <= range.last);
+    for (const [begin, end] of computed.recomputed) states.fill("recomputed", begin, end);
+    return states;
+  });
+}
+
+/** Return the attention of a layer, or its mean over all, by position; null where it was not measured. */
+function attentionOf(layer) {
+  const { attention } = shown.explanation;
+  if (!attention) return null;
+  if (layer !== ALL_LAYERS) return attention[layer];
+  return attention[0].map((_, position) => attention.reduce((sum, weights) => sum + weights[position], 0) / attention.length);
+}
+
+function paint() {
+  if (!shown) return;
+  const layer = Number(by("layer").value);
+  const states = shown.states[Math.max(layer, 0)]; // the first layer computes all that any layer does
+  const weights = attentionOf(layer);
+  const most = weights && by("shade").checked ? Math.max(...weights) : 0;
+  shown.spans.forEach((span, position) => {
+    span.classList.remove("cached", "recomputed", "fresh");
+    span.classList.add(states[position]);
+    span.style.setProperty("--shade", most ? Math.sqrt(weights[position] / most).toFixed(3) : 0);
+  });
+  const name = layer === ALL_LAYERS ? "all" : `${layer} of 0 to ${shown.layers - 1}`;
+  by("layer-name").textContent = name;
+  by("layer").setAttribute("aria-valuetext", layer === ALL_LAYERS ? "all layers" : `layer ${name}`);
+  by("legend").replaceChildren(...legendOf(layer === ALL_LAYERS ? meanTokens() : counts(states)));
+  if (shown.current >= 0) tell(shown.current);
+}
+
+function meanTokens() {
+  const { cached_tokens: cached, recomputed_tokens: recomputed, fresh_tokens: fresh } = shown.explanation.cost;
+  return { cached, recomputed, fresh };
+}
+
+function counts(states) {
+  const found = { cached: 0, recomputed: 0, fresh: 0 };
+  for (const state of states) found[state] += 1;
+  return found;
+}
+
+function select(position) {
+  shown.spans[shown.current]?.classList.remove("current");
+  shown.current = position;
+  shown.spans[position].classList.add("current");
+  shown.spans[position].scrollIntoView({ block: "nearest" });
+  tell(position);
+}
+
+function tell(position) {
+  const layer = Number(by("layer").value);
+  const part = shown.parts[position];
+  const weights = attentionOf(layer);
+  const { reused_tokens: reused } = shown.explanation;
+  by("token").textContent = [
+    `token ${position}, ${JSON.stringify(shown.explanation.token_texts[position])}`,
+    shown.states[Math.max(layer, 0)][position],
+    position < reused ? "from an earlier request" : "",
+    part?.type === "chunk" ? `of ${shown.titles.get(part.context_cache) || part.context_cache || "a chunk"}` : "",
+    part?.type === "chunk" && part.exact ? "exact here" : "",
+    weights ? `attention ${percent(weights[position])}` : "",
+  ].filter(Boolean).join(", ");
+}
