@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,9 @@ OPTIONS = {"enforce_eager": True, "gpu_memory_utilization": 0.05, "block_size": 
 
 
 @contextmanager
-def restarting_server(folder: Path) -> Iterator[str]:
-    """The URL of ``kvlinker serve`` with the model in the box, which starts vLLM again however soon it has failed."""
+def restarting_server(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """``kvlinker serve`` with the model in the box, which starts vLLM again however soon it has failed: its URL and
+    process."""
     arguments = ["serve", "--port", "0", "--engine", "vllm", "--state-dir", str(folder / "state")]
     arguments += ["--on-engine-failure", "restart", "--vllm-options", json.dumps(OPTIONS), "--max-waiting", "64"]
     log = folder / "log"
@@ -61,24 +62,37 @@ def restarting_server(folder: Path) -> Iterator[str]:
                 assert server.poll() is None, log.read_text()[-3000:]
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
-            yield found[1]
+            while not is_up(found[1]):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            yield found[1], psutil.Process(server.pid)
         finally:
             server.terminate()
             server.wait(timeout=60)
 
 
-def kill_engine() -> None:
-    for child in psutil.Process().children(recursive=True):
-        if any("EngineCore" in part for part in [child.name(), *child.cmdline()]):
-            child.kill()
+def is_up(url: str) -> bool:
+    """Whether the server answers: it tells its address before it listens."""
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def kill_engine(server: psutil.Process) -> None:
+    for child in server.children(recursive=True):
+        with suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
+            if any("EngineCore" in part for part in [child.name(), *child.cmdline()]):
+                child.kill()
 
 
 class Users:
     """``USERS`` clients that send requests one after another, one that deletes and creates context caches all the time,
     and one that kills vLLM's engine."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, server: psutil.Process) -> None:
         self.url = url
+        self._server = server
         self.ends: Counter[str] = Counter()
         self._numbers = count()
         self.kept = [self._cached(0), self._cached(1)]
@@ -154,7 +168,7 @@ class Users:
             while self._begun < kill * REQUESTS // (KILLS + 1):
                 if self._over.wait(0.05):
                     return
-            kill_engine()
+            kill_engine(self._server)
 
 
 def question(ids: list[str], policy: str, **fields: Any) -> dict[str, Any]:
@@ -193,8 +207,8 @@ def test_every_request_is_answered_or_refused_whatever_happens(tmp_path: Path) -
     """And nothing is left of it: the engine that follows is idle in the end, and the client that the README shows gets
     what it shows."""
     program, shown = README_EXAMPLES[0]
-    with restarting_server(tmp_path) as url, httpx.Client(base_url=url, timeout=SECONDS) as http:
-        users = Users(url)
+    with restarting_server(tmp_path) as (url, server), httpx.Client(base_url=url, timeout=SECONDS) as http:
+        users = Users(url, server)
         before = [answer_of(http, users.kept, policy) for policy in POLICIES]
         began = time.monotonic()
         users.run()
