@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import secrets
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -207,6 +208,8 @@ class LinkedVLLM:
         self._engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
+        # vLLM looks at all modules when an engine starts, and stumbles over this one, which its drafts from the text load.
+        sys.modules.pop("llvmlite.binding.ffi", None)
 
 
 def key_of(chunk):
