@@ -208,7 +208,7 @@ class LinkedVLLM:
         self._engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
-        # vLLM looks at all modules when an engine starts, and stumbles over this one, which its drafts from the text load.
+        # A starting engine of vLLM's looks at all modules, and stumbles over this one, which drafts from the text load.
         sys.modules.pop("llvmlite.binding.ffi", None)
 
 
