@@ -71,6 +71,7 @@ def _serve_until_failure(
         from kvlinker.vllm.other_routes import add_other_routes
 
         add_other_routes(app, llm.engine, settings)
+    listener.listen()  # whoever reads the address and connects at once is not refused
     console.print(_summary(settings, llm.model_name, llm.max_model_len, url_of(listener)))
     if settings.log_format == "json":
         logger.info("Serving %s with policy %s at %s", llm.model_name, settings.policy, url_of(listener))
