@@ -95,6 +95,7 @@ def test_a_phone_needs_no_sideways_scrolling(reading: Served, opened: Callable[.
     page.get_by_role("button", name="Compare with the full computation").click()
     page.locator(".verdict").wait_for()
     page.get_by_text("All metrics").click()
+    page.locator("#metrics pre").filter(has_text="kvlinker").wait_for()
     width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert width == [PHONE["width"]] * 2
     for button in page.get_by_role("button").all():
