@@ -61,6 +61,14 @@ class LinkPlan:
         """The number of the prompt's tokens."""
         return len(self.prompt)
 
+    @property
+    def computed(self) -> NDArray[np.bool_]:
+        """The mask of the positions in runs: [length]."""
+        mask = np.zeros(self.length, dtype=np.bool_)
+        for begin, end in self.runs:
+            mask[begin:end] = True
+        return mask
+
 
 def make_plan(prompt: Prompt, policy: Policy, evidence: Evidence) -> LinkPlan:
     """Turn a policy's selection into a plan."""

@@ -54,6 +54,7 @@ class Refinement:
             for policy, selection in zip(plan.policy.parts, plan.selections, strict=True)
         ]
         self._selected = plan.recomputed_tokens
+        self._droppable = plan.prompt.cached & plan.computed
         self._watch = watch
         self._dropped: list[DroppedTokens] = []
         self._shown: list[Score] | None = [] if explains else None
@@ -85,9 +86,9 @@ class Refinement:
         """Ask the policy in this layer, and return which tokens it keeps from its attention on: a mask, [active].
 
         ``positions`` [active], ascending, are the tokens that are still computed; ``kv`` has the deviations of the same
-        tokens.
+        tokens. Tokens that the plan does not compute are kept: an earlier request had computed them, but they are gone.
         """
-        cached = self._prompt.cached[positions]
+        cached = self._droppable[positions]
         kept: NDArray[np.bool_] = ~cached | (positions == len(self._prompt) - 1)  # the last token gives the answer
         for part in self._parts:
             if part.policy.needs.refines_in(layer):

@@ -96,12 +96,13 @@ def test_other_tenants_find_nothing(spilling):
     assert made.answer(prompt, "full").finished.usage.exact_cached_tokens == len(prompt) - 1
 
 
+@pytest.mark.parametrize("policy", ["legolink-4", "cacheblend-40"])
 @pytest.mark.parametrize("harm", ["damaged", "gone", "late"])
-def test_what_does_not_come_back_is_computed(bench, spilling, tmp_path, monkeypatch, harm):
+def test_what_does_not_come_back_is_computed(bench, spilling, tmp_path, monkeypatch, harm, policy):
     made, cold = spilling(), bench()
     prompt = prompt_of(HEADER, QUESTION)
-    expected = made.answer(prompt, "legolink-4")
-    assert_alike(expected, cold.answer(prompt, "legolink-4"))
+    expected = made.answer(prompt, policy)
+    assert_alike(expected, cold.answer(prompt, policy))
     flood(made)
     if harm == "late":
         monkeypatch.setattr(SpilledPrefixes, "load", lambda self, keys, seconds: [resolved(None) for _ in keys])
@@ -112,11 +113,12 @@ def test_what_does_not_come_back_is_computed(bench, spilling, tmp_path, monkeypa
             else:
                 *others, last = path.read_bytes()
                 path.write_bytes(bytes([*others, last ^ 1]))
-    outcome = made.answer(prompt, "legolink-4")
+    outcome = made.answer(prompt, policy)
     usage = outcome.finished.usage
     assert usage.prompt_tokens == len(prompt)
-    assert usage.fresh_tokens + usage.recomputed_tokens >= len(HEADER)
-    assert_alike(outcome, cold.answer(prompt, "legolink-4"))
+    assert usage.fresh_tokens >= len(HEADER)
+    assert usage.recomputed_tokens >= 0
+    assert_alike(outcome, cold.answer(prompt, policy))
 
 
 def test_nothing_is_spilled_that_does_not_pay(spilling, monkeypatch):
