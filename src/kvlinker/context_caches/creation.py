@@ -83,7 +83,13 @@ class Creation:
         if pinned or self._limits.quotas.of(owner) != UNLIMITED:
             self._catalog.check_room(records, self._limits, now=created)
         entered: Future[tuple[ContextCache, ...]] = Future()
-        computed = gather([self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks], len)
+        keys = [record.chunk_key for record in records]
+        self._upkeep.spare(keys)
+        try:
+            computed = gather([self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks], len)
+        except BaseException:
+            self._upkeep.forget(keys)
+            raise
         computed.add_done_callback(lambda done: self._computed(done, records, entered))
         return entered
 
@@ -136,18 +142,25 @@ class Creation:
             raise
 
     def _computed(
-        self, done: Future[int], records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]
+        self, computed: Future[int], records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]
     ) -> None:
         """Have the records entered by another thread: this is the engine's, which must not wait for the disk."""
         try:
-            done.result()
-            self._writer.submit(self._enter, records, entered)
+            self._writer.submit(self._enter, computed, records, entered)
         except BaseException as error:
+            self._upkeep.forget([record.chunk_key for record in records])
             entered.set_exception(error)
 
-    def _enter(self, records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]) -> None:
+    def _enter(
+        self, computed: Future[int], records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]
+    ) -> None:
+        keys = [record.chunk_key for record in records]
         try:
-            room = self._catalog.add(records, self._limits, now=time.time())
+            try:
+                computed.result()
+                room = self._catalog.add(records, self._limits, now=time.time())
+            finally:
+                self._upkeep.forget(keys)
             self._catalog.persist()
             self._drop(room)
             if records[0].pinned:
@@ -157,7 +170,7 @@ class Creation:
             entered.set_result(records)
         except BaseException as error:
             with suppress(StoreError):
-                self._upkeep.drop(self._catalog.unheld(record.chunk_key for record in records))
+                self._upkeep.drop(keys)
             entered.set_exception(error)
 
     def _drop(self, room: Room) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvlinker.context_caches.texts import ChunkTexts
 from kvlinker.store import Catalog, ChunkStore
@@ -39,6 +39,14 @@ class Upkeep:
     def drop(self, released: Iterable[str]) -> None:
         """Delete the KV of chunks that the catalog released, given by chunk key."""
         self._deletions.drop(released)
+
+    def spare(self, keys: Collection[str]) -> None:
+        """Leave the KV of chunks that are being created alone, until ``forget`` is called with the same keys."""
+        self._deletions.spare(keys)
+
+    def forget(self, keys: Collection[str]) -> None:
+        """End what one call of ``spare`` began: the catalog holds the chunks now, or never will."""
+        self._deletions.forget(keys)
 
     def pin(self) -> None:
         """Tell the store which chunks are pinned now."""

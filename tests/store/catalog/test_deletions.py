@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvlinker.store import StoreError
 from kvlinker.store.catalog.releases import LONGEST_REQUEST_SECONDS, LONGEST_TRANSACTION_SECONDS
 from kvlinker.types.tenants import Quota, Quotas
 from tests.redis_server import RedisServer
@@ -72,6 +75,54 @@ def test_what_a_request_stores_again_goes_with_the_next_sweep(tmp_path: Path, cl
         create(state, 1)
         state.caches.sweep()
         assert state.store.keys()
+
+
+def test_what_is_created_again_outlasts_a_sweep_in_the_midst(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its KV is there before the catalog says that it is held."""
+    with closing(open_state(tmp_path)) as state:
+        (one,) = create(state, 1)
+        state.caches.delete(one, tenant="anna")
+        before_entering(state, state.caches.sweep, monkeypatch)
+        (again,) = create(state, 1)
+        assert state.store.keys() == {state.caches.get(again, tenant="anna").chunk_key}
+
+
+def test_what_is_created_beside_the_deletion_of_its_last_holder_is_kept(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_state(tmp_path)) as state:
+        (one,) = create(state, 1)
+        before_entering(state, lambda: state.caches.delete(one, tenant="anna"), monkeypatch)
+        (again,) = create(state, 1)
+        assert state.store.keys() == {state.caches.get(again, tenant="anna").chunk_key}
+        state.caches.delete(again, tenant="anna")
+        assert not state.store.keys()
+
+
+def test_what_could_not_be_entered_goes(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(open_state(tmp_path)) as state:
+
+        def fail() -> None:
+            assert state.store.keys()
+            raise StoreError("the disk is full")
+
+        before_entering(state, fail, monkeypatch)
+        with pytest.raises(StoreError):
+            create(state, 1)
+        assert not state.store.keys()
+
+
+def before_entering(state: State, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ``act`` called when the KV of new context caches is stored, before the catalog has them."""
+    add = state.catalog.add
+
+    def act_first(*arguments: Any, **options: Any) -> Any:
+        act()
+        return add(*arguments, **options)
+
+    monkeypatch.setattr(state.catalog, "add", act_first)
 
 
 def test_a_deletion_that_becomes_visible_late(tmp_path: Path, clock: Clock) -> None:
