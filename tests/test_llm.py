@@ -9,6 +9,7 @@ import torch
 
 from kvlinker import LLM
 from kvlinker.config import load_settings
+from kvlinker.embedded.engine import EmbeddedEngine
 from kvlinker.embedded.model_loading import prepare_model
 from kvlinker.errors import (
     ContextCacheNotFoundError,
@@ -79,6 +80,21 @@ def test_a_policy_without_a_certificate_is_refused_before_anything_is_read(make_
         getattr(llm, read)(prompt, policy="naive")
     assert caught.value.param == "link.policy"
     assert not llm.list_caches().items
+
+
+def test_what_was_started_is_closed_where_the_rest_cannot_start(make_llm, monkeypatch):
+    engines = []
+    start = EmbeddedEngine.__init__
+
+    def noting(engine, *arguments, **options):
+        start(engine, *arguments, **options)
+        engines.append(engine)
+
+    monkeypatch.setattr(EmbeddedEngine, "__init__", noting)
+    with pytest.raises(ModelLoadError, match="chat template"):
+        make_llm(chat_template="{% if")
+    (engine,) = engines
+    assert not engine.healthy
 
 
 def test_the_three_calls(make_llm):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -105,6 +106,12 @@ class LLM(ContextCacheCalls):
         return llm
 
     def _start(self, source: EngineSource, settings: Settings) -> None:
+        with ExitStack() as started:
+            self._start_parts(source, settings, started)
+            self._closing = started.pop_all()
+
+    def _start_parts(self, source: EngineSource, settings: Settings, started: ExitStack) -> None:
+        """Make the parts, each of which ``started`` closes."""
         self.settings = settings
         self.events = Events()
         self.model_name = settings.served_name
@@ -112,6 +119,7 @@ class LLM(ContextCacheCalls):
         self.tokenizer = source.tokenizer
         self.sampling_defaults = source.sampling_defaults if settings.generation_config == "auto" else {}
         self.speeds = Speeds(settings.state_dir / FILE_NAME)
+        started.callback(self.speeds.close)
         self.catalog, self.store = open_state(
             settings,
             self.events,
@@ -119,7 +127,10 @@ class LLM(ContextCacheCalls):
             device=source.device,
             speeds=self.speeds,
         )
+        started.callback(self.catalog.close)
+        started.callback(self.store.close)
         self.engine: Engine = source.make(self.catalog, self.store, self.events, settings, self.speeds)
+        started.callback(self.engine.close)
         self.builder = PromptBuilder(
             self.tokenizer,
             context=settings.generation_context,
@@ -143,12 +154,10 @@ class LLM(ContextCacheCalls):
             quotas=settings.quotas,
             implicit_caches=settings.implicit_caches,
         )
-        try:
-            self.oversight = Oversight(settings, self.engine, self.events, model=self.model_name, decode=self._decode)
-        except BaseException:
-            self.engine.close()
-            self._close_state()
-            raise
+        started.callback(self.caches.close)
+        self.oversight = Oversight(settings, self.engine, self.events, model=self.model_name, decode=self._decode)
+        started.callback(self.oversight.close)
+        started.callback(self.engine.close)  # before all others, so that what they wait for ends
         self._content = ContentReader(
             self.builder,
             self.caches,
@@ -466,16 +475,7 @@ class LLM(ContextCacheCalls):
 
     def close(self) -> None:
         """Stop the engine and write what is still to be written. Idempotent."""
-        self.engine.close()
-        self.oversight.close()
-        self._close_state()
-
-    def _close_state(self) -> None:
-        """Write what is still to be written."""
-        self.caches.close()
-        self.store.close()
-        self.speeds.close()
-        self.catalog.close()
+        self._closing.close()
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -129,6 +130,8 @@ class ContentReader:
             _note_places(message.content, f"messages.{index}.content", places)
         beside = [document.text for document in documents]
         self._builder.check_texts(_texts(chain(beside, *(m.content for m in messages))), param="messages")
+        told = [json.dumps(tool, ensure_ascii=False, default=str) for tool in options.tools]
+        self._builder.check_texts(told, param="tools")
         options, section = self._tool_section(options, how)
         section, *messages = self._marked([section, *messages], how)
         definitions = [part for part in section.content if isinstance(part, MarkedText)]

@@ -10,6 +10,7 @@ import pytest
 
 from kvlinker.audit.auditor import HOUR, TOP, AuditOptions, Auditor, TokenBudget
 from kvlinker.audit.comparison import RequestKind
+from kvlinker.audit.figures import MOST_POLICIES, OTHER_POLICIES
 from kvlinker.audit.journal import AuditJournal
 from kvlinker.engine.contract import Engine, Failed, GenerationRequest
 from kvlinker.errors import InvalidRequestError, KVLinkerError
@@ -139,6 +140,29 @@ def test_what_is_exact_is_not_computed_again(make, asked):
     assert auditor.wait(5)
     assert not auditor.figures.by_policy()
     assert noted == ([("tenant", "full", True)] if asked.policy.exact else [])
+
+
+@pytest.mark.parametrize("end", [Finished("cancelled", USAGE, Timing()), Failed(KVLinkerError("broke"))])
+def test_what_is_not_answered_does_not_agree(make, end):
+    noted = []
+    auditor, _ = make(noted=lambda *told: noted.append(told))
+    _, sink = auditor.watch(request("full"), lambda choice, event: None)
+    assert noted == []
+    sink(0, end)
+    assert noted == []
+
+
+def test_policies_that_callers_make_up_are_counted_together(make):
+    auditor, seen = make(known=["query-5"])
+    made_up = [f"query-{10 + number}" for number in range(MOST_POLICIES - 10)]
+    made_up += [f"legolink-{1 + number}" for number in range(20)]
+    for policy in (*made_up, "query-5"):
+        answer(auditor, request(policy))
+    assert auditor.wait(5)
+    found = auditor.figures.by_policy()
+    assert set(found) == {*made_up[:MOST_POLICIES], "query-5", OTHER_POLICIES}
+    assert found[OTHER_POLICIES].samples == len(made_up) - MOST_POLICIES
+    assert {event.policy for event in seen if isinstance(event, AnswerAudited)} == set(found)
 
 
 def test_so_many_are_drawn_as_the_share_says(make):

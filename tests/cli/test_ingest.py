@@ -291,6 +291,11 @@ def test_cost_is_told_before_and_after(library: Path, state: Path, monkeypatch: 
     assert "no room for all of it" in ingest(library / "deep", "--disk-space", "4KiB").stderr
 
 
+def test_without_a_disk(library: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLINKER_DISK_SPACE", "0")
+    assert len(lines(ingest(library))) == 2
+
+
 def test_codec_of_the_disk(library: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvlinker.cli.documents.cost.WORTH_A_CODEC_BYTES", 1)
     result = ingest(library / "deep", "--disk-codec", "int8")

@@ -104,6 +104,13 @@ def test_a_call_is_told(name: str, size: int) -> None:
     assert read(name, ONE_CALL[name], size=size) == ("", "", [("get_weather", json.loads(ROME))])
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "\\ud83d"}', '{"days": NaN}'])
+def test_a_call_that_cannot_be_told_is_text(arguments: str) -> None:
+    """Its arguments are no Unicode, or no JSON."""
+    call = ONE_CALL["qwen3"].replace(ROME, arguments)
+    assert read("qwen3", call) == (call, "", [])
+
+
 @sizes
 @pytest.mark.parametrize("name", TWO_CALLS)
 def test_calls_in_parallel_are_told(name: str, size: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlinker.prompt.builder import PromptBuilder
-from kvlinker.prompt.chat import ChatTemplate
+from kvlinker.prompt.chat import LONGEST_DEFINITION, ChatTemplate
 from kvlinker.prompt.definitions import repeated_text, with_definitions
 from kvlinker.types.chunks import Chunk, GenerationContext
 from kvlinker.types.messages import ChatMessage, Document, TemplateOptions
@@ -70,6 +70,14 @@ ALL = STYLED | {"in the message": templates.CHATML}
 
 def template(source: str) -> ChatTemplate:
     return ChatTemplate(byte_level(), source)
+
+
+def test_long_definitions_are_found_but_not_remembered() -> None:
+    rendering = template(STYLED["a list"])
+    long: Any = {"type": "function", "function": {"name": "f", "description": "word " * LONGEST_DEFINITION}}
+    for tool in (WEATHER, long, long):
+        assert json.loads(rendering.definition(tool) or "") == tool
+    assert rendering._definition.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize("source", ALL.values(), ids=ALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import httpx
@@ -49,6 +50,21 @@ def test_clients_that_leave_before_the_first_token_are_noticed(faked: Served, en
     assert engine.wait_until_idle(1.0)
     assert engine.cancelled == 2
     assert faked.get("/health").status_code == 200
+
+
+def test_a_client_that_leaves_before_its_answer_begins_has_no_status(
+    faked: Served, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvlinker.server.edge.access_log")
+    engine.flowing.clear()
+    with pytest.raises(httpx.ReadTimeout):
+        faked.post(CHAT, ENDLESS, timeout=0.3)
+    assert engine.wait_until_idle(1.0)
+    for _ in range(200):
+        if caplog.records:
+            break
+        threading.Event().wait(0.02)
+    assert f"POST {CHAT} - " in caplog.text
 
 
 def test_shutdown_frees_the_engine(faked: Served, engine: FakeEngine) -> None:

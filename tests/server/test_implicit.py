@@ -432,6 +432,19 @@ def test_tokenize_and_explain_see_what_an_answer_does(apart: Served) -> None:
     assert [chunk["context_cache"]] == ids(answer)
 
 
+def test_tokenize_heeds_how_a_request_links(apart: Served) -> None:
+    """Where a chunk ends, tokens are cut that a text as a whole has in one."""
+    seam: Any = [part("ab", EPHEMERAL), part("ab", EPHEMERAL), part("abab")]
+    asked = {"messages": [{"role": "user", "content": seam}]}
+
+    def tokens(**link: Any) -> Any:
+        return apart.post("/tokenize", asked | {"link": link}).json()["tokens"]
+
+    assert tokens(implicit="off") == tokens(policy="full") != tokens(implicit="marked") == tokens()
+    refused = apart.post("/tokenize", asked | {"link": {"policy": "no"}})
+    assert refused.json()["error"]["code"] == "invalid_policy"
+
+
 def test_a_template_that_drops_a_marked_text_answers_all_the_same(tmp_path: Path) -> None:
     template = "{{ messages[-1]['content'] }}"
     with server(tmp_path, chat_template=template) as served:

@@ -23,6 +23,10 @@ def marked(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
 
 
+def described(text: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "description": text}}
+
+
 BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "name": LONG}]}, "messages"),
@@ -31,6 +35,8 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [marked(LONG)]}]}, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [marked(LONG[:60_000])] * 100}]}, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], **AUTO}, "messages"),
+    ("/v1/chat/completions", {"messages": [USER], "tools": [described(LONG)]}, "tools"),
+    ("/v1/chat/completions", {"messages": [USER], "tools": [described(LONG)], **AUTO}, "tools"),
     ("/v1/completions", {"prompt": [marked(LONG[:60_000])] * 100}, "prompt"),
     ("/v1/completions", {"prompt": LONG, **AUTO}, "prompt"),
     ("/v1/completions", {"prompt": LONG}, "prompt"),

@@ -177,6 +177,19 @@ def test_a_failure_half_way_is_told(speaking: openai.OpenAI, engine: FakeEngine,
     assert (last.type, last.response.error.code) == ("response.failed", code)
 
 
+def test_a_bug_half_way_is_told_as_a_failure_of_the_servers(
+    speaking: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("kvlinker.server.answers.answer_blocks.BlockReader.feed", broken)
+    *_, last = ask(speaking, stream=True)
+    assert (last.type, last.response.error.code) == ("response.failed", "server_error")
+    assert "a bug" in caplog.text
+    assert "a bug" not in last.response.error.message
+
+
 def test_nothing_is_queued_where_no_reader_can_be_made(
     faked: Served, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +222,14 @@ def test_nothing_is_queued_where_no_reader_can_be_made(
         ({"truncation": "auto"}, "truncation"),
         ({"service_tier": "priority"}, "service_tier"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        *(
+            (
+                {"tools": [WEATHER | {"parameters": {"description": text}}], "tool_choice": "none", "stream": stream},
+                "tools.0.parameters",
+            )
+            for text in ("\ud800", float("nan"))
+            for stream in (False, True)
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"max_output_tokens": 100_000}, "max_output_tokens"),
         (
@@ -218,7 +239,7 @@ def test_nothing_is_queued_where_no_reader_can_be_made(
     ],
 )
 def test_what_is_refused_is_named(served: Served, fields: dict[str, Any], param: str) -> None:
-    answer = served.post(PATH, {"input": "Hi"} | fields)
+    answer = served.http.post(PATH, content=json.dumps({"input": "Hi"} | fields))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 

@@ -36,6 +36,11 @@ def test_head_where_get_fails(served: Served, path: str, status: int) -> None:
     assert (head.status_code, head.content) == (status, b"")
 
 
+def test_files_take_no_query(served: Served) -> None:
+    answer = served.get("/static/page.css?v=1")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "v")
+
+
 @pytest.mark.parametrize(
     ("path", "allowed"),
     [

@@ -46,6 +46,19 @@ def test_chat_chunks(faked: Served) -> None:
     assert all("usage" not in chunk for chunk in chunks)
 
 
+def test_a_bug_half_way_ends_the_stream_by_an_error(
+    faked: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("kvlinker.server.answers.answering.usage_body", broken)
+    *_, last, done = events(faked, CHAT, messages=MESSAGES, max_tokens=1)
+    assert (last["error"]["code"], done) == ("internal_error", "[DONE]")
+    assert "a bug" in caplog.text
+    assert "a bug" not in last["error"]["message"]
+
+
 def test_events_are_compact_json_on_one_line(faked: Served) -> None:
     text = faked.post(CHAT, {"messages": MESSAGES, "max_tokens": 1, "stream": True}).text
     same = re.sub(r'"id":"chatcmpl-\w{24}","created":\d+', "HEAD", text)

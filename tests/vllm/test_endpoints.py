@@ -15,9 +15,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvlinker.config import Settings
+from kvlinker.config import Settings, load_settings
 from kvlinker.errors import InvalidRequestError
-from kvlinker.vllm.endpoints import settings_of
+from kvlinker.vllm.endpoints import is_open, settings_of
 from kvlinker.vllm.plugin import NAME
 from tests.schemas import check
 from tests.server.serving import TEMPLATE, Served
@@ -64,6 +64,23 @@ def test_an_audit_is_refused(tmp_path: Path) -> None:
     assert refused.value.param == "audit"
     del options["quality_target"], options["audit"]
     assert settings_of(config, Namespace()).audit == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "vllm_keys", "expected"),
+    [
+        ("0.0.0.0", (), None, True),
+        ("0.0.0.0", ("key",), None, False),
+        ("0.0.0.0", (), ["key"], False),
+        ("127.0.0.1", (), None, False),
+    ],
+)
+def test_a_server_that_anybody_may_use_is_noticed(
+    host: str, keys: tuple[str, ...], vllm_keys: list[str] | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    settings = load_settings(host=host, api_keys=keys)
+    assert is_open(settings, Namespace(api_key=vllm_keys)) is expected
 
 
 def cached(client: Any, *texts: str) -> list[dict[str, Any]]:
@@ -210,6 +227,10 @@ def test_errors_are_of_who_knows(http: httpx.Client) -> None:
     for fields in [*unlinkables, {"kv_transfer_params": {"a": 1}}]:
         unlinkable = http.post(CHAT, json=asked(part, **fields))
         assert (unlinkable.status_code, unlinkable.json()["error"]["param"]) == (400, next(iter(fields)))
+    for name in (CHAT, TEXT):
+        plain = {"model": "default", "link": {"implicit": "auto"}, "max_tokens": 1}
+        plain |= asked(PART) if name == CHAT else {"prompt": "a cat"}
+        assert http.post(name, json=plain).status_code == 200, "default is any model, also where nothing is linked"
     wrongs: list[dict[str, Any]] = [{"temperature": -3}, {"tool_choice": "required"}, {"model": "other"}]
     for fields in wrongs:
         wrong = http.post(CHAT, json=asked(part, **fields))

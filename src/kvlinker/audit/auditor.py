@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -86,13 +86,15 @@ class Auditor:
         events: Events,
         options: AuditOptions,
         *,
+        known: Iterable[str] = (),
         journal: AuditJournal | None = None,
         noted: Noted | None = None,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """``journal`` gets a line for each answer. ``noted`` is told of each, exact ones included. ``draw`` gives
-        numbers from 0 to 1 that decide who is drawn."""
-        self.figures = AuditFigures()
+        """``known`` are names of policies that have figures of their own in any case. ``journal`` gets a line for each
+        answer. ``noted`` is told of each, exact ones included. ``draw`` gives numbers from 0 to 1 that decide who is
+        drawn."""
+        self.figures = AuditFigures(known)
         self.options = options
         self._engine = engine
         self._events = events
@@ -126,10 +128,19 @@ class Auditor:
         if not request.prompt.spans or sampling.max_tokens == 0 or self._draw() >= self.options.share:
             return request, sink
         if request.policy.exact:
-            self._noted(request.tenant, request.policy.name, True)
-            return request, sink
+            return request, self._noting_agreement(request, sink)
         recorder = _Recorder(request, sink, self._take, implicit=implicit)
         return replace(request, sampling=replace(sampling, logprobs=max(sampling.logprobs or 0, TOP))), recorder
+
+    def _noting_agreement(self, request: GenerationRequest, sink: Sink) -> Sink:
+        """Return a sink that also notes that the answer agrees, once it is given."""
+
+        def noting(choice: int, event: GenerationEvent) -> None:
+            if choice == 0 and isinstance(event, Finished) and event.reason != "cancelled":
+                self._noted(request.tenant, request.policy.name, True)
+            sink(choice, event)
+
+        return noting
 
     def wait(self, seconds: float) -> bool:
         """Wait until all answers so far are compared; False if that takes longer."""
@@ -180,10 +191,10 @@ class Auditor:
     def _compare(self, answer: ServedAnswer) -> None:
         scoring = self._engine.score_whole(answer.sequence, first=len(answer.prompt), top=TOP, tenant=answer.tenant)
         found = compare(answer, scoring.result())
-        drifted = self.figures.add(answer, found)
+        policy, drifted = self.figures.add(answer, found)
         self._events.publish(
             AnswerAudited(
-                answer.policy,
+                policy,
                 agrees=found.agrees,
                 alike=found.alike,
                 kl=found.kl,
@@ -192,8 +203,8 @@ class Auditor:
             )
         )
         if drifted:
-            self._events.publish(AgreementFell(answer.policy))
-            logger.warning("Answers under %s agree with the full computation less often than before.", answer.policy)
+            self._events.publish(AgreementFell(policy))
+            logger.warning("Answers under %s agree with the full computation less often than before.", policy)
         self._noted(answer.tenant, answer.policy, found.agrees)
         if self._journal is not None:
             try:

@@ -102,6 +102,12 @@ class Drift:
 _Group = tuple[str, str, RequestKind]
 """Policy, tenant and kind of an answer."""
 
+MOST_POLICIES = 64
+"""The policies that have figures of their own: callers can make up others without end."""
+
+OTHER_POLICIES = "other"
+"""The name under which the answers under all further policies are counted."""
+
 MOST_GROUPS = 10_000
 """The most tallies of a ``FiguresState``: those with the most answers."""
 
@@ -123,22 +129,26 @@ K = TypeVar("K", bound=Any)
 class AuditFigures:
     """Holds the figures since the audit began. All methods may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        """The ``known`` policies have figures of their own whatever others come."""
+        self._known = frozenset(known)
         self._lock = threading.Lock()  # guards everything below
         self._tallies: defaultdict[_Group, Tally] = defaultdict(Tally)
         self._detectors: defaultdict[str, DriftDetector] = defaultdict(DriftDetector)
         self._drifts: dict[str, Drift] = {}
 
-    def add(self, answer: ServedAnswer, found: Comparison) -> bool:
-        """Add an answer; return whether its policy's agreement is seen to have fallen with it."""
+    def add(self, answer: ServedAnswer, found: Comparison) -> tuple[str, bool]:
+        """Add an answer; return the name under which its policy is counted, and whether the agreement under that is
+        seen to have fallen with it."""
         with self._lock:
-            group = (answer.policy, answer.tenant, answer.kind)
+            policy = self._name(answer.policy)
+            group = (policy, answer.tenant, answer.kind)
             self._tallies[group] = self._tallies[group].plus(found)
-            detector = self._detectors[answer.policy]
+            detector = self._detectors[policy]
             drifted = detector.note(found.agrees)
             if drifted:
-                self._drifts[answer.policy] = Drift(detector.alarms, time.time())
-            return drifted
+                self._drifts[policy] = Drift(detector.alarms, time.time())
+            return policy, drifted
 
     def state(self) -> FiguresState:
         """Return what is known now, of ``MOST_GROUPS`` at most."""
@@ -175,6 +185,11 @@ class AuditFigures:
         """Return the tenants of compared answers, sorted."""
         with self._lock:
             return sorted({tenant for _, tenant, _ in self._tallies})
+
+    def _name(self, policy: str) -> str:
+        """Return the name under which a policy is counted; the lock is held."""
+        named = policy in self._known or policy in self._detectors or len(self._detectors) < MOST_POLICIES
+        return policy if named else OTHER_POLICIES
 
     def _sums(self, key: Callable[[_Group], K], tenant: str | None) -> dict[K, Tally]:
         with self._lock:

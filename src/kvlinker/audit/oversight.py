@@ -56,10 +56,13 @@ class Oversight:
             if settings.audit_log is not None:
                 texts = decode if settings.audit_log_text else None
                 journal = AuditJournal(settings.audit_log.expanduser(), model=model, decode=texts)
+            steps = () if self.controller is None else self.controller.ladder.names
+            defaults = (parse_policy(name).name for name in (settings.policy, settings.implicit_policy) if name)
             self.auditor = Auditor(
                 engine,
                 events,
                 AuditOptions(settings.audit, settings.audit_tokens),
+                known=(*defaults, *steps),
                 journal=journal,
                 noted=None if self.controller is None else self.controller.note,
             )

@@ -88,7 +88,7 @@ class Creation:
         try:
             computed = gather([self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks], len)
         except BaseException:
-            self._upkeep.forget(keys)
+            self._upkeep.spare_no_longer(keys)
             raise
         computed.add_done_callback(lambda done: self._computed(done, records, entered))
         return entered
@@ -148,7 +148,7 @@ class Creation:
         try:
             self._writer.submit(self._enter, computed, records, entered)
         except BaseException as error:
-            self._upkeep.forget([record.chunk_key for record in records])
+            self._upkeep.spare_no_longer([record.chunk_key for record in records])
             entered.set_exception(error)
 
     def _enter(
@@ -160,7 +160,7 @@ class Creation:
                 computed.result()
                 room = self._catalog.add(records, self._limits, now=time.time())
             finally:
-                self._upkeep.forget(keys)
+                self._upkeep.spare_no_longer(keys)
             self._catalog.persist()
             self._drop(room)
             if records[0].pinned:

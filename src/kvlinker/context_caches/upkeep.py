@@ -41,12 +41,12 @@ class Upkeep:
         self._deletions.drop(released)
 
     def spare(self, keys: Collection[str]) -> None:
-        """Leave the KV of chunks that are being created alone, until ``forget`` is called with the same keys."""
+        """Leave the KV of chunks that are being created alone, until ``spare_no_longer`` is called with the same keys."""
         self._deletions.spare(keys)
 
-    def forget(self, keys: Collection[str]) -> None:
+    def spare_no_longer(self, keys: Collection[str]) -> None:
         """End what one call of ``spare`` began: the catalog holds the chunks now, or never will."""
-        self._deletions.forget(keys)
+        self._deletions.spare_no_longer(keys)
 
     def pin(self) -> None:
         """Tell the store which chunks are pinned now."""

@@ -31,8 +31,11 @@ DEFAULT_OPTIONS = TemplateOptions()
 
 NO_DEFINITIONS: Mapping[str, Chunk] = MappingProxyType({})
 
-MOST_DEFINITIONS = 1024
+MOST_DEFINITIONS = 512
 """The tools whose definitions' texts are remembered; of more, those that were asked for last."""
+
+LONGEST_DEFINITION = 1 << 14
+"""The characters of a tool, as JSON, beyond which the text of its definition is not remembered."""
 
 _PROBE: ChatMessage[Chunk] = ChatMessage("user", ("text",))
 
@@ -91,7 +94,8 @@ class ChatTemplate:
     def definition(self, tool: Tool) -> str | None:
         """Return the text by which prompts describe a tool; None where the template writes none that can be told from
         what stands around it."""
-        return self._definition(json.dumps(tool))
+        asked = json.dumps(tool)
+        return self._definition(asked) if len(asked) <= LONGEST_DEFINITION else self._find_definition(asked)
 
     def _find_definition(self, tool_json: str) -> str | None:
         tool = json.loads(tool_json)

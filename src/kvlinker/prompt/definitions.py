@@ -5,8 +5,8 @@ No template is known by name: how it writes a tool is seen by rendering a prompt
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 
 from kvlinker.types.chunks import Chunk
 
@@ -39,4 +39,5 @@ def with_definitions(parts: Sequence[str | Chunk], definitions: Mapping[str, Chu
 
 def _alike(one: str, other: str) -> int:
     """Return how many characters two texts begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    shorter = min(len(one), len(other))
+    return bisect_left(range(shorter), True, key=lambda index: one[: index + 1] != other[: index + 1])

@@ -157,19 +157,22 @@ class Metrics:
 
     def prompt_tokens(self) -> dict[str, int]:
         """Count prompt tokens since the start, by what became of them."""
-        return {source: self._total("kvlinker:prompt_tokens_total", source=source) for source in SOURCES}
+        return {source: _total(self._prompt_tokens, source=source) for source in SOURCES}
 
     def output_tokens(self) -> int:
         """Count the tokens generated since the start."""
-        return self._total("kvlinker:output_tokens_total")
+        return _total(self._output_tokens)
 
     def finished(self) -> int:
         """Count the requests that ended since the start, whatever the reason."""
-        (family,) = self._requests.collect()
-        return int(sum(sample.value for sample in family.samples if sample.name.endswith("_total")))
+        return _total(self._requests)
 
-    def _total(self, name: str, **labels: str) -> int:
-        return int(self.registry.get_sample_value(name, labels) or 0)
+
+def _total(counter: Counter, **labels: str) -> int:
+    """Return a counter's sum over all labels, or those that have these values."""
+    (family,) = counter.collect()
+    totals = (sample for sample in family.samples if sample.name.endswith("_total"))
+    return int(sum(sample.value for sample in totals if labels.items() <= sample.labels.items()))
 
 
 class _Gauges(Collector):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 
@@ -11,7 +13,7 @@ from kvlinker.server.answers.completions import PromptBody, single_prompt
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import error_responses
-from kvlinker.server.fields.bodies import DocumentBody, RequestBody, ResponseBody, Text, exactly_one
+from kvlinker.server.fields.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.tools import MOST_TOOLS, ToolBody, shown_tools
 from kvlinker.server.models import Service, ServiceParam
@@ -22,7 +24,8 @@ router = APIRouter(tags=["models"])
 
 class TokenizeRequest(RequestBody):
     """One of: ``text``, encoded as it is; ``prompt``, as a completion has it; ``messages``, as a chat has them, with
-    ``documents`` and ``tools``."""
+    ``documents`` and ``tools``. ``link`` says which texts of the latter two become chunks, whose seams the tokens
+    show."""
 
     model_config = exactly_one("text", "prompt", "messages")
 
@@ -32,6 +35,7 @@ class TokenizeRequest(RequestBody):
     messages: list[MessageBody] | None = Field(default=None, min_length=1)
     documents: list[DocumentBody] | None = None
     tools: list[ToolBody] | None = Field(default=None, max_length=MOST_TOOLS)
+    link: LinkOptions | None = None
 
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeRequest:
@@ -66,16 +70,16 @@ async def tokenize(body: TokenizeRequest, request: Request, service: ServicePara
 
 
 def _token_ids(service: Service, body: TokenizeRequest, tenant: str) -> list[int]:
-    llm = service.llm
+    llm, link = service.llm, body.link or LinkOptions()
     if body.text is not None:
         return list(llm.token_ids(body.text))
+    how: dict[str, Any] = {"policy": link.policy, "implicit": link.implicit, "keeps": False, "tenant": tenant}
     if body.messages is not None:
         messages = [message.message() for message in body.messages]
         documents = [document.document() for document in body.documents or ()]
         options = TemplateOptions(tools=shown_tools(body.tools))
-        read = llm.read_chat(messages, documents=documents, options=options, keeps=False, tenant=tenant)
-        return _ids(read.prompt)
-    return _ids(llm.read_completion(single_prompt(body.prompt or ""), keeps=False, tenant=tenant).prompt)
+        return _ids(llm.read_chat(messages, documents=documents, options=options, **how).prompt)
+    return _ids(llm.read_completion(single_prompt(body.prompt or ""), **how).prompt)
 
 
 def _ids(prompt: Prompt) -> list[int]:

@@ -7,6 +7,8 @@ routes for, and requests that ask for linking; all others are vLLM's, and ``/met
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,6 +23,7 @@ from kvlinker.config import Settings
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM
 from kvlinker.server.app import create_app
+from kvlinker.server.edge.address import is_loopback
 from kvlinker.server.models import Service
 from kvlinker.vllm.adapter import load_chat_template
 from kvlinker.vllm.diversion import Diversion
@@ -30,6 +33,8 @@ from kvlinker.vllm.linked_requests import LinkedRequests
 from kvlinker.vllm.options import ConnectorOptions, connector_settings
 from kvlinker.vllm.plugin import NAME
 from kvlinker.vllm.protocol.signature import PlanSigner
+
+logger = logging.getLogger(__name__)
 
 ALL_ADDRESSES = "0.0.0.0"
 """The address that vLLM binds to unless it is given another."""
@@ -62,6 +67,12 @@ class KVLinkerEndpoints:
         Raises InvalidRequestError where vLLM was started without the connector, and what an LLM raises.
         """
         settings = settings_of(engine_client.vllm_config, args)
+        if is_open(settings, args):
+            logger.warning(
+                "This server listens on %s without any API key: whoever reaches it may read, change and delete all "
+                "context caches. Set api_keys in kv_connector_extra_config or KVLINKER_API_KEYS, or vLLM's --api-key.",
+                settings.host,
+            )
         client = VLLMClient(engine_client, asyncio.get_running_loop(), PlanSigner.of(settings.state_dir))
         llm = await run_in_threadpool(_start, settings, client, engine_client.vllm_config)
         app = create_app(llm, settings)
@@ -74,6 +85,13 @@ class KVLinkerEndpoints:
         prometheus_client.REGISTRY.register(service.metrics.registry)
         self._running.callback(prometheus_client.REGISTRY.unregister, service.metrics.registry)
         self._diversion.app = app
+
+
+def is_open(settings: Settings, args: Namespace) -> bool:
+    """Return whether whoever reaches the server from elsewhere may do anything: neither kvlinker nor vLLM asks for a
+    key."""
+    has_key = settings.accepted_keys or getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY")
+    return not has_key and not is_loopback(settings.host)
 
 
 def _start(settings: Settings, client: VLLMClient, vllm_config: Any) -> LLM:

@@ -93,7 +93,7 @@ class LinkedRequests:
     ) -> Response:
         """Link the context caches and marked texts of a conversation, and have vLLM answer it."""
         fields = json.loads(await request.body())
-        plain = {name: value for name, value in fields.items() if name != "link"}
+        plain = _plain_fields(fields)
         plain["messages"] = [_plain_message(message) for message in fields["messages"]]
         if isinstance(fields.get("tools"), list):
             plain["tools"] = [_unmarked(tool) for tool in fields["tools"]]
@@ -130,7 +130,7 @@ class LinkedRequests:
     ) -> Response:
         """Link the context caches and marked texts of a prompt, and have vLLM go on with it."""
         fields = json.loads(await request.body())
-        plain = {name: value for name, value in fields.items() if name != "link"}
+        plain = _plain_fields(fields)
         (given, *others) = prompts_of(body.prompt)
         if others or has_several(body.prompt) or isinstance(given, TokenIds):
             return _Forwarded(self._diversion, plain)
@@ -177,8 +177,6 @@ class LinkedRequests:
 
     def _linked(self, plain: dict[str, Any], read: ReadPrompt, prepared: PreparedPrompt, tenant: str) -> Response:
         plain["cache_salt"] = prepared.salt
-        if plain.get("model") == DEFAULT_MODEL:
-            del plain["model"]
         return _Forwarded(self._diversion, plain, _LinkedAnswer(self._llm, read, prepared, tenant))
 
 
@@ -250,6 +248,14 @@ class _Forwarded(Response):
             if editor.succeeded:
                 self._answer.note()
         return None
+
+
+def _plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request's fields without what only kvlinker knows: how to link, and a name for any model."""
+    plain = {name: value for name, value in fields.items() if name != "link"}
+    if plain.get("model") == DEFAULT_MODEL:
+        del plain["model"]
+    return plain
 
 
 def _plain_message(message: dict[str, Any]) -> dict[str, Any]:

@@ -142,9 +142,9 @@ class LocalLibrary(Library):
         return answer.text
 
     def storage(self) -> Storage:
-        disk = next(tier for tier in self._llm.tiers() if tier.name == "disk")
-        codec = self._llm.settings.disk_codec
-        return Storage(self._llm.engine.kv_bytes_per_token, codec, disk.used_bytes, disk.budget_bytes)
+        disks = [tier for tier in self._llm.tiers() if tier.name == "disk"]
+        used, budget = (sum(getattr(disk, name) for disk in disks) for name in ("used_bytes", "budget_bytes"))
+        return Storage(self._llm.engine.kv_bytes_per_token, self._llm.settings.disk_codec, used, budget)
 
 
 class RemoteLibrary(Library):
@@ -208,8 +208,9 @@ def open_library(settings: Settings, *, url: str | None, api_key: str | None) ->
 
 
 def _disk_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the disk tier's figures."""
-    found: Mapping[str, Any] = next(tier for tier in status["tiers"] if tier["name"] == "disk")
+    """Return the disk tier's figures; a server without one has a tier of no bytes."""
+    none = {"used_bytes": 0, "budget_bytes": 0}
+    found: Mapping[str, Any] = next((tier for tier in status["tiers"] if tier["name"] == "disk"), none)
     return found
 
 

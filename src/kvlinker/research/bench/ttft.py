@@ -35,6 +35,7 @@ from kvlinker.research.bench.harness.measurement import (
 )
 from kvlinker.research.bench.harness.report import Report, Row, empty_figure, save_figure
 from kvlinker.research.bench.harness.subject import Subject
+from kvlinker.research.bench.store.files import chunk_files, drop_from_page_cache
 from kvlinker.research.bench.vllm_ttft import COLUMNS as VLLM_COLUMNS
 from kvlinker.research.bench.vllm_ttft import run_vllm_ttft
 from kvlinker.research.progress import Progress, silent
@@ -95,7 +96,7 @@ def ttft(
     chunk_tokens: ChunkTokens = 512,
     fresh_tokens: FreshTokens = 32,
     policies: ComparedPolicies = None,
-    tier: Annotated[str, typer.Option(help="Where the chunk caches lie: host or disk.")] = "host",
+    tier: Annotated[str, typer.Option(help="Where the chunk caches lie: host, or disk, with an empty page cache.")] = "host",
     full_limit: Annotated[
         int | None, typer.Option(min=1, help="Longest prompt that full prefill takes part in, in tokens.")
     ] = None,
@@ -120,7 +121,9 @@ def ttft(
         progress=setup.progress,
     )
     if with_vllm:
-        rows = run_vllm_ttft(subject, setup.settings, workloads, named, repeat=repeat, progress=setup.progress)
+        rows = run_vllm_ttft(
+            subject, setup.settings, workloads, named, repeat=repeat, tier=tier, progress=setup.progress
+        )
         report = replace(report, rows=[*report.rows, *rows], columns=VLLM_COLUMNS)
     growth = scaling_exponents(report.rows).items()
     return replace(report, notes=[f"{name} ({engine}): TTFT ~ tokens^{power:.2f}" for (name, engine), power in growth])
@@ -152,6 +155,7 @@ def run_ttft(
     with subject.llm(kv_slots=longest + 2 * SPARE_SLOTS, tier=tier, max_step_tokens=STEP_TOKENS) as llm:
         engine = llm.engine
         assert isinstance(engine, EmbeddedEngine)
+        forget = partial(_forget_files, llm.settings.state_dir) if tier == "disk" else None
         for workload in workloads:
             prompt = workload.prompt(loaded.model.config.vocab_size)
             progress(f"{len(prompt)} tokens: caching {workload.chunks} chunks")
@@ -159,7 +163,7 @@ def run_ttft(
             llm.store.flush()
             with_full = full_limit is None or len(prompt) <= full_limit
             competitors = {
-                ("embedded", name): policy_measurement(engine, loaded, prompt, name)
+                ("embedded", name): policy_measurement(engine, loaded, prompt, name, before=forget)
                 for name in policies
                 if with_full or name != "full"
             }
@@ -250,12 +254,20 @@ def _rows(
 
 
 def policy_measurement(
-    engine: EmbeddedEngine, loaded: LoadedModel, prompt: Prompt, policy: str
+    engine: EmbeddedEngine,
+    loaded: LoadedModel,
+    prompt: Prompt,
+    policy: str,
+    *,
+    before: Callable[[], object] | None = None,
 ) -> Callable[[], Measurement]:
-    """Return what measures one time to first token with its parts; the engine must be idle otherwise."""
+    """Return what measures one time to first token with its parts, behind ``before``; the engine must be idle
+    otherwise."""
     from kvlinker.embedded.execution.forward_pass import Profile
 
     def measure() -> Measurement:
+        if before is not None:
+            before()
         profile = Profile()
         engine.runner.profile = profile
         handles = _time_linears(loaded.model, profile)
@@ -269,6 +281,11 @@ def policy_measurement(
         return Measurement(measured.seconds, parts | {"rest": measured.seconds - sum(parts.values())})
 
     return measure
+
+
+def _forget_files(state_dir: Path) -> None:
+    """Have chunks be read from the disk itself."""
+    drop_from_page_cache(chunk_files(state_dir))
 
 
 def _measure_transformers(loaded: LoadedModel, prompt: Prompt) -> Measurement:

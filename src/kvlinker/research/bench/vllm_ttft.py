@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlinker.config import Settings, load_settings
 from kvlinker.engine.contract import Failed, GenerationEvent
+from kvlinker.errors import InvalidRequestError
 from kvlinker.prompt.segments import Prompt
 from kvlinker.research.bench.harness.measurement import (
     FirstToken,
@@ -26,6 +27,7 @@ from kvlinker.research.bench.harness.measurement import (
 )
 from kvlinker.research.bench.harness.report import Row
 from kvlinker.research.bench.harness.subject import Subject
+from kvlinker.research.bench.store.files import chunk_files, drop_from_page_cache
 from kvlinker.research.progress import Progress, silent
 from kvlinker.types.answers import Delta
 
@@ -52,6 +54,7 @@ AGAIN, REORDERED, SMALL_STEPS = "full, again", "full, reordered", f"full, steps 
 before it, and a smaller ``max_num_batched_tokens``."""
 
 HOST_MEMORY = 8 << 30
+WORKER_TIERS = ("host", "disk")
 NEIGHBOUR_TOKENS = 64
 IDLE_TOKENS = 12
 """Tokens that a neighbour decodes alone, before a prompt is linked beside it."""
@@ -75,19 +78,26 @@ def run_vllm_ttft(
     policies: Sequence[str],
     *,
     repeat: int,
+    tier: str = "host",
     progress: Progress = silent,
 ) -> list[Row]:
     """Make one row per workload and policy: medians of ``repeat`` measurements in turn, after one warm-up.
 
+    With the tier ``disk``, vLLM's workers keep no chunk in memory, and find the disk's page cache empty.
+
     Beside ``full`` stand what vLLM offers without linking: its prefix cache, and smaller steps. ``itl_ms`` is the mean
     time between two tokens of a neighbour until the prompt's own first token, ``busy_ttft_ms`` how long that takes,
     ``idle_itl_ms`` the median of a neighbour that is alone. vLLM's prefix cache is emptied before each prompt, for they
-    are repeated.
+    are repeated. Raises InvalidRequestError for other tiers than ``host`` and ``disk``.
     """
+    if tier not in WORKER_TIERS:
+        raise InvalidRequestError(
+            f"vLLM's workers take chunks from {' or '.join(WORKER_TIERS)}, not from {tier!r}.", param="tier"
+        )
     longest = max(workload.tokens for workload in workloads)
     progress("starting vLLM")
     rows: list[Row] = []
-    with _vllm(subject, settings, longest + SPARE_TOKENS) as llm:
+    with _vllm(subject, settings, longest + SPARE_TOKENS, tier) as llm:
         for workload in workloads:
             prompt = workload.prompt(subject.loaded.vocabulary)
             progress(f"{len(prompt)} tokens: caching {workload.chunks} chunks in vLLM")
@@ -101,7 +111,7 @@ def run_vllm_ttft(
             medians = {name: statistics.median(one.seconds for one in found) for name, found in alone.items()}
             recomputed = {name: _recomputed(llm, prompt, name) for name in policies}
             rows += [
-                _row(workload, name, medians, recomputed=recomputed.get(name), gaps=gaps.get(name))
+                _row(workload, name, medians, tier=tier, recomputed=recomputed.get(name), gaps=gaps.get(name))
                 for name in competitors
             ]
     if "full" in policies:
@@ -123,7 +133,7 @@ def _small_steps(
     small = settings.model_copy(update={"vllm_options": options})
     made = []
     progress(f"starting vLLM with steps of {SMALL_STEP} tokens")
-    with _vllm(subject, small, max(workload.tokens for workload in workloads) + SPARE_TOKENS) as llm:
+    with _vllm(subject, small, max(workload.tokens for workload in workloads) + SPARE_TOKENS, "host") as llm:
         for workload in workloads:
             prompt = workload.prompt(subject.loaded.vocabulary)
             alone = in_turn(
@@ -135,13 +145,14 @@ def _small_steps(
                 "full": full["ttft_ms"] / 1e3,
                 SMALL_STEPS: statistics.median(one.seconds for one in alone[SMALL_STEPS]),
             }
-            made.append(_row(workload, SMALL_STEPS, medians, recomputed=full["recomputed_tokens"], gaps=gaps))
+            recomputed = full["recomputed_tokens"]
+            made.append(_row(workload, SMALL_STEPS, medians, tier="host", recomputed=recomputed, gaps=gaps))
     return made
 
 
 @contextmanager
-def _vllm(subject: Subject, settings: Settings, window: int) -> Iterator[LLM]:
-    """Run the subject's weights in vLLM, with a store of its own."""
+def _vllm(subject: Subject, settings: Settings, window: int, tier: str) -> Iterator[LLM]:
+    """Run the subject's weights in vLLM, with a store of its own whose chunks lie in the tier."""
     from kvlinker.llm import LLM
 
     with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
@@ -153,7 +164,7 @@ def _vllm(subject: Subject, settings: Settings, window: int) -> Iterator[LLM]:
             model=str(model),
             dtype=str(subject.loaded.dtype).removeprefix("torch."),
             state_dir=Path(folder) / "state",
-            host_memory=HOST_MEMORY,
+            host_memory=HOST_MEMORY if tier == "host" else 0,
             max_model_len=window,
             vllm_options=settings.vllm_options,
             redis_space=0,
@@ -168,6 +179,7 @@ def _row(
     policy: str,
     medians: Mapping[str, float],
     *,
+    tier: str,
     recomputed: int | None,
     gaps: Sequence[_Gaps] | None,
 ) -> Row:
@@ -182,7 +194,7 @@ def _row(
         "context_tokens": workload.tokens,
         "chunks": workload.chunks,
         "fresh_tokens": workload.fresh_tokens,
-        "tier": "host",
+        "tier": tier,
         "ttft_ms": 1e3 * medians[policy],
         "speedup": None if full is None else full / medians[policy],
         "recomputed_tokens": recomputed,
@@ -219,18 +231,21 @@ def _after(llm: LLM, before: Prompt, prompt: Prompt) -> FirstToken:
 
 def _alone(llm: LLM, prompt: Prompt, policy: str) -> FirstToken:
     """Answer the prompt with nothing beside it."""
-    _forget_prefixes(llm)
+    _forget(llm)
     return first_token(llm.engine, prompt, policy)
 
 
-def _forget_prefixes(llm: LLM) -> None:
+def _forget(llm: LLM) -> None:
+    """Empty vLLM's prefix cache and, where chunks are read from the disk, its page cache."""
     engine: Any = llm.engine
     engine.forget_prefixes()
+    if not llm.settings.host_memory:
+        drop_from_page_cache(chunk_files(llm.settings.state_dir))
 
 
 def _neighbour(llm: LLM, prompt: Prompt, policy: str) -> _Gaps:
     """Let a neighbour decode alone, then beside the prompt."""
-    _forget_prefixes(llm)
+    _forget(llm)
     window = llm.max_model_len - NEIGHBOUR_TOKENS
     own = Workload(0, 1, NEIGHBOUR_TOKENS).prompt(256, seed=1)
     tokens: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()

@@ -18,11 +18,10 @@ from pydantic import BaseModel
 from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
-from kvlinker.errors import KVLinkerError
 from kvlinker.llm import LLM, Answer, Explanation, Prompt, ReadPrompt
 from kvlinker.server.answers.choices import Choices
 from kvlinker.server.edge.access_log import note_tokens
-from kvlinker.server.edge.errors import error_body, error_responses
+from kvlinker.server.edge.errors import error_body, error_responses, failure_of
 from kvlinker.server.fields.bodies import ResponseBody, SamplingBody
 from kvlinker.server.fields.explanations import LinkExplanation
 from kvlinker.server.models import Service
@@ -231,8 +230,8 @@ async def _chunks(
         note_tokens(scope, usage.prompt_tokens, usage.completion_tokens)
         if include_usage:
             yield _encoded(answer_format.chunk([]).model_copy(update={"usage": usage}))
-    except KVLinkerError as error:
-        yield _encoded(error_body(error, scope))
+    except Exception as error:
+        yield _encoded(error_body(failure_of(error, scope), scope))
     yield "[DONE]"
 
 

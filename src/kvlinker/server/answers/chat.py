@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from kvlinker.answer import finish_reason
 from kvlinker.conversing import Conversing
@@ -20,7 +20,7 @@ from kvlinker.prompt.answer_forms.reader import AnswerReader
 from kvlinker.server.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming
-from kvlinker.server.fields.bodies import DocumentBody, ResponseBody, Text
+from kvlinker.server.fields.bodies import DocumentBody, JsonObject, ResponseBody
 from kvlinker.server.fields.decoding import DecodingBody
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
@@ -67,7 +67,7 @@ class ChatCompletionRequest(DecodingBody):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[Text, JsonValue] | None = Field(
+    chat_template_kwargs: JsonObject | None = Field(
         default=None, description="Variables of the model's chat template, such as `enable_thinking`."
     )
 

@@ -21,7 +21,7 @@ from kvlinker.server.answers.answering import Asked, EventStream, begin_choices,
 from kvlinker.server.answers.chat import ChatCompletionRequest
 from kvlinker.server.answers.choices import Choices
 from kvlinker.server.edge.access_log import note_tokens
-from kvlinker.server.edge.errors import as_invalid_request
+from kvlinker.server.edge.errors import as_invalid_request, failure_of
 from kvlinker.server.fields.bodies import Part, TextPart
 from kvlinker.server.models import Service
 from kvlinker.types.answers import Finished
@@ -219,8 +219,8 @@ async def _events(
                     yield _named(event)
         for event in await run_in_threadpool(lambda: list(answer.closing())):
             yield _named(event)
-    except KVLinkerError as error:
-        for event in answer.failure(error, request.scope):
+    except Exception as error:
+        for event in answer.failure(failure_of(error, request.scope), request.scope):
             yield _named(event)
 
 

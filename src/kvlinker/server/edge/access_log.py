@@ -47,15 +47,22 @@ class AccessLog:
             return await self._app(scope, receive, send)
         began = time.perf_counter()
         status: int | None = None
+        left = False
+
+        async def watching() -> Message:
+            nonlocal left
+            message = await receive()
+            left = left or (message["type"] == "http.disconnect" and status is None)
+            return message
 
         async def noting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status = None if left else message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, watching, noting)
         finally:
             prompt, output = scope["state"].get("tokens", (0, 0))
             request = {

@@ -87,6 +87,15 @@ def error_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
     return _body(error.message, error.type, error.param, error.code)
 
 
+def failure_of(error: Exception, scope: Scope) -> KVLinkerError:
+    """Return what a stream that failed half way is to tell: a bug is logged with its trace, and told as none of the
+    caller's business."""
+    if isinstance(error, KVLinkerError):
+        return error
+    logger.error("The stream of request %s failed", request_id_of(scope), exc_info=error)
+    return KVLinkerError(f"{type(error).__name__} in a stream")
+
+
 def as_messages_error(body: ErrorBody, status: int, scope: Scope) -> MessagesError:
     """Return the body of an error with this HTTP status in the words of Anthropic's API."""
     return messages_error(body.error.message, status, request_id_of(scope))

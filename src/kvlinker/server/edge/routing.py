@@ -50,10 +50,10 @@ async def refuse_unknown_query(request: Request) -> None:
     routes. Raises InvalidRequestError for the first unknown one."""
     if not request.query_params:
         return
-    operations = request.app.openapi()["paths"][request.scope["route"].path_format]
+    operations = request.app.openapi()["paths"].get(request.scope["route"].path_format, {})
     documented = [
         parameter
-        for parameter in operations[request.method.lower()].get("parameters", ())
+        for parameter in operations.get(request.method.lower(), {}).get("parameters", ())
         if parameter["in"] == "query"
     ]
     for name in request.query_params:

@@ -6,6 +6,7 @@ responses are made of them, so that the OpenAPI document describes what is sent.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -36,19 +37,36 @@ from kvlinker.types.messages import MARKS, CachedPart, Content, ContextCacheRefe
 MAX_CHOICES = 128
 
 
+_NO_UNICODE = PydanticCustomError("text_unicode", "Input should be valid Unicode, without lone surrogates")
+
+
 def _require_unicode(text: str) -> str:
     """Refuse half of a surrogate pair, which JSON's escapes can spell, but which is no text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PydanticCustomError("text_unicode", "Input should be valid Unicode, without lone surrogates") from error
+        raise _NO_UNICODE from error
     return text
+
+
+def _require_json(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Refuse what could not be sent back as JSON: halves of surrogate pairs, and numbers that are not finite."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise _NO_UNICODE from error
+    except ValueError as error:
+        raise PydanticCustomError("finite_number", "Input should have finite numbers only") from error
+    return value
 
 
 Unicode = AfterValidator(_require_unicode)
 """Stands last in the annotation of a text, so that the constraints before it speak of characters."""
 
 Text = Annotated[str, Unicode]
+
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_require_json)]
+"""An object of any content, such as a schema."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_NAME), Unicode]
 

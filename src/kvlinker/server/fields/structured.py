@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, JsonValue, StringConstraints, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.fields.bodies import RequestBody, Text, Unicode
+from kvlinker.server.fields.bodies import JsonObject, RequestBody, Text, Unicode
 from kvlinker.types.grammars import AnswerGrammar
 
 MOST_CHOICES = 1024
 
-_Schema = dict[str, JsonValue]
 _Grammar = Annotated[str, StringConstraints(min_length=1), Unicode]
 _JsonSchema = Annotated[
-    Annotated[_Schema, Tag("<schema>")] | Annotated[_Grammar, Tag("<text>")],
+    Annotated[JsonObject, Tag("<schema>")] | Annotated[_Grammar, Tag("<text>")],
     Discriminator(lambda value: "<schema>" if isinstance(value, dict) else "<text>"),
 ]
 
@@ -25,7 +24,7 @@ class JsonSchemaBody(RequestBody):
 
     name: Text | None = None
     description: Text | None = None
-    schema_: _Schema = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     strict: bool | None = None
 
 

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, JsonValue, StringConstraints, Tag
+from pydantic import AfterValidator, Discriminator, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from kvlinker.server.fields.bodies import MarkableBody, RequestBody, ResponseBody, Text
+from kvlinker.server.fields.bodies import JsonObject, MarkableBody, RequestBody, ResponseBody, Text
 from kvlinker.types.tools import Tool, ToolCall, shown_tool, template_call
 
 MOST_TOOLS = 256
@@ -23,7 +23,7 @@ class FunctionBody(RequestBody):
 
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
 from kvlinker.prompt.sections import document_parts
-from kvlinker.server.fields.bodies import CacheControl, ContextCachePart, Part, RequestBody, Text, TextOr, TextPart
+from kvlinker.server.fields.bodies import CacheControl, ContextCachePart, JsonObject, Part, RequestBody, Text, TextOr, TextPart
 
 Texts = TextOr[list[Part]]
 """A text, or texts and context caches, of which there may be none."""
@@ -24,7 +24,7 @@ class ToolUseBlock(RequestBody):
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: dict[str, JsonValue]
+    input: JsonObject
 
 
 class ToolResultBlock(RequestBody):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.answers.dialects import Translation
-from kvlinker.server.fields.bodies import CacheControl, LinkOptions, MarkableBody, RequestBody, Text
+from kvlinker.server.fields.bodies import CacheControl, JsonObject, LinkOptions, MarkableBody, RequestBody, Text
 from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
 from kvlinker.server.messages.blocks import (
     Blocks,
@@ -57,7 +57,7 @@ class MessageTool(MarkableBody):
     type: Literal["custom"] | None = None
     name: FunctionName
     description: Text | None = None
-    input_schema: dict[str, JsonValue]
+    input_schema: JsonObject
     strict: bool | None = None
 
     def chat_tool(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class OutputFormat(RequestBody):
     """A JSON schema that the answer is to be valid under."""
 
     type: Literal["json_schema"]
-    schema_: dict[str, JsonValue] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(RequestBody):

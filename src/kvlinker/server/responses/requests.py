@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, JsonValue, Tag
+from pydantic import Discriminator, Field, Tag
 
 from kvlinker.server.answers.dialects import Translation
-from kvlinker.server.fields.bodies import LinkOptions, MarkableBody, Metadata, RequestBody, StreamOptions, Text, TextOr
+from kvlinker.server.fields.bodies import JsonObject, LinkOptions, MarkableBody, Metadata, RequestBody, StreamOptions, Text, TextOr
 from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
 from kvlinker.server.responses.items import Item, MessageItem, add_items
 from kvlinker.types.messages import MARKS
@@ -22,7 +22,7 @@ class ResponseTool(MarkableBody):
     type: Literal["function"]
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -51,7 +51,7 @@ class JsonSchemaFormat(RequestBody):
     type: Literal["json_schema"]
     name: Text | None = None
     description: Text | None = None
-    schema_: dict[str, JsonValue] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     strict: bool | None = None
 
 

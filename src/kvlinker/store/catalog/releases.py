@@ -89,13 +89,13 @@ class Deletions:
         self._recent: dict[str, float] = {}  # when they were released, for LONGEST_REQUEST_SECONDS
 
     def spare(self, keys: Collection[str]) -> None:
-        """Delete none of these chunks until ``forget`` is called with the same; waits for those that are just being
+        """Delete none of these chunks until ``spare_no_longer`` is called with the same; waits for those that are just being
         deleted."""
         with self._changed:
             self._spared.update(keys)
             self._changed.wait_for(lambda: self._deleting.keys().isdisjoint(keys))
 
-    def forget(self, keys: Collection[str]) -> None:
+    def spare_no_longer(self, keys: Collection[str]) -> None:
         """End what one call of ``spare`` began."""
         with self._changed:
             self._spared -= Counter(keys)

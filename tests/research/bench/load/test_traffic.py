@@ -105,6 +105,13 @@ def test_arrivals_have_the_rate() -> None:
     assert gaps.std() == pytest.approx(0.25, rel=0.05)  # as an exponential distribution's
 
 
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_few_arrivals_have_the_rate_too(count: int) -> None:
+    lengths = [poisson_arrivals(4.0, count, seed=seed)[-1] for seed in range(200)]
+    assert max(lengths) < count / 4.0
+    assert np.mean(lengths) == pytest.approx(count / (count + 1) * count / 4.0, rel=0.1)  # the largest of uniform ones
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

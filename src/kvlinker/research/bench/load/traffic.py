@@ -98,9 +98,14 @@ def make_conversations(
 
 
 def poisson_arrivals(rate: float, count: int, *, seed: int) -> tuple[float, ...]:
-    """Draw when ``count`` conversations arrive, in seconds: a Poisson process of ``rate`` a second."""
+    """Draw when ``count`` conversations arrive, in seconds: a Poisson process of ``rate`` a second that brings just so
+    many in ``count / rate`` seconds.
+
+    Given how many come, such a process has them come independently at any time. So few arrivals have the named rate,
+    too, where free ones would miss it by 1/√count.
+    """
     generator = np.random.default_rng([seed, 2])
-    return tuple(np.cumsum(generator.exponential(1 / rate, count)).tolist())
+    return tuple(np.sort(generator.uniform(0, count / rate, count)).tolist())
 
 
 def random_text(generator: np.random.Generator, characters: int) -> str:
