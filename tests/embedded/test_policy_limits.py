@@ -248,6 +248,18 @@ def test_a_policy_that_cannot_explain_fails_the_explanation(bench):
     assert made.answer(prompt, Failing("explain")).failed is None
 
 
+def test_an_answer_that_cannot_be_explained_fails_alone(bench):
+    made = bench()
+    prompt = linked_prompt(30, 25)
+    expected = made.answer(prompt)
+    failing = made.submit(prompt, Failing("explain"), explains=True)[0]
+    neighbour = made.submit(prompt)[0]
+    assert "not today" in failing.wait(timeout=20).failed.error.message
+    assert neighbour.wait().tokens == expected.tokens
+    assert made.engine.healthy
+    made.settle()
+
+
 def test_closing_ends_an_explanation(bench):
     made = bench()
     stepping = Stepping(made, at=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -185,6 +186,15 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, recorder: Recorde
     running.close()
     assert list(root.iterdir()) == []
     remove_left(tmp_path / "nowhere")
+
+
+def test_what_is_absent_is_known_without_the_disk(spilled: SpilledPrefixes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else writes to the folder, and the engine's scheduler waits for the answer."""
+    add(spilled, 0)
+    lstat = mock.Mock(side_effect=FileNotFoundError)
+    monkeypatch.setattr(Path, "lstat", lstat)
+    assert there(spilled, 0, 1) == [True, False]
+    lstat.assert_not_called()
 
 
 def test_without_a_disk_nothing_is_kept(recorder: Recorder) -> None:

@@ -71,7 +71,7 @@ class EngineLoop:
             logger.exception("The engine failed; its requests are given up.")
         finally:
             for request in self._scheduler.finish_all():
-                request.fail(engine_closed())
+                _tell(partial(request.fail, engine_closed()))
 
     def _turn(self) -> None:
         self._tell_cancelled()
@@ -136,8 +136,16 @@ class EngineLoop:
 
     def _end(self, request: Request, ending: Ending | None) -> None:
         if ending is not None and self._scheduler.finish(request):
-            ending()
+            _tell(ending)
 
     def _tell_cancelled(self) -> None:
         for request in self._scheduler.take_cancelled():
-            request.cancel()
+            _tell(request.cancel)
+
+
+def _tell(ending: Ending) -> None:
+    """Call the ending; an error in it is logged, since it concerns one caller, and the thread serves all."""
+    try:
+        ending()
+    except Exception:
+        logger.exception("A request has ended, but its caller could not be told.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvlinker.embedded.kv_cache import prefixes
+from kvlinker.embedded.kv_cache import paths, prefixes
 from kvlinker.embedded.kv_cache.paths import LinkedChunk, LinkedPath, linked_path
 from kvlinker.embedded.kv_cache.pool import SlotAllocator, SlotSpan, slots_of
 from kvlinker.embedded.kv_cache.prefixes import LEAST_TOKENS, PrefixTree
@@ -84,18 +85,18 @@ class TreeMachine(RuleBasedStateMachine):
         if chunk is None or start + chunk[1] > len(tokens):
             return LinkedPath(tenant, np.array(tokens))
         tokens = [*tokens[:start], *[ord(chunk[0].key)] * chunk[1], *tokens[start + chunk[1] :]]
-        return LinkedPath(tenant, np.array(tokens), {start: (chunk,)})
+        return LinkedPath(tenant, np.array(tokens), {start: chunk})
 
     def own(self, path: LinkedPath) -> np.ndarray:
         mask = np.ones(len(path.tokens), dtype=bool)
-        for start, ((chunk, length),) in path.chunks.items():
+        for start, (chunk, length) in path.chunks.items():
             mask[start : start + length] = False
             mask[start] = chunk.linked == "naive"  # a token that was computed again
         return np.flatnonzero(mask)
 
     def story(self, path: LinkedPath, position: int) -> str:
         """All that the KV of a position depends on."""
-        chunks = [(start, *entries[0]) for start, entries in path.chunks.items() if start <= position]
+        chunks = [(start, *entry) for start, entry in path.chunks.items() if start <= position]
         return f"{path.tenant}{path.tokens[: position + 1].tolist()}{chunks}"
 
     @rule(tenant=st.sampled_from("xy"), tokens=TOKENS, chunk=st.none() | CHUNK, start=st.integers(0, 20))
@@ -122,7 +123,7 @@ class TreeMachine(RuleBasedStateMachine):
     def acquire(self, tenant, tokens, chunk, start, length) -> None:
         path = self.path(tenant, tokens, chunk, start)
         own = self.own(path)
-        for begin, ((_, size),) in path.chunks.items():
+        for begin, (_, size) in path.chunks.items():
             if begin < length < begin + size:
                 length = begin  # a chunk is linked whole
         reused = ReusedPrefix(min(length, len(tokens)), own[own < length])
@@ -145,6 +146,14 @@ class TreeMachine(RuleBasedStateMachine):
             node.has_children_in_pool for node in self.tree._used
         )
 
+    @rule()
+    def lose_all(self) -> None:
+        """All files go, and with them all nodes that are not in the pool."""
+        self.spill.files.clear()
+        self.tree._sweep_at = 0
+        self.tree.evict(0)
+        assert not self.tree._spilled
+
     @precondition(lambda self: self.spill.files)
     @rule(data=st.data())
     def lose(self, data) -> None:
@@ -158,18 +167,18 @@ class TreeMachine(RuleBasedStateMachine):
     @invariant()
     def nodes_hold_their_own(self) -> None:
         sizes = {"a": 3, "b": 2}
-        nodes = 0
+        nodes, names = 0, set[int]()
         for tenant, root in self.tree._roots.items():
             leaves: list = [(child, [], {}) for child in root.children.values()]
             while leaves:
                 node, tokens, chunks = leaves.pop()
-                nodes += 1
+                nodes, names = nodes + 1, names.union(node.chunk_names)
                 assert node.starts[0] == len(tokens)
                 tokens, chunks = list(tokens), dict(chunks)
                 for item in node.items.tolist():
                     if item < 0:
                         chunk = self.tree._chunks[item]
-                        chunks[len(tokens)] = ((chunk, sizes[chunk.key]),)
+                        chunks[len(tokens)] = chunk, sizes[chunk.key]
                         tokens += [ord(chunk.key)] * sizes[chunk.key]
                     else:
                         tokens.append(item)
@@ -185,6 +194,7 @@ class TreeMachine(RuleBasedStateMachine):
                     assert self.spill.files[node.stored.key][node.stored.first : node.stored.last] == stories
                 leaves += [(child, tokens, chunks) for child in node.children.values()]
         assert nodes == len(self.tree)
+        assert set(self.tree._names.values()) == set(self.tree._chunks) == names, "no other chunks have names"
 
     @invariant()
     def slots_are_counted(self) -> None:
@@ -290,6 +300,67 @@ def test_one_of_many_is_found() -> None:
     prompt = Prompt((FreshSegment((7, 30, 30 * 200 + 7, *range(20))),))
     assert len(tree) > 20_000
     assert sum(count for _, count in tree._follow("tenant", prompt.tokens)) == 3
+
+
+def test_a_path_of_many_nodes_is_found() -> None:
+    """Every turn of a conversation adds nodes to its path."""
+    tokens = tuple(range(2000))
+    slots = slots_with((prompt_of(tokens), "full"))
+    tree = slots._prefixes
+    (node,) = tree._roots["tenant"].children.values()
+    while len(node.items) > 1:
+        tree._divide(node, 1)
+        (node,) = node.children.values()
+    assert len(tree) == len(tokens)
+    assert found(slots, prompt_of((*tokens, 7)), "full") == len(tokens)
+
+
+def test_a_look_up_stays_with_the_chunks_that_it_comes_to(monkeypatch) -> None:
+    """It holds the scheduler's lock."""
+    slots = slots_with((prompt_of(HEADER, 0, FIRST), "naive"), (prompt_of(HEADER, 1, FIRST), "naive"))
+    tried: list[LinkedChunk] = []
+
+    def linked_chunk(key: str, linked: str) -> LinkedChunk:
+        tried.append(LinkedChunk(key, linked))
+        return tried[-1]
+
+    monkeypatch.setattr(paths, "LinkedChunk", linked_chunk)
+    assert found(slots, prompt_of(HEADER, 0, FIRST, 1, 2, SECOND), "naive") == len(HEADER) + 20 + len(FIRST)
+    assert {chunk.key for chunk in tried} == {CHUNKS[0].content}
+
+
+def test_a_request_that_leaves_nothing_names_nothing() -> None:
+    """It reuses a prefix, and is cancelled before its chunk is linked."""
+    slots = slots_with((prompt_of(HEADER, 0, FIRST), "naive"))
+    prompt, policy = prompt_of(HEADER, 1, FIRST), parse_policy("naive")
+    reused = slots.find_prefix("tenant", prompt, keys_of(prompt), policy)
+    assert reused is not None
+    path = linked_path("tenant", make_plan(prompt, policy, PromptEvidence()), keys_of(prompt))
+    spans = slots._prefixes.acquire(path, reused)
+    assert sum(span.size for span in spans) == len(HEADER)
+    assert list(slots._prefixes._names) == [LinkedChunk(CHUNKS[0].content, "naive")]
+
+
+def test_a_node_without_kv_goes_with_the_last_that_stood_behind_it() -> None:
+    """Two prompts go on behind a chunk that was linked as it is, and one without it. Only their header stays."""
+    allocator = SlotAllocator(200)
+    spill = FakeSpill(SimpleNamespace(contents=np.full(200, "", dtype=object)))
+    tree = PrefixTree(allocator, spill)
+    chunk = {len(HEADER): (LinkedChunk("chunk", "naive"), 3)}
+    linked = [LinkedPath("tenant", np.array([*HEADER, 1, 2, 3, *[last] * LEAST_TOKENS]), chunk) for last in (4, 5)]
+    for path in (*linked, LinkedPath("tenant", np.array([*HEADER, *[6] * LEAST_TOKENS]))):
+        own = np.setdiff1d(np.arange(len(path.tokens)), len(HEADER) + np.arange(3) if path.chunks else ())
+        spans = allocator.allocate(len(own))
+        assert spans is not None
+        tree.insert(path, own, spans)
+        allocator.release(spans)
+    tree.acquire(linked[0], ReusedPrefix(len(HEADER), np.arange(len(HEADER))))
+    tree.evict(200)
+    assert (len(tree), len(spill.files)) == (5, 3)
+    spill.files.clear()
+    tree._sweep_at = 0
+    tree.evict(0)
+    assert len(tree) == 1
 
 
 # --- answers

@@ -88,6 +88,39 @@ def test_cancelling_frees_at_once_running_or_waiting():
     assert running.told == ["cancelled"]
 
 
+@pytest.mark.parametrize("how", ["finished", "failed", "cancelled"])
+def test_an_ending_that_raises_ends_nobody_else(monkeypatch, caplog, how):
+    def tell(*_):
+        raise RuntimeError("nobody is there")
+
+    simulation = Simulation(200)
+    broken, other = simulation.add(5), simulation.add(5, 3)
+    if how == "finished":
+        monkeypatch.setattr(broken, "advance", lambda logits: tell)
+    elif how == "failed":
+        monkeypatch.setattr(broken, "advance", tell)
+        monkeypatch.setattr(broken, "fail", tell)
+    else:
+        monkeypatch.setattr(broken, "cancel", tell)
+        simulation.scheduler.cancel([broken])
+    simulation.run()
+    assert broken.state is State.FINISHED
+    assert other.told == ["finished"]
+    assert "nobody is there" in caplog.text
+
+
+def test_an_ending_that_raises_does_not_keep_the_engine_from_closing(monkeypatch):
+    def fail(error):
+        raise RuntimeError("nobody is there")
+
+    simulation = Simulation(200)
+    works = [simulation.enter(5) for _ in range(8)]
+    monkeypatch.setattr(works[3], "fail", fail)
+    simulation.loop.start()
+    simulation.loop.close()
+    assert [work.told for work in works] == [[] if work is works[3] else ["failed"] for work in works]
+
+
 def test_states_change_as_told_and_in_no_other_way():
     simulation = Simulation(30)
     work = simulation.enter(5)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvlinker.linking.plan import LinkPlan
 from kvlinker.linking.policy import Policy
-from kvlinker.prompt.segments import Prompt
+from kvlinker.prompt.segments import ChunkSpan, Prompt
 
 Positions = NDArray[np.int64]
 
@@ -26,10 +27,6 @@ class LinkedChunk(NamedTuple):
     empty for a chunk that is exact where it stands."""
 
 
-Items = Mapping[int, Sequence[tuple[LinkedChunk, int]]]
-"""By position, the chunks that may begin there, and their lengths."""
-
-
 @dataclass(frozen=True, eq=False)
 class LinkedPath:
     """All that the KV of a sequence depends on: its tokens, where the KV of chunks was used, and how that was linked.
@@ -39,33 +36,60 @@ class LinkedPath:
 
     tenant: str
     tokens: Positions
-    chunks: Items = field(default_factory=dict)
-    """The chunks that were linked, one at most at a position."""
+    chunks: Mapping[int, tuple[LinkedChunk, int]] = field(default_factory=dict)
+    """By position, the chunk that was linked there, and its length in tokens."""
 
     asked: int | None = None
     """The length of the prompt, if what was computed of the chunks depends on all of it."""
 
 
-def linked_choices(prompt: Prompt, keys: Sequence[str], policy: Policy, lengths: Iterable[int]) -> Items:
-    """Return the chunks of the prompt as they may have been linked before, so that it can begin with them.
+class LinkedChoices:
+    """Lists how each chunk of a prompt may have been linked before, so that the prompt can begin with it.
 
-    ``keys`` are those of its chunks. Where the policy looks at the question, any prompt with which this one begins may
-    have been the one that it looked at; ``lengths`` are those of prompts that there were.
+    Where the policy looks at the question, any prompt with which this one begins may have been the one that it looked
+    at. Nothing is made for chunks that a look-up does not come to: it holds the scheduler's lock, and there may be many
+    chunks, and many such prompts.
     """
-    if policy.exact:
-        return {}
-    linked = [policy.name]
-    if looks_at_question(policy):
-        digest, position, linked = sha256(), 0, []
-        for length in sorted(lengths):
-            if length <= len(prompt):
-                digest.update(prompt.tokens[position:length].tobytes())
-                linked.append(f"{policy.name} {digest.hexdigest()}")
+
+    def __init__(self, prompt: Prompt, keys: Sequence[str], policy: Policy, lengths: Iterable[int]) -> None:
+        """``keys`` are those of the prompt's chunks; ``lengths``, in tokens, those of the prompts at which policies
+        looked."""
+        spans: Iterable[tuple[ChunkSpan, str]] = () if policy.exact else zip(prompt.spans, keys, strict=True)
+        self._prompt = prompt
+        self._policy = policy
+        self._lengths = lengths
+        self._chunks = {span.start: (span, key) for span, key in spans}
+
+    def at(self, position: int) -> list[LinkedChunk]:
+        """Return all that the chunk at the position may have been linked as; nothing where no chunk begins."""
+        if position not in self._chunks:
+            return []
+        span, key = self._chunks[position]
+        return [LinkedChunk(key, linked) for linked in self._ways(span)]
+
+    def length(self, chunk: LinkedChunk, position: int) -> int:
+        """Return the length in tokens of the prompt's chunk at the position if it may have been linked as ``chunk``;
+        else 0."""
+        if position not in self._chunks:
+            return 0
+        span, key = self._chunks[position]
+        return span.length if chunk.key == key and chunk.linked in self._ways(span) else 0
+
+    def _ways(self, span: ChunkSpan) -> Collection[str]:
+        """Return what ``LinkedChunk.linked`` may be of the chunk in this span."""
+        return ("",) if span.exact else self._inexact_ways
+
+    @cached_property
+    def _inexact_ways(self) -> Collection[str]:
+        if not looks_at_question(self._policy):
+            return (self._policy.name,)
+        digest, position, ways = sha256(), 0, dict[str, None]()
+        for length in sorted(self._lengths):
+            if length <= len(self._prompt):
+                digest.update(self._prompt.tokens[position:length].tobytes())
+                ways[f"{self._policy.name} {digest.hexdigest()}"] = None
                 position = length
-    return {
-        span.start: tuple((LinkedChunk(key, name), span.length) for name in ([""] if span.exact else linked))
-        for span, key in zip(prompt.spans, keys, strict=True)
-    }
+        return ways.keys()
 
 
 def linked_path(tenant: str, plan: LinkPlan, keys: Sequence[str]) -> LinkedPath:
@@ -80,14 +104,12 @@ def linked_path(tenant: str, plan: LinkPlan, keys: Sequence[str]) -> LinkedPath:
     linked, before = plan.policy.name, {} if reused is None else reused.linked
     if looks_at_question(plan.policy):
         linked += f" {sha256(prompt.tokens.tobytes()).hexdigest()}"
-    chunks: dict[int, Sequence[tuple[LinkedChunk, int]]] = {}
+    chunks: dict[int, tuple[LinkedChunk, int]] = {}
     for span, key in zip(prompt.spans, keys, strict=True):
         if plan.policy.needs.refines and not span.exact and span.end > prompt.reused_tokens:
             return LinkedPath(tenant, prompt.tokens[: max(span.start, prompt.reused_tokens)], chunks)
         if not computed[span.start : span.end].all():
-            chunks[span.start] = (
-                (LinkedChunk(key, before.get(span.start, "" if span.exact else linked)), span.length),
-            )
+            chunks[span.start] = LinkedChunk(key, before.get(span.start, "" if span.exact else linked)), span.length
     return LinkedPath(tenant, prompt.tokens, chunks, len(prompt) if looks_at_question(plan.policy) else None)
 
 

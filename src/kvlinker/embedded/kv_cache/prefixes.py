@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvlinker.embedded.kv_cache.paths import Items, LinkedChunk, LinkedPath, Positions, linked_choices
+from kvlinker.embedded.kv_cache.paths import LinkedChoices, LinkedChunk, LinkedPath, Positions
 from kvlinker.embedded.kv_cache.pool import SlotAllocator, SlotSpan
 from kvlinker.embedded.kv_cache.prefix_node import PrefixNode, cut
 from kvlinker.embedded.kv_cache.spilling import Spill
@@ -24,6 +24,9 @@ LEAST_TOKENS = 16
 
 LEAST_SWEPT = 256
 """The fewest nodes on disk among which those are looked for whose files are gone."""
+
+UNNAMED = -1
+"""The item of a chunk that no node has. Names of chunks are smaller."""
 
 Part = tuple[PrefixNode, int]
 """A node, and how many of its items are meant."""
@@ -52,7 +55,7 @@ class PrefixTree:
         self._names: dict[LinkedChunk, int] = {}
         self._chunks: dict[int, LinkedChunk] = {}  # by name
         self._name_uses: Counter[int] = Counter()
-        self._new_names = counting(-1, -1)
+        self._new_names = counting(UNNAMED - 1, -1)
         self._lengths: OrderedDict[int, None] = OrderedDict()  # of prompts that chunks were linked for
         self._used: OrderedDict[PrefixNode, None] = OrderedDict()  # the last used one last, and parents behind children
         self._spilled: dict[PrefixNode, None] = {}  # all others: their KV is on disk, or was
@@ -74,8 +77,8 @@ class PrefixTree:
         root = self._roots.get(tenant)
         if root is None:
             return None
-        match = self._walk(root, prompt.tokens[:-1], linked_choices(prompt, keys, policy, self._lengths), 0)
-        match, stored = self._worth_loading(match)
+        choices = LinkedChoices(prompt, keys, policy, self._lengths)
+        match, stored = self._worth_loading(self._longest(root, prompt.tokens[:-1], choices))
         if match.length < LEAST_TOKENS:
             return None
         self._touch(match.parts)
@@ -111,6 +114,8 @@ class PrefixTree:
             self._lengths.move_to_end(path.asked)
             if len(self._lengths) > MOST_LENGTHS:
                 self._lengths.popitem(last=False)
+        for chunk, _ in path.chunks.values():
+            self._name(chunk)
         items, starts = self._items(path)
         root = PrefixNode(None, items[:0], starts[:0], own[:0], (), tenant=path.tenant)
         node = self._roots.setdefault(path.tenant, root)
@@ -164,10 +169,27 @@ class PrefixTree:
             node = node.children.get(int(items[0])) if count == len(node.items) and len(items) else None
         return parts
 
-    def _walk(self, node: PrefixNode, tokens: Positions, chunks: Items, position: int) -> Match:
-        """Return the longest match from a node's first item on, which is to stand at ``position``."""
-        if self._lost(node):
-            return Match(position, [])
+    def _longest(self, root: PrefixNode, tokens: Positions, choices: LinkedChoices) -> Match:
+        """Return the longest match from the root on; of equal ones, that whose chunks were computed as tokens."""
+        length, last = 0, (root, 0)
+        ahead = [(root, 0)]  # nodes that may go on with the match, and where they would begin
+        while ahead:
+            node, begin = ahead.pop()
+            if self._lost(node):
+                continue
+            count, end = self._match(node, tokens, choices, begin)
+            if end > length:
+                length, last = end, (node, count)
+            if node.children and count == len(node.items) and end < len(tokens):
+                following = [int(tokens[end]), *(self._names.get(chunk, UNNAMED) for chunk in choices.at(end))]
+                ahead += [(node.children[item], end) for item in reversed(following) if item in node.children]
+        parts = [last]
+        while (parent := parts[-1][0].parent) is not None:
+            parts.append((parent, len(parent.items)))
+        return Match(length, parts[::-1])
+
+    def _match(self, node: PrefixNode, tokens: Positions, choices: LinkedChoices, position: int) -> tuple[int, int]:
+        """Return how many of the node's items the prompt has from the position on, and where the last of them ends."""
         count = 0
         while count < len(node.items):
             behind = np.flatnonzero(node.items[count:] < 0)
@@ -178,44 +200,29 @@ class PrefixTree:
             count, position = count + alike, position + alike
             length = 0
             if alike == plain and count < len(node.items):
-                length = self._known(chunks, position).get(int(node.items[count]), 0)
+                chunk = self._chunks.get(int(node.items[count]))
+                length = 0 if chunk is None else choices.length(chunk, position)
             if not length or position + length > len(tokens):
                 break
             count, position = count + 1, position + length
-        here = Match(position, [(node, count)])
-        if count < len(node.items) or position >= len(tokens):
-            return here
-        following = [int(tokens[position]), *self._known(chunks, position)]
-        matches = [
-            self._walk(node.children[item], tokens, chunks, position) for item in following if item in node.children
-        ]
-        if not matches:
-            return here
-        longest = max(matches, key=lambda match: match.length)
-        return Match(longest.length, [*here.parts, *longest.parts])
-
-    def _known(self, chunks: Items, position: int) -> dict[int, int]:
-        """Return the lengths of the chunks that may begin at the position and are in the tree, by their names."""
-        return {self._names[chunk]: length for chunk, length in chunks.get(position, ()) if chunk in self._names}
+        return count, position
 
     def _items(self, path: LinkedPath) -> tuple[Positions, Positions]:
-        """Return the path's items and the positions where they begin."""
+        """Return the path's items and the positions where they begin; chunks that no node has are ``UNNAMED``."""
         items, starts, position = [], [], 0
-        for start in sorted(path.chunks):
-            ((chunk, length),) = path.chunks[start]
-            items += [path.tokens[position:start], np.array([self._name(chunk)])]
+        for start, (chunk, length) in sorted(path.chunks.items()):
+            items += [path.tokens[position:start], np.array([self._names.get(chunk, UNNAMED)])]
             starts += [np.arange(position, start + 1)]
             position = start + length
         items.append(path.tokens[position:])
         starts.append(np.arange(position, len(path.tokens)))
         return np.concatenate(items), np.concatenate(starts)
 
-    def _name(self, chunk: LinkedChunk) -> int:
-        """Return the chunk's name; one without a node is forgotten with the next that is removed."""
+    def _name(self, chunk: LinkedChunk) -> None:
+        """Give the chunk a name, if it has none. The caller adds a node with it: a name goes with its last node."""
         if chunk not in self._names:
             name = next(self._new_names)
             self._names[chunk], self._chunks[name] = name, chunk
-        return self._names[chunk]
 
     def _worth_loading(self, match: Match) -> tuple[Match, tuple[StoredKV, ...]]:
         """Return as much of the match as is in the pool, or on disk and quicker to load than to compute; and what of it
@@ -230,9 +237,12 @@ class PrefixTree:
         return match, tuple(StoredKV(stored.key, stored.first, stored.first + size) for stored, size in parts)
 
     def _lost(self, node: PrefixNode) -> bool:
-        """Return whether the node's KV is neither in the pool nor on disk."""
-        if node.spans is not None or not len(node.own):
+        """Return whether a match must not go through the node: its KV is neither in the pool nor on disk, or it has
+        none and leads to none."""
+        if node.spans is not None:
             return False
+        if not len(node.own):
+            return not node.children
         return self._spill is None or node.stored is None or not self._spill.contains(node.stored.key)
 
     def _give_up(self, node: PrefixNode) -> None:
@@ -271,12 +281,15 @@ class PrefixTree:
         self._used[node] = None
 
     def _sweep(self) -> None:
-        """Forget nodes whose files are gone, and what stands behind them; now and then, since that looks at all."""
+        """Forget nodes that are lost, and what stands behind them; now and then, since that looks at all. With the last
+        child of a node without KV, the node is lost, too."""
         if len(self._spilled) < self._sweep_at:
             return
         for node in list(self._spilled):
-            if node in self._spilled and self._lost(node):
-                self._remove(node)
+            ending: PrefixNode | None = node
+            while ending in self._spilled and self._lost(ending):
+                self._remove(ending)
+                ending = ending.parent
         self._sweep_at = max(LEAST_SWEPT, 2 * len(self._spilled))
 
     def _divide(self, node: PrefixNode, count: int) -> None:

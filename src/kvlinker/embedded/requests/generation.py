@@ -124,12 +124,12 @@ class Generation(LinkedRequest):
         """Sample the next token and pass it on."""
         assert self.sequence is not None
         if not self._max_tokens:
-            return partial(self._finish, "length")
+            return self._ended("length")
         allowed = None
         if self._guide is not None:
             allowed = self._guide.allowed()
             if allowed is None:
-                return partial(self._finish, "stop", self._output.rest())
+                return self._ended("stop", self._output.rest())
         sequence = self.sequence
         token = self._sampler.sample(logits, lambda: torch.from_numpy(sequence.tokens), allowed)
         if token in self._endings:
@@ -140,16 +140,22 @@ class Generation(LinkedRequest):
             told = () if logprob is None else (logprob,)
             end = self._output.push(token, told, ends="length" if is_last else None)
         if end is not None:
-            return partial(self._finish, *end)
+            return self._ended(*end)
         if self._guide is not None:
             self._guide.accept(token)
         sequence.append(token)
         return None
 
-    def _finish(self, reason: str, last: Delta | None = None) -> None:
+    def _ended(self, reason: str, last: Delta | None = None) -> Ending:
+        """Return the function that tells of the answer's end. What it tells is computed before, so that a policy that
+        cannot explain fails this request alone."""
         usage = self._usage(self._output.tokens)
         scored = None if self._scored is None else self._scored.result(usage)
         explains = self.request.explains and self.choice == 0
         explanation = self._explanation(self._cost) if explains else None
-        self._output.finish(reason, usage, last, prompt_logprobs=scored, explanation=explanation)
+        tell = partial(self._output.finish, reason, usage, last, prompt_logprobs=scored, explanation=explanation)
+        return partial(self._finish, tell)
+
+    def _finish(self, tell: Callable[[], None]) -> None:
+        tell()
         self._forget()

@@ -69,11 +69,13 @@ class DiskTier:
         codec: Codec = RAW,
         eviction: Eviction = "lru",
         yields: bool = True,
+        adopts: bool = True,
     ) -> None:
         """Open the folder, create it where missing, and evict down to the budget.
 
         With ``yields``, chunks are evicted when the disk itself is full, too; otherwise another process does that.
-        Raises StoreError where the folder cannot be created or listed.
+        Without ``adopts``, no other process writes to the folder. Raises StoreError where the folder cannot be created
+        or listed.
         """
         self.name = name
         self.speed_name = speed_name(name, place=str(directory.absolute()), codec=codec, sealing=sealing)
@@ -89,6 +91,7 @@ class DiskTier:
                 pinned=pinned,
                 eviction=eviction,
                 yields=yields,
+                adopts=adopts,
             )
         except OSError as error:
             raise StoreError(
@@ -97,10 +100,11 @@ class DiskTier:
             ) from error
 
     def beside(self, directory: Path, name: str) -> DiskTier:
-        """Return a tier in a folder of the same disk that keeps KV as it is, encrypted like this one's, in what the
-        chunks here leave of the budget: chunks never make room for it, but take its room. Raises StoreError."""
+        """Return a tier in a folder of the same disk, to which this process alone writes. It keeps KV as it is,
+        encrypted like this one's, in what the chunks here leave of the budget: they never make room for it, but take
+        its room. Raises StoreError."""
         lossless = COMPRESSED_RAW if self._codec.compresses else RAW
-        guest = DiskTier(directory, 0, self._events, name=name, sealing=self._sealing, codec=lossless)
+        guest = DiskTier(directory, 0, self._events, name=name, sealing=self._sealing, codec=lossless, adopts=False)
         self._files.lend_to(guest._files)
         return guest
 

@@ -42,14 +42,17 @@ class IndexedFolder:
         pinned: Set[str] = frozenset(),
         eviction: Eviction = "lru",
         yields: bool = True,
+        adopts: bool = True,
     ) -> None:
         """List the folder, and evict down to the budget; ``evicted`` is told the bytes of each chunk that goes.
 
-        With ``yields``, chunks are evicted where the disk itself has no room, too. Raises OSError.
+        With ``yields``, chunks are evicted where the disk itself has no room, too. Without ``adopts``, no other process
+        writes to the folder: what is not in the index is absent, and the disk is not asked. Raises OSError.
         """
         self._folder = folder
         self._evicted = evicted
         self._yields = yields
+        self._adopts = adopts
         self._lock = threading.RLock()
         self._index = EvictionIndex(budget_bytes, pinned, eviction)
         self._reserved_bytes = 0
@@ -74,9 +77,9 @@ class IndexedFolder:
         return len(self._index)
 
     def contains(self, key: str) -> bool:
-        """Return whether the chunk's file is known, or lies there now."""
+        """Return whether the chunk's file is known, or, where files are adopted, lies there now."""
         with self._lock:
-            return key in self._index or self._adopt(key)
+            return key in self._index or (self._adopts and self._adopt(key))
 
     def keys(self) -> tuple[str, ...]:
         with self._lock:
