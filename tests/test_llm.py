@@ -21,6 +21,7 @@ from kvlinker.errors import (
 from kvlinker.linking import Policy, known_policies
 from kvlinker.store import TenantUsage
 from kvlinker.store.catalog.database import Database
+from kvlinker.store.catalog.variants import VariantIndex
 from kvlinker.types.answers import Finished
 from kvlinker.types.chunks import chunk_key
 from kvlinker.types.messages import ChatMessage, ContextCacheReference
@@ -333,6 +334,20 @@ def test_a_policy_need_not_be_registered(make_llm):
     caches = llm.generate_context_cache(TEXTS)
     assert ask(llm, caches, policy=Everything()).usage == ask(llm, caches, policy="random-100").usage
     assert llm.explain([{"role": "user", "content": [*caches, "?"]}], policy=Everything()).policy == "everything"
+
+
+@pytest.mark.parametrize("most", [0, 4])
+def test_variants_are_looked_up_only_where_some_may_be_kept(make_llm, monkeypatch, most):
+    find, asked = VariantIndex.find, []
+
+    def noted(index, owner):
+        asked.append(owner)
+        return find(index, owner)
+
+    monkeypatch.setattr(VariantIndex, "find", noted)
+    llm = make_llm(max_variants=most)
+    ask(llm, llm.generate_context_cache(TEXTS), policy="cachecraft-1")
+    assert bool(asked) == bool(most)
 
 
 def test_context_caches_are_listed_changed_and_deleted_by_metadata(make_llm):
