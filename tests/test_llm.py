@@ -244,6 +244,23 @@ def test_tenants_do_not_see_each_other(make_llm):
         ask(llm, [mine], tenant="b")
 
 
+def test_a_context_cache_is_its_owners_unless_another_tenant_is_named(make_llm):
+    llm = make_llm()
+    (cache,) = llm.generate_context_cache(TEXTS[:1], tenant="anna")
+    assert llm.read_cache(cache).token_ids == cache.chunk.tokens
+    assert llm.update_cache(cache, name="plums").name == "plums"
+    for call in (llm.read_cache, llm.update_cache, llm.expire_cache):
+        for given, options in ((cache, {"tenant": "bert"}), (cache.id, {})):
+            with pytest.raises(ContextCacheNotFoundError):
+                call(given, **options)
+    llm.expire_cache(cache)
+    assert llm.list_caches(tenant="anna").items == ()
+    (shared,) = llm.generate_context_cache(TEXTS[:1], scope="shared", tenant="anna")
+    assert llm.read_cache(shared).token_ids == shared.chunk.tokens
+    llm.expire_cache(shared)
+    assert llm.list_caches(scope="shared").items == ()
+
+
 def test_a_context_cache_of_another_model_is_refused(make_llm):
     (cache,) = make_llm().generate_context_cache(TEXTS[:1])
     other = tiny_model("llama")
