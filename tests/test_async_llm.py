@@ -105,6 +105,7 @@ def test_it_has_the_calls_of_llm() -> None:
         "tiers",
         "bandwidths",
         "spilled_bytes",
+        "held_bytes",
         "policies",
         "token_ids",
         "tail_of",

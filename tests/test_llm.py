@@ -22,6 +22,7 @@ from kvlinker.errors import (
 from kvlinker.linking import Policy, known_policies
 from kvlinker.store import TenantUsage
 from kvlinker.store.catalog.database import Database
+from kvlinker.store.catalog.variants import VariantIndex
 from kvlinker.types.answers import Finished
 from kvlinker.types.chunks import chunk_key
 from kvlinker.types.messages import ChatMessage, ContextCacheReference
@@ -259,6 +260,23 @@ def test_tenants_do_not_see_each_other(make_llm):
         ask(llm, [mine], tenant="b")
 
 
+def test_a_context_cache_is_its_owners_unless_another_tenant_is_named(make_llm):
+    llm = make_llm()
+    (cache,) = llm.generate_context_cache(TEXTS[:1], tenant="anna")
+    assert llm.read_cache(cache).token_ids == cache.chunk.tokens
+    assert llm.update_cache(cache, name="plums").name == "plums"
+    for call in (llm.read_cache, llm.update_cache, llm.expire_cache):
+        for given, options in ((cache, {"tenant": "bert"}), (cache.id, {})):
+            with pytest.raises(ContextCacheNotFoundError):
+                call(given, **options)
+    llm.expire_cache(cache)
+    assert llm.list_caches(tenant="anna").items == ()
+    (shared,) = llm.generate_context_cache(TEXTS[:1], scope="shared", tenant="anna")
+    assert llm.read_cache(shared).token_ids == shared.chunk.tokens
+    llm.expire_cache(shared)
+    assert llm.list_caches(scope="shared").items == ()
+
+
 def test_a_context_cache_of_another_model_is_refused(make_llm):
     (cache,) = make_llm().generate_context_cache(TEXTS[:1])
     other = tiny_model("llama")
@@ -349,6 +367,20 @@ def test_a_policy_need_not_be_registered(make_llm):
     caches = llm.generate_context_cache(TEXTS)
     assert ask(llm, caches, policy=Everything()).usage == ask(llm, caches, policy="random-100").usage
     assert llm.explain([{"role": "user", "content": [*caches, "?"]}], policy=Everything()).policy == "everything"
+
+
+@pytest.mark.parametrize("most", [0, 4])
+def test_variants_are_looked_up_only_where_some_may_be_kept(make_llm, monkeypatch, most):
+    find, asked = VariantIndex.find, []
+
+    def noted(index, owner):
+        asked.append(owner)
+        return find(index, owner)
+
+    monkeypatch.setattr(VariantIndex, "find", noted)
+    llm = make_llm(max_variants=most)
+    ask(llm, llm.generate_context_cache(TEXTS), policy="cachecraft-1")
+    assert bool(asked) == bool(most)
 
 
 def test_context_caches_are_listed_changed_and_deleted_by_metadata(make_llm):

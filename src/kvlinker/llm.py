@@ -202,6 +202,10 @@ class LLM(ContextCacheCalls):
         """Return the bytes of prefixes that the engine keeps on disk, beside those of chunks."""
         return self.store.spilled_bytes
 
+    def held_bytes(self) -> int:
+        """Return the bytes of the chunks that requests hold in memory until they end."""
+        return self.store.held_bytes
+
     def default_policy(self, tenant: str = DEFAULT_TENANT) -> Policy:
         """Return the policy of the tenant's requests that name none: the settings', or what keeps their quality
         target."""

@@ -57,9 +57,11 @@ class EmbeddedSource:
         self.device: torch.device | None = loaded.device
 
     def make(self, catalog: Catalog, store: ChunkStore, events: Events, settings: Settings, speeds: Speeds) -> Engine:
-        variants = VariantLibrary(
-            catalog.variants, store, fingerprint=self._loaded.fingerprint, limit=settings.max_variants
-        )
+        variants = None
+        if settings.max_variants:
+            variants = VariantLibrary(
+                catalog.variants, store, fingerprint=self._loaded.fingerprint, limit=settings.max_variants
+            )
         return EmbeddedEngine(
             self._loaded, store=store, events=events, settings=settings, variants=variants, speeds=speeds
         )

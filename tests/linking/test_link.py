@@ -65,6 +65,22 @@ def test_what_was_computed_for_the_request_itself_is_fresh():
     assert begin("naive", twice).usage(made={first}) == Usage(13, 0, 15), "the second place reuses the first"
 
 
+def test_what_an_earlier_request_computed_in_a_chunk_that_was_made_anew_is_cached():
+    """It is neither the made chunk's, nor subtracted twice where it is gone when the request's turn comes."""
+    prompt = chunk_prompt(100, 50, header=10)
+    own = np.arange(14)
+    link = begin("legolink-4", prompt, reuse=lambda prompt, policy: ReusedPrefix(110, own))
+    made = {prompt.chunks[0]}
+    assert link.usage() == Usage(156, 4, 3, exact_cached_tokens=110)
+    assert link.usage(made=made) == Usage(60, 4, 99, exact_cached_tokens=14)
+    assert link.usage(made=set(prompt.chunks)) == Usage(14, 4, 145, exact_cached_tokens=14)
+    assert link.usage(made=set(prompt.chunks)).without(14) == Usage(0, 4, 159)
+    assert link.explanation(layers=LAYERS, cost=Cost(), made=made).fresh == ((14, 110), (160, 163))
+    missed = link.explanation(layers=LAYERS, cost=Cost(), made=made, missed=own[4:])
+    assert missed.fresh == ((4, 110), (160, 163))
+    assert (missed.cost.cached_tokens, missed.cost.fresh_tokens) == (50, 109)
+
+
 def test_chunks_that_are_not_placed_are_not_fetched():
     link = begin("full", chunk_prompt(5, 4, header=2))
     assert link.chunks == ()

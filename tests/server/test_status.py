@@ -47,7 +47,11 @@ def test_metrics_tell_what_requests_did(served: Served) -> None:
 def test_gauges_are_read_when_scraped(served: Served) -> None:
     served.cache("something to be stored")
     assert served.becomes_idle()
+    hold = served.llm.store.hold({"a chunk": 7})
+    assert hold is not None
     scraped = figures(served)
+    hold.release()
+    assert scraped[("kvlinker:held_bytes", frozenset())] == 7
     assert scraped[("kvlinker:requests_running", frozenset())] == 0
     assert scraped[("kvlinker:requests_waiting", frozenset())] == 0
     assert (

@@ -51,9 +51,10 @@ class ContextCacheCalls:
         )
         return created.result()
 
-    def expire_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> None:
-        """Delete a context cache; its KV goes when no other holds it."""
-        self.caches.delete(cache if isinstance(cache, str) else cache.id, tenant=tenant, admin=True)
+    def expire_cache(self, cache: ContextCache | str, *, tenant: str | None = None) -> None:
+        """Delete a context cache; its KV goes when no other holds it. ``tenant``: by default the owner of the
+        ``ContextCache`` that is given. Raises ContextCacheNotFoundError."""
+        self.caches.delete(_id_of(cache), tenant=_tenant_of(cache, tenant), admin=True)
 
     def expire_caches(
         self, metadata: Mapping[str, str], *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT
@@ -69,13 +70,13 @@ class ContextCacheCalls:
         name: str | Unchanged | None = UNCHANGED,
         metadata: Mapping[str, str] | Unchanged = UNCHANGED,
         pinned: bool | Unchanged = UNCHANGED,
-        tenant: str = DEFAULT_TENANT,
+        tenant: str | None = None,
     ) -> ContextCache:
         """Change what is given. ``ttl`` counts seconds from now; None: it lives until it is deleted. ``pinned``: its KV
-        is not evicted. Raises ContextCacheNotFoundError and PinLimitError."""
+        is not evicted. ``tenant``: as in ``expire_cache``. Raises ContextCacheNotFoundError and PinLimitError."""
         return self.caches.update(
-            cache if isinstance(cache, str) else cache.id,
-            tenant=tenant,
+            _id_of(cache),
+            tenant=_tenant_of(cache, tenant),
             expires_at=_expiry(ttl) if isinstance(ttl, int | float) else ttl,
             name=name,
             metadata=metadata,
@@ -97,14 +98,15 @@ class ContextCacheCalls:
 
         Only those with all pairs of ``metadata``. ``scope``: the tenant's own, or the shared ones.
         """
-        after_id = after.id if isinstance(after, ContextCache) else after
+        after_id = None if after is None else _id_of(after)
         return self.caches.list(
             tenant=tenant, limit=limit, after=after_id, order=order, metadata=metadata, scope=parse_scope(scope)
         )
 
-    def read_cache(self, cache: ContextCache | str, *, tenant: str = DEFAULT_TENANT) -> CacheContent:
-        """Read a context cache's text and token ids. Raises ContextCacheNotFoundError."""
-        return self.caches.content(cache if isinstance(cache, str) else cache.id, tenant=tenant)
+    def read_cache(self, cache: ContextCache | str, *, tenant: str | None = None) -> CacheContent:
+        """Read a context cache's text and token ids. ``tenant``: as in ``expire_cache``. Raises
+        ContextCacheNotFoundError."""
+        return self.caches.content(_id_of(cache), tenant=_tenant_of(cache, tenant))
 
     def search(
         self,
@@ -125,6 +127,19 @@ class ContextCacheCalls:
     def caches_usage(self, *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT) -> CachesUsage:
         """Tell how many context caches there are, what their KV takes up, and the quota."""
         return self.caches.usage(tenant=tenant, scope=parse_scope(scope))
+
+
+def _id_of(cache: ContextCache | str) -> str:
+    """Return the id of a context cache that is given by its id or as it was returned."""
+    return cache if isinstance(cache, str) else cache.id
+
+
+def _tenant_of(cache: ContextCache | str, tenant: str | None) -> str:
+    """Return the tenant that a call about a context cache is for: the one that is named, else the owner of a private
+    one that is given as it was returned, else the default tenant, who may use shared ones."""
+    if tenant is not None:
+        return tenant
+    return cache.tenant if isinstance(cache, ContextCache) and cache.scope is Scope.PRIVATE else DEFAULT_TENANT
 
 
 def _expiry(ttl: float) -> float:

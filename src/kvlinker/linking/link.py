@@ -168,7 +168,8 @@ class Link:
         """Count the prompt's tokens by how they are computed; all are zero while there is no plan.
 
         ``linked`` is False where the engine computed the whole prompt in the end. ``made`` are the chunks whose KV was
-        computed for this very request: what is kept of them counts as fresh, where they stand first.
+        computed for this very request: what is kept of them counts as fresh, where they stand first, but for tokens
+        that an earlier request computed.
         """
         plan = self.plan
         if plan is None:
@@ -176,10 +177,12 @@ class Link:
         held = plan.cached_tokens + plan.recomputed_tokens
         if not linked:
             return Usage(0, held, plan.fresh_tokens, output_tokens)
-        recomputed = _recomputed(plan, refinement)
-        new, reused = min(self._kept(made, refinement), held - recomputed), self.prompt.reused_tokens
+        recomputed, reused = _recomputed(plan, refinement), self.prompt.reused_tokens
+        kept = self._kept(made, refinement)
+        exact = reused - round(float(kept[:reused].sum()))
+        new = min(round(float(kept.sum())), held - recomputed - exact)
         cached = held - recomputed - new
-        return Usage(cached, recomputed, plan.fresh_tokens + new, output_tokens, min(reused, cached))
+        return Usage(cached, recomputed, plan.fresh_tokens + new, output_tokens, exact)
 
     def uses(self, layers: int, refinement: Refinement | None = None) -> tuple[ChunkUse, ...]:
         """Return the share of each placed chunk that was computed again, averaged over the model's ``layers``."""
@@ -202,9 +205,10 @@ class Link:
         """
         gone = np.empty(0, dtype=np.int64) if missed is None else missed
         fresh = ~self.prompt.cached
-        fresh[gone] = True
         for chunk, start in self._places(made).items():
             fresh[start : start + len(chunk)] = True
+        fresh[self.prompt.reused_own] = False
+        fresh[gone] = True
         usage = self.usage(refinement, made=made).without(len(gone))
         with _asking(self.asked):
             explained = () if self._nothing_to_choose else self.policy.explain(self.prompt, self.evidence)
@@ -225,15 +229,17 @@ class Link:
         """Return the error for a request whose policy raised ``error``, which is logged."""
         return policy_failed(self.asked, error)
 
-    def _kept(self, chunks: Collection[Chunk], refinement: Refinement | None) -> int:
-        """Count the tokens of these chunks that are not computed again, averaged over the layers; of a chunk that
-        stands several times, only the first ones."""
-        places = self._places(chunks)
-        if not places:
-            return 0
-        dropped, layers = ((), 1) if refinement is None else (refinement.dropped, refinement.layers)
-        computed = np.mean(layer_masks(self._plan, layers, dropped), axis=0)
-        return round(sum(float((1 - computed[at : at + len(chunk)]).sum()) for chunk, at in places.items()))
+    def _kept(self, chunks: Collection[Chunk], refinement: Refinement | None) -> NDArray[np.float64]:
+        """Return the share of the layers in which each token has the KV of these chunks: [length]. It is 0 where this
+        request or an earlier one computed the token, and in all places of a chunk but its first."""
+        kept = np.zeros(len(self.prompt))
+        if places := self._places(chunks):
+            dropped, layers = ((), 1) if refinement is None else (refinement.dropped, refinement.layers)
+            computed = np.mean(layer_masks(self._plan, layers, dropped), axis=0)
+            for chunk, start in places.items():
+                kept[start : start + len(chunk)] = 1 - computed[start : start + len(chunk)]
+        kept[self.prompt.reused_own] = 0
+        return kept
 
     def _places(self, chunks: Collection[Chunk]) -> dict[Chunk, int]:
         """Return the positions where these chunks begin that are placed; of one that stands several times, the first

@@ -96,8 +96,7 @@ def _plan(prompt: Prompt, policy: Policy, selections: tuple[NDArray[np.bool_], .
     computed = np.logical_or.reduce([~prompt.cached, *selections])
     computed[-1:] = True
     own = computed.copy()
-    if prompt.reused is not None:
-        own[prompt.reused.own] = True
+    own[prompt.reused_own] = True
     placements = []
     for chunk, span in zip(prompt.chunks, prompt.spans, strict=True):
         kept = np.flatnonzero(~own[span.start : span.end])

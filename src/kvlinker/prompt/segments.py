@@ -95,6 +95,11 @@ class Prompt:
         """The number of tokens in ``reused``."""
         return 0 if self.reused is None else self.reused.length
 
+    @property
+    def reused_own(self) -> NDArray[np.int64]:
+        """The positions in ``reused``, ascending, whose KV an earlier request computed; the others are chunks'."""
+        return np.empty(0, dtype=np.int64) if self.reused is None else self.reused.own
+
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
         """All token ids in order, [length]."""

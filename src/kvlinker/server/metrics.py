@@ -197,6 +197,9 @@ class _Gauges(Collector):
         yield GaugeMetricFamily(
             "kvlinker:spilled_bytes", "Bytes of prefixes on disk, beside chunks.", value=self._llm.spilled_bytes()
         )
+        yield GaugeMetricFamily(
+            "kvlinker:held_bytes", "Bytes of chunks that requests hold in memory.", value=self._llm.held_bytes()
+        )
         stored = GaugeMetricFamily("kvlinker:store_bytes", "Bytes of KV in the store.", labels=["tier"])
         chunks = GaugeMetricFamily("kvlinker:store_chunks", "Chunks in the store.", labels=["tier"])
         for usage in self._llm.tiers():

@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 
+from kvlinker.embedded.chunks.loading import LinkLoader
+from kvlinker.embedded.engine import LOADERS
 from kvlinker.embedded.requests.linked import LinkedRequest
 from kvlinker.errors import EngineClosedError
 from kvlinker.events import ChunkDamaged, ChunkLoaded, ChunkLookup
@@ -49,6 +51,7 @@ class GatedReader:
     def close(self):
         with self._tier.changed:
             self._tier.open_readers -= 1
+            self._tier.changed.notify_all()
         self._reader.close()
 
 
@@ -79,6 +82,10 @@ class LayerGatedTier(HostTier):
     def wait_until_reached(self, layer):
         with self.changed:
             assert self.changed.wait_for(lambda: self.reached >= layer, timeout=30)
+
+    def wait_until_closed(self):
+        with self.changed:
+            assert self.changed.wait_for(lambda: not self.open_readers, timeout=30)
 
     def close(self):
         """As a persistent tier."""
@@ -135,6 +142,18 @@ def gated(bench):
     expect_pipelining(made)
     yield made, tiers[0]
     tiers[0].let(10**6)
+
+
+def recorded_steps(made):
+    """The batches of all steps from now on."""
+    steps, step = [], made.engine.runner.step
+
+    def noted(batch, wait):
+        steps.append(batch)
+        return step(batch, wait)
+
+    made.engine.runner.step = noted
+    return steps
 
 
 def forget_host(made):
@@ -275,6 +294,60 @@ def test_cancelling_while_layers_come(gated, layers):
         tier.let(10**6)
     assert outcome.wait().finished.reason == "cancelled"
     tier.let(10**6)
+
+
+def test_a_request_that_ends_before_its_load_begins_has_nothing_computed(bench):
+    made = bench()
+    steps = recorded_steps(made)
+    loaders_go_on = threading.Event()
+    for _ in range(LOADERS):
+        made.engine._loaders.submit(loaders_go_on.wait)
+    outcome, handle = made.submit(PROMPT)
+    handle.cancel()
+    assert outcome.wait().finished.reason == "cancelled"
+    loaders_go_on.set()
+    made.settle()
+    assert not steps
+
+
+def test_chunks_that_are_late_for_a_request_that_has_ended_are_not_computed(gated, monkeypatch):
+    monkeypatch.setattr(prompt_load, "LEAST_DEADLINE_SECONDS", 10.0)
+    made, tier = gated
+    steps = recorded_steps(made)
+    tier.let(0)
+    outcome, handle = made.submit(PROMPT)
+    tier.wait_until_reached(0)
+    handle.cancel()
+    assert outcome.wait().finished.reason == "cancelled"
+    for prompt in tuple(made.store._loader._prompts):
+        prompt.deadline = time.monotonic()
+    made.settle()
+    assert not steps
+
+
+def test_layers_that_come_for_a_request_that_has_ended_are_not_read_to_the_end(gated, monkeypatch):
+    """The request ends before the first layers are there, with which it would begin."""
+    monkeypatch.setattr(prompt_load, "LEAST_DEADLINE_SECONDS", 10.0)
+    complete, completed = LinkLoader._complete, threading.Event()
+
+    def completing(*args):
+        complete(*args)
+        completed.set()
+
+    monkeypatch.setattr(LinkLoader, "_complete", completing)
+    made, tier = gated
+    tier.let(0)
+    outcome, handle = made.submit(PROMPT)
+    tier.wait_until_reached(0)
+    handle.cancel()
+    assert outcome.wait().finished.reason == "cancelled"
+    tier.let(1)
+    assert completed.wait(30)
+    (request,) = handle._choices
+    assert (request.link, request.sequence) == (None, None), "they would keep the KV in memory"
+    tier.let(10**6)
+    tier.wait_until_closed()
+    assert tier.reached <= 1, "the last of three layers is not read"
 
 
 @pytest.mark.parametrize("layers", [0, 1])

@@ -23,7 +23,8 @@ from tests.embedded.execution.test_oracle import TOLERANCE, true_chunk_kv
 class VariantBench(Bench):
     """An engine with a catalog that holds the chunks of its prompts, and a library of variants."""
 
-    def __init__(self, path, family="llama", limit=64):
+    def __init__(self, path, family="llama", keeps=True, limit=64):
+        """Without ``keeps``, the engine has no library."""
         super().__init__(family)
         self.engine.close()
         self.catalog = Catalog(path)
@@ -32,7 +33,11 @@ class VariantBench(Bench):
         )
         settings = load_settings(kv_slots=4096, max_step_tokens=64, prefix_cache="off")
         self.engine = EmbeddedEngine(
-            self.loaded, store=self.store, events=self.events, settings=settings, variants=self.library
+            self.loaded,
+            store=self.store,
+            events=self.events,
+            settings=settings,
+            variants=self.library if keeps else None,
         )
 
     def hold(self, prompt, tenant="default"):
@@ -192,7 +197,7 @@ def test_the_least_reused_variants_make_room(variant_bench):
 
 
 def test_no_variants_are_made_where_none_may_be_kept_or_wanted(variant_bench):
-    made = variant_bench(limit=0)
+    made = variant_bench(keeps=False)
     other = variant_bench()
     prompt = prompt_of(FIRST, SECOND)
     for bench, policy in ((made, "cachecraft-1"), (other, "legolink-4")):

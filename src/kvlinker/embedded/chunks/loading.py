@@ -12,6 +12,7 @@ from kvlinker.embedded.chunks.variants import VariantLibrary
 from kvlinker.embedded.kv_cache.spilling import compute_seconds
 from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.embedded.requests.linked import LinkedRequest
+from kvlinker.embedded.requests.request import State
 from kvlinker.embedded.scheduling.scheduler import Scheduler
 from kvlinker.embedded.scheduling.throughput import ComputeThroughput
 from kvlinker.engine.contract import GenerationRequest
@@ -70,11 +71,13 @@ class LinkLoader:
 
     def load(self, request: LinkedRequest) -> None:
         """Begin the request's link and fetch the KV of its chunks. The thread that gets the last chunk, maybe while
-        layers still arrive, makes the plan and reports to the scheduler."""
+        layers still arrive, makes the plan and reports to the scheduler. For a request that has ended, nothing is begun
+        any more."""
         try:
+            _check_wanted(request)
             link = self._begin(request)
             hold = request.hold
-            if hold is not None:  # else the request has ended
+            if hold is not None:  # else the request has ended meanwhile
                 hold.extend(self.sizes(link.chunks, request.request.tenant))
                 hold.extend({part.key: part.last * self._token_bytes for part in _stored(link)})
             prefix = gather(self._restore(link), list)
@@ -113,8 +116,7 @@ class LinkLoader:
         stored = _stored(link)
         if self._prefixes is None or not stored:
             return [resolved(None) for _ in stored]
-        assert link.prompt.reused is not None
-        own = link.prompt.reused.own[-sum(map(len, stored)) :]
+        own = link.prompt.reused_own[-sum(map(len, stored)) :]
         return self._prefixes.load([part.key for part in stored], compute_seconds(self._throughput.seconds, own))
 
     def _fetch(self, request: LinkedRequest, link: Link) -> list[Future[KV]]:
@@ -146,9 +148,11 @@ class LinkLoader:
         return kv.scores is not None or not (link.policy.needs.scores and self._builder.collects_scores)
 
     def _build(self, request: LinkedRequest, link: Link, key: str, chunk: Chunk, stored: KV | None) -> Future[KV]:
-        """Have the chunk computed that the store lacks, or has without the scores that are needed."""
+        """Have the chunk computed that the store lacks, or has without the scores that are needed. Raises KVLinkerError
+        where the request has ended while the store looked for it."""
         if isinstance(stored, ArrivingKV):
             stored.give_up()
+        _check_wanted(request)
         with_scores = chunk.scored or link.policy.needs.scores
         building = self._builder.build(key, chunk, tenant=request.request.tenant, urgent=True, with_scores=with_scores)
         if building.begun:
@@ -156,11 +160,21 @@ class LinkLoader:
         return gather([building.kvs], lambda built: built[0][0])
 
     def _complete(self, request: LinkedRequest, begun: Link, loaded: tuple[list[KV], list[KV | None]]) -> None:
+        """Hand the request over to the scheduler with what was fetched. Where it does not take it, because it has ended
+        or its policy fails, the layers that still arrive are given up."""
         kvs, restored = loaded
-        link = begun.with_scores([kv.scores for kv in kvs])
-        request.link = link
-        keys = self._keys(link.prompt.chunks, request.request.tenant)
-        self._scheduler.loaded(request, request.make_sequence(link, kvs, keys, restored))
+        taken = False
+        try:
+            request.link = link = begun.with_scores([kv.scores for kv in kvs])
+            keys = self._keys(link.prompt.chunks, request.request.tenant)
+            taken = self._scheduler.loaded(request, request.make_sequence(link, kvs, keys, restored))
+        finally:
+            if not taken:
+                request.link = None
+                for arriving in (kv for kv in kvs if isinstance(kv, ArrivingKV)):
+                    arriving.give_up()
+        if not taken:
+            return
         if tokens := sum(len(part) for part, kv in zip(_stored(link), restored, strict=True) if kv is not None):
             self._restored(tokens)
         if link.policy.needs.variants and not request.explains:
@@ -183,6 +197,12 @@ class LinkLoader:
 
     def _keys(self, chunks: Sequence[Chunk], tenant: str) -> list[str]:
         return [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]
+
+
+def _check_wanted(request: LinkedRequest) -> None:
+    """Raise KVLinkerError if the request has ended: nobody wants its chunks any more."""
+    if request.state is State.FINISHED:
+        raise KVLinkerError("The request has ended before its chunks were there.")
 
 
 def _stored(link: Link) -> tuple[StoredKV, ...]:

@@ -46,7 +46,7 @@ class VariantLibrary:
                 before = tuple(prompt.tokens_before(index))
                 if all(variant.chunk.prefix != before for variant in library.variants(chunk)):
                     missing.append(index)
-        return missing if self._limit else []
+        return missing
 
     def note_use(self, key: str, recomputed: float) -> None:
         """Note that a request used the variant under ``key``, and computed this share of its tokens again."""

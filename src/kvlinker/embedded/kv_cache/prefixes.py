@@ -149,13 +149,6 @@ class PrefixTree:
                 self._give_up(node)
         self._sweep()
 
-    def clear(self) -> None:
-        """Give up everything."""
-        for node in self._used:
-            self._allocator.release(node.slots)
-        for container in (self._used, self._spilled, self._roots, self._names, self._chunks, self._name_uses):
-            container.clear()
-
     def _follow(self, tenant: str, items: Positions) -> list[Part]:
         """Return the nodes of a path's beginning, and how many items of each."""
         parts: list[Part] = []

@@ -162,17 +162,20 @@ class Scheduler:
             variant.cancel()
         return request
 
-    def loaded(self, request: Request, sequence: TokenSequence) -> None:
-        """Have the request, whose KV is there or arriving, wait for slots; do nothing if it has ended meanwhile."""
+    def loaded(self, request: Request, sequence: TokenSequence) -> bool:
+        """Have the request, whose KV is there or arriving, wait for slots; return False, and do nothing, if it has
+        ended meanwhile."""
         with self._changed:
             self._fetches.report(request)
-            if request.state is State.LOADING:
+            takes = request.state is State.LOADING
+            if takes:
                 expected, request.sequence = request.pending, sequence
                 if tuple(request.pending) != tuple(expected):
                     self._admission.predict_anew(request, self._everything())
                     self._sort()
                 self._move(request, State.READY)
             self._fetch_next()
+            return takes
 
     def failed(self, request: Request, error: KVLinkerError) -> None:
         """End the request with ``error``, since its KV cannot be had, unless it has ended."""

@@ -42,7 +42,12 @@ class Turn(NamedTuple):
 
 
 class Reading:
-    """A chunk that is being read. One thread at a time advances it; all else happens under the loader's lock."""
+    """A chunk that is being read.
+
+    One thread at a time advances it. Prompts join, and what was read is noted, under the loader's lock. ``end`` and
+    ``close`` are called without it: a prompt that joins during ``end`` may be left out, so the loader calls ``end``
+    again when none can join any more.
+    """
 
     def __init__(self, chunk: ChunkLoad, turn: Turn, form: Form) -> None:
         self.key = chunk.key
@@ -121,7 +126,7 @@ class Reading:
         return failed
 
     def end(self) -> None:
-        """Tell all prompts that the chunk is there, or will not be."""
+        """Tell all prompts that the chunk is there, or will not be. Idempotent."""
         for chunk, _ in self.takers:
             chunk.end(self.loaded)
 
