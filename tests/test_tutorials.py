@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -85,35 +85,35 @@ def run_page(text: str, folder: Path, **environment: str) -> None:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "SITE": str(site),
-        "KVLINKER_STATE_DIR": str(folder.parent / "state"),
     }
     commands = [
         (command.replace(PORT, port), shown)
         for command, shown in commands_of(text)
         if not command.startswith("kvlinker serve") or command.endswith("&")
     ]
-    outputs = outputs_of([command for command, _ in commands], folder, os.environ | own | environment)
+    others = {name: value for name, value in os.environ.items() if not name.startswith("KVLINKER_")}
+    outputs = outputs_of([command for command, _ in commands], folder, others | own | environment)
     for (command, shown), printed in zip(commands, outputs, strict=True):
         assert shows(shown, printed), f"{command}\n{printed}"
 
 
 @pytest.fixture
-def examples(tmp_path: Path) -> Iterator[Path]:
+def examples(tmp_path: Path) -> Path:
     """A copy of the folder ``examples/`` in a copy of the repository's folder, which has the model, too."""
     folder = tmp_path / "kvlinker" / "examples"
     shutil.copytree(ROOT / "examples" / "notes", folder / "notes")
     model = tmp_path / "kvlinker" / "src" / "kvlinker" / "models" / "reader"
     model.parent.mkdir(parents=True)
     model.symlink_to(BUNDLED_MODEL)
-    yield folder
+    return folder
 
 
 @pytest.mark.slow
-def test_your_documents_and_your_model(examples: Path) -> None:
+def test_your_documents_and_your_model(examples: Path, tmp_path: Path) -> None:
     text = page("tutorial.md")
     (questions,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     (examples / "questions.jsonl").write_text(questions)
-    run_page(text, examples)
+    run_page(text, examples, KVLINKER_STATE_DIR=str(tmp_path / "state"))
     rows = json.loads((examples / "quality.json").read_text())["results"]
     assert {row["policy"] for row in rows} == {"full", "naive", "query-5"}
 
@@ -129,7 +129,7 @@ def test_a_policy_of_your_own(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", reason="builds the package")
     folder = tmp_path / "own"
     folder.mkdir()
-    run_page(page("tutorial-policies.md"), folder)
+    run_page(page("tutorial-policies.md"), folder, KVLINKER_STATE_DIR=str(tmp_path / "state"))
     rows = json.loads((folder / "quality.json").read_text())["results"]
     assert {"edges-2", "legolink-4"} <= {row["policy"] for row in rows}
 

@@ -434,7 +434,9 @@ def test_tokenize_and_explain_see_what_an_answer_does(apart: Served) -> None:
 
 def test_tokenize_heeds_how_a_request_links(apart: Served) -> None:
     """Where a chunk ends, tokens are cut that a text as a whole has in one."""
-    seam: Any = [part("ab", EPHEMERAL), part("ab", EPHEMERAL), part("abab")]
+    words = "the cat and the dog " * 12
+    cut = words.rindex("the") + 1
+    seam: Any = [part(words[:cut], EPHEMERAL), part(words[cut:])]
     asked = {"messages": [{"role": "user", "content": seam}]}
 
     def tokens(**link: Any) -> Any:

@@ -224,10 +224,9 @@ def test_nothing_is_queued_where_no_reader_can_be_made(
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         *(
             (
-                {"tools": [WEATHER | {"parameters": {"description": text}}], "tool_choice": "none", "stream": stream},
+                {"tools": [WEATHER | {"parameters": {"a": "\ud800"}}], "tool_choice": "none", "stream": stream},
                 "tools.0.parameters",
             )
-            for text in ("\ud800", float("nan"))
             for stream in (False, True)
         ),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -239,7 +238,8 @@ def test_nothing_is_queued_where_no_reader_can_be_made(
     ],
 )
 def test_what_is_refused_is_named(served: Served, fields: dict[str, Any], param: str) -> None:
-    answer = served.http.post(PATH, content=json.dumps({"input": "Hi"} | fields))
+    body = json.dumps({"input": "Hi"} | fields)  # the client's own cannot write halves of surrogate pairs
+    answer = served.http.post(PATH, content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 

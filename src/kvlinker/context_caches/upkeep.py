@@ -41,7 +41,7 @@ class Upkeep:
         self._deletions.drop(released)
 
     def spare(self, keys: Collection[str]) -> None:
-        """Leave the KV of chunks that are being created alone, until ``spare_no_longer`` is called with the same keys."""
+        """Leave the KV of chunks that are being created alone until ``spare_no_longer`` gets the same keys."""
         self._deletions.spare(keys)
 
     def spare_no_longer(self, keys: Collection[str]) -> None:

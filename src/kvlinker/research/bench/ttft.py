@@ -96,7 +96,9 @@ def ttft(
     chunk_tokens: ChunkTokens = 512,
     fresh_tokens: FreshTokens = 32,
     policies: ComparedPolicies = None,
-    tier: Annotated[str, typer.Option(help="Where the chunk caches lie: host, or disk, with an empty page cache.")] = "host",
+    tier: Annotated[
+        str, typer.Option(help="Where the chunk caches lie: host, or disk, with an empty page cache.")
+    ] = "host",
     full_limit: Annotated[
         int | None, typer.Option(min=1, help="Longest prompt that full prefill takes part in, in tokens.")
     ] = None,

@@ -49,14 +49,12 @@ def _require_unicode(text: str) -> str:
     return text
 
 
-def _require_json(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Refuse what could not be sent back as JSON: halves of surrogate pairs, and numbers that are not finite."""
+def _require_unicode_within(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Refuse the same anywhere in an object, which could not be sent back."""
     try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise _NO_UNICODE from error
-    except ValueError as error:
-        raise PydanticCustomError("finite_number", "Input should have finite numbers only") from error
     return value
 
 
@@ -65,7 +63,7 @@ Unicode = AfterValidator(_require_unicode)
 
 Text = Annotated[str, Unicode]
 
-JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_require_json)]
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_require_unicode_within)]
 """An object of any content, such as a schema."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_NAME), Unicode]

@@ -9,7 +9,16 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
 from kvlinker.prompt.sections import document_parts
-from kvlinker.server.fields.bodies import CacheControl, ContextCachePart, JsonObject, Part, RequestBody, Text, TextOr, TextPart
+from kvlinker.server.fields.bodies import (
+    CacheControl,
+    ContextCachePart,
+    JsonObject,
+    Part,
+    RequestBody,
+    Text,
+    TextOr,
+    TextPart,
+)
 
 Texts = TextOr[list[Part]]
 """A text, or texts and context caches, of which there may be none."""

@@ -7,7 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from kvlinker.server.answers.dialects import Translation
-from kvlinker.server.fields.bodies import JsonObject, LinkOptions, MarkableBody, Metadata, RequestBody, StreamOptions, Text, TextOr
+from kvlinker.server.fields.bodies import (
+    JsonObject,
+    LinkOptions,
+    MarkableBody,
+    Metadata,
+    RequestBody,
+    StreamOptions,
+    Text,
+    TextOr,
+)
 from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
 from kvlinker.server.responses.items import Item, MessageItem, add_items
 from kvlinker.types.messages import MARKS

@@ -89,7 +89,7 @@ class Deletions:
         self._recent: dict[str, float] = {}  # when they were released, for LONGEST_REQUEST_SECONDS
 
     def spare(self, keys: Collection[str]) -> None:
-        """Delete none of these chunks until ``spare_no_longer`` is called with the same; waits for those that are just being
+        """Delete none of these chunks until ``spare_no_longer`` gets the same keys; waits for those that are just being
         deleted."""
         with self._changed:
             self._spared.update(keys)
