@@ -58,7 +58,7 @@ class PrefixTree:
         self._new_names = counting(UNNAMED - 1, -1)
         self._lengths: OrderedDict[int, None] = OrderedDict()  # of prompts that chunks were linked for
         self._used: OrderedDict[PrefixNode, None] = OrderedDict()  # the last used one last, and parents behind children
-        self._spilled: dict[PrefixNode, None] = {}  # all others: their KV is on disk, or was
+        self._spilled: dict[PrefixNode, None] = {}  # all others, parents behind children: their KV is on disk, or was
         self._sweep_at = LEAST_SWEPT
 
     def __len__(self) -> int:
@@ -274,15 +274,12 @@ class PrefixTree:
         self._used[node] = None
 
     def _sweep(self) -> None:
-        """Forget nodes that are lost, and what stands behind them; now and then, since that looks at all. With the last
-        child of a node without KV, the node is lost, too."""
+        """Forget nodes that are lost, and what stands behind them; now and then, since that looks at all."""
         if len(self._spilled) < self._sweep_at:
             return
         for node in list(self._spilled):
-            ending: PrefixNode | None = node
-            while ending in self._spilled and self._lost(ending):
-                self._remove(ending)
-                ending = ending.parent
+            if node in self._spilled and self._lost(node):
+                self._remove(node)
         self._sweep_at = max(LEAST_SWEPT, 2 * len(self._spilled))
 
     def _divide(self, node: PrefixNode, count: int) -> None:
