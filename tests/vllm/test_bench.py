@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvlinker.errors import InvalidRequestError
 from kvlinker.research.bench.harness.measurement import Workload
 from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.peers.worker import measure
@@ -52,3 +53,13 @@ def test_vllm_is_a_peer_with_and_without_kvlinker(vllm_settings, tmp_path):
     assert alone.logprobs == pytest.approx(measure(task).logprobs, abs=1e-3)
     assert linking.logprobs is None
     assert min(*alone.seconds.values(), *linking.seconds.values()) > 0
+
+
+@pytest.mark.slow
+def test_chunks_can_be_read_from_the_disk(vllm_settings):
+    subject = Subject("tiny", "kvlinker bench …", tiny_model(head_dim=HEAD_DIM), {"repeat": 1})
+    (row,) = run_vllm_ttft(subject, vllm_settings, [Workload(3, 40, 9)], ["naive"], repeat=1, tier="disk")
+    assert (row["tier"], row["recomputed_tokens"]) == ("disk", 0)
+    assert row["ttft_ms"] > 0
+    with pytest.raises(InvalidRequestError, match="host or disk, not from 'redis'"):
+        run_vllm_ttft(subject, vllm_settings, [Workload(3, 40, 9)], ["naive"], repeat=1, tier="redis")

@@ -142,8 +142,8 @@ class LocalLibrary(Library):
         return answer.text
 
     def storage(self) -> Storage:
-        disks = [tier for tier in self._llm.tiers() if tier.name == "disk"]
-        used, budget = (sum(getattr(disk, name) for disk in disks) for name in ("used_bytes", "budget_bytes"))
+        disk = next((tier for tier in self._llm.tiers() if tier.name == "disk"), None)
+        used, budget = (0, 0) if disk is None else (disk.used_bytes, disk.budget_bytes)
         return Storage(self._llm.engine.kv_bytes_per_token, self._llm.settings.disk_codec, used, budget)
 
 

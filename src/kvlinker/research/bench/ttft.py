@@ -35,7 +35,7 @@ from kvlinker.research.bench.harness.measurement import (
 )
 from kvlinker.research.bench.harness.report import Report, Row, empty_figure, save_figure
 from kvlinker.research.bench.harness.subject import Subject
-from kvlinker.research.bench.store.files import chunk_files, drop_from_page_cache
+from kvlinker.research.bench.store.files import check_cold_reads, chunk_files, drop_from_page_cache
 from kvlinker.research.bench.vllm_ttft import COLUMNS as VLLM_COLUMNS
 from kvlinker.research.bench.vllm_ttft import run_vllm_ttft
 from kvlinker.research.progress import Progress, silent
@@ -145,10 +145,13 @@ def run_ttft(
     """Measure every policy on every workload, in turn, ``repeat`` times after one warm-up; medians are reported.
 
     ``full`` is left out of prompts longer than ``full_limit``. transformers' own forward pass of the same prompt takes
-    part whenever ``full`` does, unless ``with_transformers`` is false.
+    part whenever ``full`` does, unless ``with_transformers`` is false. With the tier ``disk``, chunks are read with an
+    empty page cache; raises InvalidRequestError where that cannot be emptied, and for a tier that is unknown.
     """
     from kvlinker.embedded.engine import EmbeddedEngine
 
+    if tier == "disk":
+        check_cold_reads()
     loaded = subject.loaded
     bandwidth = copy_bandwidth(loaded.device)
     rate = matmul_rate(loaded.dtype, loaded.device)

@@ -37,24 +37,18 @@ from kvlinker.types.messages import MARKS, CachedPart, Content, ContextCacheRefe
 MAX_CHOICES = 128
 
 
-_NO_UNICODE = PydanticCustomError("text_unicode", "Input should be valid Unicode, without lone surrogates")
-
-
 def _require_unicode(text: str) -> str:
     """Refuse half of a surrogate pair, which JSON's escapes can spell, but which is no text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _NO_UNICODE from error
+        raise PydanticCustomError("text_unicode", "Input should be valid Unicode, without lone surrogates") from error
     return text
 
 
 def _require_unicode_within(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """Refuse the same anywhere in an object, which could not be sent back."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise _NO_UNICODE from error
+    _require_unicode(json.dumps(value, ensure_ascii=False))
     return value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 from kvlinker.errors import InvalidRequestError
@@ -10,6 +9,7 @@ from kvlinker.research.bench.harness.measurement import Workload
 from kvlinker.research.bench.harness.report import Report
 from kvlinker.research.bench.harness.subject import Subject
 from kvlinker.research.bench.store.crowd import crowd_rows
+from kvlinker.research.bench.store.files import check_cold_reads
 from kvlinker.research.bench.store.first_token import first_token_rows
 from kvlinker.research.bench.store.hiding import hiding_rows
 from kvlinker.research.bench.store.throughput import throughput_rows
@@ -46,8 +46,7 @@ def run_store(
         "throughput": lambda: throughput_rows(subject, workload, codecs, repeat=repeat, progress=progress),
         "crowd": lambda: crowd_rows(entries, progress=progress),
     }
-    if not hasattr(os, "posix_fadvise"):
-        raise InvalidRequestError("This system has no posix_fadvise, which cold reads need: run it on Linux.")
+    check_cold_reads()
     for case in cases:
         if case not in measured:
             raise InvalidRequestError(f"Unknown case {case!r}; known are {', '.join(measured)}.", param="cases")

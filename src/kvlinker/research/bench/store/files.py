@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvlinker.errors import InvalidRequestError
+
 READ_BYTES = 8 << 20
 
 
@@ -20,6 +22,12 @@ def chunk_files(folder: Path) -> list[Path]:
 
 def total_bytes(files: Sequence[Path]) -> int:
     return sum(file.stat().st_size for file in files)
+
+
+def check_cold_reads() -> None:
+    """Raise InvalidRequestError where the page cache cannot be emptied of files."""
+    if not hasattr(os, "posix_fadvise"):
+        raise InvalidRequestError("This system has no posix_fadvise, which cold reads need: run it on Linux.")
 
 
 def drop_from_page_cache(files: Sequence[Path]) -> None:
