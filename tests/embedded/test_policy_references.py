@@ -1,6 +1,7 @@
 """Policies against slow references, written from the papers' formulas over whole attention matrices: which tokens are
 computed in which layer, the figures that decided it, and what the model then answers."""
 
+from dataclasses import replace
 from functools import partial
 from math import ceil, exp
 
@@ -212,6 +213,25 @@ def test_query(bench, model, prompt):
         shown = score(explanation, "question_attention")
         assert shown.positions.tolist() == np.flatnonzero(reference.inexact).tolist()
         np.testing.assert_allclose(shown.values, attention[reference.inexact], rtol=1e-4, atol=1e-7)
+
+
+def test_query_weighted_by_sensitivity(bench, model):
+    """A chunk that nothing was measured of when it was created weighs as the others do on average."""
+    family, changes = model
+    made = bench(family, changes, max_step_tokens=29)
+    prompt = PROMPTS["header and fresh text between"]
+    found = np.full(len(prompt), np.nan)
+    for index, (chunk, span) in enumerate(zip(prompt.chunks, prompt.spans, strict=True)):
+        made.engine.cache_chunk(replace(chunk, scored=index != 2), tenant="default").result(timeout=60)
+        scores = made.store.get(chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default")).scores
+        if scores is not None:
+            found[span.start : span.end] = scores.sensitivity
+    assert np.isnan(found).sum() == len(prompt) - len(prompt.tokens[prompt.cached]) + len(prompt.chunks[2])
+    reference = Reference(prompt, family, **changes)
+    weights = probed(reference) * np.where(np.isnan(found), np.nanmean(found), found)
+    selected = top(weights, ceil(0.2 * reference.inexact.sum()), among=reference.inexact)
+    explanation = check(made, reference, "query-20-sensitive", [selected])
+    assert score(explanation, "sensitivity").positions.tolist() == np.flatnonzero(reference.inexact).tolist()
 
 
 # H2O: the tokens that the chunk itself attends to most.

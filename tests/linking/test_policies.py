@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,40 @@ def test_query_takes_its_share_of_all_inexact_tokens_wherever_they_stand():
     evidence = PromptEvidence((None,) * 3, attention)
     chosen = [np.flatnonzero(parse_policy(f"query-{r}").select(prompt, evidence)).tolist() for r in (0, 14, 28, 40, 60)]
     assert chosen == [[], [8], [4, 8], [4, 7, 8], [3, 4, 6, 7, 8]]
+
+
+def test_sensitive_weighs_attention_by_sensitivity():
+    """Of the second chunk it was not measured: its tokens have the mean of the others', 3."""
+    prompt = chunk_prompt(3, 4, 3, fresh=2)
+    attention = np.ones((2, len(prompt)), dtype=np.float32)
+    attention[:, 3:10] = [2, 4, 1, 3, 5, 2, 4]
+    evidence = PromptEvidence((sensitive([1, 2, 3]), unmeasured(4), sensitive([2, 9, 1])), attention)
+    chosen = []
+    for count in range(1, 8):
+        policy = parse_policy(f"query-{14 * count}-sensitive")
+        mask = policy.select(prompt, evidence)
+        chosen += [position for position in np.flatnonzero(mask).tolist() if position not in chosen]
+    assert chosen == [8, 4, 7, 6, 3, 9, 5], "18, 12, 10, 9, 6, 4, 3"
+    shown = {score.name: score.values.tolist() for score in policy.explain(prompt, evidence)}
+    assert shown == {"question_attention": [2, 4, 1, 3, 5, 2, 4], "sensitivity": [3, 3, 3, 3, 2, 9, 1]}
+
+
+def test_without_any_sensitivity_attention_decides_alone():
+    prompt = chunk_prompt(30, 40, 25)
+    evidence = evidence_for(prompt, 3)
+    plain = parse_policy("query-20").select(prompt, evidence)
+    for scores in (evidence.chunk_scores, (None,) * 3):
+        found = parse_policy("query-20-sensitive").select(prompt, PromptEvidence(scores, evidence.attention))
+        assert (found == plain).all()
+
+
+def sensitive(values):
+    return replace(unmeasured(len(values)), sensitivity=np.array(values, dtype=np.float32))
+
+
+def unmeasured(tokens):
+    nothing = np.zeros(tokens, dtype=np.float32)
+    return ChunkScores(Contextualization(tokens, 1.0), nothing, nothing)
 
 
 def test_cachecraft_takes_what_looked_at_other_chunks_most():

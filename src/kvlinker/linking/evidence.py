@@ -20,7 +20,7 @@ class Evidence(Protocol):
     def scores(self, chunk: int) -> ChunkScores | None:
         """Return the scores from the creation of ``prompt.chunks[chunk]``'s KV; None for KV that was stored without.
 
-        They are there for policies that need ``scores``.
+        They are there for policies that need ``scores`` or ``sensitivity``.
         """
         ...
 

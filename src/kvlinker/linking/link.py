@@ -102,7 +102,7 @@ class Link:
         reused = reuse(link.prompt, link.policy)
         if reused is not None:
             link = replace(link, prompt=replace(link.prompt, reused=reused))
-        return link if link.policy.needs.scores else link._planned(PromptEvidence())
+        return link if link.policy.needs.reads_scores else link._planned(PromptEvidence())
 
     @property
     def probing(self) -> bool:
@@ -113,7 +113,7 @@ class Link:
     def chunks(self) -> tuple[Chunk, ...]:
         """The chunks whose KV is to be fetched, in order: all of the prompt's where their scores are needed, else those
         that the plan places. A chunk that stands twice is listed twice."""
-        if self.plan is None or self.policy.needs.scores:
+        if self.plan is None or self.policy.needs.reads_scores:
             return self.prompt.chunks
         return tuple(placement.chunk for placement in self.plan.placements)
 
@@ -139,7 +139,7 @@ class Link:
     def placed(self, fetched: Sequence[T]) -> tuple[tuple[Placement, T], ...]:
         """Pair the plan's placements with their entries of ``fetched``, which holds one for each of ``chunks``."""
         plan = self._plan
-        if not self.policy.needs.scores:
+        if not self.policy.needs.reads_scores:
             return tuple(zip(plan.placements, fetched, strict=True))
         at = {span.start: entry for span, entry in zip(self.prompt.spans, fetched, strict=True)}
         return tuple((placement, at[placement.start]) for placement in plan.placements)

@@ -21,6 +21,10 @@ class Needs:
     scores: bool = False
     """``select`` looks at the attention scores that were stored when the chunks' KV was computed."""
 
+    sensitivity: bool = False
+    """``select`` looks at the tokens' sensitivity among the chunks' scores, where it was measured. Unlike ``scores``,
+    nothing is computed again for it."""
+
     variants: bool = False
     """``arrange`` picks among stored variants of chunks. An engine without variants shows it none; one with variants
     computes those that a request missed when it has time."""
@@ -34,6 +38,11 @@ class Needs:
 
     chunk_attention: bool = False
     """``refine`` looks at the question's attention on the chunks in earlier layers."""
+
+    @property
+    def reads_scores(self) -> bool:
+        """True if ``select`` looks at any of the chunks' scores."""
+        return self.scores or self.sensitivity
 
     @property
     def refines(self) -> bool:
@@ -50,6 +59,7 @@ class Needs:
         return Needs(
             forecast=self.forecast or other.forecast,
             scores=self.scores or other.scores,
+            sensitivity=self.sensitivity or other.sensitivity,
             variants=self.variants or other.variants,
             question_attention=self.question_attention or other.question_attention,
             layers=EVERY_LAYER if len(layers) > 1 else layers.pop() if layers else None,
@@ -61,7 +71,7 @@ class Needs:
         where = "every layer" if self.layers == EVERY_LAYER else f"layer {self.layers}"
         wanted = {
             "a forecast of loading and computing": self.forecast and not offered.forecast,
-            "scores of chunks": self.scores and not offered.scores,
+            "scores of chunks": self.reads_scores and not offered.scores,
             "variants of chunks": self.variants and not offered.variants,
             "the question's attention": self.question_attention and not offered.question_attention,
             f"dropping tokens in {where}": self.refines and offered.layers not in (EVERY_LAYER, self.layers),
@@ -74,6 +84,12 @@ NOTHING = Needs()
 """The needs of a policy that decides by the prompt alone."""
 
 EVERYTHING = Needs(
-    forecast=True, scores=True, variants=True, question_attention=True, layers=EVERY_LAYER, chunk_attention=True
+    forecast=True,
+    scores=True,
+    sensitivity=True,
+    variants=True,
+    question_attention=True,
+    layers=EVERY_LAYER,
+    chunk_attention=True,
 )
 """The needs that an engine offers which supports all policies."""

@@ -1,4 +1,4 @@
-"""Scores that attention gave a chunk while its KV was computed; Cache-Craft and H2O select tokens by them."""
+"""Scores of a chunk's tokens from when its KV was computed; some policies select by them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-SCORE_BYTES_PER_TOKEN = 8
-"""The bytes that a chunk's scores take per token: two numbers in fp32."""
+SCORE_BYTES_PER_TOKEN = 12
+"""The most bytes that a chunk's scores take per token: three numbers in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Contextualization:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkScores:
-    """Holds the attention scores of one chunk, means over heads and layers."""
+    """Holds the scores of one chunk: of attention, means over heads and layers, and of sensitivity."""
 
     contextualization: Contextualization
 
@@ -64,7 +64,11 @@ class ChunkScores:
     received: NDArray[np.float32]
     """The attention that each token gets from the chunk's tokens: [tokens]."""
 
+    sensitivity: NDArray[np.float32] | None = None
+    """How far each token's KV moves when another text stands before the chunk (``engine.sensitivity``): [tokens]; None
+    where that was not measured."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of the figures per token."""
-        return self.inter.nbytes + self.received.nbytes
+        return self.inter.nbytes + self.received.nbytes + (0 if self.sensitivity is None else self.sensitivity.nbytes)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from kvlinker.engine.observation import QUERIES_AT_ONCE
+from kvlinker.engine.sensitivity import UNRELATED_TEXT
+from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.store import DiskTier
 from kvlinker.store.chunk_kv import changed
 from kvlinker.types.chunks import Chunk, chunk_key
@@ -52,6 +54,34 @@ def test_a_chunk_alone_and_behind_a_prefix(bench, family, step):
         attention = chunk_attention(reference_model(family), [*chunk.prefix, *chunk.tokens])
         before = len(chunk.prefix)
         check(made.store.get(key).scores, attention, [(before, before + len(chunk))], 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("step", [17, 512])
+def test_sensitivity_is_how_far_kv_moves_behind_another_text(bench, family, step):
+    made = bench(family, max_step_tokens=step)
+    unrelated = made.loaded.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False)
+    chunks = [Chunk(random_tokens(47, 1)), Chunk(random_tokens(1, 2)), Chunk(random_tokens(29, 3), random_tokens(5, 4))]
+    for future in [made.engine.cache_chunk(chunk, tenant="default") for chunk in chunks]:
+        future.result(timeout=60)
+    for chunk in chunks:
+        key = chunk_key(chunk, fingerprint=made.loaded.fingerprint, tenant="default")
+        alone = true_kv(family, chunk.prefix, chunk.tokens)
+        behind = true_kv(family, (*chunk.prefix, *unrelated), chunk.tokens)
+        moved = np.zeros(len(chunk))
+        for one, other in zip(alone, behind, strict=True):
+            moved += np.sqrt(((one - other) ** 2).sum((0, 2))) / np.sqrt((one**2).sum((0, 2))).mean()
+        found = made.store.get(key).scores.sensitivity
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, 2 * moved / len(alone), rtol=1e-3, atol=1e-5)
+        assert found.min() > 0
+
+
+def true_kv(family, before, tokens):
+    """Keys without rotary embedding and values [kv_heads, tokens, dim] of all layers, computed behind other tokens."""
+    prompt = Prompt((FreshSegment(before), CachedSegment(Chunk(tokens))))
+    (kv,) = true_chunk_kv(loaded_model(family), prompt, ["a"])
+    return [heads.numpy() for layer in kv.layers for heads in (layer.key, layer.value)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -198,6 +198,7 @@ NAMES = {
     "cachecraft-1": {"cci", "beta", "gamma", "cfo", "inter_attention"},
     "cachecraft-1-focus": {"cci", "beta", "gamma", "cfo", "inter_attention", "chunk_attention"},
     "query-10": {"question_attention"},
+    "query-10-sensitive": {"question_attention", "sensitivity"},
     "query-10+legolink-2": {"question_attention"},
     "h2o-10+cacheblend-20-k": {"received_attention", "key_deviation"},
 }

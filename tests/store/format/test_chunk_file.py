@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +22,7 @@ from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk, open_ch
 from kvlinker.store.format.codecs import RAW, Codec, known_codecs
 from kvlinker.store.format.compression import MissingLibraryError
 from kvlinker.store.format.header import ChunkFileError
+from kvlinker.types.chunk_scores import ChunkScores, Contextualization
 from tests.store.store_chunks import chunk_kv, key_of, same_kv
 
 KEY = key_of(1)
@@ -49,6 +51,24 @@ def test_round_trip_keeps_every_bit(path: Path, dtype: torch.dtype, tokens: int)
     kv = chunk_kv(7, tokens=tokens, layers=3, dtype=dtype)
     write(path, kv)
     assert same_kv(read_chunk_file(path, KEY), kv)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_scores_come_back_with_the_sensitivity_where_it_was_measured(path: Path, measured: bool) -> None:
+    """Files that were written before sensitivity was have none, and are read."""
+    inter, received, sensitivity = np.random.default_rng(0).random((3, 5), dtype=np.float32)
+    scores = ChunkScores(Contextualization(5, 1.5), inter, received, sensitivity if measured else None)
+    kv = replace(chunk_kv(7, tokens=5), scores=scores)
+    names = ["scores.inter", "scores.received", "scores.sensitivity"][: 3 if measured else 2]
+    write(path, kv)
+    assert [name for name in load_file(path) if name.startswith("scores.")] == names
+    read = read_chunk_file(path, KEY)
+    assert same_kv(read, replace(kv, scores=None))
+    assert read.scores is not None
+    assert read.scores.contextualization == scores.contextualization
+    assert (read.scores.inter == inter).all()
+    assert (read.scores.received == received).all()
+    assert (read.scores.sensitivity == sensitivity).all() if measured else read.scores.sensitivity is None
 
 
 def test_layers_may_differ_in_heads_and_share_memory(path: Path) -> None:

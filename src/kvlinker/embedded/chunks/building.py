@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.embedded.requests.capture import ChunkRequest
 from kvlinker.embedded.scheduling.scheduler import Scheduler
+from kvlinker.engine.sensitivity import UNRELATED_TEXT
 from kvlinker.errors import ContextLengthError
 from kvlinker.prompt.segments import Prompt
 from kvlinker.store import ChunkStore
@@ -42,6 +43,7 @@ class ChunkBuilder:
         self._scheduler = scheduler
         self._longest = longest
         self._with_scores = with_scores
+        self._unrelated: tuple[int, ...] = tuple(loaded.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False))
 
     @property
     def collects_scores(self) -> bool:
@@ -51,8 +53,8 @@ class ChunkBuilder:
     def build(self, key: str, chunk: Chunk, *, tenant: str, urgent: bool = False, with_scores: bool = True) -> Building:
         """Have the chunk computed, and stored under ``key``.
 
-        ``urgent`` says that an answer to ``tenant`` waits for it. Without ``with_scores``, which take a good part of
-        the time for a long chunk, none are collected.
+        ``urgent`` says that an answer to ``tenant`` waits for it. Without ``with_scores``, which take more than half of
+        the time, none are collected.
 
         Raises ContextLengthError and EngineClosedError.
         """
@@ -95,6 +97,7 @@ class ChunkBuilder:
                 f"A chunk has {len(tokens)} tokens with what stands before it, but the model takes {self._longest}."
             )
         with_scores = with_scores and self._with_scores
+        measured = with_scores and len(spans) == 1 and len(tokens) + len(self._unrelated) <= self._longest
         wanted = ChunkRequest(
             self._loaded,
             self._store,
@@ -103,6 +106,7 @@ class ChunkBuilder:
             spans,
             contents,
             with_scores=with_scores,
+            unrelated=self._unrelated if measured else (),
             tenant=tenant,
             urgent=urgent,
         )

@@ -1,10 +1,11 @@
-"""Captures the KV of chunks while they are computed."""
+"""Captures the KV of chunks while they are computed, and measures how it depends on what stands before them."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.embedded.requests.request import Ending, Kind, Request
 from kvlinker.embedded.requests.sequence import TokenSequence
 from kvlinker.engine.observation import ScoreCollector
+from kvlinker.engine.sensitivity import sensitivity
 from kvlinker.errors import EngineClosedError, KVLinkerError
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
@@ -32,9 +34,11 @@ class CaptureRequest(Request):
         contents: Sequence[str],
         *,
         with_scores: bool,
+        unrelated: Sequence[int] = (),
     ) -> None:
         """``spans`` are the positions [start, end) of the chunks in ``tokens`` [length]; ``contents`` are their content
-        hashes."""
+        hashes. With ``unrelated`` tokens, there is one chunk, with scores: it is computed behind them first, to measure
+        its tokens' sensitivity."""
         super().__init__()
         self.future: Future[tuple[ChunkKV, ...]] = Future()
         self.future.set_running_or_notify_cancel()
@@ -43,12 +47,27 @@ class CaptureRequest(Request):
             scores = ScoreCollector(len(loaded.layers), spans, contents) if with_scores else None
             return Capture(loaded.layers, spans, dtype=loaded.dtype, scores=scores)
 
-        self.sequence = TokenSequence(tokens, [(0, len(tokens))], most_tokens=len(tokens), capture=capture)
+        def capture_behind() -> Capture:
+            return Capture(loaded.layers, [(start + len(unrelated), len(longer))], dtype=loaded.dtype)
 
-    def advance(self, logits: Tensor | None) -> Ending:
+        start = spans[0][0]
+        longer = np.concatenate((tokens[:start], np.array(unrelated, dtype=np.int64), tokens[start:]))
+        self._left = [(tokens, capture)]
+        self._behind: ChunkKV | None = None
+        first = capture_behind if unrelated else self._left.pop()[1]
+        self.sequence = TokenSequence(longer, [(0, len(longer))], most_tokens=len(longer), capture=first)
+
+    def advance(self, logits: Tensor | None) -> Ending | None:
         assert self.sequence is not None
         assert self.sequence.capture is not None
-        return partial(self.future.set_result, self._keep(self.sequence.capture.finish()))
+        computed = self.sequence.capture.finish()
+        if self._left:
+            (self._behind,) = computed
+            self.sequence.begin_again(*self._left.pop())
+            return None
+        if self._behind is not None:
+            computed = (_with_sensitivity(computed[0], self._behind),)
+        return partial(self.future.set_result, self._keep(computed))
 
     def cancel(self) -> None:
         self.fail(EngineClosedError("The chunk is not computed any more."))
@@ -76,12 +95,13 @@ class ChunkRequest(CaptureRequest):
         contents: Sequence[str],
         *,
         with_scores: bool,
+        unrelated: Sequence[int],
         tenant: str,
         urgent: bool,
     ) -> None:
         """``keys`` are the chunks' keys in ``store``. ``tenant`` asks for them; ``urgent`` is true if an answer of its
         waits for them."""
-        super().__init__(loaded, tokens, spans, contents, with_scores=with_scores)
+        super().__init__(loaded, tokens, spans, contents, with_scores=with_scores, unrelated=unrelated)
         self.identity = keys, with_scores
         self.tenant = tenant
         self.urgent = urgent
@@ -90,3 +110,8 @@ class ChunkRequest(CaptureRequest):
 
     def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
         return tuple(self._store.put(key, kv) for key, kv in zip(self._keys, kvs, strict=True))
+
+
+def _with_sensitivity(alone: ChunkKV, behind: ChunkKV) -> ChunkKV:
+    assert alone.scores is not None
+    return replace(alone, scores=replace(alone.scores, sensitivity=sensitivity(alone, behind)))

@@ -205,6 +205,15 @@ class TokenSequence:
         self._refine = refine
         self._compute(runs)
 
+    def begin_again(self, tokens: NDArray[np.int64], capture: Callable[[], Capture]) -> None:
+        """Compute these tokens instead, no more than before, for another ``capture``: what was computed is of no use to
+        them."""
+        self._tokens[: len(tokens)] = tokens
+        self.prompt_length = self.length = len(tokens)
+        self._make_capture = capture
+        self.restart()
+        self._compute([(0, len(tokens))])
+
     def append(self, token: int) -> None:
         """Append a generated token, which is computed next."""
         self._tokens[self.length] = token

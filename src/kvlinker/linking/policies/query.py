@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from kvlinker.linking.evidence import Evidence
 from kvlinker.linking.needs import Needs
-from kvlinker.linking.parameters import percentage
+from kvlinker.linking.parameters import choice, percentage
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
 from kvlinker.linking.selection import Score, highest, share
@@ -17,22 +17,45 @@ from kvlinker.prompt.segments import Prompt
 @register
 class Query(Policy):
     """Recompute the r percent of the cached tokens that the prompt's last token attends to most, mean over layers and
-    heads, in a first pass of the fresh tokens over the cached KV (ours, after ProphetKV and A³)."""
+    heads, in a first pass of the fresh tokens over the cached KV (ours, after ProphetKV and A³). With ``sensitive``, it
+    is multiplied by each token's sensitivity, which is how far its KV moved behind another text when its chunk was
+    created, so that no computation is spent on tokens that mean the same behind any text."""
 
     family = "query"
-    needs = Needs(question_attention=True)
 
     percent: float = percentage()
+    weighting: str = choice("what the attention is multiplied by", "none", "sensitive")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(question_attention=True, sensitivity=self.weighting == "sensitive")
 
     def select(self, prompt: Prompt, evidence: Evidence) -> NDArray[np.bool_]:
         count = share(self.percent, int(prompt.inexact.sum()))
-        return highest(self._attention(evidence), count, among=prompt.inexact)
+        weights = _attention(evidence)
+        if self.weighting == "sensitive":
+            weights = weights * _sensitivity(prompt, evidence)
+        return highest(weights, count, among=prompt.inexact)
 
     def explain(self, prompt: Prompt, evidence: Evidence) -> tuple[Score, ...]:
         positions = np.flatnonzero(prompt.inexact)
-        return (Score("question_attention", self._attention(evidence)[positions], positions),)
+        shown = [Score("question_attention", _attention(evidence)[positions], positions)]
+        if self.weighting == "sensitive":
+            shown.append(Score("sensitivity", _sensitivity(prompt, evidence)[positions], positions))
+        return tuple(shown)
 
-    @staticmethod
-    def _attention(evidence: Evidence) -> NDArray[np.float32]:
-        attention: NDArray[np.float32] = evidence.question_attention().mean(axis=0)
-        return attention
+
+def _attention(evidence: Evidence) -> NDArray[np.float32]:
+    attention: NDArray[np.float32] = evidence.question_attention().mean(axis=0)
+    return attention
+
+
+def _sensitivity(prompt: Prompt, evidence: Evidence) -> NDArray[np.float32]:
+    """Return the sensitivity of every token; chunks of which it was not measured get the mean of the others."""
+    found = np.full(len(prompt), np.nan, dtype=np.float32)
+    for index, span in enumerate(prompt.spans):
+        scores = evidence.scores(index)
+        if scores is not None and scores.sensitivity is not None:
+            found[span.start : span.end] = scores.sensitivity
+    known = ~np.isnan(found)
+    return np.where(known, found, found[known].mean() if known.any() else np.float32(1))

@@ -2,10 +2,10 @@
 
 Tensors are named ``layer.00.key``, ``layer.00.value``, ``layer.01.key`` … and lie in that order, so that a reader can
 take one layer after another; a codec's further parts follow each, as ``layer.00.key.scale``. Before them, where the
-chunk has scores, lie ``scores.inter`` and ``scores.received``. The metadata holds the format version, the chunk key,
-the codec, the dtype of what it decodes, the rest of the scores as JSON, the xxh3_128 checksum of every tensor's bytes,
-and one over everything else in the header. The checksums find damage, not forgery: whoever may write
-the files may also write matching checksums. Nothing in a file is ever unpickled.
+chunk has scores, lie ``scores.inter``, ``scores.received`` and, where it was measured, ``scores.sensitivity``. The
+metadata holds the format version, the chunk key, the codec, the dtype of what it decodes, the rest of the scores as
+JSON, the xxh3_128 checksum of every tensor's bytes, and one over everything else in the header. The checksums find
+damage, not forgery: whoever may write the files may also write matching checksums. Nothing in a file is ever unpickled.
 
 Where a tensor is compressed, its bytes lie there as one of uint8, and the metadata hold dtype and shape of what they
 become. Its checksum is that of the compressed bytes: nothing is decompressed before it is verified.
@@ -144,8 +144,8 @@ def open_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> E
             require_zstd()
         scores = None
         if header.contextualization is not None:
-            inter, received = (_read_tensor(plain, header.start, entry) for entry in header.entries[: len(SCORE_NAMES)])
-            scores = ChunkScores(header.contextualization, inter.numpy(), received.numpy())
+            arrays = (_read_tensor(plain, header.start, entry).numpy() for entry in header.scores)
+            scores = ChunkScores(header.contextualization, *arrays)
         return EncodedChunk(plain, header, scores)
 
 
@@ -156,7 +156,7 @@ class EncodedChunk:
         self._source = source
         self._header = header
         self._parts = list(header.codec.layout(header.dtype))
-        self._entries = header.entries[0 if scores is None else len(SCORE_NAMES) :]
+        self._entries = header.layers
         self._room = _Room(2 * self.layers)
         self.scores = scores
 
@@ -222,9 +222,10 @@ def _encoded(kv: ChunkKV, codec: Codec, rest: Rest) -> list[StoredTensor]:
     """Return all tensors in order. Raises ValueError where the codec refuses."""
     tensors = []
     if kv.scores is not None:
-        for name, array in zip(SCORE_NAMES, (kv.scores.inter, kv.scores.received), strict=True):
-            scores = torch.from_numpy(array)
-            tensors.append(StoredTensor(name, scores, scores))
+        for name, array in zip(SCORE_NAMES, (kv.scores.inter, kv.scores.received, kv.scores.sensitivity), strict=True):
+            if array is not None:
+                scores = torch.from_numpy(array)
+                tensors.append(StoredTensor(name, scores, scores))
     for name, heads in _named_heads(kv):
         for part, tensor in codec.encode(heads).items():
             stored = compressed(tensor) if codec.compresses else None

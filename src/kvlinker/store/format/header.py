@@ -26,7 +26,9 @@ FORMAT_VERSION = 3
 COMPRESSED_VERSION = 4
 """The version of files with compressed tensors; everything else is as in version 3."""
 
-SCORE_NAMES = ("scores.inter", "scores.received")
+SCORE_NAMES = ("scores.inter", "scores.received", "scores.sensitivity")
+"""The names of the scores' tensors. The last one is missing where it was not measured."""
+
 KV_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 _METADATA = "__metadata__"
@@ -81,6 +83,16 @@ class Header:
     codec: Codec
     dtype: torch.dtype
     contextualization: Contextualization | None
+
+    @property
+    def scores(self) -> list[Entry]:
+        """The scores' tensors."""
+        return [entry for entry in self.entries[: len(SCORE_NAMES)] if entry.name in SCORE_NAMES]
+
+    @property
+    def layers(self) -> list[Entry]:
+        """The layers' tensors."""
+        return self.entries[len(self.scores) :]
 
 
 def compose_header(
@@ -208,9 +220,9 @@ def _entry(name: str, fields: dict[str, Any], metadata: dict[str, str]) -> Entry
 def _check_layout(header: Header) -> None:
     """Raise ValueError unless the tensors are all layers' keys and values of one chunk, end to end."""
     entries = header.entries
-    score_names = () if header.contextualization is None else SCORE_NAMES
-    scores, layers = entries[: len(score_names)], entries[len(score_names) :]
-    if tuple(entry.name for entry in scores) != score_names:
+    scores, layers = header.scores, header.layers
+    known = ((),) if header.contextualization is None else (SCORE_NAMES, SCORE_NAMES[:-1])
+    if tuple(entry.name for entry in scores) not in known:
         raise ValueError("the scores are not where they belong")
     parts = header.codec.layout(header.dtype)
     names = heads_names(len(layers) // (2 * len(parts)))

@@ -24,7 +24,7 @@ PARAM = "kvlinker"
 COMPARED_LAYER = 1
 """The layer in which computed KV is compared with placed KV: the first one whose KV depends on other tokens."""
 
-OFFERED = Needs(scores=True, variants=True, question_attention=True, layers=COMPARED_LAYER)
+OFFERED = Needs(scores=True, sensitivity=True, variants=True, question_attention=True, layers=COMPARED_LAYER)
 """The needs of policies that transfer plans can follow. Variants are never stored here, so policies are shown none."""
 
 Measure = Literal["deviation", "attention"]
