@@ -129,7 +129,8 @@ class Settings(BaseSettings):
         default=GenerationContext.PREFIX, description="What stands before chunks that name none: alone, bos, prefix."
     )
     chunk_scores: bool = Field(
-        default=True, description="Collect chunks' attention scores, which cachecraft and h2o policies use."
+        default=True,
+        description="Collect chunks' attention scores and sensitivity, which cachecraft, h2o and query-…-sensitive use.",
     )
     max_variants: int = Field(
         default=64, ge=0, description="Variants of chunks that are kept for cachecraft and prefix policies; 0: none."
