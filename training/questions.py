@@ -39,7 +39,10 @@ KINDS: tuple[Kind, ...] = ("single", "pronoun", "anaphora", "bridge", "compariso
 HARD_KINDS: tuple[Kind, ...] = ("chain", "count", "order", "correction", "rule", "listing")
 """The kinds that need several passages, each for another reason."""
 
-ALL_KINDS: tuple[Kind, ...] = (*KINDS, *HARD_KINDS, "record", "call")
+WORLD_KINDS: tuple[Kind, ...] = (*KINDS, *HARD_KINDS, "record")
+"""The kinds that worlds have questions of."""
+
+ALL_KINDS: tuple[Kind, ...] = (*WORLD_KINDS, "call")
 
 Theme = Literal[
     "haystack", "bridges", "places", "ages", "examples", "chains", "groups", "notes", "corrections", "rules",
