@@ -14,7 +14,7 @@ from training.questions import Kind, Question, World, WorldSettings
 from training.relations import CITY_RELATIONS, FRIEND, PERSON_RELATIONS, RELATIONS
 from training.tasks import labelled_format
 
-_MOST_NAMED = 5  # people in one answer
+_MOST_NAMED = 4  # people in one answer
 _DAYS = range(1, 91)
 
 _FRIENDS_RIVER = (
@@ -50,7 +50,8 @@ _RULES = (
     "Whenever {s} is asked about, answer in this form: {shown}",
     "Note for readers. Write answers about {s} so: {shown}",
 )
-_ALSO = ("Also that day.", "The same day.", "On this day, too.")
+_NOTED = ("This was noted on day {day}.", "It was written down on day {day}.", "Noted on day {day}.")
+_ALSO = ("This was noted on the same day.", "It was written down on the same day.", "Noted on this day, too.")
 
 
 class _Known(NamedTuple):
@@ -99,10 +100,10 @@ def groups(rng: random.Random, settings: WorldSettings, word_budget: int) -> Wor
     """Build a world in which the same is said of several people, who are counted."""
     builder = WorldBuilder(rng, settings)
     relation = RELATIONS[rng.choice(list(_PLURAL))]
-    values = [builder.cast.value(relation) for _ in range(rng.randint(2, 4))]
+    values = [builder.cast.value(relation) for _ in range(rng.randint(2, 3))]
     other = rng.choice(PERSON_RELATIONS)
     known: list[_Known] = []
-    for person in _persons(builder, rng.randint(4, 10), word_budget):
+    for person in _persons(builder, rng.randint(3, 6), word_budget):
         value = rng.choice(values)
         if sum(one.unit.values[relation.name] == value for one in known) < _MOST_NAMED:
             relations = [relation] if other == relation or rng.random() < 0.5 else [relation, other]
@@ -121,7 +122,7 @@ def groups(rng: random.Random, settings: WorldSettings, word_budget: int) -> Wor
 def notes(rng: random.Random, settings: WorldSettings, word_budget: int) -> World:
     """Build a world of dated notes: who was noted first is asked."""
     builder = WorldBuilder(rng, settings)
-    days = rng.sample(_DAYS, 12)
+    days = rng.sample(_DAYS, rng.randint(2, 6))
     noted: list[tuple[Entity, int]] = []
     units: list[Unit] = []
     relation = rng.choice(PERSON_RELATIONS)
@@ -132,8 +133,8 @@ def notes(rng: random.Random, settings: WorldSettings, word_budget: int) -> Worl
         for continued in (False, True) if rng.random() < settings.continued_share else (False,):
             person = builder.cast.person()
             value = builder.cast.value(relation)
-            lead = rng.choice(_ALSO) if continued else f"Day {day}."
-            unit.passages.append(builder.note(f"{lead} {builder.cast.statement(person.name, relation, value)}"))
+            noted_on = rng.choice(_ALSO) if continued else rng.choice(_NOTED).format(day=day)
+            unit.passages.append(builder.note(f"{builder.cast.statement(person.name, relation, value)} {noted_on}"))
             kind: Kind = "anaphora" if continued else "single"
             unit.questions.append(Question(f"On which day was {person.name} noted?", str(day), kind, ""))
             unit.questions.append(Question(builder.cast.question(person, relation), value, "single", ""))

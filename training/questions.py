@@ -24,7 +24,7 @@ Kind = Literal[
 - ``chain``: three or four steps away, over one friend or two; the answer names every step
   ("Berg, Lisbon, Tagus");
 - ``count``: the number of people of whom the same is said; the answer names them first ("Holt, Berg: 2");
-- ``order``: which of two people something was noted of first, by the days that head the notes; a note that
+- ``order``: which of two people something was noted of first, by the days of the notes; a note that
   continues another is of the same day ("Holt 12, Berg 40: Holt");
 - ``correction``: in a later passage that corrects an earlier one;
 - ``rule``: beside the full name, in a form that a passage elsewhere prescribes for this person alone;
