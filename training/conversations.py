@@ -8,13 +8,17 @@ further turns, and later turns may bring passages of another world. Called by `t
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from kvlinker.prompt.sections import Message
+from kvlinker.types.messages import ChatMessage
 from training import prose
-from training.questions import KINDS, Question, World, WorldSettings
+from training.calls import Desk
+from training.questions import ALL_KINDS, Kind, Question, World, WorldSettings
 from training.tokenizer import ASSISTANT, BOS, END, PAD, SPECIAL_TOKENS, SYSTEM, USER, VOCABULARY_SIZE
 from training.vocabulary import WORLD_WORDS
 from training.worlds import build_world
@@ -22,7 +26,7 @@ from training.worlds import build_world
 IGNORED, LANGUAGE, ANSWER = 0, 1, 2
 """Roles of a token in the loss: none, language modelling, or an answer to no question of any kind."""
 
-ANSWERS = {kind: ANSWER + 1 + i for i, kind in enumerate(KINDS)}
+ANSWERS = {kind: ANSWER + 1 + i for i, kind in enumerate(ALL_KINDS)}
 """Roles of answers to questions of a kind; all answers are `ANSWER` or above."""
 
 SYSTEM_PROMPTS = (
@@ -34,6 +38,7 @@ SYSTEM_PROMPTS = (
     "You answer questions about the given context.",
 )
 
+_READ_SHARE = 0.3  # of turns with tools at hand: they are about a passage
 _INSTRUCTIONS = ("Context:\n\n", "Passages:\n\n", "Read the following passages.\n\n")
 
 
@@ -55,6 +60,8 @@ class Mixture:
     inner_bos_share: float = 0.4
     recap_share: float = 0.0
     """The share of contexts that end with some of their facts in other words: "To sum up, ..."."""
+    call_share: float = 0.0
+    """The share of conversations with tools."""
     loose_share: float = 0.0
     """The share of contexts whose passages end with a single line break instead of an empty line."""
     context_share: tuple[float, float] = (0.3, 0.75)
@@ -78,6 +85,8 @@ class SequenceMaker:
             ids, roles = self._prose(rng)
         elif draw < mixture.prose_share + mixture.repeated_share:
             ids, roles = self._repeated(rng)
+        elif rng.random() < mixture.call_share:
+            ids, roles = self._calls(rng)
         else:
             ids, roles = self._conversation(rng)
         missing = mixture.length - len(ids)
@@ -155,14 +164,54 @@ class SequenceMaker:
                 text = ("Question: " if labelled else "") + question.text
                 asked = [END, ASSISTANT] if first else [USER, END, ASSISTANT]
                 asked[-2:-2] = self.encode(text)
-                answer = [*self.encode(question.answer), END]
-                if len(ids) + len(asked) + len(answer) > length:
+                forced = self.encode(question.opening)
+                answer = [*self.encode(question.answer[len(question.opening) :]), END]
+                if len(ids) + len(asked) + len(forced) + len(answer) > length:
                     continue
-                ids += asked + answer
-                roles += [IGNORED] * len(asked) + [ANSWERS[question.kind]] * len(answer)
+                ids += asked + forced + answer
+                roles += [IGNORED] * (len(asked) + len(forced)) + [ANSWERS[question.kind]] * len(answer)
                 first = False
             if length - len(ids) < max(64, length // 8):
                 return ids, roles
+
+    def _calls(self, rng: random.Random) -> tuple[list[int], list[int]]:
+        """Make a conversation about what tools tell, sometimes about a passage, too, until the sequence is full."""
+        length = self.mixture.length
+        ids, roles = [BOS], [IGNORED]
+        while True:
+            desk = Desk(rng)
+            messages: list[Message] = []
+            if rng.random() < 0.7:
+                messages.append(ChatMessage("system", (rng.choice(SYSTEM_PROMPTS),)))
+            kinds: list[Kind] = []
+            for _ in range(rng.randint(1, 4)):
+                if rng.random() < _READ_SHARE:
+                    world = build_world(rng, replace(self.mixture.worlds, themes={}), rng.randint(10, 60))
+                    question = rng.choice(world.questions)
+                    text = "".join(f"{passage}\n\n" for passage in world.passages) + f"Question: {question.text}"
+                    messages += [ChatMessage("user", (text,)), ChatMessage("assistant", (question.answer,))]
+                    kinds.append(question.kind)
+                else:
+                    messages += desk.exchange().messages
+                    kinds += ["call", "call"]
+            said, learned = self._messages(desk.texts(messages), kinds)
+            if len(ids) + len(said) > length:
+                if len(ids) > 0.6 * length:
+                    return ids, roles
+                continue
+            ids += said
+            roles += learned
+
+    def _messages(self, texts: Sequence[tuple[str, str]], kinds: Sequence[Kind]) -> tuple[list[int], list[int]]:
+        """Make turns of texts with their roles; the assistant's answer questions of these kinds, in order."""
+        ids: list[int] = []
+        roles: list[int] = []
+        told = iter(kinds)
+        for role, text in texts:
+            said = [*self.encode(text), END]
+            ids += [{"system": SYSTEM, "user": USER, "assistant": ASSISTANT}[role], *said]
+            roles += [IGNORED, *[ANSWERS[next(told)] if role == "assistant" else IGNORED] * len(said)]
+        return ids, roles
 
     def _recap(self, questions: list[Question]) -> tuple[list[int], list[int]]:
         """Make a passage that states facts again; their values are learned as answers."""

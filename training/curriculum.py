@@ -32,11 +32,7 @@ class Stage:
 
 
 _EASY = WorldSettings(
-    bridge_share=0.25,
-    place_share=0.3,
-    comparison_share=0.15,
-    example_share=0.0,
-    needle_share=0.0,
+    themes={"bridges": 0.25, "places": 0.3, "ages": 0.15, "notes": 0.1},
     fillers=0,
     library_share=0.2,
     phrasings=1,
@@ -47,18 +43,56 @@ _EASY = WorldSettings(
     invented_share=0.0,
 )
 _SHORT = WorldSettings(
-    bridge_share=0.3,
-    place_share=0.3,
-    comparison_share=0.1,
-    example_share=0.1,
-    needle_share=0.05,
+    themes={
+        "haystack": 0.03,
+        "bridges": 0.15,
+        "places": 0.12,
+        "ages": 0.08,
+        "examples": 0.1,
+        "chains": 0.1,
+        "groups": 0.08,
+        "notes": 0.08,
+        "corrections": 0.06,
+        "rules": 0.05,
+        "rolls": 0.04,
+        "records": 0.05,
+    },
     fillers=1,
     continued_share=0.3,
     invented_share=0.02,
 )
-_FULL = WorldSettings()
-_HARD = WorldSettings(bridge_share=0.25, comparison_share=0.2, example_share=0.2)
-_HARDEST = WorldSettings(bridge_share=0.2, comparison_share=0.25, example_share=0.25, invented_share=0.08)
+_FULL = WorldSettings(
+    themes={
+        "haystack": 0.05,
+        "bridges": 0.1,
+        "places": 0.05,
+        "ages": 0.09,
+        "examples": 0.09,
+        "chains": 0.12,
+        "groups": 0.09,
+        "notes": 0.09,
+        "corrections": 0.07,
+        "rules": 0.06,
+        "rolls": 0.05,
+        "records": 0.06,
+    }
+)
+_HARD = WorldSettings(
+    themes={
+        "haystack": 0.03,
+        "bridges": 0.1,
+        "ages": 0.07,
+        "examples": 0.07,
+        "chains": 0.2,
+        "groups": 0.13,
+        "notes": 0.14,
+        "corrections": 0.04,
+        "rules": 0.1,
+        "rolls": 0.06,
+        "records": 0.03,
+    },
+    invented_share=0.06,
+)
 
 AVERAGED = ("longest", "settle")
 """Stages whose last weights are averaged: the first reads long contexts better, the second compares better."""
@@ -73,7 +107,7 @@ CURRICULUM = (
     ),
     Stage(
         "short",
-        Mixture(256, _SHORT, prose_share=0.05, repeated_share=0.03, recap_share=0.1, loose_share=0.1),
+        Mixture(256, _SHORT, prose_share=0.05, call_share=0.08, repeated_share=0.03, recap_share=0.1, loose_share=0.1),
         batch=24,
         steps=1000,
         sink_weight=0.02,
@@ -81,14 +115,14 @@ CURRICULUM = (
     ),
     Stage(
         "middle",
-        Mixture(512, _FULL, prose_share=0.08, recap_share=0.05, loose_share=0.1),
+        Mixture(512, _FULL, prose_share=0.08, call_share=0.08, recap_share=0.05, loose_share=0.1),
         batch=12,
         steps=240,
         sink_weight=0.02,
     ),
     Stage(
         "anneal",
-        Mixture(1024, _FULL, prose_share=0.1, loose_share=0.1),
+        Mixture(1024, _FULL, prose_share=0.1, call_share=0.08, loose_share=0.1),
         batch=6,
         steps=240,
         muon_lr=(0.01, 0.0005),
@@ -96,33 +130,33 @@ CURRICULUM = (
     ),
     Stage(
         "wide",
-        Mixture(512, _HARD, prose_share=0.08, loose_share=0.1),
+        Mixture(512, _HARD, prose_share=0.08, call_share=0.08, loose_share=0.1),
         batch=12,
-        steps=500,
+        steps=1000,
         muon_lr=(0.01, 0.006),
         sink_weight=0.02,
     ),
     Stage(
         "long",
-        Mixture(1024, _HARD, prose_share=0.08, loose_share=0.1),
+        Mixture(1024, _HARD, prose_share=0.08, call_share=0.08, loose_share=0.1),
         batch=6,
-        steps=500,
+        steps=1100,
         muon_lr=(0.006, 0.003),
         sink_weight=0.02,
     ),
     Stage(
         "longest",
-        Mixture(2048, _FULL, prose_share=0.08, loose_share=0.1, context_share=(0.3, 0.9)),
+        Mixture(2048, _HARD, prose_share=0.08, call_share=0.08, loose_share=0.1, context_share=(0.3, 0.9)),
         batch=3,
-        steps=400,
+        steps=550,
         muon_lr=(0.003, 0.0002),
         sink_weight=0.02,
     ),
     Stage(
         "settle",
-        Mixture(1024, _HARDEST, prose_share=0.08, loose_share=0.1),
+        Mixture(1024, _HARD, prose_share=0.08, call_share=0.08, loose_share=0.1),
         batch=6,
-        steps=260,
+        steps=350,
         muon_lr=(0.004, 0.0001),
         sink_weight=0.02,
     ),

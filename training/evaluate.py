@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from training.prose import held_out_paragraphs
-from training.questions import KINDS, Kind, WorldSettings
+from training.questions import WORLD_KINDS, Kind, WorldSettings
 from training.tokenizer import ASSISTANT, BOS, END, PAD, USER
 from training.worlds import build_world
 
@@ -52,7 +52,7 @@ def held_out_prompts(
     while len(prompts) < count:
         budget = int(rng.uniform(*tokens) * _WORDS_PER_TOKEN)
         world = build_world(rng, replace(settings.about(kind), held_out=True), budget)
-        questions = [q for q in world.questions if q.kind == kind]
+        questions = [q for q in world.questions if q.kind == kind and not q.opening]
         if not questions:
             continue
         question = rng.choice(questions)
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--count", type=int, default=200, help="prompts per kind")
     parser.add_argument("--tokens", type=int, nargs=2, default=(500, 900), metavar=("MIN", "MAX"))
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=WORLD_KINDS, default=WORLD_KINDS)
     parser.add_argument("--invented", type=float, default=WorldSettings.invented_share, help="share of invented names")
     parser.add_argument("--float32", action="store_true", help="compute in float32, not bfloat16")
     parser.add_argument("--seed", type=int, default=0)

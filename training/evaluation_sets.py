@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from training.prose import held_out_paragraphs
-from training.questions import KINDS, Kind, WorldSettings
+from training.questions import HARD_KINDS, KINDS, Kind, WorldSettings
 from training.worlds import build_world
 
 FOLDER = Path(__file__).parents[1] / "src" / "kvlinker" / "research" / "evaluation" / "data"
@@ -28,13 +28,19 @@ FOLDER = Path(__file__).parents[1] / "src" / "kvlinker" / "research" / "evaluati
 class Bundled(NamedTuple):
     """Describes a file of questions that ships."""
 
+    kinds: tuple[Kind, ...]
     per_kind: int
     """Questions of each kind."""
     words: tuple[int, int]
     """Fewest and most words of a world, of about 1.45 tokens each."""
 
 
-BUNDLED = {"reader": Bundled(100, (80, 400)), "reader-long": Bundled(30, (700, 1250))}
+BUNDLED = {
+    "reader": Bundled(KINDS, 100, (80, 400)),
+    "reader-long": Bundled(KINDS, 30, (700, 1250)),
+    "reader-hard": Bundled(HARD_KINDS, 50, (80, 400)),
+    "reader-hard-long": Bundled(HARD_KINDS, 30, (700, 1250)),
+}
 SEED = 0
 SETTINGS = WorldSettings(library_share=0, held_out=True)
 MOST_WORLDS = 1000
@@ -47,12 +53,14 @@ CONTINUATION_CHARACTERS = 223
 """Characters of a continuation: about 64 tokens."""
 
 
-def evaluation_set(per_kind: int, words: tuple[int, int], seed: int) -> Iterator[dict[str, Any]]:
+def evaluation_set(
+    kinds: Sequence[Kind], per_kind: int, words: tuple[int, int], seed: int
+) -> Iterator[dict[str, Any]]:
     """Yield records of the format ``passages``, the kinds in turn, so that any beginning is balanced.
 
     A world has about as many words as drawn from ``words``, and is asked about once.
     """
-    generators = {kind: random.Random(f"evaluation/{seed}/{kind}") for kind in KINDS}
+    generators = {kind: random.Random(f"evaluation/{seed}/{kind}") for kind in kinds}
     for number in range(per_kind):
         for kind, rng in generators.items():
             yield {"id": f"{kind}-{number}"} | _record(rng, kind, words)
@@ -102,8 +110,8 @@ def _end(words: Sequence[str], begin: int, characters: int) -> int:
 
 def main() -> None:
     """Write all files."""
-    for name, (per_kind, words) in BUNDLED.items():
-        _write(name, evaluation_set(per_kind, words, SEED))
+    for name, described in BUNDLED.items():
+        _write(name, evaluation_set(*described, SEED))
     _write("prose", continuations(held_out_paragraphs()))
 
 

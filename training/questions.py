@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-Kind = Literal["single", "pronoun", "anaphora", "bridge", "comparison", "fewshot", "needle"]
+Kind = Literal[
+    "single", "pronoun", "anaphora", "bridge", "comparison", "fewshot", "needle",
+    "chain", "count", "order", "correction", "rule", "listing", "record", "call",
+]  # fmt: skip
 """Kinds say where the answer is, or how it has to be given:
 
 - ``single``: beside the full name of the subject;
@@ -16,10 +20,35 @@ Kind = Literal["single", "pronoun", "anaphora", "bridge", "comparison", "fewshot
 - ``comparison``: the age of the older or younger of two people, whose ages are stated in two places;
   the answer names both first ("Holt 61, Berg 30: 61");
 - ``fewshot``: beside the full name, to be given in the format of examples that come first;
-- ``needle``: in one sentence within prose about other things.
+- ``needle``: in one sentence within prose about other things;
+- ``chain``: three or four steps away, over one friend or two; the answer names every step
+  ("Berg, Lisbon, Tagus");
+- ``count``: the number of people of whom the same is said; the answer names them first ("Holt, Berg: 2");
+- ``order``: which of two people something was noted of first, by the days of the notes; a note that
+  continues another is of the same day ("Holt 12, Berg 40: Holt");
+- ``correction``: in a later passage that corrects an earlier one;
+- ``rule``: beside the full name, in a form that a passage elsewhere prescribes for this person alone;
+- ``listing``: all over the passages: what is said of each person ("Holt Varna, Berg Lisbon");
+- ``record``: beside or behind the full name, as a JSON object;
+- ``call``: in no passage: a tool has to be called, or what it returned has to be told.
 """
 
 KINDS: tuple[Kind, ...] = ("single", "pronoun", "anaphora", "bridge", "comparison", "fewshot", "needle")
+"""The kinds that papers ask about, more or less."""
+
+HARD_KINDS: tuple[Kind, ...] = ("chain", "count", "order", "correction", "rule", "listing")
+"""The kinds that need several passages, each for another reason."""
+
+WORLD_KINDS: tuple[Kind, ...] = (*KINDS, *HARD_KINDS, "record")
+"""The kinds that worlds have questions of."""
+
+ALL_KINDS: tuple[Kind, ...] = (*WORLD_KINDS, "call")
+
+Theme = Literal[
+    "haystack", "bridges", "places", "ages", "examples", "chains", "groups", "notes", "corrections", "rules",
+    "rolls", "records", "people",
+]  # fmt: skip
+"""What a world is about: ``people`` has plain facts only."""
 
 
 class Question(NamedTuple):
@@ -32,6 +61,8 @@ class Question(NamedTuple):
     answer: str
     kind: Kind
     cloze: str
+    opening: str = ""
+    """The beginning of the answer that a grammar forces, and that is not learned."""
 
 
 class World(NamedTuple):
@@ -43,21 +74,10 @@ class World(NamedTuple):
 
 @dataclass(frozen=True)
 class WorldSettings:
-    """Says how hard a world is to read; shares are probabilities.
+    """Says how hard a world is to read; shares are probabilities."""
 
-    The first five shares choose what a world is about; the rest of the worlds have plain facts only.
-    """
-
-    bridge_share: float = 0.2
-    """The share of worlds with the cities or employers of their people."""
-    place_share: float = 0.12
-    """The share of worlds of cities or companies, without people."""
-    comparison_share: float = 0.12
-    """The share of worlds in which ages are known and compared."""
-    example_share: float = 0.12
-    """The share of worlds that begin with examples of how to answer."""
-    needle_share: float = 0.08
-    """The share of worlds of prose with a few facts in it."""
+    themes: Mapping[Theme, float] = field(default_factory=lambda: USUAL_THEMES)
+    """The shares of worlds with these themes; the rest have plain facts only."""
     fillers: int = 2
     """Most sentences of filler on either side of a passage's facts; each world draws its own bound."""
     library_share: float = 0.4
@@ -83,16 +103,22 @@ class WorldSettings:
 
     def about(self, kind: Kind) -> WorldSettings:
         """Return settings whose worlds have questions of a kind."""
-        plain = replace(self, bridge_share=0.0, comparison_share=0.0, example_share=0.0, needle_share=0.0)
-        themes = replace(plain, place_share=0.0)
-        match kind:
-            case "bridge":
-                return replace(themes, bridge_share=1.0)
-            case "comparison":
-                return replace(themes, comparison_share=1.0)
-            case "fewshot":
-                return replace(themes, example_share=1.0)
-            case "needle":
-                return replace(themes, needle_share=1.0, needles=(1, 1))
-            case _:
-                return plain
+        settings = replace(self, themes=_THEMES_OF.get(kind, {"places": self.themes.get("places", 0.0)}))
+        return replace(settings, needles=(1, 1)) if kind == "needle" else settings
+
+
+USUAL_THEMES: Mapping[Theme, float] = {"haystack": 0.08, "bridges": 0.2, "places": 0.12, "ages": 0.12, "examples": 0.12}
+
+_THEMES_OF: Mapping[Kind, Mapping[Theme, float]] = {
+    "bridge": {"bridges": 1.0},
+    "comparison": {"ages": 1.0},
+    "fewshot": {"examples": 1.0},
+    "needle": {"haystack": 1.0},
+    "chain": {"chains": 1.0},
+    "count": {"groups": 1.0},
+    "order": {"notes": 1.0},
+    "correction": {"corrections": 1.0},
+    "rule": {"rules": 1.0},
+    "listing": {"rolls": 1.0},
+    "record": {"records": 1.0},
+}

@@ -145,4 +145,12 @@ BRIDGES = (
     ),
 )
 
+FRIEND = Relation(
+    "friend",
+    (),
+    ("{s} is a friend of {v}.", "{s} often meets {v}.", "{s} writes letters to {v}."),
+    ("Who is the friend of {s}?", "Whom does {s} often meet?", "To whom does {s} write letters?"),
+)
+"""A relation between people; in a world, everybody has one friend at most."""
+
 RELATIONS = {r.name: r for r in (*PERSON_RELATIONS, *CITY_RELATIONS, *COMPANY_RELATIONS)}

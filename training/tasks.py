@@ -82,6 +82,11 @@ def answer_format(rng: random.Random, held_out: bool) -> str:
     return rng.choice([f for f in formats if words.is_held_out(f) == held_out])
 
 
+def labelled_format(rng: random.Random, held_out: bool) -> str:
+    """Draw a format with a label, as `answer_format` does."""
+    return rng.choice([f for f in _LABELLED_FORMATS if words.is_held_out(f) == held_out])
+
+
 def example_passage(cast: Cast, template: str, count: int) -> str:
     """Make a passage of questions about people of whom nothing else is said, answered in a format."""
     lines = [cast.rng.choice(("Examples:", "Answer like this:", "Use this format:"))]

@@ -48,7 +48,10 @@ __all__ = [
     "texts_field",
 ]
 
-BUNDLED = {name: Path(__file__).parents[1] / "data" / f"{name}.jsonl.gz" for name in ("reader", "reader-long", "prose")}
+BUNDLED = {
+    name: Path(__file__).parents[1] / "data" / f"{name}.jsonl.gz"
+    for name in ("reader", "reader-long", "reader-hard", "reader-hard-long", "prose")
+}
 """The files of the data sets that ship with kvlinker, by name."""
 
 HAYSTACK = "needle"
