@@ -130,7 +130,7 @@ class Settings(BaseSettings):
     )
     chunk_scores: bool = Field(
         default=True,
-        description="Collect chunks' attention scores and sensitivity, which cachecraft, h2o and query-…-sensitive use.",
+        description="Collect chunks' attention scores and sensitivity; cachecraft, h2o and query-…-sensitive use them.",
     )
     max_variants: int = Field(
         default=64, ge=0, description="Variants of chunks that are kept for cachecraft and prefix policies; 0: none."
