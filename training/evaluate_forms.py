@@ -1,4 +1,4 @@
-"""Measures how often the reader answers right in a form: as JSON under a schema that is enforced, and by calls of tools.
+"""Measures how often the reader answers right in a form: as JSON under an enforced schema, and by calls of tools.
 
 Run as ``python -m training.evaluate_forms FOLDER``. Prompts go the way that users' do, through ``LLM``: passages are
 context caches, linked under the server's default policy. People, and the names of tools, are ones that the reader never
@@ -53,9 +53,7 @@ def tool_calls(llm: LLM, count: int, *, choice: str, seed: int = 0) -> tuple[int
         desk = Desk(rng, held_out=True)
         exchange = desk.exchange()
         question: Any = {"role": "user", "content": exchange.question}
-        answer = llm.chat_completion(
-            [question], tools=desk.tools, tool_choice=choice, max_tokens=96, temperature=0
-        )
+        answer = llm.chat_completion([question], tools=desk.tools, tool_choice=choice, max_tokens=96, temperature=0)
         calls = [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
         if calls != [(exchange.name, exchange.arguments)]:
             continue

@@ -53,9 +53,7 @@ CONTINUATION_CHARACTERS = 223
 """Characters of a continuation: about 64 tokens."""
 
 
-def evaluation_set(
-    kinds: Sequence[Kind], per_kind: int, words: tuple[int, int], seed: int
-) -> Iterator[dict[str, Any]]:
+def evaluation_set(kinds: Sequence[Kind], per_kind: int, words: tuple[int, int], seed: int) -> Iterator[dict[str, Any]]:
     """Yield records of the format ``passages``, the kinds in turn, so that any beginning is balanced.
 
     A world has about as many words as drawn from ``words``, and is asked about once.

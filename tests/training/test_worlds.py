@@ -167,12 +167,13 @@ def test_the_same_is_counted() -> None:
 
 def test_notes_are_ordered_by_their_days() -> None:
     for world in worlds("order"):
-        day, days = "", {}
-        for word in re.findall(rf"Day \d+|{NAME}", "\n".join(world.passages)):
-            if word.startswith("Day"):
-                day = word.split()[1]
+        name, day, days = "", "", {}
+        for word in re.findall(rf"on day \d+|the same day|this day, too|{NAME}", "\n".join(world.passages)):
+            if re.fullmatch(NAME, word):
+                name = word
             else:
-                days[word] = day
+                day = word.split()[2] if word.startswith("on day") else day
+                days[name] = day
         for question in questions_of(world, "order"):
             both = re.findall(NAME, question.text)
             told = ", ".join(f"{name.split()[1]} {days[name]}" for name in both)

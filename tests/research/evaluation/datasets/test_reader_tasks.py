@@ -41,7 +41,9 @@ def test_the_bundled_sets_are_small_balanced_and_answerable(name: str):
     for example in questions_of(dataset):
         assert example.metric == "exact_match"
         words = re.findall(r"\w+", " ".join(example.passages) + example.question)
-        said, _, count = example.answers[0].partition(": ") if example.task == "count" else (example.answers[0], "", "0")
+        said, _, count = (
+            example.answers[0].partition(": ") if example.task == "count" else (example.answers[0], "", "0")
+        )
         assert set(re.findall(r"\w+", said)) <= set(words)
         assert int(count) == len(said.split(", ")) or example.task != "count"
         assert all(passage.endswith("\n") for passage in example.passages)
