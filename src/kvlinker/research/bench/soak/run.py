@@ -20,7 +20,7 @@ from kvlinker.research.bench.soak.library import Library
 from kvlinker.research.bench.soak.plan import SoakPlan
 from kvlinker.research.bench.soak.readings import Figures, Taken, file_sizes
 
-QUIET_SECONDS = 60.0
+QUIET_SECONDS = 300.0
 """The longest wait for audits, writers and deletions to end."""
 _CALM_CONVERSATIONS = 4
 """Conversations of each user in which nothing else happens."""
