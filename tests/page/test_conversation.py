@@ -215,7 +215,7 @@ def test_differences_are_marked(shown: Watched) -> None:
 
 def test_policies_are_put_together_from_their_parameters(shown: Watched) -> None:
     offered = shown.page.locator("#policy option").all_inner_texts()
-    assert offered[0] == "the server's (query-5)"
+    assert offered[0] == "the server's (query-5-sensitive)"
     assert {"full", "cacheblend", "legolink", "another, by name"} <= set(offered)
     bodies = body_of(shown)
     choose_policy(shown, "cacheblend", percent="25", schedule="onestep", spread="")

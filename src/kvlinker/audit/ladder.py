@@ -9,7 +9,7 @@ from kvlinker.errors import InvalidRequestError, PolicyError
 from kvlinker.linking import Policy, parse_policy
 from kvlinker.linking.parameters import Number, declared
 
-USUAL = ("query-5", "legolink-16")
+USUAL = ("query-5-sensitive", "legolink-16")
 """The policies, the better one first, whose numbers are raised where the default policy has none."""
 
 FULL = "full"

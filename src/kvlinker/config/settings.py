@@ -124,7 +124,7 @@ class Settings(BaseSettings):
         default=None, ge=1, description="Most tokens of an answer; the rest of the context window by default."
     )
 
-    policy: str = Field(default="query-5", description="Linking policy of requests that name none.")
+    policy: str = Field(default="query-5-sensitive", description="Linking policy of requests that name none.")
     generation_context: GenerationContext = Field(
         default=GenerationContext.PREFIX, description="What stands before chunks that name none: alone, bos, prefix."
     )

@@ -76,7 +76,7 @@ class QualityOptions:
 
     datasets: tuple[str, ...] = ("reader",)
     """Names and paths, as ``load_dataset`` takes them."""
-    policies: tuple[str, ...] = (REFERENCE, "naive", "query-5", "legolink-16", "random-15")
+    policies: tuple[str, ...] = (REFERENCE, "naive", "query-5", "query-5-sensitive", "legolink-16", "random-15")
     tasks: tuple[str, ...] = ()
     """The tasks to ask; none for all."""
     limit: int | None = None

@@ -21,7 +21,7 @@ from kvlinker.research.bench.load.servers import kvlinker_server, model_to_serve
 from kvlinker.research.bench.soak.plan import SoakPlan
 from kvlinker.research.bench.soak.run import run_soak
 
-POLICIES = "query-5,legolink-16,cacheblend-15,cachecraft-1,naive,full"
+POLICIES = "query-5-sensitive,legolink-16,cacheblend-15,cachecraft-1,naive,full"
 _PANELS = (
     ("memory_mb", "resident memory (MB)"),
     ("descriptors", "file descriptors"),

@@ -49,7 +49,7 @@ ComparedPolicies = Annotated[
     str | None,
     typer.Option(
         help="Policies to compare, with commas between; by default full, naive, the policy that the settings give to "
-        "requests (query-5), legolink-16, attnlink-16 and random-15.",
+        "requests (query-5-sensitive), legolink-16, attnlink-16 and random-15.",
         show_default=False,
     ),
 ]
