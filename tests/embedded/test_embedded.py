@@ -172,7 +172,7 @@ def test_the_same_chunk_is_computed_once_for_all_who_ask_at_once(bench):
     for thread in threads:
         thread.join()
     sizes = {future.result(timeout=60) for future in futures}
-    assert sizes == {200 * (made.loaded.kv_bytes_per_token + 8)}  # 8: its scores
+    assert sizes == {200 * (made.loaded.kv_bytes_per_token + 12)}  # 12: its scores
     assert len(puts) == 1
 
 
@@ -319,7 +319,7 @@ def test_what_cannot_be_loaded_fails_its_request_only(bench, monkeypatch, caplog
 
 def test_a_chunk_that_gives_its_slots_up_is_scored_as_if_it_had_not(bench):
     """It is computed a second time, and nothing is counted twice."""
-    roomy, tight = bench(), bench(kv_slots=224, max_step_tokens=2)
+    roomy, tight = bench(), bench(kv_slots=263, max_step_tokens=2)
     chunk = Chunk(random_tokens(130, 8))
     answer, _ = tight.submit(linked_prompt(fresh=20), "full", max_tokens=200)
     answer.wait_for_token()
@@ -330,6 +330,7 @@ def test_a_chunk_that_gives_its_slots_up_is_scored_as_if_it_had_not(bench):
     key = chunk_key(chunk, fingerprint=roomy.engine.fingerprint, tenant="default")
     expected, scores = roomy.store.get(key).scores, tight.store.get(key).scores
     np.testing.assert_allclose(scores.received, expected.received, rtol=1e-4)
+    np.testing.assert_allclose(scores.sensitivity, expected.sensitivity, rtol=1e-3)
     assert scores.contextualization.intra == pytest.approx(expected.contextualization.intra, rel=1e-4)
 
 
@@ -359,7 +360,7 @@ def test_answers_do_not_wait_for_a_queue_of_chunks(bench):
     outcome = made.answer(linked_prompt(fresh=30), "full")
     assert outcome.finished.reason == "length"
     assert not all(future.done() for future in chunks)
-    scores = 60 * 2 * 4  # two fp32 figures per token
+    scores = 60 * 3 * 4  # three fp32 figures per token
     assert {future.result(timeout=60) for future in chunks} == {60 * made.loaded.kv_bytes_per_token + scores}
 
 

@@ -168,7 +168,7 @@ def test_sensitive_weighs_attention_by_sensitivity():
         chosen += [position for position in np.flatnonzero(mask).tolist() if position not in chosen]
     assert chosen == [8, 4, 7, 6, 3, 9, 5], "18, 12, 10, 9, 6, 4, 3"
     shown = {score.name: score.values.tolist() for score in policy.explain(prompt, evidence)}
-    assert shown == {"question_attention": [2, 4, 1, 3, 5, 2, 4], "sensitivity": [3, 3, 3, 3, 2, 9, 1]}
+    assert shown == {"question_attention": [2, 4, 1, 3, 5, 2, 4], "sensitivity": [2, 9, 1]}
 
 
 def test_without_any_sensitivity_attention_decides_alone():

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvlinker.store.chunk_kv import ChunkKV
 
 UNRELATED_TEXT = "The council met in the old town hall.\n\n"
-"""What stands before a chunk the second time: short, since a long one moves the KV of all tokens alike."""
+"""The text before a chunk the second time: short, since a long one moves the KV of all tokens alike."""
 
 
 def sensitivity(alone: ChunkKV, behind: ChunkKV) -> NDArray[np.float32]:

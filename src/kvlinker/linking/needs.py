@@ -71,7 +71,8 @@ class Needs:
         where = "every layer" if self.layers == EVERY_LAYER else f"layer {self.layers}"
         wanted = {
             "a forecast of loading and computing": self.forecast and not offered.forecast,
-            "scores of chunks": self.reads_scores and not offered.scores,
+            "scores of chunks": self.scores and not offered.scores,
+            "the sensitivity of chunks' tokens": self.sensitivity and not offered.sensitivity,
             "variants of chunks": self.variants and not offered.variants,
             "the question's attention": self.question_attention and not offered.question_attention,
             f"dropping tokens in {where}": self.refines and offered.layers not in (EVERY_LAYER, self.layers),

@@ -269,11 +269,11 @@ class ChunkStore:
         return frozenset().union(*known, *waiting)
 
     def lacks_scores(self, key: str) -> bool:
-        """Return whether the fastest copy of the chunk on the host or below has no scores; False where there is no
-        copy. Counts as a use, and reads a header where the chunk is not in memory."""
+        """Return whether the fastest copy of the chunk on the host or below has no scores, or no sensitivity among
+        them; False where there is no copy. Counts as a use, and reads a header where the chunk is not in memory."""
         waiting = self._waiting(key)
         if waiting is not None:
-            return waiting.scores is None
+            return waiting.scores is None or waiting.scores.sensitivity is None
         tier = next((tier for tier in self._tiers if tier.contains(key)), None)
         return tier is not None and lacks_scores(tier, key)
 

@@ -65,8 +65,8 @@ class ChunkScores:
     """The attention that each token gets from the chunk's tokens: [tokens]."""
 
     sensitivity: NDArray[np.float32] | None = None
-    """How far each token's KV moves when another text stands before the chunk (``engine.sensitivity``): [tokens]; None
-    where that was not measured."""
+    """The distance by which each token's KV moves when another text stands before the chunk (``engine.sensitivity``):
+    [tokens]; None where that was not measured."""
 
     @property
     def nbytes(self) -> int:

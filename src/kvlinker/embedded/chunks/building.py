@@ -43,7 +43,8 @@ class ChunkBuilder:
         self._scheduler = scheduler
         self._longest = longest
         self._with_scores = with_scores
-        self._unrelated: tuple[int, ...] = tuple(loaded.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False))
+        unrelated = loaded.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False)
+        self._unrelated: tuple[int, ...] = tuple(unrelated) if max(unrelated) < loaded.vocabulary else ()
 
     @property
     def collects_scores(self) -> bool:
@@ -54,7 +55,7 @@ class ChunkBuilder:
         """Have the chunk computed, and stored under ``key``.
 
         ``urgent`` says that an answer to ``tenant`` waits for it. Without ``with_scores``, which take more than half of
-        the time, none are collected.
+        the time, none are collected; and sensitivity, which takes most of that, is not measured while an answer waits.
 
         Raises ContextLengthError and EngineClosedError.
         """
@@ -97,7 +98,8 @@ class ChunkBuilder:
                 f"A chunk has {len(tokens)} tokens with what stands before it, but the model takes {self._longest}."
             )
         with_scores = with_scores and self._with_scores
-        measured = with_scores and len(spans) == 1 and len(tokens) + len(self._unrelated) <= self._longest
+        measures = with_scores and not urgent and len(spans) == 1
+        fits = len(tokens) + len(self._unrelated) <= self._longest
         wanted = ChunkRequest(
             self._loaded,
             self._store,
@@ -106,7 +108,7 @@ class ChunkBuilder:
             spans,
             contents,
             with_scores=with_scores,
-            unrelated=self._unrelated if measured else (),
+            unrelated=self._unrelated if measures and fits else (),
             tenant=tenant,
             urgent=urgent,
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +20,16 @@ from kvlinker.embedded.requests.sequence import TokenSequence
 from kvlinker.engine.observation import ScoreCollector
 from kvlinker.engine.sensitivity import sensitivity
 from kvlinker.errors import EngineClosedError, KVLinkerError
+from kvlinker.linking.plan import Range
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV
+
+
+class _Pass(NamedTuple):
+    """Describes one pass over tokens from the first on, and what it captures."""
+
+    tokens: NDArray[np.int64]
+    capture: Callable[[], Capture]
 
 
 class CaptureRequest(Request):
@@ -48,25 +57,35 @@ class CaptureRequest(Request):
             return Capture(loaded.layers, spans, dtype=loaded.dtype, scores=scores)
 
         def capture_behind() -> Capture:
-            return Capture(loaded.layers, [(start + len(unrelated), len(longer))], dtype=loaded.dtype)
+            (start, end), more = spans[0], len(unrelated)
+            return Capture(loaded.layers, [(start + more, end + more)], dtype=loaded.dtype)
 
-        start = spans[0][0]
-        longer = np.concatenate((tokens[:start], np.array(unrelated, dtype=np.int64), tokens[start:]))
-        self._left = [(tokens, capture)]
+        passes = [_Pass(tokens, capture)]
+        if unrelated:
+            start = spans[0][0]
+            longer = np.concatenate((tokens[:start], np.array(unrelated, dtype=np.int64), tokens[start:]))
+            passes.insert(0, _Pass(longer, capture_behind))
+        first, *self._later = passes
         self._behind: ChunkKV | None = None
-        first = capture_behind if unrelated else self._left.pop()[1]
-        self.sequence = TokenSequence(longer, [(0, len(longer))], most_tokens=len(longer), capture=first)
+        self.sequence = TokenSequence(
+            first.tokens, [(0, len(first.tokens))], most_tokens=len(first.tokens), capture=first.capture
+        )
+
+    @property
+    def pending(self) -> Sequence[Range]:
+        return (*super().pending, *((0, len(later.tokens)) for later in self._later))
 
     def advance(self, logits: Tensor | None) -> Ending | None:
         assert self.sequence is not None
         assert self.sequence.capture is not None
         computed = self.sequence.capture.finish()
-        if self._left:
+        if self._later:
             (self._behind,) = computed
-            self.sequence.begin_again(*self._left.pop())
+            self.sequence.begin_again(*self._later.pop(0))
             return None
         if self._behind is not None:
             computed = (_with_sensitivity(computed[0], self._behind),)
+            self._behind = None
         return partial(self.future.set_result, self._keep(computed))
 
     def cancel(self) -> None:

@@ -17,9 +17,9 @@ from kvlinker.prompt.segments import Prompt
 @register
 class Query(Policy):
     """Recompute the r percent of the cached tokens that the prompt's last token attends to most, mean over layers and
-    heads, in a first pass of the fresh tokens over the cached KV (ours, after ProphetKV and A³). With ``sensitive``, it
-    is multiplied by each token's sensitivity, which is how far its KV moved behind another text when its chunk was
-    created, so that no computation is spent on tokens that mean the same behind any text."""
+    heads, in a first pass of the fresh tokens over the cached KV (ours, after ProphetKV and A³). With ``sensitive``, the
+    attention on a token counts by its sensitivity, which is how far its KV moved behind another text when its chunk
+    was created: nothing is spent on tokens that mean the same behind any text."""
 
     family = "query"
 
@@ -41,7 +41,9 @@ class Query(Policy):
         positions = np.flatnonzero(prompt.inexact)
         shown = [Score("question_attention", _attention(evidence)[positions], positions)]
         if self.weighting == "sensitive":
-            shown.append(Score("sensitivity", _sensitivity(prompt, evidence)[positions], positions))
+            measured = _measured(prompt, evidence)
+            known = np.flatnonzero(prompt.inexact & ~np.isnan(measured))
+            shown.append(Score("sensitivity", measured[known], known))
         return tuple(shown)
 
 
@@ -51,11 +53,17 @@ def _attention(evidence: Evidence) -> NDArray[np.float32]:
 
 
 def _sensitivity(prompt: Prompt, evidence: Evidence) -> NDArray[np.float32]:
-    """Return the sensitivity of every token; chunks of which it was not measured get the mean of the others."""
+    """Return the sensitivity of every token, [tokens]; where it was not measured, the mean of the others, or 1."""
+    found = _measured(prompt, evidence)
+    known = ~np.isnan(found)
+    return np.where(known, found, found[known].mean() if known.any() else np.float32(1))
+
+
+def _measured(prompt: Prompt, evidence: Evidence) -> NDArray[np.float32]:
+    """Return the sensitivity of every token of which it was measured, NaN for others: [tokens]."""
     found = np.full(len(prompt), np.nan, dtype=np.float32)
     for index, span in enumerate(prompt.spans):
         scores = evidence.scores(index)
         if scores is not None and scores.sensitivity is not None:
             found[span.start : span.end] = scores.sensitivity
-    known = ~np.isnan(found)
-    return np.where(known, found, found[known].mean() if known.any() else np.float32(1))
+    return found

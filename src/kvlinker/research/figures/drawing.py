@@ -96,6 +96,7 @@ _STYLES = {
     "cacheblend": ("s", "Oranges"),
     "cachecraft": ("D", "YlOrBr"),
     "query": ("P", "Purples"),
+    "query-sensitive": ("P", "RdPu"),
     "random": ("X", "Greys"),
 }
 """Markers and colours by family; EPIC's own where its figures have the policy."""

@@ -14,7 +14,7 @@ from kvlinker.research.figures.lab import SEVERAL_PASSAGES, Lab
 HARD = "reader-hard"
 DATASETS = ("reader", HARD)
 EXAMPLES = {"reader": 300, HARD: 300}
-"""Questions of each data set; of ``reader`` those whose answers need several passages."""
+"""The number of questions of each data set; of ``reader`` those whose answers need several passages are asked."""
 
 KEPT = 0.995
 """Share of full's score that a policy has to keep."""
@@ -30,20 +30,19 @@ POLICIES = (
 
 
 class Published(NamedTuple):
-    """Holds what the authors of another system report of it: other models, and other questions."""
+    """Holds figures that the authors of another system report of it, on other models and other questions."""
 
     name: str
     recomputed: float
-    """Percent of the cached tokens."""
-    lowest: float
-    highest: float
-    """The shares of the full prefill's score that were kept, over the data sets."""
+    """The percent of the cached tokens that were recomputed."""
+    kept: tuple[float, float]
+    """The lowest and the highest share of the full prefill's score that is reported."""
 
 
 PUBLISHED = (
-    Published("ProphetKV (arXiv 2602.02579)", 20, 0.96, 1.01),
-    Published("InfoFlow KV (Qwen3-14B, three multi-hop sets)", 15, 0.91, 1.005),
-    Published("CacheClip (arXiv 2510.10129), at most", 20, 0.85, 0.948),
+    Published("ProphetKV (arXiv 2602.02579)", 20, (0.96, 1.01)),
+    Published("InfoFlow KV (Qwen3-14B, three multi-hop sets)", 15, (0.91, 1.005)),
+    Published("CacheClip (arXiv 2510.10129), at most on two sets", 20, (0.85, 0.948)),
 )
 """FusionRAG (arXiv 2601.12904: less than 15%) and QCFuse (arXiv 2606.05875) report no share of full's score."""
 
@@ -113,9 +112,7 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
                 points = [(100 * row["recomputed_fraction"], row["score"] / full) for row in members]
                 shares.plot(*zip(*points, strict=True), marker=marker, label=f"{family}, {dataset}")
     for each, colour in zip(PUBLISHED, ("black", "grey", "silver"), strict=True):
-        shares.plot(
-            [each.recomputed] * 2, [each.lowest, each.highest], color=colour, marker="_", linestyle=":", label=each.name
-        )
+        shares.plot([each.recomputed] * 2, each.kept, color=colour, marker="_", linestyle="none", label=each.name)
     shares.set(xlabel="recomputed (% of cached tokens)", title="share of full's score", xlim=(0, 21), ylim=(0.6, 1.05))
     shares.legend(fontsize=7, loc="lower right")
 

@@ -155,9 +155,10 @@ def checked_key(key: str) -> str:
 
 
 def lacks_scores(tier: Tier, key: str) -> bool:
-    """Return whether the tier has a copy of the chunk without scores. Reads the copy's header, and counts as a use."""
+    """Return whether the tier has a copy of the chunk without scores, or without sensitivity among them. Reads the
+    copy's header, and counts as a use."""
     reader = tier.open(key)
     if reader is None:
         return False
     with closing(reader):
-        return reader.scores is None
+        return reader.scores is None or reader.scores.sensitivity is None
