@@ -125,10 +125,13 @@ class LinkedVLLM:
         name = self.add([*tokens, 0], transfer, salt or secrets.token_hex(8), max_tokens=1)
         return outcome_of(self.run()[name])
 
+    def stored(self, key):
+        """The KV that vLLM's workers stored under the key."""
+        return vllm.distributed.kv_transfer.get_kv_transfer_group()._worker._chunks.get(key)
+
     def evidence(self, prompt):
         """The scores that vLLM's workers stored with the prompt's chunks."""
-        chunks = vllm.distributed.kv_transfer.get_kv_transfer_group()._worker._chunks
-        return PromptEvidence(tuple(chunks.get(key_of(chunk)).scores for chunk in prompt.chunks))
+        return PromptEvidence(tuple(self.stored(key_of(chunk)).scores for chunk in prompt.chunks))
 
     def refined(self, prompt, policy):
         """The link of a policy that looks at vLLM's passes, when it has seen them."""

@@ -1,6 +1,8 @@
 """What vLLM answers over linked KV is what transformers answers with the same tokens computed and placed."""
 
+import asyncio
 import secrets
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -9,12 +11,14 @@ import torch
 
 pytest.importorskip("vllm")
 
+from kvlinker.engine.sensitivity import sensitivity
 from kvlinker.linking import PromptEvidence, parse_policy
 from kvlinker.linking.evidence import NoVariants
 from kvlinker.linking.plan import layer_masks
 from kvlinker.linking.selection import highest, share
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.types.chunks import Chunk
+from kvlinker.vllm.protocol.transfer_plan import plan_capture
 from tests.embedded.conftest import linked_prompt, random_tokens
 from tests.embedded.test_policy_references import blended
 from tests.vllm.linked_vllm import LinkedVLLM, difference, difference_from, outcome_of, reference, transfer_for
@@ -197,6 +201,27 @@ def test_chunks_behind_a_prefix(linked):
     linked.cache(prompt)
     for policy in ("naive", "legolink-8", "prefix"):
         assert difference(linked.answer(prompt, policy), prompt, policy, linked.family) < TOLERANCE
+
+
+def test_sensitivity_is_the_distance_of_a_chunk_behind_another_text(linked):
+    """Measured in one request, in slices beside a neighbour that decodes, as two requests of their own tell."""
+    prefix, unrelated, chunk = random_tokens(5, 1), random_tokens(11, 2), random_tokens(300, 3)
+
+    def captured(*before, measured=0):
+        key, begin = secrets.token_hex(32), sum(map(len, before))
+        tokens = [*chain(*before), *chunk]
+        linked.add(random_tokens(30, 4), max_tokens=60)
+        transfer = plan_capture(key, begin=begin, end=len(tokens), unrelated=measured)
+        assert asyncio.run(linked.run_transfer(transfer, tokens)).linked
+        return linked.stored(key)
+
+    alone, behind = captured(prefix), captured(prefix, unrelated)
+    both = captured(prefix, unrelated, measured=len(unrelated))
+    assert alone.scores.sensitivity is None
+    for one, other in zip(both.layers, alone.layers, strict=True):
+        torch.testing.assert_close((one.key, one.value), (other.key, other.value), atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(both.scores.received, alone.scores.received, rtol=1e-5)
+    np.testing.assert_allclose(both.scores.sensitivity, sensitivity(alone, behind), rtol=1e-3)
 
 
 def test_a_prompt_may_end_in_a_chunk(linked):

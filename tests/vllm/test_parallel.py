@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -36,12 +37,13 @@ def test_two_workers_answer_as_the_embedded_engine(vllm_settings, tmp_path, monk
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     options = vllm_settings.vllm_options | {"tensor_parallel_size": 2, "slice_tokens": 64}
     settings = vllm_settings_for(vllm_settings.model, tmp_path / "state", vllm_options=options)
-    embedded = settings.model_copy(update={"engine": "embedded", "vllm_options": {}, "chunk_scores": False})
+    embedded = settings.model_copy(update={"engine": "embedded", "vllm_options": {}})
     with LLM.from_settings(settings) as two, LLM.from_settings(embedded) as one:
         theirs, ours = linked_prompt(97, 156, 130, header=5, seed=1), linked_prompt(70, 200, header=3, seed=2)
         for prompt, llm in ((theirs, one), (ours, two)):
             cache(llm, prompt)
         one.store.flush()
+        assert_same_scores(two, one, ours.chunks[0])
         for prompt in (theirs, ours):
             for policy in POLICIES:
                 answer, expected = (llm.chat_completion(prompt, policy=policy, **GREEDY) for llm in (two, one))
@@ -85,6 +87,22 @@ def test_two_engines_behind_one_client_share_chunks(vllm_settings, tmp_path, mon
                 usage = answer.result().usage  # those that come later find what the first one has computed
                 assert usage.cached_tokens >= expected.usage.cached_tokens
                 assert usage.prompt_tokens == expected.usage.prompt_tokens
+
+
+def assert_same_scores(two: LLM, one: LLM, chunk: Chunk) -> None:
+    """Check the scores of a chunk that ``two`` has computed against those that ``one`` computes."""
+    key = chunk_key(chunk, fingerprint=two.engine.fingerprint, tenant="default")
+    found: list[Any] = []
+    for llm in (two, one):
+        llm.engine.cache_chunk(chunk, tenant="default").result(timeout=120)
+        kv = llm.store.get(key)
+        assert kv is not None
+        found.append(kv.scores)
+        for each in (two, one):
+            each.store.delete(key)
+    np.testing.assert_allclose(found[0].received, found[1].received, atol=1e-4)
+    np.testing.assert_allclose(found[0].sensitivity, found[1].sensitivity, rtol=1e-3)
+    two.engine.cache_chunk(chunk, tenant="default").result(timeout=120)
 
 
 def chunk_file(llm: LLM, chunk: Chunk) -> Path:

@@ -21,6 +21,7 @@ from kvlinker.types.answers import Delta, Finished
 from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
 from kvlinker.types.sampling import SamplingParams
 from kvlinker.vllm.frontend.linker import LinkedPrompt
+from kvlinker.vllm.protocol.transfer_plan import TransferOutcome
 from tests.embedded.conftest import linked_prompt, random_tokens
 
 TOLERANCE = 1e-4
@@ -97,11 +98,32 @@ def test_scores_of_chunks_are_alike(llm, embedded):
         assert ours.contextualization.intra == pytest.approx(theirs.contextualization.intra, abs=1e-4)
         np.testing.assert_allclose(ours.inter, theirs.inter, atol=1e-4)
         np.testing.assert_allclose(ours.received, theirs.received, atol=1e-4)
+        np.testing.assert_allclose(ours.sensitivity, theirs.sensitivity, rtol=1e-3)
     ids = llm.generate_context_cache(texts)
-    for policy in ("h2o-20", "cachecraft-0.7", "cachecraft-1+legolink-2+query-5"):
+    for policy in ("h2o-20", "cachecraft-0.7", "cachecraft-1+legolink-2+query-5", "query-20-sensitive"):
         answers = [each.chat_completion(question(ids), policy=policy, **GREEDY) for each in (llm, embedded)]
         assert_same(*answers)
         assert answers[0].usage.recomputed_tokens
+
+
+@pytest.mark.parametrize("reason", ["no room", "a text that a prompt brought", "a failure"])
+def test_a_chunk_is_stored_where_its_sensitivity_is_not_measured(llm, monkeypatch, reason):
+    chunks, client = llm.engine._chunks, llm.engine._client
+    chunk = Chunk(random_tokens(60, len(reason)), random_tokens(5, 2), scored=reason != "a text that a prompt brought")
+    run_transfer, asked = client.run_transfer, []
+
+    async def failing(transfer, tokens):
+        asked.append(transfer.unrelated)
+        return TransferOutcome(linked=False) if transfer.unrelated else await run_transfer(transfer, tokens)
+
+    monkeypatch.setattr(client, "run_transfer", failing)
+    if reason == "no room":
+        monkeypatch.setattr(chunks, "_longest", 65 + len(chunks._unrelated) - 1)
+    assert llm.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
+    scores = llm.store.get(chunks.key(chunk, "default")).scores
+    assert scores.received.shape == (60,)
+    assert scores.sensitivity is None
+    assert asked == ([(5, 5 + len(chunks._unrelated)), None] if reason == "a failure" else [None])
 
 
 def test_explanations_are_alike(llm, embedded):

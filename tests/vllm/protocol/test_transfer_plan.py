@@ -111,6 +111,32 @@ def test_slices_do_all_of_a_transfer_plan_once_and_in_order(prompt, policy, begi
     assert positions_of(len(prompt), placed) == positions_of(len(prompt), wanted)
 
 
+@given(st.integers(0, 5), st.integers(1, 9), st.integers(1, 60), st.integers(1, 30))
+def test_a_prompt_is_computed_without_its_unrelated_text_and_then_with_it(prefix, unrelated, chunk, tokens):
+    begin, end = prefix + unrelated, prefix + unrelated + chunk
+    transfer = plan_capture(KEY, begin=begin, end=end, unrelated=unrelated)
+    assert read_plan(params_of(transfer), prompt_tokens=end + 1) == transfer
+    assert transfer.alone == plan_capture(KEY, begin=prefix, end=prefix + chunk)
+    progress = TransferProgress("r", transfer)
+    lines: list[list[tuple[int, int]]] = [[]]
+    done = False
+    while not done:
+        budget = StepBudget(tokens, 1, 16)
+        assert progress.cost(budget) == 2 * prefix + unrelated + 2 * chunk - sum(
+            last - first for line in lines for first, last in line
+        )
+        fits = progress.fits(budget)
+        part = progress.take(budget)
+        assert part.is_last == fits
+        if part.begins_again:
+            lines.append([])
+        lines[-1] += part.runs
+        done = part.is_last
+    for line, length in zip(lines, (prefix + chunk, end), strict=True):
+        assert positions_of(end, line) == [1] * length + [0] * (end - length)
+        assert line == sorted(line)
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -122,6 +148,9 @@ def test_slices_do_all_of_a_transfer_plan_once_and_in_order(prompt, policy, begi
         ({"placements": [{"key": "../../etc", "start": 0, "first": 0, "last": 8, "rotary_start": 0}]}, "pattern"),
         ({"placements": [{"key": KEY, "start": -1, "first": 0, "last": 8, "rotary_start": 0}]}, "greater than"),
         ({"captures": [{"key": KEY, "begin": 3, "end": 9}]}, "captures"),
+        ({"unrelated": [0, 2]}, "unrelated text"),
+        ({"unrelated": [0, 2], "captures": [{"key": KEY, "begin": 2, "end": 8}]}, "unrelated text"),
+        ({"unrelated": [1, 1], "captures": [{"key": KEY, "begin": 1, "end": 8}], "placements": []}, "unrelated text"),
         ({"more": 1}, "Extra"),
     ],
 )

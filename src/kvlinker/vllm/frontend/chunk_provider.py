@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -57,15 +57,18 @@ class ChunkProvider:
         fingerprint: str,
         token_bytes: int,
         longest: int,
+        unrelated: Sequence[int] = (),
     ) -> None:
         """``executor`` runs calls that wait for the store. ``token_bytes`` is the size of a token's KV in bytes,
-        ``longest`` the most tokens that a chunk and its generation context may have together."""
+        ``longest`` the most tokens that a chunk and its generation context may have together, ``unrelated`` the text
+        behind which chunks are computed, too, to measure their sensitivity; none is measured without."""
         self._client = client
         self._store = store
         self._executor = executor
         self._fingerprint = fingerprint
         self._token_bytes = token_bytes
         self._longest = longest
+        self._unrelated = tuple(unrelated)
         self._building: dict[str, asyncio.Task[None]] = {}
         self._refusing = False
         self._room = asyncio.Semaphore(BUILT_AT_ONCE)
@@ -133,14 +136,24 @@ class ChunkProvider:
                 f"There is no room for chunk {key} of {len(chunk.tokens)} tokens, about {nbytes} bytes. Give it more "
                 "disk_space, or the disk itself more room, or unpin context caches."
             )
-        capture = plan_capture(key, begin=len(chunk.prefix), end=len(tokens))
-        outcome = await self._client.run_transfer(capture, tokens)
-        if not outcome.linked:
+        stored = False
+        if self._unrelated and chunk.scored and len(tokens) + len(self._unrelated) <= self._longest:
+            stored = await self._captured(key, chunk, self._unrelated)
+        if not stored and not await self._captured(key, chunk):
             raise ChunkNotStoredError(
                 f"Chunk {key} could not be computed and stored: see the log of vLLM's processes, and whether the state "
                 "directory can be written to."
             )
         self._refusing = False
+
+    async def _captured(self, key: str, chunk: Chunk, unrelated: Sequence[int] = ()) -> bool:
+        """Have vLLM compute and store the chunk, and measure its sensitivity to an ``unrelated`` text, if there is one.
+        Returns whether that succeeded."""
+        before = (*chunk.prefix, *unrelated)
+        tokens = (*before, *chunk.tokens)
+        capture = plan_capture(key, begin=len(before), end=len(tokens), unrelated=len(unrelated))
+        outcome = await self._client.run_transfer(capture, tokens)
+        return outcome.linked
 
     def _note_refused(self, error: ChunkNotStoredError) -> None:
         """Log that chunks are not stored, once until one is stored again."""

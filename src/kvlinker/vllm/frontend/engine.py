@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engine.limits import RequestLimits, check_room, check_supported, engine_closed
+from kvlinker.engine.sensitivity import UNRELATED_TEXT
 from kvlinker.errors import EngineClosedError, InvalidRequestError, KVLinkerError
 from kvlinker.events import Events
 from kvlinker.linking.explanation import Explanation
@@ -57,6 +58,7 @@ class VLLMEngine:
         max_running: int,
         max_waiting: int,
         max_answer_tokens: int | None = None,
+        chunk_scores: bool = True,
     ) -> None:
         self.fingerprint = facts.fingerprint
         self.kv_bytes_per_token = facts.kv_bytes_per_token
@@ -79,6 +81,7 @@ class VLLMEngine:
             fingerprint=facts.fingerprint,
             token_bytes=facts.kv_bytes_per_token,
             longest=longest,
+            unrelated=facts.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False) if chunk_scores else (),
         )
         self._linker = VLLMLinker(client, self._chunks, self._executor, layers=len(facts.layers), longest=longest)
         self._closing = False

@@ -59,6 +59,7 @@ class VLLMSource:
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
             max_answer_tokens=settings.max_answer_tokens,
+            chunk_scores=settings.chunk_scores,
         )
 
 

@@ -51,6 +51,9 @@ class TransferSlice:
     is_last: bool
     """True if this slice completes the plan."""
 
+    begins_again: bool = False
+    """True if the prompt has been computed without its unrelated text, and this slice is the first one with it."""
+
     def is_whole(self, plan: TransferPlan) -> bool:
         """Return whether this slice is all of the plan."""
         placed = sum(part.last - part.first for part in self.parts)
@@ -149,22 +152,28 @@ class TransferProgress:
         ]
         computed_from = 0 if plan.second_pass else begin
         self._runs = [(max(first, computed_from), last) for first, last in plan.runs if last > computed_from]
+        self._again: list[tuple[int, int]] = []  # the runs that follow where the prompt begins again
+        self._begins_again = False
+        if plan.alone is not None:
+            self._runs, self._again = list(plan.alone.runs), self._runs
 
     def cost(self, budget: StepBudget) -> float:
         """Return the cost of all that is left, in the budget's tokens."""
         placed = sum(part.last - part.first for part in self._parts)
-        return self._share * (sum(end - begin for begin, end in self._runs) + placed / budget.placed_per_computed)
+        computed = sum(end - begin for begin, end in (*self._runs, *self._again))
+        return self._share * (computed + placed / budget.placed_per_computed)
 
     def fits(self, budget: StepBudget) -> bool:
-        """Return whether the budget has room for all that is left."""
-        return self.cost(budget) <= budget.tokens and len(self._runs) <= budget.runs
+        """Return whether one slice within the budget does all that is left."""
+        return not self._again and self.cost(budget) <= budget.tokens and len(self._runs) <= budget.runs
 
     def take(self, budget: StepBudget) -> TransferSlice:
         """Return as much as the budget has room for, and take it out of the budget.
 
         Placements come first, then runs in order, so that the tokens before a computed one are always there. A run may
-        be cut.
+        be cut. Where the prompt begins again, a slice ends.
         """
+        begins_again, self._begins_again = self._begins_again, False
         parts = []
         while self._parts and not budget.spent:
             part = self._parts[0]
@@ -185,4 +194,7 @@ class TransferProgress:
                 self._runs.pop(0)
             else:
                 self._runs[0] = (stop, end)
-        return TransferSlice(self._request_id, tuple(parts), tuple(runs), is_last=not (self._parts or self._runs))
+        if self._again and not (self._parts or self._runs):
+            self._runs, self._again, self._begins_again = self._again, [], True
+        is_last = not (self._parts or self._runs)
+        return TransferSlice(self._request_id, tuple(parts), tuple(runs), is_last, begins_again)

@@ -97,6 +97,11 @@ class TransferPlan(_Value):
     captures: tuple[CapturedChunk, ...] = ()
     measure: Measure | None = None
 
+    unrelated: tuple[Position, Position] | None = None
+    """The positions [begin, end) of an unrelated text right before the one chunk that is captured; None where there is
+    none. The prompt is computed without it first, as the chunk is stored, and then with it, to measure the
+    ``sensitivity`` of the chunk's tokens."""
+
     second_pass: bool = False
     """True if a first pass may have placed what vLLM's prefix cache holds of the prompt: runs are computed there,
     too."""
@@ -105,6 +110,16 @@ class TransferPlan(_Value):
     def keys(self) -> tuple[str, ...]:
         """The keys of the chunks to place, each once."""
         return tuple(dict.fromkeys(placed.key for placed in self.placements))
+
+    @property
+    def alone(self) -> TransferPlan | None:
+        """The plan for the prompt without the unrelated text, which is carried out first; None where there is no such
+        text."""
+        if self.unrelated is None:
+            return None
+        (captured,) = self.captures
+        begin, end = self.unrelated
+        return plan_capture(captured.key, begin=begin, end=self.linked - (end - begin))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -118,6 +133,13 @@ class TransferPlan(_Value):
             raise ValueError(f"captures are not ranges within the first {self.linked} tokens")
         if self.measure and self.captures:
             raise ValueError("one transfer plan does not measure and capture")
+        if self.unrelated is not None:
+            begin, end = self.unrelated
+            wanted = (CapturedChunk(key=captured.key, begin=end, end=self.linked) for captured in self.captures[:1])
+            if not begin < end or self.placements or self.captures != tuple(wanted):
+                raise ValueError(
+                    "an unrelated text stands right before one chunk that is captured, and nothing is placed"
+                )
         covered = 0
         for begin, end in sorted([*self.runs, *((placed.begin, placed.end) for placed in self.placements)]):
             if begin > covered:
@@ -244,9 +266,15 @@ def plan_second_pass(plan: LinkPlan, keys: Sequence[str], *, linked: int) -> Tra
     return TransferPlan(linked=linked, placements=placements, runs=runs, second_pass=True)
 
 
-def plan_capture(key: str, *, begin: int, end: int) -> TransferPlan:
-    """Make the transfer plan to compute a prompt's first ``end`` tokens and store the KV of those from ``begin`` on."""
-    return TransferPlan(linked=end, runs=((0, end),), captures=(CapturedChunk(key=key, begin=begin, end=end),))
+def plan_capture(key: str, *, begin: int, end: int, unrelated: int = 0) -> TransferPlan:
+    """Make the transfer plan to compute a prompt's first ``end`` tokens and store the KV of those from ``begin`` on.
+
+    With ``unrelated``, so many tokens before ``begin`` are an unrelated text: the KV is stored as it is without them,
+    with the sensitivity to them.
+    """
+    captured = CapturedChunk(key=key, begin=begin, end=end)
+    text = (begin - unrelated, begin) if unrelated else None
+    return TransferPlan(linked=end, runs=((0, end),), captures=(captured,), unrelated=text)
 
 
 def _placed(placements: Sequence[Placement], keys: Sequence[str], linked: int) -> tuple[PlacedChunk, ...]:

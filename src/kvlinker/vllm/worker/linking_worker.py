@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvlinker.store import ChunkKV
 from kvlinker.vllm.adapter import BoundModel
 from kvlinker.vllm.protocol.steps import StartedTransfer, StepReport, StepTransfers, TransferSlice
-from kvlinker.vllm.protocol.transfer_plan import TransferPlan
+from kvlinker.vllm.protocol.transfer_plan import CapturedChunk, TransferPlan
 from kvlinker.vllm.worker.layers import check_chunk, trace_layers
 from kvlinker.vllm.worker.observing import QuestionObservation
 from kvlinker.vllm.worker.passes import Passes, TransferTask
-from kvlinker.vllm.worker.recording import ChunkCapture, KVComparison
+from kvlinker.vllm.worker.recording import ChunkCapture, KVComparison, with_sensitivity
 from kvlinker.vllm.worker.selftest import require_exact
 from kvlinker.vllm.worker.worker_chunks import WorkerChunks
 
@@ -52,7 +56,7 @@ class LinkingWorker:
         self, bound: BoundModel, chunks: WorkerChunks, *, pass_tokens: int, pass_runs: int, with_scores: bool
     ) -> None:
         """``pass_tokens`` and ``pass_runs`` are the most that one pass of the model takes. With ``with_scores``,
-        captured chunks get their attention scores.
+        captured chunks get their scores.
 
         Raises UnsupportedModelError for a model that cannot be linked.
         """
@@ -121,27 +125,38 @@ class LinkingWorker:
             logger.exception("Request %s cannot be linked; vLLM computes it alone.", started.request_id)
             loaded: Future[dict[str, ChunkKV] | None] = Future()
             loaded.set_result(None)
-            return TransferTask(started, loaded, failed=True)
+            return TransferTask(started, loaded, started.tokens, failed=True)
 
     def _task(self, started: StartedTransfer) -> TransferTask:
-        captures = tuple(
-            ChunkCapture(
-                chunk,
-                started.tokens,
-                self._layers,
-                self._bound.dtype,
-                with_scores=self._with_scores,
-                device=self._bound.device,
-            )
-            for chunk in started.plan.captures
-        )
-        resident = {key: kv for key in started.plan.keys if (kv := self._chunks.resident(key)) is not None}
-        if len(resident) == len(started.plan.keys) and all(map(self._fits, resident, resident.values())):
+        plan, tokens = started.plan, started.tokens
+        if plan.unrelated is not None:
+            tokens = np.delete(tokens, slice(*plan.unrelated))
+        captures = self._captures((plan.alone or plan).captures, tokens, with_scores=self._with_scores)
+        resident = {key: kv for key in plan.keys if (kv := self._chunks.resident(key)) is not None}
+        if len(resident) == len(plan.keys) and all(map(self._fits, resident, resident.values())):
             loaded: Future[dict[str, ChunkKV] | None] = Future()
             loaded.set_result(resident)
         else:
-            loaded = self._loader.submit(self._load, started.plan.keys)
-        return TransferTask(started, loaded, captures, self._measurement(started.plan))
+            loaded = self._loader.submit(self._load, plan.keys)
+        return TransferTask(started, loaded, tokens, captures, measurement=self._measurement(plan))
+
+    def _captures(
+        self, chunks: Sequence[CapturedChunk], tokens: NDArray[np.int64], *, with_scores: bool
+    ) -> tuple[ChunkCapture, ...]:
+        capture = partial(
+            ChunkCapture,
+            tokens=tokens,
+            layers=self._layers,
+            dtype=self._bound.dtype,
+            with_scores=with_scores,
+            device=self._bound.device,
+        )
+        return tuple(map(capture, chunks))
+
+    def _begin_again(self, task: TransferTask) -> None:
+        """Have the task's prompt computed from its beginning, with its unrelated text."""
+        task.tokens, task.alone = task.started.tokens, task.captures
+        task.captures = self._captures(task.started.plan.captures, task.tokens, with_scores=False)
 
     def _measurement(self, plan: TransferPlan) -> KVComparison | QuestionObservation | None:
         match plan.measure:
@@ -192,6 +207,9 @@ class LinkingWorker:
 
     def _carry_out(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
         with self._giving_up(slices):
+            for task, part in slices:
+                if part.begins_again:
+                    self._begin_again(task)
             self._passes.place(slices)
         failed = self._bound.any_worker([task.failed for task, _ in slices])
         for (task, _), gone in zip(slices, failed, strict=True):
@@ -227,15 +245,18 @@ class LinkingWorker:
         elif not task.captures:
             self._end(request_id)
         else:
-            kvs = [(capture.chunk.key, capture.finish(self._bound)) for capture in task.captures]
+            kvs = {each.chunk.key: each.finish(self._bound) for each in task.alone or task.captures}
+            behind = {each.chunk.key: each.finish(self._bound) for each in task.captures if task.alone}
             if self._bound.is_first_rank:
-                self._writing[request_id] = self._writer.submit(self._write, kvs)
+                self._writing[request_id] = self._writer.submit(self._write, kvs, behind)
             else:
                 self._end(request_id)
 
-    def _write(self, kvs: Sequence[tuple[str, ChunkKV]]) -> bool:
-        """Store captured chunks, in the writer's thread. Returns whether the disk took all of them."""
-        stored = [self._chunks.put(key, kv) for key, kv in kvs]
+    def _write(self, kvs: Mapping[str, ChunkKV], behind: Mapping[str, ChunkKV]) -> bool:
+        """Store captured chunks by key, in the writer's thread, and measure the sensitivity of those that were captured
+        ``behind`` another text, too. Returns whether the disk took all of them."""
+        measured = {key: with_sensitivity(kv, behind[key]) if key in behind else kv for key, kv in kvs.items()}
+        stored = [self._chunks.put(key, kv) for key, kv in measured.items()]
         return all(stored)
 
     def _collect_written(self) -> None:

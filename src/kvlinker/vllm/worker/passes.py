@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvlinker.store import ChunkKV
 from kvlinker.vllm.adapter import BoundModel, VirtualSequences
@@ -36,7 +38,14 @@ class TransferTask:
     loaded: Future[dict[str, ChunkKV] | None]
     """The plan's chunks by key, or None where one could not be loaded."""
 
+    tokens: NDArray[np.int64]
+    """The tokens that runs compute: the prompt's, without its unrelated text until it begins again."""
+
     captures: tuple[ChunkCapture, ...] = ()
+
+    alone: tuple[ChunkCapture, ...] = ()
+    """The captures without the unrelated text, which are complete, once the prompt has begun again."""
+
     measurement: KVComparison | QuestionObservation | None = None
     """The collector of what a first pass measures."""
 
@@ -149,7 +158,7 @@ class Passes:
     def _sequences(self, runs: Sequence[_TaskRun]) -> VirtualSequences:
         positions = [torch.arange(run.begin, run.end) for run in runs]
         slots = [self._bound.slots(run.task.started.block_ids, own) for run, own in zip(runs, positions, strict=True)]
-        tokens = [torch.from_numpy(run.task.started.tokens[run.begin : run.end]) for run in runs]
+        tokens = [torch.from_numpy(run.task.tokens[run.begin : run.end]) for run in runs]
         rows = self._bound.to_device(torch.stack([torch.cat(each) for each in (tokens, positions, slots)]))
         return VirtualSequences(
             tokens=rows[0],
