@@ -38,7 +38,7 @@ class Bundled(NamedTuple):
 BUNDLED = {
     "reader": Bundled(KINDS, 100, (80, 400)),
     "reader-long": Bundled(KINDS, 30, (700, 1250)),
-    "reader-hard": Bundled(HARD_KINDS, 50, (80, 400)),
+    "reader-hard": Bundled(HARD_KINDS, 75, (80, 400)),
     "reader-hard-long": Bundled(HARD_KINDS, 30, (700, 1250)),
 }
 SEED = 0

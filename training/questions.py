@@ -36,10 +36,10 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = ("single", "pronoun", "anaphora", "bridge", "comparison", "fewshot", "needle")
 """The kinds that papers ask about, more or less."""
 
-HARD_KINDS: tuple[Kind, ...] = ("chain", "count", "order", "correction", "rule", "listing")
-"""The kinds that need several passages, each for another reason."""
+HARD_KINDS: tuple[Kind, ...] = ("chain", "order", "correction", "rule")
+"""The kinds that need several passages, each for another reason, and that the reader has learned."""
 
-WORLD_KINDS: tuple[Kind, ...] = (*KINDS, *HARD_KINDS, "record")
+WORLD_KINDS: tuple[Kind, ...] = (*KINDS, *HARD_KINDS, "count", "listing", "record")
 """The kinds that worlds have questions of."""
 
 ALL_KINDS: tuple[Kind, ...] = (*WORLD_KINDS, "call")
