@@ -22,7 +22,8 @@ def test_the_layers_in_which_a_policy_is_asked(layers, asked):
 def test_nothing_is_beyond_everything_and_everything_beyond_nothing():
     assert EVERYTHING.beyond(EVERYTHING) == ()
     assert Needs().beyond(Needs()) == ()
-    assert len(EVERYTHING.beyond(Needs())) == 6
+    assert len(EVERYTHING.beyond(Needs())) == 7
+    assert Needs(sensitivity=True).beyond(Needs(scores=True)) == ("the sensitivity of chunks' tokens",)
     assert Needs(layers=1).beyond(Needs(layers=1)) == ()
     assert Needs(layers=2).beyond(Needs(layers=1)) == ("dropping tokens in layer 2",)
     assert Needs(layers="every").beyond(Needs(layers=1)) == ("dropping tokens in every layer",)

@@ -525,7 +525,8 @@ def test_kv_with_scores_takes_the_place_of_copies_without(recorder: Recorder, tm
     host, disk = HostTier(PLENTY, recorder.events), DiskTier(tmp_path, PLENTY, recorder.events)
     store, key = ChunkStore([host, disk], recorder.events), key_of(1)
     without = chunk_kv(1)
-    scores = ChunkScores(Contextualization(3, 1.0), np.zeros(3, np.float32), np.ones(3, np.float32))
+    plain = ChunkScores(Contextualization(3, 1.0), np.zeros(3, np.float32), np.ones(3, np.float32))
+    scores = replace(plain, sensitivity=np.ones(3, np.float32))
 
     def stored() -> list[bool]:
         store.flush()
@@ -537,6 +538,8 @@ def test_kv_with_scores_takes_the_place_of_copies_without(recorder: Recorder, tm
     assert stored() == [False, False]
     host.delete(key)
     assert store.lacks_scores(key)
+    store.put(key, replace(without, scores=plain))
+    assert store.lacks_scores(key), "sensitivity is one of them"
     store.put(key, replace(without, scores=scores))
     assert stored() == [True, True]
     assert not store.lacks_scores(key)
