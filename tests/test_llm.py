@@ -1,5 +1,6 @@
 """The Python library end to end, on a tiny model and on the one in the box."""
 
+import json
 import queue
 import time
 
@@ -352,6 +353,29 @@ def test_the_model_in_the_box_answers(tmp_path):
         )
         assert answer.usage.cached_tokens > 0
         assert answer.finish_reason == "stop"
+
+
+def test_the_model_in_the_box_answers_in_a_form_and_calls_a_tool(tmp_path):
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    told = {"name": "get_time", "description": "Tells what time it is in a city.", "parameters": city}
+    tools = [{"type": "function", "function": told}]
+    with LLM(state_dir=tmp_path) as llm:
+        caches = llm.generate_context_cache(["Tom Reyes lives in Oslo. He plays the cello.\n\n"])
+        asked = [{"role": "user", "content": [*caches, "Question: Where does Tom Reyes live?"]}]
+        answer = llm.chat_completion(asked, response_format=form, max_tokens=40, temperature=0)
+        assert answer.text == '{"answer": "Oslo"}'
+
+        asked = [{"role": "user", "content": "What time is it in Oslo?"}]
+        (call,) = llm.chat_completion(asked, tools=tools, max_tokens=60, temperature=0).tool_calls
+        assert (call.name, json.loads(call.arguments)) == ("get_time", {"city": "Oslo"})
+        function = {"name": call.name, "arguments": call.arguments}
+        asked += [
+            {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": call.id, "content": '{"time": 14}'},
+        ]
+        assert llm.chat_completion(asked, tools=tools, max_tokens=8, temperature=0).text == "14"
 
 
 def test_a_policy_need_not_be_registered(make_llm):
