@@ -55,14 +55,21 @@ class ChunkBuilder:
         """Have the chunk computed, and stored under ``key``.
 
         ``urgent`` says that an answer to ``tenant`` waits for it. Without ``with_scores``, which take more than half of
-        the time, none are collected; and sensitivity, which takes most of that, is not measured while an answer waits.
+        the time, none are collected; and without ``chunk.scored`` no sensitivity, which takes most of that, is measured.
 
         Raises ContextLengthError and EngineClosedError.
         """
         tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)
         spans = [(len(chunk.prefix), len(tokens))]
         return self._build(
-            (key,), tokens, spans, [chunk.content], tenant=tenant, urgent=urgent, with_scores=with_scores
+            (key,),
+            tokens,
+            spans,
+            [chunk.content],
+            tenant=tenant,
+            urgent=urgent,
+            with_scores=with_scores,
+            measures=chunk.scored,
         )
 
     def build_prompt(self, keys: Sequence[str], prompt: Prompt, *, tenant: str) -> Future[tuple[ChunkKV, ...]]:
@@ -80,6 +87,7 @@ class ChunkBuilder:
             tenant=tenant,
             urgent=False,
             with_scores=True,
+            measures=False,
         ).kvs
 
     def _build(
@@ -92,13 +100,13 @@ class ChunkBuilder:
         tenant: str,
         urgent: bool,
         with_scores: bool,
+        measures: bool,
     ) -> Building:
         if len(tokens) > self._longest:
             raise ContextLengthError(
                 f"A chunk has {len(tokens)} tokens with what stands before it, but the model takes {self._longest}."
             )
         with_scores = with_scores and self._with_scores
-        measures = with_scores and not urgent and len(spans) == 1
         fits = len(tokens) + len(self._unrelated) <= self._longest
         wanted = ChunkRequest(
             self._loaded,
@@ -108,7 +116,7 @@ class ChunkBuilder:
             spans,
             contents,
             with_scores=with_scores,
-            unrelated=self._unrelated if measures and fits else (),
+            unrelated=self._unrelated if with_scores and measures and fits else (),
             tenant=tenant,
             urgent=urgent,
         )

@@ -121,7 +121,7 @@ class ChunkRequest(CaptureRequest):
         """``keys`` are the chunks' keys in ``store``. ``tenant`` asks for them; ``urgent`` is true if an answer of its
         waits for them."""
         super().__init__(loaded, tokens, spans, contents, with_scores=with_scores, unrelated=unrelated)
-        self.identity = keys, with_scores
+        self.identity = keys, with_scores, bool(unrelated)
         self.tenant = tenant
         self.urgent = urgent
         self._keys = keys
