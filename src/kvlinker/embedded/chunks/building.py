@@ -55,7 +55,7 @@ class ChunkBuilder:
         """Have the chunk computed, and stored under ``key``.
 
         ``urgent`` says that an answer to ``tenant`` waits for it. Without ``with_scores``, which take more than half of
-        the time, none are collected; and without ``chunk.scored`` no sensitivity, which takes most of that, is measured.
+        the time, none are collected; and without ``chunk.scored``, no sensitivity is measured.
 
         Raises ContextLengthError and EngineClosedError.
         """
