@@ -108,7 +108,7 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
         own = [row for row in together if row["dataset"] == dataset]
         full = next(row["score"] for row in own if row["policy"] == "full")
         for family, members in by_family(own).items():
-            if family in ("query", "query-sensitive"):
+            if full and family in ("query", "query-sensitive"):
                 points = [(100 * row["recomputed_fraction"], row["score"] / full) for row in members]
                 shares.plot(*zip(*points, strict=True), marker=marker, label=f"{family}, {dataset}")
     for each, colour in zip(PUBLISHED, ("black", "grey", "silver"), strict=True):
