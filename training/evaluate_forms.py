@@ -13,7 +13,7 @@ import random
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvlinker.llm import LLM
 from training.calls import Desk
@@ -44,7 +44,7 @@ def schema_answers(llm: LLM, count: int, words: tuple[int, int], seed: int = 0) 
     return right
 
 
-def tool_calls(llm: LLM, count: int, *, choice: str, seed: int = 0) -> tuple[int, int]:
+def tool_calls(llm: LLM, count: int, *, choice: Literal["auto", "required"], seed: int = 0) -> tuple[int, int]:
     """Return how many of so many questions led to the right call, and how many of those to the right answer once the
     call's result was told. ``choice`` is ``auto``, or ``required``, which enforces that there is a call."""
     rng = random.Random(f"calls/{seed}")
@@ -89,7 +89,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as state, LLM(arguments.model, state_dir=state) as llm:
         right = schema_answers(llm, count, tuple(arguments.words))
         print(f"under an enforced schema: {right} of {count} answered right")
-        for choice in ("required", "auto"):
+        choices: tuple[Literal["auto", "required"], ...] = ("required", "auto")
+        for choice in choices:
             called, told = tool_calls(llm, count, choice=choice)
             print(f"tools, {choice}: {called} of {count} called right, {told} of those answered right with the result")
 
