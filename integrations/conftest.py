@@ -36,14 +36,3 @@ def facts(address: str) -> tuple[str, ...]:
         f"{address}/v1/context_caches", json={"chunks": FACTS, "metadata": {"source": "facts"}}, timeout=60
     )
     return tuple(cache["id"] for cache in answer.raise_for_status().json()["data"])
-
-
-@pytest.fixture(scope="session")
-def closing(address: str) -> dict[int, int]:
-    """Weights on tokens that end strings and objects: the toy in the box seldom ends them by itself."""
-
-    def token(mark: str) -> int:
-        (found,) = httpx.post(f"{address}/tokenize", json={"text": mark}, timeout=60).json()["tokens"]
-        return int(found)
-
-    return {token('"'): 12, token("}"): 10}

@@ -26,12 +26,10 @@ def tools(base_url: str) -> list[BaseTool]:
     return found
 
 
-def test_what_a_tool_finds_is_linked_into_the_answer(
-    tools: list[BaseTool], facts: tuple[str, ...], closing: dict[int, int]
-) -> None:
+def test_what_a_tool_finds_is_linked_into_the_answer(tools: list[BaseTool], facts: tuple[str, ...]) -> None:
     """The toy in the box is made to call, and knows no question to ask: the result is that of the user's."""
     model = ChatKVLinker(temperature=0, max_tokens=64)
-    calling = model.bind_tools(tools, tool_choice="find_notes").invoke([QUESTION], logit_bias=closing)
+    calling = model.bind_tools(tools, tool_choice="find_notes").invoke([QUESTION])
     assert isinstance(calling, AIMessage)
     (call,) = calling.tool_calls
     assert call["name"] == "find_notes"
@@ -59,7 +57,7 @@ def tell_time(zone: Literal["UTC", "CET"]) -> str:
     return f"12:00 {zone}"
 
 
-def each_once(tools: list[BaseTool], weights: dict[int, int]) -> AgentMiddleware:
+def each_once(tools: list[BaseTool]) -> AgentMiddleware:
     """Have the toy in the box call one tool after the other, which it does not of its own accord, and then answer."""
 
     @wrap_model_call
@@ -68,16 +66,16 @@ def each_once(tools: list[BaseTool], weights: dict[int, int]) -> AgentMiddleware
         left = [each.name for each in tools if each.name not in called]
         if not left:
             return handler(request.override(tool_choice="none"))
-        return handler(request.override(tool_choice=left[0], model_settings={"logit_bias": weights}))
+        return handler(request.override(tool_choice=left[0]))
 
     return choose
 
 
 @pytest.mark.usefixtures("facts")
-def test_an_agent_with_two_tools_answers(base_url: str, closing: dict[int, int]) -> None:
+def test_an_agent_with_two_tools_answers(base_url: str) -> None:
     model = ChatKVLinker(temperature=0, max_tokens=64)
     tools = [tell_time, read_notes]
-    agent = create_agent(model, tools, middleware=[each_once(tools, closing)])
+    agent = create_agent(model, tools, middleware=[each_once(tools)])
     told = agent.invoke({"messages": [QUESTION]})["messages"]
     calls = [call for message in told if isinstance(message, AIMessage) for call in message.tool_calls]
     assert [call["name"] for call in calls] == ["tell_time", "read_notes"]

@@ -31,8 +31,8 @@ class TestChatKVLinkerUnit(ChatModelUnitTests):
 
 class TestChatKVLinkerIntegration(ChatModelIntegrationTests):
     @pytest.fixture(autouse=True)
-    def _server(self, base_url: str, closing: dict[int, int]) -> None:
-        self._params = {"base_url": base_url, "temperature": 0, "max_tokens": 64, "logit_bias": closing}
+    def _server(self, base_url: str) -> None:
+        self._params = {"base_url": base_url, "temperature": 0, "max_tokens": 64}
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:

@@ -144,8 +144,8 @@ class Place(BaseModel):
     city: str
 
 
-def test_tools_and_forms_are_enforced(address: str, closing: dict[int, int]) -> None:
-    model = KVLinker(temperature=0, max_tokens=100, additional_kwargs={"logit_bias": closing})
+def test_tools_and_forms_are_enforced(address: str) -> None:
+    model = KVLinker(temperature=0, max_tokens=100)
 
     def find(city: str) -> str:
         """Find a city."""
