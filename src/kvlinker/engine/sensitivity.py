@@ -8,6 +8,7 @@ chunk, and were computed without it. Which of them matter, the question's attent
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -27,6 +28,13 @@ def sensitivity(alone: ChunkKV, behind: ChunkKV) -> NDArray[np.float32]:
     moved = torch.stack([_moved(*tensors) for tensors in _pairs(alone, behind)])
     found: NDArray[np.float32] = (2 * moved.mean(0)).numpy()
     return found
+
+
+def with_sensitivity(alone: ChunkKV, behind: ChunkKV) -> ChunkKV:
+    """Add the tokens' sensitivity to the scores of ``alone``, if it has any."""
+    if alone.scores is None:
+        return alone
+    return replace(alone, scores=replace(alone.scores, sensitivity=sensitivity(alone, behind)))
 
 
 def _pairs(alone: ChunkKV, behind: ChunkKV) -> Iterator[tuple[Tensor, Tensor]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from kvlinker.embedded.model.loaded import LoadedModel
 from kvlinker.embedded.requests.request import Ending, Kind, Request
 from kvlinker.embedded.requests.sequence import TokenSequence
 from kvlinker.engine.observation import ScoreCollector
-from kvlinker.engine.sensitivity import sensitivity
+from kvlinker.engine.sensitivity import with_sensitivity
 from kvlinker.errors import EngineClosedError, KVLinkerError
 from kvlinker.linking.plan import Range
 from kvlinker.store import ChunkStore
@@ -84,7 +83,7 @@ class CaptureRequest(Request):
             self.sequence.begin_again(*self._later.pop(0))
             return None
         if self._behind is not None:
-            computed = (_with_sensitivity(computed[0], self._behind),)
+            computed = (with_sensitivity(computed[0], self._behind),)
             self._behind = None
         return partial(self.future.set_result, self._keep(computed))
 
@@ -129,8 +128,3 @@ class ChunkRequest(CaptureRequest):
 
     def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
         return tuple(self._store.put(key, kv) for key, kv in zip(self._keys, kvs, strict=True))
-
-
-def _with_sensitivity(alone: ChunkKV, behind: ChunkKV) -> ChunkKV:
-    assert alone.scores is not None
-    return replace(alone, scores=replace(alone.scores, sensitivity=sensitivity(alone, behind)))

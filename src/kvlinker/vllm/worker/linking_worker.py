@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.engine.sensitivity import with_sensitivity
 from kvlinker.store import ChunkKV
 from kvlinker.vllm.adapter import BoundModel
 from kvlinker.vllm.protocol.steps import StartedTransfer, StepReport, StepTransfers, TransferSlice
@@ -20,7 +21,7 @@ from kvlinker.vllm.protocol.transfer_plan import CapturedChunk, TransferPlan
 from kvlinker.vllm.worker.layers import check_chunk, trace_layers
 from kvlinker.vllm.worker.observing import QuestionObservation
 from kvlinker.vllm.worker.passes import Passes, TransferTask
-from kvlinker.vllm.worker.recording import ChunkCapture, KVComparison, with_sensitivity
+from kvlinker.vllm.worker.recording import ChunkCapture, KVComparison
 from kvlinker.vllm.worker.selftest import require_exact
 from kvlinker.vllm.worker.worker_chunks import WorkerChunks
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvlinker.engine.attention import AttentionOptions, Queries, attention_weights
 from kvlinker.engine.observation import ScoreCollector
-from kvlinker.engine.sensitivity import sensitivity
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.types.chunk_scores import ChunkScores
 from kvlinker.types.chunks import content_of
@@ -94,14 +93,6 @@ def _averaged(bound: BoundModel, scores: ChunkScores) -> ChunkScores:
     inter, received = bound.mean_over_workers(torch.from_numpy(values).to(bound.device)).cpu().numpy()
     own = replace(known, intra=float(bound.mean_over_workers(intra)))
     return ChunkScores(own, inter=inter, received=received)
-
-
-def with_sensitivity(kv: ChunkKV, behind: ChunkKV) -> ChunkKV:
-    """Add to a chunk's scores, if it has any, how far its tokens' KV moves ``behind`` another text; both have the heads
-    of all workers."""
-    if kv.scores is None:
-        return kv
-    return replace(kv, scores=replace(kv.scores, sensitivity=sensitivity(kv, behind)))
 
 
 class KVComparison:
