@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from training.prose import held_out_paragraphs
-from training.questions import HARD_KINDS, KINDS, Kind, WorldSettings
+from training.questions import HARD_KINDS, KINDS, Kind, Question, WorldSettings
 from training.worlds import build_world
 
 FOLDER = Path(__file__).parents[1] / "src" / "kvlinker" / "research" / "evaluation" / "data"
@@ -33,14 +33,25 @@ class Bundled(NamedTuple):
     """Questions of each kind."""
     words: tuple[int, int]
     """Fewest and most words of a world, of about 1.45 tokens each."""
+    choices: bool = False
+    """True where the answer is to be chosen between the right one and another that the passages suggest."""
 
+
+CHOICE_KINDS: tuple[Kind, ...] = ("anaphora", "bridge", "comparison", "chain", "correction")
+"""The kinds whose answers have a rival."""
 
 BUNDLED = {
     "reader": Bundled(KINDS, 100, (80, 400)),
     "reader-long": Bundled(KINDS, 30, (700, 1250)),
     "reader-hard": Bundled(HARD_KINDS, 75, (80, 400)),
     "reader-hard-long": Bundled(HARD_KINDS, 30, (700, 1250)),
+    "reader-choice": Bundled(CHOICE_KINDS, 60, (80, 400), choices=True),
 }
+CANDIDATES = ("First answer", "Second answer")
+
+_AGES = re.compile(r"(\w+) (\d+), (\w+) (\d+): (\d+)")
+"""An answer that compares the ages of two people."""
+
 SEED = 0
 SETTINGS = WorldSettings(library_share=0, held_out=True)
 MOST_WORLDS = 1000
@@ -53,31 +64,55 @@ CONTINUATION_CHARACTERS = 223
 """Characters of a continuation: about 64 tokens."""
 
 
-def evaluation_set(kinds: Sequence[Kind], per_kind: int, words: tuple[int, int], seed: int) -> Iterator[dict[str, Any]]:
+def evaluation_set(described: Bundled, seed: int) -> Iterator[dict[str, Any]]:
     """Yield records of the format ``passages``, the kinds in turn, so that any beginning is balanced.
 
     A world has about as many words as drawn from ``words``, and is asked about once.
     """
-    generators = {kind: random.Random(f"evaluation/{seed}/{kind}") for kind in kinds}
-    for number in range(per_kind):
+    generators = {kind: random.Random(f"evaluation/{seed}/{kind}") for kind in described.kinds}
+    for number in range(described.per_kind):
         for kind, rng in generators.items():
-            yield {"id": f"{kind}-{number}"} | _record(rng, kind, words)
+            yield {"id": f"{kind}-{number}"} | _record(rng, kind, described)
 
 
-def _record(rng: random.Random, kind: Kind, words: tuple[int, int]) -> dict[str, Any]:
+def _record(rng: random.Random, kind: Kind, described: Bundled) -> dict[str, Any]:
     for _ in range(MOST_WORLDS):
-        world = build_world(rng, SETTINGS.about(kind), rng.randint(*words))
+        world = build_world(rng, SETTINGS.about(kind), rng.randint(*described.words))
         questions = [question for question in world.questions if question.kind == kind]
+        if described.choices:
+            questions = [question for question in questions if rivals(question, questions)]
         if questions:
             question = rng.choice(questions)
-            return {
+            record: dict[str, Any] = {
                 "task": kind,
                 "passages": [passage + "\n\n" for passage in world.passages],
                 "question": f"Question: {question.text}",
                 "answers": [question.answer],
                 "metric": "exact_match",
             }
+            if described.choices:
+                rival = rng.choice(rivals(question, questions))
+                record["choices"] = sorted((question.answer, rival), key=lambda _: rng.random())
+                candidates = zip(CANDIDATES, record["choices"], strict=True)
+                record["passages"] += [f"{name}: {text}.\n\n" for name, text in candidates]
+            return record
     raise ValueError(f"None of {MOST_WORLDS} worlds has a question of kind {kind!r}.")
+
+
+def rivals(question: Question, others: Iterable[Question]) -> list[str]:
+    """Return wrong answers to a question that its world suggests: what is true of others of whom the same can be asked,
+    or that of the two people it compares each has the other's age."""
+    if ages := _AGES.fullmatch(question.answer):
+        one, age, other, other_age, asked_for = ages.groups()
+        return [f"{one} {other_age}, {other} {age}: {asked_for}"] if age != other_age else []
+    asked = _without_names(question.text)
+    answers = (other.answer for other in others if _without_names(other.text) == asked)
+    return list(dict.fromkeys(answer for answer in answers if answer != question.answer))
+
+
+def _without_names(text: str) -> str:
+    """Return a question's wording without names, which begin with a capital."""
+    return re.sub(r"\b[A-Z]\w*", "", text)
 
 
 def continuations(paragraphs: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -109,7 +144,7 @@ def _end(words: Sequence[str], begin: int, characters: int) -> int:
 def main() -> None:
     """Write all files."""
     for name, described in BUNDLED.items():
-        _write(name, evaluation_set(*described, SEED))
+        _write(name, evaluation_set(described, SEED))
     _write("prose", continuations(held_out_paragraphs()))
 
 

@@ -73,6 +73,13 @@ def test_limits_can_be_replaced_and_short_answers_end_with_their_line(llm):
     assert whole.text == "yes, \n no"
 
 
+def test_of_choices_one_is_given(llm):
+    choices = ("the red one", "a blue one")
+    for policy in POLICIES:
+        (result,) = results_of(Examiner(llm).examine(make_example(choices=choices, max_tokens=16), (policy,)), Answered)
+        assert result.text in choices
+
+
 def test_contexts_over_the_window_are_skipped_or_truncated(llm):
     passages = tuple(f"{number:02d} " + "x" * 97 for number in range(8))
     example = make_example(passages=passages)

@@ -27,8 +27,8 @@ def by_name(found):
 def test_every_task_and_all_of_them_get_every_metric():
     found = task_scores(answered(), ["p", "full"])
     rows = by_name(found)
-    assert len(rows) == len(found) == 3 * 2 * 6
-    assert [score.task for score in found[::12]] == ["even", "odd", "all"]
+    assert len(rows) == len(found) == 3 * 2 * 7
+    assert [score.task for score in found[::14]] == ["even", "odd", "all"]
     assert {score.n for score in found if score.task == "even"} == {2}
     exact = rows["all", "p", "exact_match"]
     assert exact.score == pytest.approx(1 / 3)
@@ -42,7 +42,7 @@ def test_every_task_and_all_of_them_get_every_metric():
 
 def test_full_is_exactly_like_itself_even_where_it_says_nothing():
     rows = by_name(task_scores(answered(), ["p", "full"]))
-    for metric in ("rouge_l_vs_full", "jaccard_vs_full"):
+    for metric in ("exact_match_vs_full", "rouge_l_vs_full", "jaccard_vs_full"):
         assert rows["all", "full", metric].score == 1
         assert rows["all", "full", metric].interval == (1, 1)
     assert rows["odd", "p", "jaccard_vs_full"].score == 0

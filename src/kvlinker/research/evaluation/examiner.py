@@ -34,6 +34,7 @@ from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk
 from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.types.answers import Usage
 from kvlinker.types.chunks import Chunk
+from kvlinker.types.grammars import AnswerGrammar
 from kvlinker.types.messages import ChatMessage
 
 MOST_LOGPROBS = 1000
@@ -127,7 +128,8 @@ class Examiner:
         messages: Sequence[Message] | Prompt = _question(self._cached(passages), example.question)
         if self.prepare is not None:
             messages = self.prepare(example, self.llm.chat_prompt(messages))
-        return QuestionTrial(self.llm, messages, limit, example.first_line)
+        grammar = AnswerGrammar.choice(example.choices) if example.choices else None
+        return QuestionTrial(self.llm, messages, limit, example.first_line, grammar)
 
     def _continuation(self, example: Continuation) -> ContinuationTrial:
         def build(chunks: Sequence[Chunk]) -> Prompt:
@@ -251,6 +253,8 @@ class QuestionTrial:
     messages: Sequence[Message] | Prompt
     max_tokens: int
     first_line: bool
+    grammar: AnswerGrammar | None = None
+    """What the answer has to follow; None where it is free."""
 
     def prompt(self) -> Prompt:
         return self.llm.chat_prompt(self.messages)
@@ -261,7 +265,7 @@ class QuestionTrial:
 
     def ask(self, policy: str | Policy) -> GreedyAnswer:
         """Return the answer under a policy."""
-        answer = self._answer(policy, self.max_tokens)
+        answer = self._answer(policy, self.max_tokens, grammar=self.grammar)
         text = answer.text.strip()
         if self.first_line:
             text = text.split("\n", 1)[0].strip()

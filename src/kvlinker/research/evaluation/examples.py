@@ -46,6 +46,8 @@ class Question(_Example):
     """True where the answer ends with its first line, as papers score short answers."""
     whole: bool = False
     """True where the question makes no sense with passages taken out."""
+    choices: tuple[str, ...] = ()
+    """The answers of which the model has to give one; none where it answers freely."""
 
 
 @dataclass(frozen=True)

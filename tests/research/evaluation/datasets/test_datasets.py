@@ -42,14 +42,29 @@ def test_own_records_are_taken_to_the_letter(write):
             "metric": "rouge_l",
             "max_tokens": 7,
             "first_line": False,
+            "choices": ["two", "one"],
         },
         {"passages": ["three"], "question": "Q", "answers": ["a", "", "b"]},
     )
     first, second = questions_of(load_dataset(path, SEMANTIC))
     assert (first.id, first.task, first.passages, first.answers) == ("x", "t", ("one\n", "two\n"), ("one",))
     assert (first.metric, first.max_tokens, first.first_line) == ("rouge_l", 7, False)
+    assert (first.choices, second.choices) == (("two", "one"), ())
     assert (second.id, second.dataset, second.task, second.metric) == ("2", "mine", "mine", "f1")
     assert second.answers == ("a", "b")
+
+
+def test_choices_need_two_texts_and_the_answer_among_them(write):
+    record = {"passages": ["one"], "question": "Q", "answers": ["a"]}
+    given: tuple[list[str], ...] = (["a"], ["a", "a"], ["b", "c"], [])
+    dataset = load_dataset(
+        write("mine.jsonl", record, *({**record, "choices": choices} for choices in given)), SEMANTIC
+    )
+    assert len(dataset.examples) == 1
+    reasons = [skip.reason for skip in dataset.skipped]
+    assert reasons[0] == "'choices' is ['a'], but must be two texts or more, one of 'answers' among them"
+    assert [reason.split(",")[0] for reason in reasons[1:3]] == ["'choices' is ['a'", "'choices' is ['b'"]
+    assert reasons[3] == "'choices' is empty"
 
 
 def test_continuations_are_taken_to_the_letter_and_bad_ones_are_named(write):

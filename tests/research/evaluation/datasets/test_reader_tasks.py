@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 from training.evaluation_sets import BUNDLED as GENERATED
-from training.evaluation_sets import SEED, evaluation_set
-from training.questions import KINDS
+from training.evaluation_sets import SEED, Bundled, evaluation_set, rivals
+from training.questions import KINDS, Kind, Question
 from training.vocabulary import MEN, SURNAMES, WOMEN, is_held_out
 
 from kvlinker.prompt.encoding import TextEncoder
@@ -24,7 +24,7 @@ SPLITTER = ContextSplitter(TextEncoder(byte_tokenizer()))
 @pytest.mark.parametrize("name", GENERATED)
 def test_the_files_are_what_the_script_writes(name: str):
     records = gzip.decompress(BUNDLED[name].read_bytes()).decode().splitlines()
-    assert [json.loads(record) for record in records] == list(evaluation_set(*GENERATED[name], SEED))
+    assert [json.loads(record) for record in records] == list(evaluation_set(GENERATED[name], SEED))
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -60,8 +60,37 @@ def test_the_reader_met_nobody_who_is_asked_about(name: str):
 
 
 def test_equal_seeds_make_equal_sets_with_all_kinds_in_turn():
-    records = list(evaluation_set(KINDS, 2, (40, 80), seed=3))
-    assert records == list(evaluation_set(KINDS, 2, (40, 80), seed=3))
-    assert records != list(evaluation_set(KINDS, 2, (40, 80), seed=4))
+    described = Bundled(KINDS, 2, (40, 80))
+    records = list(evaluation_set(described, seed=3))
+    assert records == list(evaluation_set(described, seed=3))
+    assert records != list(evaluation_set(described, seed=4))
     assert [record["task"] for record in records] == [*KINDS, *KINDS]
     assert json.loads(json.dumps(records)) == records
+
+
+def asked(text: str, answer: str, kind: Kind = "bridge") -> Question:
+    return Question(text, answer, kind, cloze="")
+
+
+def test_rivals_answer_the_same_question_about_others():
+    question = asked("Ann Low lives in a city. What is it known for?", "Riga, lamps")
+    others = [
+        question,
+        asked("Bob High lives in a city. What is it known for?", "Oslo, soap"),
+        asked("Cid Broad lives in a city. What is it known for?", "Riga, lamps"),
+        asked("Bob High has a house in a city. Which river flows through it?", "Oslo, Don"),
+    ]
+    assert rivals(question, others) == ["Oslo, soap"]
+
+
+def test_the_rival_of_a_comparison_exchanges_ages():
+    question = asked("What is the age of the older one, Ann Low or Bob High?", "Low 40, High 26: 40", "comparison")
+    assert rivals(question, []) == ["Low 26, High 40: 40"]
+    assert rivals(question._replace(answer="Low 40, High 40: 40"), []) == []
+
+
+def test_choices_hold_the_answer_and_another_one():
+    for example in questions_of(load_dataset("reader-choice", SPLITTER)):
+        assert len(set(example.choices)) == 2
+        assert set(example.answers) < set(example.choices)
+    assert not any(example.choices for example in questions_of(load_dataset("reader", SPLITTER)))

@@ -50,7 +50,7 @@ __all__ = [
 
 BUNDLED = {
     name: Path(__file__).parents[1] / "data" / f"{name}.jsonl.gz"
-    for name in ("reader", "reader-long", "reader-hard", "reader-hard-long", "prose")
+    for name in ("reader", "reader-long", "reader-hard", "reader-hard-long", "reader-choice", "prose")
 }
 """The files of the data sets that ship with kvlinker, by name."""
 

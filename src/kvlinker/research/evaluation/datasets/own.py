@@ -1,7 +1,7 @@
 """Reads kvlinker's own formats: questions about passages, and text that goes on behind passages.
 
 Texts are taken to the letter: a passage carries its own separator, such as an empty line at its end. Optional are
-``id`` and ``task``, and for questions ``metric``, ``max_tokens`` and ``first_line``, as in ``Question``.
+``id`` and ``task``, and for questions ``metric``, ``max_tokens``, ``first_line`` and ``choices``, as in ``Question``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,18 @@ def _question(record: Record, source: Source) -> Question:
         metric=metric,
         max_tokens=max_tokens,
         first_line=bool(fields.get("first_line", True)),
+        choices=_choices(record),
     )
+
+
+def _choices(record: Record) -> tuple[str, ...]:
+    if "choices" not in record.fields:
+        return ()
+    choices = texts_field(record, "choices")
+    if len(set(choices)) < 2 or not set(choices) & set(texts_field(record, "answers")):
+        told = "but must be two texts or more, one of 'answers' among them"
+        raise BadRecordError(f"'choices' is {list(choices)}, {told}")
+    return choices
 
 
 def _continuation(record: Record, source: Source) -> Continuation:
