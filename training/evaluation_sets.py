@@ -101,7 +101,8 @@ def _record(rng: random.Random, kind: Kind, described: Bundled) -> dict[str, Any
 
 def rivals(question: Question, others: Iterable[Question]) -> list[str]:
     """Return wrong answers to a question that its world suggests: what is true of others of whom the same can be asked,
-    or that of the two people it compares each has the other's age."""
+    or that of the two people it compares each has the other's age (the number asked for is the same then, whose it is
+    is wrong)."""
     if ages := _AGES.fullmatch(question.answer):
         one, age, other, other_age, asked_for = ages.groups()
         return [f"{one} {other_age}, {other} {age}: {asked_for}"] if age != other_age else []

@@ -75,7 +75,8 @@ def test_figures_stand_in_the_order_of_papers_and_numbers() -> None:
         *("epic-6", "epic-7", "epic-8", "epic-9"),
         *("cacheblend-2", "cacheblend-6", "cacheblend-7", "cacheblend-8", "cacheblend-14", "cacheblend-16"),
         *("cachecraft-table3", "cachecraft-12", "cachecraft-13", "cachecraft-14", "cachecraft-15"),
-        *("cachecraft-20", "cachecraft-22", "cachecraft-23", "cachecraft-26", "contexts", "frontier"),
+        *("cachecraft-20", "cachecraft-22", "cachecraft-23", "cachecraft-26"),
+        *("choices", "chunk-lengths", "contexts", "frontier"),
     ]
 
 

@@ -198,7 +198,7 @@ def _answered(llm: LLM, question: Question, joined: Joined) -> _Answered:
     messages = [{"role": "user", "content": joined.text}]
     whole = llm.read_chat(messages, implicit="off", policy=REFERENCE).prompt
     split = llm.read_chat(messages, implicit="auto", policy="naive", keeps=False).prompt
-    trials = (QuestionTrial(llm, prompt, question.max_tokens, question.first_line) for prompt in (whole, split))
+    trials = (QuestionTrial.of(question, llm, prompt) for prompt in (whole, split))
     answers = [trial.ask(REFERENCE) for trial in trials]
     first_tokens = [answer.first_token for answer in answers]
     scores = [best_score(METRICS[question.metric], answer.text, question.answers) for answer in answers]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -128,8 +128,7 @@ class Examiner:
         messages: Sequence[Message] | Prompt = _question(self._cached(passages), example.question)
         if self.prepare is not None:
             messages = self.prepare(example, self.llm.chat_prompt(messages))
-        grammar = AnswerGrammar.choice(example.choices) if example.choices else None
-        return QuestionTrial(self.llm, messages, limit, example.first_line, grammar)
+        return QuestionTrial.of(example, self.llm, messages, max_tokens=limit)
 
     def _continuation(self, example: Continuation) -> ContinuationTrial:
         def build(chunks: Sequence[Chunk]) -> Prompt:
@@ -255,6 +254,15 @@ class QuestionTrial:
     first_line: bool
     grammar: AnswerGrammar | None = None
     """What the answer has to follow; None where it is free."""
+
+    @classmethod
+    def of(
+        cls, question: Question, llm: LLM, messages: Sequence[Message] | Prompt, *, max_tokens: int | None = None
+    ) -> Self:
+        """Make the trial of a question in these messages, with ``max_tokens`` in place of its own limit."""
+        limit = question.max_tokens if max_tokens is None else max_tokens
+        grammar = AnswerGrammar.choice(question.choices) if question.choices else None
+        return cls(llm, messages, limit, question.first_line, grammar)
 
     def prompt(self) -> Prompt:
         return self.llm.chat_prompt(self.messages)

@@ -28,8 +28,9 @@ class _Example:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of all fields: equal examples are asked once."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        """SHA-256 (hex) of all fields but choices that there are none of: equal examples are asked once."""
+        fields = {name: value for name, value in asdict(self).items() if name != "choices" or value}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

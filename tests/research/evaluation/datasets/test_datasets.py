@@ -56,15 +56,23 @@ def test_own_records_are_taken_to_the_letter(write):
 
 def test_choices_need_two_texts_and_the_answer_among_them(write):
     record = {"passages": ["one"], "question": "Q", "answers": ["a"]}
-    given: tuple[list[str], ...] = (["a"], ["a", "a"], ["b", "c"], [])
+    given: tuple[list[str], ...] = (["a"], ["a", "a"], ["b", "c"], [], ["a", "b\nc"])
     dataset = load_dataset(
         write("mine.jsonl", record, *({**record, "choices": choices} for choices in given)), SEMANTIC
     )
-    assert len(dataset.examples) == 1
+    (free,) = questions_of(dataset)
+    assert (free.choices, free.metric) == ((), "f1")
     reasons = [skip.reason for skip in dataset.skipped]
     assert reasons[0] == "'choices' is ['a'], but must be two texts or more, one of 'answers' among them"
     assert [reason.split(",")[0] for reason in reasons[1:3]] == ["'choices' is ['a'", "'choices' is ['b'"]
     assert reasons[3] == "'choices' is empty"
+    assert reasons[4].endswith("but an answer ends with its first line ('first_line')")
+
+
+def test_a_choice_is_right_or_wrong_and_may_have_several_lines(write):
+    record = {"passages": ["one"], "question": "Q", "answers": ["a"], "choices": ["a", "b\nc"], "first_line": False}
+    (question,) = questions_of(load_dataset(write("mine.jsonl", record), SEMANTIC))
+    assert (question.choices, question.metric) == (("a", "b\nc"), "exact_match")
 
 
 def test_continuations_are_taken_to_the_letter_and_bad_ones_are_named(write):

@@ -14,7 +14,9 @@ from kvlinker.research.evaluation.metrics import METRICS
 
 def _question(record: Record, source: Source) -> Question:
     fields = record.fields
-    metric = fields.get("metric", "f1")
+    first_line = bool(fields.get("first_line", True))
+    choices = _choices(record, first_line=first_line)
+    metric = fields.get("metric", "exact_match" if choices else "f1")
     if metric not in METRICS:
         raise BadRecordError(f"'metric' is {metric!r}, but must be one of {', '.join(METRICS)}")
     max_tokens = fields.get("max_tokens", 32)
@@ -29,18 +31,20 @@ def _question(record: Record, source: Source) -> Question:
         answers=texts_field(record, "answers"),
         metric=metric,
         max_tokens=max_tokens,
-        first_line=bool(fields.get("first_line", True)),
-        choices=_choices(record),
+        first_line=first_line,
+        choices=choices,
     )
 
 
-def _choices(record: Record) -> tuple[str, ...]:
+def _choices(record: Record, *, first_line: bool) -> tuple[str, ...]:
     if "choices" not in record.fields:
         return ()
     choices = texts_field(record, "choices")
     if len(set(choices)) < 2 or not set(choices) & set(texts_field(record, "answers")):
         told = "but must be two texts or more, one of 'answers' among them"
         raise BadRecordError(f"'choices' is {list(choices)}, {told}")
+    if first_line and any("\n" in choice.strip() for choice in choices):
+        raise BadRecordError(f"'choices' is {list(choices)}, but an answer ends with its first line ('first_line')")
     return choices
 
 
