@@ -41,7 +41,7 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     score_lines(panels[0], together)
     panels[0].set(title="right choice", ylabel="share of questions")
     score_lines(panels[1], [{**row, **_as_score(row)} for row in together])
-    panels[1].set(title="the same choice as full")
+    panels[1].set(title="the same choice as full", ylim=(0.7, 1.02))
     canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 

@@ -58,7 +58,7 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     drawn = canvas.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, ((length, dataset), members) in zip(drawn, panels.items(), strict=True):
         score_lines(axes, members)
-        axes.set(title=f"{dataset}, {length} tokens")
+        axes.set(title=f"{dataset}, {length} tokens", ylim=(0.7, 1.02))
     drawn[0].set_ylabel("exact match")
     canvas.legend(*drawn[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
@@ -100,6 +100,7 @@ FIGURE = Figure(
     measure=_measure,
     draw=_draw,
     finding=_finding,
+    table=lambda rows: [row for row in rows if row["task"] == ALL_TASKS],
     size=(15.0, 5.5),
 )
 register(FIGURE)
