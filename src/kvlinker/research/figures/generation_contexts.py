@@ -53,7 +53,7 @@ def _finding(rows: Sequence[Row]) -> str:
         shown = [row for row in rows if (row["context"], row["task"]) == (context, "all")]
         scores = {row["policy"]: row["score"] for row in shown}
         sentences.append(
-            f"With `{context}`, full scores {scores['full']:.3f} and naive {scores['naive']:.3f}; at least {KEPT:.0%} "
+            f"With `{context}`, full scores {scores['full']:.3f} and naive {scores['naive']:.3f}; at least {KEPT:.1%} "
             f"of full is kept by {told_cheapest(shown)}. On prose, naive adds {_prose_loss(rows, context, 'naive')}, "
             f"legolink-1 {_prose_loss(rows, context, 'legolink-1')}."
         )
