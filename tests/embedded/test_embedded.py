@@ -42,6 +42,18 @@ def alone(bench, family, max_tokens):
     return [made.answer(prompt, policy, max_tokens=max_tokens) for prompt, policy in requests()]
 
 
+def held_up(made, monkeypatch):
+    """Hold the engine's steps until the event that is returned is set."""
+    event, step = threading.Event(), made.engine.runner.step
+
+    def held_up_step(*taken):
+        event.wait(60)
+        return step(*taken)
+
+    monkeypatch.setattr(made.engine.runner, "step", held_up_step)
+    return event
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_in_one_batch_equal_requests_alone(bench, family):
     expected = alone(bench, family, 12)
@@ -53,10 +65,12 @@ def test_requests_in_one_batch_equal_requests_alone(bench, family):
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_a_full_pool_preempts_and_resumes(bench, family):
+def test_a_full_pool_preempts_and_resumes(bench, monkeypatch, family):
     expected = alone(bench, family, 100)
     made = bench(family, max_step_tokens=64, kv_slots=400)
+    submitted = held_up(made, monkeypatch)
     outcomes = [made.submit(prompt, policy, max_tokens=100)[0] for prompt, policy in requests()]
+    submitted.set()
     for outcome, single in zip(outcomes, expected, strict=True):
         same(outcome.wait(), single)
     assert made.engine.scheduler.preemptions > 0
@@ -102,13 +116,7 @@ def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(
 def test_a_long_queue_is_refused_by_the_time_that_it_would_take(bench, monkeypatch):
     made = bench(kv_slots=8192, slo_ttft=1e-4, max_step_tokens=16)
     made.answer(linked_prompt(fresh=400), "full", max_tokens=1)
-    refused, step = threading.Event(), made.engine.runner.step
-
-    def held_up_step(*taken):
-        refused.wait(60)
-        return step(*taken)
-
-    monkeypatch.setattr(made.engine.runner, "step", held_up_step)
+    refused = held_up(made, monkeypatch)
     long, other = (linked_prompt(fresh=1900, seed=seed) for seed in (1, 2))
     first, handle = made.submit(long, "full", max_tokens=1)
     with pytest.raises(OverloadedError, match="The first token is expected") as caught:
