@@ -234,13 +234,17 @@ def test_a_prompt_may_end_in_a_chunk(linked):
 
 
 def test_what_vllm_has_is_not_linked_again(linked, prompt):
-    """The second request finds the first one's blocks, which its own salt guards; a third one only some of them."""
+    """The second request finds the first one's blocks, which its own salt guards; a third one, which asks another
+    question, those of the chunks."""
     salt = secrets.token_hex(4)
     first, second = (linked.answer(prompt, "legolink-16", salt=salt) for _ in range(2))
     longer = Prompt((*prompt.segments[:-1], FreshSegment(random_tokens(40, 77))))
     third = linked.answer(longer, "legolink-16", salt=salt)
     for output, own in ((first, prompt), (second, prompt), (third, longer)):
         assert difference(output, own, "legolink-16", linked.family) < TOLERANCE
+    assert outcome_of(first).found == 0
+    chunks_end = transfer_for(prompt, "legolink-16").linked
+    assert all(chunks_end - 32 < outcome_of(output).found for output in (second, third))
 
 
 def test_choices_that_begin_with_the_first_ones_first_token_find_its_blocks(linked, prompt, monkeypatch):
