@@ -48,6 +48,7 @@ BUNDLED = {
     "reader-choice": Bundled(CHOICE_KINDS, 60, (80, 400), choices=True),
 }
 CANDIDATES = ("First answer", "Second answer")
+"""The beginnings of the passages that hold the choices."""
 
 _AGES = re.compile(r"(\w+) (\d+), (\w+) (\d+): (\d+)")
 """An answer that compares the ages of two people."""

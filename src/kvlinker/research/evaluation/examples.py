@@ -28,7 +28,8 @@ class _Example:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of all fields but choices that there are none of: equal examples are asked once."""
+        """SHA-256 (hex) of all fields, ``choices`` only where there are some, as they came after results were kept by
+        it: equal examples are asked once."""
         fields = {name: value for name, value in asdict(self).items() if name != "choices" or value}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 

@@ -28,10 +28,12 @@ def _measure(lab: Lab) -> list[Row]:
 
 
 def _kept(row: Row) -> Row:
+    """Name the columns of the kept share, which stand beside those of the score."""
     return {"kept": row["score"], "kept_low": row["ci_low"], "kept_high": row["ci_high"]}
 
 
 def _as_score(row: Row) -> Row:
+    """Name the kept share as a plot takes it."""
     return {"score": row["kept"], "ci_low": row["kept_low"], "ci_high": row["kept_high"]}
 
 

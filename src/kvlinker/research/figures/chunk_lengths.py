@@ -45,19 +45,23 @@ def _measure(lab: Lab) -> list[Row]:
 
 
 def _panels(rows: Sequence[Row]) -> dict[tuple[int, str], list[Row]]:
-    """Return the rows of all tasks together by chunk length and data set."""
-    together = [row for row in rows if row["task"] == ALL_TASKS]
-    shown: dict[tuple[int, str], list[Row]] = {}
-    for row in together:
-        shown.setdefault((row["chunk_tokens"], row["dataset"]), []).append(row)
-    return shown
+    """Group the rows by chunk length and data set."""
+    panels: dict[tuple[int, str], list[Row]] = {}
+    for row in rows:
+        panels.setdefault((row["chunk_tokens"], row["dataset"]), []).append(row)
+    return panels
+
+
+def _together(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of all tasks together."""
+    return [row for row in rows if row["task"] == ALL_TASKS]
 
 
 def _draw(canvas: Any, rows: Sequence[Row]) -> None:
     panels = _panels(rows)
     drawn = canvas.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, ((length, dataset), members) in zip(drawn, panels.items(), strict=True):
-        score_lines(axes, members)
+        score_lines(axes, _together(members))
         axes.set(title=f"{dataset}, {length} tokens", ylim=(0.7, 1.02))
     drawn[0].set_ylabel("exact match")
     canvas.legend(*drawn[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
@@ -66,17 +70,14 @@ def _draw(canvas: Any, rows: Sequence[Row]) -> None:
 def _finding(rows: Sequence[Row]) -> str:
     sentences = []
     for (length, dataset), members in _panels(rows).items():
-        scores = {row["policy"]: row["score"] for row in members}
+        together = _together(members)
+        scores = {row["policy"]: row["score"] for row in together}
         sentences.append(
             f"On {dataset} in chunks of {length} tokens, full scores {scores['full']:.2f}, naive "
-            f"{scores['naive']:.2f}; {KEPT:.1%} of full is kept by {told_cheapest(members)}, and on each kind by "
-            f"{', '.join(kept_everywhere(_asked_in(rows, length, dataset))) or 'none'}."
+            f"{scores['naive']:.2f}; {KEPT:.1%} of full is kept by {told_cheapest(together)}, and on each kind by "
+            f"{', '.join(kept_everywhere(members)) or 'none'}."
         )
     return " ".join(sentences)
-
-
-def _asked_in(rows: Sequence[Row], length: int, dataset: str) -> list[Row]:
-    return [row for row in rows if (row["chunk_tokens"], row["dataset"]) == (length, dataset)]
 
 
 FIGURE = Figure(
@@ -100,7 +101,7 @@ FIGURE = Figure(
     measure=_measure,
     draw=_draw,
     finding=_finding,
-    table=lambda rows: [row for row in rows if row["task"] == ALL_TASKS],
+    table=_together,
     size=(15.0, 5.5),
 )
 register(FIGURE)
