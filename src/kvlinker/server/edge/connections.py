@@ -119,8 +119,9 @@ class EngineServer(uvicorn.Server):
         level = logging.WARNING if drained.cut else logging.INFO
         logger.log(level, "Stopping: %d requests were finished, %d were cut off.", *drained)
         await self.lifespan.shutdown()
-        for listening in (*self.servers, self._listener):
+        for listening in self.servers:
             listening.close()
+        self._listener.close()
         deadline = max(deadline, clock()) + LAST_SECONDS if self._sending() else clock() + LAST_SECONDS
         while (self._sending() or self._unasked()) and clock() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
