@@ -17,7 +17,7 @@ from tests.server.test_draining import BODIES, WAIT, started
 CHAT = "/v1/chat/completions"
 
 
-@pytest.mark.parametrize(("timeout", "tokens", "end"), [(WAIT, 100, "length"), (0.0, 1500, "engine_closed")])
+@pytest.mark.parametrize(("timeout", "tokens", "end"), [(WAIT, 100, "length"), (0.5, 1900, "engine_closed")])
 def test_a_stream_is_finished_or_cut_off(served: Served, timeout: float, tokens: int, end: str) -> None:
     app = create_app(served.llm, served.llm.settings.model_copy(update={"drain_timeout": timeout}))
     _, stopping = started(app, served.llm.engine)

@@ -122,8 +122,8 @@ class EngineServer(uvicorn.Server):
         for listening in self.servers:
             listening.close()
         self._listener.close()
-        deadline = max(deadline, clock()) + LAST_SECONDS if self._sending() else clock() + LAST_SECONDS
-        while (self._sending() or self._unasked()) and clock() < deadline:
+        soon = clock() + LAST_SECONDS
+        while (self._sending() and clock() < max(deadline, soon)) or (self._unanswered() and clock() < soon):
             await asyncio.sleep(_POLL_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
@@ -132,9 +132,10 @@ class EngineServer(uvicorn.Server):
         """Return whether clients have yet to take what was answered."""
         return any(connection.transport.get_write_buffer_size() for connection in self.server_state.connections)
 
-    def _unasked(self) -> bool:
-        """Return whether there are connections whose first request is on its way."""
-        return any(isinstance(each, H11Protocol) and each.cycle is None for each in self.server_state.connections)
+    def _unanswered(self) -> bool:
+        """Return whether there are connections whose first request is on its way, or not answered to its end."""
+        connections = [each for each in self.server_state.connections if isinstance(each, H11Protocol)]
+        return any(each.cycle is None or not each.cycle.response_complete for each in connections)
 
 
 def _end_at_once(number: int) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvlinker.errors import InvalidRequestError
 from kvlinker.engine.limits import engine_closed
+from kvlinker.errors import InvalidRequestError
 from kvlinker.research.bench.load.driver import (
     BROKEN_OFF,
     CONNECTION,
