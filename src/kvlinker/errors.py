@@ -141,10 +141,12 @@ class OverloadedError(KVLinkerError):
 
 
 class EngineClosedError(KVLinkerError):
-    """The engine was shut down while the request waited or ran."""
+    """The engine was shut down while the request waited or ran; another server answers, or this one's successor, after
+    about ``retry_after`` seconds."""
 
     status = 503
     code = "engine_closed"
+    retry_after = 5
 
 
 class StoreError(KVLinkerError):

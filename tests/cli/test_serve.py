@@ -88,7 +88,7 @@ def test_a_server_whose_engine_has_failed_ends_or_starts_it_again(
     monkeypatch.setattr(LLM, "from_settings", start)
     monkeypatch.setattr(LLM, "healthy", False)
     monkeypatch.setattr(import_module("kvlinker.cli.serve"), "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(import_module("kvlinker.server.edge.connections"), "DRAIN_SECONDS", 0.0)
+    monkeypatch.setattr(import_module("kvlinker.server.edge.connections"), "FAILED_SECONDS", 0.0)
     arguments = ["serve", "--port", "0", "--on-engine-failure", "restart" if restarts else "exit"]
     result = CliRunner().invoke(app, arguments)
     assert (result.exit_code, len(started)) == ((1, 2) if restarts else (3, 1))

@@ -74,7 +74,7 @@ def test_image() -> None:
     assert by_word["EXPOSE"] == str(PORT)
     assert by_word["ENTRYPOINT"] == '["kvlinker"]'
     assert by_word["VOLUME"] == by_word["WORKDIR"] == HOME
-    assert f"http://127.0.0.1:{PORT}/health'" in by_word["HEALTHCHECK"]
+    assert f"http://127.0.0.1:{PORT}/live'" in by_word["HEALTHCHECK"]
     seen = set(re.findall(r"^!(\S+)$", (DEPLOY.parent / ".dockerignore").read_text(), re.MULTILINE))
     assert {"src", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"} == seen
     assert all((DEPLOY.parent / name).exists() for name in seen)
@@ -104,11 +104,18 @@ def settings_of(file: str) -> list[tuple[str, str]]:
     return [(name, value) for given_in, name, value in settings_given() if given_in == file]
 
 
-def test_the_image_for_gpus_is_one_argument_of_the_build_and_not_run() -> None:
-    (argument,) = re.findall(
-        r"^# NOT RUN .*\n#\n#   docker build .*--build-arg (\w+)=", text_of(DOCKERFILE), re.MULTILINE
-    )
-    assert argument in {rest.partition("=")[0] for word, rest in instructions() if word == "ARG"}
+def test_the_image_for_cpus_is_one_argument_of_the_build_and_that_for_gpus_not_run() -> None:
+    (argument,) = re.findall(r"^#   docker build .*--build-arg (\w+)=", text_of(DOCKERFILE), re.MULTILINE)
+    assert (f"{argument}", "") in {rest.partition("=")[::2] for word, rest in instructions() if word == "ARG"}
+    assert f"${{{argument}:+--extra-index-url" in text_of(DOCKERFILE), "without it, no index is named"
+    assert "NOT RUN so far: that on an NVIDIA GPU" in text_of(DOCKERFILE)
+
+
+def test_no_file_names_the_host_of_a_registry() -> None:
+    hosts = re.compile(r"\b(pypi\.org|download\.pytorch\.org|docker\.io|ghcr\.io|quay\.io)\b")
+    docs = DEPLOY.parent / "docs"
+    for file in (DEPLOY / DOCKERFILE, *(path for path in DEPLOY.rglob("*.y*ml")), *docs.glob("*.md")):
+        assert not hosts.search(file.read_text(encoding="utf-8")), file
 
 
 def test_manifests_are_of_this_version() -> None:
@@ -162,12 +169,29 @@ def test_probes_and_ports() -> None:
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == "http"
         assert container[probe]["httpGet"]["path"] in OPEN_PATHS, "probes have no key"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/live", "a server that drains is not to be killed"
     labels = manifest("StatefulSet", "kvlinker")["spec"]["template"]["metadata"]["labels"]
     for name in ("kvlinker", "kvlinker-replicas"):
         service = manifest("Service", name)["spec"]
         assert service["selector"].items() <= labels.items()
         assert service["ports"] == [{"name": "http", "port": PORT, "targetPort": "http"}]
     assert manifest("StatefulSet", "kvlinker")["spec"]["serviceName"] == "kvlinker-replicas"
+
+
+def test_a_server_that_is_told_to_stop_has_the_time_to_drain() -> None:
+    """What comes before the signal, ``drain_timeout``, and at least 15 seconds for the last writes."""
+    pod = manifest("StatefulSet", "kvlinker")["spec"]["template"]["spec"]
+    command, seconds = server_container()["lifecycle"]["preStop"]["exec"]["command"]
+    unit = {name: value for section, name, value in unit_entries() if section == "Service"}
+    services = documents_of("compose.yaml")[0]["services"]
+    assert command == "sleep"
+    needed = float(Settings.model_fields["drain_timeout"].default) + 15
+    assert pod["terminationGracePeriodSeconds"] >= needed + int(seconds)
+    assert float(unit["TimeoutStopSec"]) >= needed
+    assert unit["KillMode"] == "mixed", "systemd would tell vLLM's processes, too, and at the same time"
+    for name in ("first", "second"):
+        assert float(services[name]["stop_grace_period"].removesuffix("s")) >= needed
 
 
 def test_budgets_fit_into_the_container() -> None:

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kvlinker.server.edge import connections
 from kvlinker.server.edge.address import bind, url_of
 from kvlinker.server.edge.connections import LEAST_BYTES_PER_SECOND, BodyTimeout, EngineServer, server_config
+from kvlinker.server.edge.draining import Drain
 from tests.server.serving import Served, serving
 
 HEAD = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 13\r\n"
@@ -150,7 +151,7 @@ async def _nowhere(_: Message) -> None:
 
 def test_a_server_whose_engine_has_failed_leaves_no_request_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those on open connections are answered, and new connections wait for the server that follows."""
-    monkeypatch.setattr(connections, "DRAIN_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "FAILED_SECONDS", 0.5)
     engines = [True, True]
 
     def begin(number: int) -> threading.Thread:
@@ -160,8 +161,8 @@ def test_a_server_whose_engine_has_failed_leaves_no_request_without_an_answer(mo
 
         config = server_config(answer, request_timeout=WAIT)
         config.lifespan = "off"
-        server = EngineServer(config, healthy=lambda: engines[number])
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener.dup()]}, daemon=True)
+        server = EngineServer(config, listener, healthy=lambda: engines[number], drain=Drain(0.0))
+        thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         return thread
 

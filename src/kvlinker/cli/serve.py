@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -76,10 +76,9 @@ def _serve_until_failure(
     if settings.log_format == "json":
         logger.info("Serving %s with policy %s at %s", llm.model_name, settings.policy, url_of(listener))
     config = server_config(app, request_timeout=settings.request_timeout)
-    server = EngineServer(config, healthy=lambda: llm.healthy)
+    server = EngineServer(config, listener, healthy=lambda: llm.healthy, drain=app.state.service.drain)
     began = time.monotonic()
-    with suppress(KeyboardInterrupt):
-        server.run(sockets=[listener.dup()])  # which is closed at the end; connections wait in the original
+    server.run()
     return time.monotonic() - began if server.engine_failed else None
 
 

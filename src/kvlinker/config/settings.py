@@ -280,6 +280,9 @@ class Settings(BaseSettings):
     request_timeout: float = Field(
         default=30, gt=0, description="Seconds in which a request's headers must come, and its body begin to flow."
     )
+    drain_timeout: float = Field(
+        default=25, ge=0, description="Seconds in which requests may finish when the server is told to stop."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="What is logged: info has a line per request, warning and error only what is wrong."
     )

@@ -24,6 +24,7 @@ from kvlinker.server.answers import chat, completions
 from kvlinker.server.edge.access import OPEN_PATHS, HostCheck, KeyCheck, hosts_to_check
 from kvlinker.server.edge.access_log import AccessLog
 from kvlinker.server.edge.connections import BodyTimeout
+from kvlinker.server.edge.draining import PROBES, Drain, Draining
 from kvlinker.server.edge.errors import (
     REQUEST_ID_HEADER,
     BodyLimit,
@@ -111,7 +112,8 @@ def create_app(llm: LLM, settings: Settings, tracer_provider: TracerProvider | N
         dependencies=[Depends(refuse_unknown_query)],
         telemetry=telemetry_options(tracer_provider),
     )
-    app.state.service = Service(llm, settings, metrics, tracing=Tracing.if_installed(tracer_provider))
+    drain = Drain(settings.drain_timeout)
+    app.state.service = Service(llm, settings, metrics, drain, tracing=Tracing.if_installed(tracer_provider))
     app.state.keyed = bool(settings.accepted_keys)
     hosts = hosts_to_check(settings)
     app.state.hosts_checked = hosts is not None
@@ -124,6 +126,7 @@ def create_app(llm: LLM, settings: Settings, tracer_provider: TracerProvider | N
     if hosts is not None:
         app.add_middleware(HostCheck, names=hosts)
     app.add_middleware(UnexpectedErrors)
+    app.add_middleware(Draining, drain=drain)
     if settings.cors_origins:  # keys go in headers, so there are no credentials of the browser's own to be allowed
         app.add_middleware(
             CORSMiddleware,
@@ -184,7 +187,7 @@ class _App(FastAPI):
         """Add the errors that middlewares answer, and drop the framework's own, which nobody gets to see."""
         responses = operation["responses"]
         responses.pop("422", None)
-        shared = [400, 500]
+        shared = [400, 500] if path in PROBES else [400, 500, 503]
         if "requestBody" in operation:
             shared += [408, 413]
         if self.state.hosts_checked:

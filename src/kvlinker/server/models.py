@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Request
 from kvlinker.config import Settings
 from kvlinker.errors import ModelNotFoundError
 from kvlinker.llm import LLM
+from kvlinker.server.edge.draining import Drain
 from kvlinker.server.edge.errors import error_responses
 from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.metrics import Metrics
@@ -49,6 +50,7 @@ class Service:
     llm: LLM
     settings: Settings
     metrics: Metrics
+    drain: Drain
     encoding: EncodingThreads = field(default_factory=EncodingThreads)
     tracing: Tracing | None = None
 

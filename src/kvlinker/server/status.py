@@ -1,4 +1,4 @@
-"""Tells how the server is doing: /health for probes, /metrics for Prometheus, /status for people and the page."""
+"""Tells how the server is doing: /health and /live for probes, /metrics for Prometheus, /status for people."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ router = APIRouter(tags=["status"])
 class Health(ResponseBody):
     """Tells whether the server can answer."""
 
-    status: Literal["ok", "engine failed"]
+    status: Literal["ok", "draining", "engine failed"]
+
+
+class Liveness(ResponseBody):
+    """Tells that the server runs."""
+
+    status: Literal["alive"] = "alive"
 
 
 class RequestCounts(ResponseBody):
@@ -75,17 +81,23 @@ class ServerStatus(ResponseBody):
 
 
 _UNHEALTHY: dict[int | str, dict[str, Any]] = {
-    503: {"model": Health, "description": "The engine has failed: restart the server."}
+    503: {"model": Health, "description": "The server is told to stop, or its engine has failed: ask another."}
 }
 
 
 @router.get("/health", responses=_UNHEALTHY)
 async def health(service: ServiceParam, response: Response) -> Health:
-    """Tell whether the server can answer: 503 once the engine has failed."""
-    if service.llm.healthy:
+    """Tell whether the server takes requests: 503 from the signal to stop on, and once the engine has failed."""
+    if service.llm.healthy and not service.drain.began:
         return Health(status="ok")
     response.status_code = 503
-    return Health(status="engine failed")
+    return Health(status="draining" if service.drain.began else "engine failed")
+
+
+@router.get("/live")
+async def live() -> Liveness:
+    """Tell that the server runs, also while it finishes its last requests."""
+    return Liveness()
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

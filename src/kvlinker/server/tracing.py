@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXTRA = "otel"
-NOT_TRACED = frozenset({"/health", "/metrics", "/status"})
+NOT_TRACED = frozenset({"/health", "/live", "/metrics", "/status"})
 """Routes that probes and collectors ask all the time."""
 
 STAGES = ("load", "queue", "link", "decode")

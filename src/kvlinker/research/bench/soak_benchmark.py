@@ -62,12 +62,15 @@ def soak(
     growth: Annotated[
         float, typer.Option(min=0, help="Percent that memory, descriptors, threads and disk may grow.")
     ] = 3.0,
+    restart_every: Annotated[
+        float, typer.Option(min=0, help="Seconds between two restarts of the server by SIGTERM; 0 for none.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Another seed makes other traffic.")] = 0,
 ) -> Report:
     """Keep a server under mixed traffic, and check that nothing fails, grows or loses count.
 
-    Conversations, aborts, uploads, deletions, expiry, audits and all policies at the same time. The command ends with 1
-    where a check fails.
+    Conversations, aborts, uploads, deletions, expiry, audits and all policies at the same time; with --restart-every
+    restarts, too, in which no request may be lost. The command ends with 1 where a check fails.
     """
     from kvlinker.engine.model_files import choose_device, choose_dtype
 
@@ -81,6 +84,7 @@ def soak(
         chunk_tokens=chunk_tokens,
         aborts=aborts,
         uploads=uploads,
+        restart_every=restart_every,
         growth=growth / 100,
         seed=seed,
     )
@@ -106,6 +110,7 @@ def soak(
             "chunks": f"{chunks} × {chunk_tokens}",
             "aborts": aborts,
             "uploads_per_s": uploads,
+            "restart_every_s": restart_every,
             **options,
             "seed": seed,
         },

@@ -179,7 +179,9 @@ async def begin_choices(
             trace=trace,
         )
 
-    return await service.encoding.run(request, begin)
+    choices = await service.encoding.run(request, begin)
+    service.drain.add(choices)
+    return choices
 
 
 class EventStream(EventSourceResponse):

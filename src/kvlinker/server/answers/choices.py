@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from starlette.types import Receive
 
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
+from kvlinker.errors import KVLinkerError
 from kvlinker.llm import LLM, Answer, ChoiceSink, ReadPrompt
 from kvlinker.server.edge.errors import blaming
 from kvlinker.server.tracing import RequestTrace
@@ -64,6 +65,11 @@ class Choices:
         """Free what the engine holds for choices that are not finished. Idempotent."""
         for handle in self._handles:
             handle.cancel()
+
+    def fail(self, error: KVLinkerError) -> None:
+        """Have ``events`` end with an error. Belongs to the event loop."""
+        self._events.put_nowait((0, Failed(error)))
+        self.cancel()
 
     async def events(self) -> AsyncIterator[tuple[int, Delta | Finished]]:
         """Yield the choice's number and its next event, until all are finished. Raises the error of one that failed."""

@@ -2,9 +2,9 @@
 and routes.
 
 Without configured keys every caller is the default tenant, and an admin (see ``kvlinker.server.edge.address``). With
-keys, every route asks for ``Authorization: Bearer <key>`` or ``x-api-key: <key>``, but for ``/health`` (probes have no
-keys), the pages and their files (without any data in them: ``/`` asks its reader for a key) and ``/openapi.json``. Any
-valid key reads ``/metrics`` and ``/status``, which hold sums over all tenants and name none.
+keys, every route asks for ``Authorization: Bearer <key>`` or ``x-api-key: <key>``, but for probes, which have no keys
+(``/health``, ``/live``), the pages and their files (without any data in them: ``/`` asks its reader for a key) and
+``/openapi.json``. Any valid key reads ``/metrics`` and ``/status``, which hold sums over all tenants and name none.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvlinker.config import Settings
 from kvlinker.errors import AuthenticationError, KVLinkerError
 from kvlinker.server.edge.address import is_loopback
+from kvlinker.server.edge.draining import PROBES
 from kvlinker.server.edge.errors import error_response
 from kvlinker.server.pages import PAGE_PATHS
 from kvlinker.types.tenants import DEFAULT_TENANT, tenant_of_key
 
-OPEN_PATHS = PAGE_PATHS | {"/health", "/openapi.json"}
+OPEN_PATHS = PAGE_PATHS | PROBES | {"/openapi.json"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvlinker.errors import AuthenticationError, InvalidRequestError, KVLinkerError, OverloadedError
+from kvlinker.errors import AuthenticationError, EngineClosedError, InvalidRequestError, KVLinkerError, OverloadedError
 from kvlinker.server.edge.routing import allowed_methods
 from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.messages.errors import MessagesError, messages_error, speaks_messages
@@ -74,7 +74,7 @@ def error_responses(*statuses: int, model: type[ResponseBody] = ErrorBody) -> di
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
         described[status] = {"model": model, "description": _MEANINGS[status]}
-        if status == OverloadedError.status:
+        if status in (OverloadedError.status, EngineClosedError.status):
             described[status]["headers"] = {"Retry-After": _RETRY_AFTER}
     return described
 
@@ -117,7 +117,7 @@ def as_invalid_request(error: ValidationError, rename: Callable[[str | None], st
 def error_response(error: KVLinkerError, scope: Scope) -> JSONResponse:
     """Make the answer for an error, with the headers that go with it."""
     headers = {}
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | EngineClosedError):
         headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"

@@ -6,8 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvlinker.engine.limits import engine_closed
 from kvlinker.errors import InvalidRequestError
-from kvlinker.research.bench.load.driver import NOT_SENT, UNFINISHED, PromptUsage, RequestResult
+from kvlinker.research.bench.load.driver import (
+    BROKEN_OFF,
+    CONNECTION,
+    ERROR,
+    NOT_SENT,
+    UNFINISHED,
+    PromptUsage,
+    RequestResult,
+)
 from kvlinker.research.bench.soak import checks
 from kvlinker.research.bench.soak.clients import Tally
 from kvlinker.research.bench.soak.plan import SoakPlan
@@ -62,6 +71,22 @@ def test_what_failed_on_purpose_is_no_failure() -> None:
     assert not failed.passed
     assert failed.finding.startswith("1 beside 1 complete answers, 0 aborted")
     assert failed.finding.endswith("1 × error: It broke.")
+
+
+@pytest.mark.parametrize("kind", [BROKEN_OFF, CONNECTION])
+def test_what_breaks_in_a_restart_is_lost_and_what_is_told_to_be_cut_off_is_not(kind: str) -> None:
+    cut = RequestResult(0.1, 0.2, 30.0, failure=ERROR, detail=engine_closed().message)
+    told = tally(ANSWER, cut)
+    assert (told.cut, told.lost, told.requests) == (1, 0, 2)
+    assert checks.nothing_failed(told).passed
+    assert checks.nothing_lost(told, [0, 0], refused=7).finding == (
+        "0 requests lost and 1 cut off in 2 restarts, beside 7 refusals of requests that were sent again"
+    )
+    lost = tally(ANSWER, RequestResult(0.1, 0.2, 1.0, failure=kind, detail="It broke."))
+    assert lost.lost == 1
+    assert not checks.nothing_lost(lost, [0], refused=0).passed
+    assert not checks.nothing_failed(lost).passed
+    assert not checks.nothing_lost(told, [0, -15], refused=0).passed, "it did not end by itself"
 
 
 @pytest.mark.parametrize(("ended", "passed"), [(2, False), (3, True), (5, True), (6, False)])

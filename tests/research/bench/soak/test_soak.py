@@ -62,6 +62,22 @@ def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_restarts_lose_no_request(tmp_path: Path) -> None:
+    arguments = ["--minutes", "0.3", "--every", "3", "--restart-every", "6", "--users", "3", "--library", "6"]
+    result = CliRunner().invoke(
+        app, ["bench", "soak", *arguments, "--growth", "300", "--json", str(tmp_path / "soak.json")]
+    )
+    assert result.exit_code == 0, result.output
+    content = json.loads((tmp_path / "soak.json").read_text())
+    last = content["results"][-1]
+    assert last["restarts"] > 0
+    assert last["refused"] > 0
+    assert last["complete"] > 0
+    assert (last["lost"], last["cut"], last["failed"]) == (0, 0, 0)
+    assert {check["name"]: check["passed"] for check in content["checks"]}["restarts"]
+
+
 def test_a_check_that_fails_ends_the_command_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = SoakResult([{"minutes": 1.0, "failed": 2}], [Check("failed requests", False, "2 of [many]")])
     monkeypatch.setattr(soak_benchmark, "kvlinker_server", lambda *_, **options: nullcontext(Server("http://none")))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -24,7 +24,7 @@ from kvlinker.config import Settings
 from kvlinker.research.bench.load.endpoint import ServerFailedError
 
 START_SECONDS = 900.0
-STOP_SECONDS = 30.0
+STOP_SECONDS = 60.0
 COMMAND = (sys.executable, "-c", "from kvlinker.cli import app; app()")
 """Runs kvlinker's command line, whatever is on the path."""
 _POLL_SECONDS = 0.1
@@ -46,17 +46,35 @@ _FIXED: Mapping[str, Any] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Server:
     """Names a server that runs."""
 
     url: str
     process: psutil.Process | None = None
-    """Its process; None where that is not known."""
+    """Its process, which another takes the place of when it is restarted; None where that is not known."""
     state_dir: Path | None = None
     """The folder with its chunk files and its catalog; None where that is not known."""
     log: Path | None = None
     """The file with what it writes; None where that is not known."""
+    command: Sequence[str] = ()
+    """What starts it again at the same address; empty where that is not known."""
+
+    def restart(self) -> int:
+        """Tell the server to stop by SIGTERM, start it again when it has ended, and return its exit status.
+
+        Raises ServerFailedError where it does not end within ``STOP_SECONDS``, or does not start again.
+        """
+        assert self.process is not None
+        assert self.log is not None
+        self.process.terminate()
+        try:
+            status = self.process.wait(STOP_SECONDS)
+        except psutil.TimeoutExpired:
+            raise ServerFailedError(f"kvlinker serve did not end within {STOP_SECONDS:g} s of SIGTERM.") from None
+        self.process = _start(self.command, self.log)
+        _wait_until_up(self.process, self.log, self.url)
+        return int(status or 0)
 
 
 @contextmanager
@@ -75,16 +93,16 @@ def kvlinker_server(settings: Settings, **options: Any) -> Iterator[Server]:
         if vllm_options:
             given["vllm_options"] = json.dumps(vllm_options)
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
-        with (
-            _ended_by_signals(),
-            log.open("wb") as output,
-            subprocess.Popen([*COMMAND, "serve", *flags], stdout=output, stderr=output) as started,
-        ):
-            process = psutil.Process(started.pid)
+        command = [*COMMAND, "serve", *flags]
+        with _ended_by_signals():
+            process = _start(command, log)
+            server = Server("", process, state_dir, log)
             try:
-                yield Server(_address(started, log), process, state_dir, log)
+                server.url = _wait_until_up(process, log)
+                server.command = [*command, f"--port={urlsplit(server.url).port}"]
+                yield server
             finally:
-                _stop(process)
+                _stop(server.process or process)
 
 
 @contextmanager
@@ -127,21 +145,35 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _address(started: subprocess.Popen[bytes], log: Path) -> str:
-    """Wait until a server answers, and return its address."""
+def _start(command: Sequence[str], log: Path) -> psutil.Popen:
+    """Start a server that writes behind what is in its ``log``."""
+    with log.open("ab") as output:
+        return psutil.Popen(command, stdout=output, stderr=output)
+
+
+def _wait_until_up(started: psutil.Process, log: Path, url: str | None = None) -> str:
+    """Wait until a server answers, and return its address: ``url``, or what its log says."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         said = log.read_text(encoding="utf-8", errors="replace")
-        if started.poll() is not None:
+        if not _runs(started):
             break
-        if found := re.search(r"address\s+(http://[\d.:]+)", said):
+        found = re.search(r"address\s+(http://[\d.:]+)", said)
+        if address := url or (found and found[1]):
             with suppress(httpx.TransportError):
-                if httpx.get(f"{found[1]}/health", timeout=5.0).is_success:
-                    return found[1]
+                if httpx.get(f"{address}/health", timeout=5.0).is_success:
+                    return address
         time.sleep(_POLL_SECONDS)
-    why = f"did not answer within {START_SECONDS:g} s" if started.poll() is None else "did not start"
+    why = f"did not answer within {START_SECONDS:g} s" if _runs(started) else "did not start"
     last = "\n".join(said.strip().splitlines()[-_LAST_WORDS:])
     raise ServerFailedError(f"kvlinker serve {why}; it said last: {last or 'nothing'}")
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process has not ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _stop(process: psutil.Process) -> None:

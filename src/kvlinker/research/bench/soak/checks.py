@@ -40,6 +40,18 @@ def nothing_failed(tally: Tally) -> Check:
     )
 
 
+def nothing_lost(tally: Tally, statuses: Sequence[int], refused: int) -> Check:
+    """Check that no request was lost which a server had accepted and had time to finish, in restarts that ended with
+    these exit ``statuses``; ``refused`` requests were sent again."""
+    wrong = sorted({status for status in statuses if status})
+    return Check(
+        "restarts",
+        not (tally.lost or wrong),
+        f"{tally.lost} requests lost and {tally.cut} cut off in {len(statuses)} restarts, beside {refused} refusals of "
+        "requests that were sent again" + (f"; exit status {wrong}" if wrong else ""),
+    )
+
+
 def requests_counted(tally: Tally, since: Figures, now: Figures) -> Check:
     """Check that the server counted each request once; one that was aborted may have ended before it noticed, or not
     have begun."""

@@ -10,14 +10,24 @@ from dataclasses import dataclass, field
 import httpx
 import numpy as np
 
-from kvlinker.client import AsyncClient, ServerUnreachableError
+from kvlinker.client import AsyncClient
+from kvlinker.engine.limits import engine_closed
 from kvlinker.errors import ContextCacheNotFoundError, KVLinkerError
-from kvlinker.research.bench.load.driver import NOT_SENT, UNFINISHED, Driver, RequestResult
+from kvlinker.research.bench.load.driver import (
+    BROKEN_OFF,
+    CONNECTION,
+    ERROR,
+    NOT_SENT,
+    UNFINISHED,
+    Driver,
+    RequestResult,
+)
 from kvlinker.research.bench.load.endpoint import Endpoint
 from kvlinker.research.bench.load.prompts import DocumentForm, LinkedDocuments, MarkedDocuments, PlainDocuments
 from kvlinker.research.bench.load.traffic import Conversation, make_conversations
 from kvlinker.research.bench.soak.library import Library
 from kvlinker.research.bench.soak.plan import SoakPlan
+from kvlinker.research.bench.soak.retrying import retried
 
 PATIENCE = 300.0
 """Seconds after which a request counts as failed."""
@@ -37,6 +47,12 @@ class Tally:
     """Requests whose client left on purpose."""
     not_found: int = 0
     """Requests that were refused, for they asked for what had been deleted."""
+    cut: int = 0
+    """Requests that a server which was told to stop cut off, since they took longer than its ``drain_timeout``."""
+    lost: int = 0
+    """Requests whose connection broke before their answer was complete; these are failures, too."""
+    refused: int = 0
+    """Refusals of requests that generate nothing, by a server that was being restarted; they were sent again."""
     replaced: int = 0
     """Documents that were replaced by others."""
     visits: int = 0
@@ -55,7 +71,7 @@ class Tally:
     @property
     def requests(self) -> int:
         """All requests for answers."""
-        return self.complete + self.aborted + self.not_found
+        return self.complete + self.aborted + self.not_found + self.cut
 
     def add(self, result: RequestResult, *, aborts: bool, deleted: bool) -> None:
         """Count what became of a request. ``aborts``: its client had to leave early; ``deleted``: it asked for what is
@@ -70,7 +86,10 @@ class Tally:
             self.aborted += 1
         elif result.failure == "status 404" and deleted:
             self.not_found += 1
+        elif result.failure == ERROR and result.detail == engine_closed().message:
+            self.cut += 1
         elif result.failure != NOT_SENT:
+            self.lost += result.failure in (CONNECTION, BROKEN_OFF)
             self.failures[f"{result.failure or 'no usage'}: {result.detail}"] += 1
 
 
@@ -130,7 +149,7 @@ class Clients:
         """Do something again and again with pauses of so many seconds; what fails is counted."""
         while (now := self._clock()) < end:
             try:
-                await _with_any_connection(act)
+                self.tally.refused += await retried(act)
             except KVLinkerError as error:
                 self.tally.failures[f"{act.__name__.strip('_')}: {error.message}"] += 1
             await asyncio.sleep(min(pause, max(end - now, 0.0)))
@@ -196,11 +215,3 @@ class Clients:
         """Make the source of chance for another conversation."""
         self._begun += 1
         return np.random.default_rng([self._plan.seed, 1, self._begun])
-
-
-async def _with_any_connection(act: Callable[[], Awaitable[None]]) -> None:
-    """Do something; once more where the server has just closed the idle connection, as it may at any time."""
-    try:
-        await act()
-    except ServerUnreachableError:
-        await act()

@@ -34,6 +34,8 @@ class SoakPlan:
     """The share of conversations whose client leaves at any moment."""
     uploads: float = 1.0
     """Documents per second that are replaced by new ones."""
+    restart_every: float = 0.0
+    """Seconds between two restarts of the server by SIGTERM; 0 for none."""
     growth: float = 0.03
     """The share by which memory, descriptors, threads and disk may grow from the middle third to the last."""
     seed: int = 0

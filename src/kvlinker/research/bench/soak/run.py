@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvlinker.research.bench.soak.clients import Clients
 from kvlinker.research.bench.soak.library import Library
 from kvlinker.research.bench.soak.plan import SoakPlan
 from kvlinker.research.bench.soak.readings import Figures, Taken, file_sizes
+from kvlinker.research.bench.soak.retrying import RetryingTransport
 
 QUIET_SECONDS = 300.0
 """The longest wait for audits, writers and deletions to end."""
@@ -58,14 +60,14 @@ async def _soak(
     disk_space: str,
     told: Callable[[Row], None],
 ) -> SoakResult:
-    unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    transport = RetryingTransport()
     async with (
         AsyncClient(endpoint.url) as client,
-        httpx.AsyncClient(base_url=endpoint.url, timeout=None, limits=unlimited) as http,
+        httpx.AsyncClient(base_url=endpoint.url, timeout=None, transport=transport) as http,
     ):
         library = Library(client, plan.library, round(plan.chunk_tokens * characters), seed=plan.seed)
         clients = Clients(endpoint, http, client, library, plan, characters_per_token=characters)
-        soak = _Soak(server, client, clients, library, plan, disk_space, told)
+        soak = _Soak(server, client, clients, transport, library, plan, disk_space, told)
         await library.fill()
         return await soak.run()
 
@@ -77,17 +79,26 @@ class _Soak:
     server: Server
     client: AsyncClient
     clients: Clients
+    transport: RetryingTransport
     library: Library
     plan: SoakPlan
     disk_space: str
     told: Callable[[Row], None]
     result: SoakResult = field(default_factory=SoakResult)
+    statuses: list[int] = field(default_factory=list)
+    """The exit statuses of restarted servers."""
+    up: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever needs a server that runs, and while it is restarted."""
 
     async def run(self) -> SoakResult:
         """Send the traffic, and judge what was seen."""
         begin = await self._figures()
         sampling = asyncio.create_task(self._sample_forever())
-        await self.clients.send_mixed(self.plan.seconds)
+        over = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._restart_until(over))
+            await self.clients.send_mixed(self.plan.seconds)
+            over.set()
         sampling.cancel()
         mixed = await self._quiet_figures()
         calm = await self.clients.send_calm(_CALM_CONVERSATIONS * self.plan.users)
@@ -99,7 +110,10 @@ class _Soak:
             for column, slack in _SLACK.items()
         ]
         found.append(checks.nothing_failed(tally))
-        found.append(checks.requests_counted(tally, begin, mixed))
+        if self.plan.restart_every:
+            found.append(checks.nothing_lost(tally, self.statuses, self._refused))
+        else:  # a server counts from its start on
+            found.append(checks.requests_counted(tally, begin, mixed))
         found.append(checks.tokens_counted(calm, mixed, end))
         found.append(checks.nothing_held(end))
         found.append(checks.audit_done(end))
@@ -111,13 +125,27 @@ class _Soak:
             found.append(checks.log_clean(self.server.log.read_text(encoding="utf-8", errors="replace")))
         return self.result
 
+    @property
+    def _refused(self) -> int:
+        return self.transport.refused + self.clients.tally.refused
+
+    async def _restart_until(self, over: asyncio.Event) -> None:
+        """Restart the server every so often."""
+        while self.plan.restart_every and not over.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), self.plan.restart_every)
+            if not over.is_set():
+                async with self.up:
+                    self.statuses.append(await asyncio.to_thread(self.server.restart))
+
     async def _sample_forever(self) -> None:
         """Add a row every so often."""
         clock = asyncio.get_running_loop().time
         begin = clock()
         while True:
             await asyncio.sleep(begin + (len(self.result.rows) + 1) * self.plan.every - clock())
-            row = await self._row(clock() - begin)
+            async with self.up:
+                row = await self._row(clock() - begin)
             self.result.rows.append(row)
             self.told(row)
 
@@ -136,6 +164,10 @@ class _Soak:
             "aborted": tally.aborted,
             "not_found": tally.not_found,
             "failed": tally.failures.total(),
+            "restarts": len(self.statuses),
+            "refused": self._refused,
+            "cut": tally.cut,
+            "lost": tally.lost,
             "replaced": tally.replaced,
             "evicted": figures.total("evictions_total"),
             "audited": figures.total("audit_samples_total"),
