@@ -17,9 +17,9 @@ from kvlinker.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.embedded.model.anatomy import LayerShape, context_window, trace_layers
 from kvlinker.embedded.model.interception import ATTENTION_NAME
 from kvlinker.embedded.model.obstacles import Obstacle, obstacle_of, refusal
+from kvlinker.embedded.model.oracle import Oracle
 from kvlinker.embedded.model.precision import in_fp32
 from kvlinker.embedded.model.rotary import RotatedKeys
-from kvlinker.embedded.oracle import Oracle
 from kvlinker.errors import UnsupportedModelError
 from kvlinker.linking.plan import Range
 from kvlinker.store.chunk_kv import ChunkKV, changed
