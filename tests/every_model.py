@@ -1,5 +1,5 @@
-"""Small random models of every causal language model class of transformers, made from its configuration's defaults at
-small sizes."""
+"""Small random models of every causal language model class of transformers, made from its
+configuration's defaults at small sizes."""
 
 from __future__ import annotations
 
@@ -139,6 +139,7 @@ def _shrunk(full: PretrainedConfig, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def small_model(kind: str) -> Any:
-    """Return a random model of this kind in fp32. Raises whatever transformers does where it cannot be made."""
+    """Return a random model of this kind in fp32. Raises whatever transformers does where it cannot
+    be made."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(small_config(kind), attn_implementation="eager").float().eval()

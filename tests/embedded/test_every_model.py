@@ -1,4 +1,5 @@
-"""Every causal language model class of transformers is linked exactly, or refused by a sentence that says why."""
+"""Every causal language model class of transformers is linked exactly, or refused by a sentence
+that says why."""
 
 import pytest
 import torch

@@ -76,6 +76,13 @@ def test_queries_that_are_scaled_by_position_bound_the_context():
     assert context_window(model) == 512
 
 
+def test_a_context_window_that_is_not_known_is_asked_for():
+    model = random_model("llama")
+    model.config.max_position_embeddings = None
+    with pytest.raises(UnsupportedModelError, match="does not say max_position_embeddings"):
+        require_exact(model)
+
+
 def test_what_depends_on_far_positions_is_refused(monkeypatch):
     """As with a model that scales its queries by a parameter of another name."""
     monkeypatch.setattr(anatomy, "QUERY_SCALING", "unknown")

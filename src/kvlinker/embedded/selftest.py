@@ -1,4 +1,5 @@
-"""Checks that linking is exact with a model. The checks run when it is loaded, and under ``kvlinker check``."""
+"""Checks that linking is exact with a model. The checks run when it is loaded, and under ``kvlinker
+check``."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from kvlinker.embedded.execution.runner import Runner
 from kvlinker.embedded.kv_cache.pool import KVPool, SlotSpan
 from kvlinker.embedded.model.anatomy import LayerShape, context_window, trace_layers
 from kvlinker.embedded.model.interception import ATTENTION_NAME
-from kvlinker.embedded.model.obstacles import Obstacle, obstacle_of, refusal
+from kvlinker.embedded.model.obstacles import EXHAUSTED, Obstacle, obstacle_of, refusal
 from kvlinker.embedded.model.oracle import Oracle
 from kvlinker.embedded.model.precision import in_fp32
 from kvlinker.embedded.model.rotary import RotatedKeys
@@ -44,7 +45,8 @@ OF_PLACE = ("relocate", "move", "far")
 """The checks that fail where a model computes something else further on in a text."""
 
 ANGLE_ROUNDING = 2.0**-23
-"""The error of the difference of two angles in fp32, in radians for each position of their distance from the start."""
+"""The error of the difference of two angles in fp32, in radians for each position of their distance
+from the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,12 @@ class Check:
 
 
 def self_test(model: Any) -> tuple[Check, ...]:
-    """Compare kvlinker's computation with the model's own forward pass on a fixed random prompt of 96 tokens.
+    """Compare kvlinker's computation with the model's own forward pass on a fixed random prompt of
+    96 tokens.
 
-    Rounding hides small mistakes, so both compute in fp32, whatever precision the weights are in. Checks end where
-    the first one fails, since the others need what it shows. Raises UnsupportedModelError for a model that kvlinker
-    cannot compute at all.
+    Rounding hides small mistakes, so both compute in fp32, whatever precision the weights are in.
+    Checks end where the first one fails, since the others need what it shows. Raises
+    UnsupportedModelError for a model that kvlinker cannot compute at all.
     """
     with in_fp32(model):
         subject = _Subject(model)
@@ -76,7 +79,7 @@ def self_test(model: Any) -> tuple[Check, ...]:
                 checks.append(check)
                 if not check.passed:
                     break
-        except (MemoryError, torch.OutOfMemoryError):
+        except EXHAUSTED:
             raise
         except Exception as error:  # whatever the model's code raises
             raise refusal(model, obstacle_of(model, Obstacle.ATTENTION_FORM)) from error
@@ -84,7 +87,8 @@ def self_test(model: Any) -> tuple[Check, ...]:
 
 
 def refusal_after(model: Any, checks: Sequence[Check]) -> UnsupportedModelError | None:
-    """Return the error, with the figures, that refuses a model after these checks; None where all passed."""
+    """Return the error, with the figures, that refuses a model after these checks; None where all
+    passed."""
     failed = checks[-1]
     if failed.passed:
         return None
@@ -106,8 +110,8 @@ def require_exact(model: Any) -> None:
 
 def _checks(subject: _Subject) -> Iterator[Check]:
     tokens = subject.tokens
-    oracle = subject.oracle
-    expected = oracle.logits(tokens, BEHIND)
+    oracle = subject.oracle()
+    expected = oracle.logits
     runner = subject.new_runner()
     capture = Capture(subject.layers, [CHUNK], dtype=torch.float32)
 
@@ -131,8 +135,8 @@ def _checks(subject: _Subject) -> Iterator[Check]:
 
     linked = subject.linked(runner, subject.alone(runner))
     further = max(subject.window - len(tokens), 0)
-    there = _error(linked, oracle.linked_logits(tokens, CHUNKS, BEHIND, moved=further))
-    here = there if there <= TOLERANCE else _error(linked, oracle.linked_logits(tokens, CHUNKS, BEHIND))
+    there = _error(linked, oracle.linked_logits(CHUNKS, moved=further))
+    here = there if there <= TOLERANCE else _error(linked, oracle.linked_logits(CHUNKS))
     yield Check("move", f"{len(CHUNKS)} chunks computed alone, attended to where they stand", here)
     yield Check("far", f"the same, {further:,} positions further on", there)
 
@@ -145,10 +149,12 @@ class _Subject:
         self.layers: Sequence[LayerShape] = trace_layers(model)
         model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
-        self.oracle = Oracle(model)
         self.window = context_window(model)
         vocabulary = model.config.get_text_config().vocab_size
         self.tokens: NDArray[np.int64] = np.random.default_rng(0).integers(0, vocabulary, PROMPT_TOKENS)
+
+    def oracle(self) -> Oracle:
+        return Oracle(self._model, self.tokens, BEHIND)
 
     def new_runner(self) -> Runner:
         pool = KVPool(self.layers, PROMPT_TOKENS, dtype=torch.float32, device=self._device)
@@ -169,7 +175,8 @@ class _Subject:
         return {chunk: capture.finish()[0] for chunk, capture in captures.items()}
 
     def linked(self, runner: Runner, chunks: Mapping[Range, ChunkKV]) -> Tensor:
-        """Return the logits [BEHIND, vocabulary] behind the chunks, whose KV is attended to in place."""
+        """Return the logits [BEHIND, vocabulary] behind the chunks, whose KV is attended to in
+        place."""
         form = RotatedKeys(tuple(shape.rotary for shape in self.layers))
         shared = tuple(
             SharedChunk(changed(kv, form.resident), begin, begin, 0, kv.tokens) for (begin, _), kv in chunks.items()
@@ -187,8 +194,9 @@ class _Subject:
         shared: tuple[SharedChunk, ...] = (),
         capture: Capture | None = None,
     ) -> Tensor:
-        """Return the logits [wanted, vocabulary] of the last tokens of ``runs`` that end behind the chunks, when all
-        are computed. Position p lies in slot p, but for tokens behind a shared chunk."""
+        """Return the logits [wanted, vocabulary] of the last tokens of ``runs`` that end behind the
+        chunks, when all are computed. Position p lies in slot p, but for tokens behind a shared
+        chunk."""
         own = np.concatenate([np.arange(*run) for run in runs]) if shared else np.arange(len(self.tokens))
         sight = Sight(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))
         found = []
@@ -212,6 +220,7 @@ def _spoil(pool: KVPool, begin: int, end: int) -> None:
 
 
 def _error(ours: Tensor, expected: Tensor) -> float:
-    """Return the relative error of our logits [wanted, vocabulary] from the last rows of those that are expected."""
+    """Return the relative error of our logits [wanted, vocabulary] from the last rows of those that
+    are expected."""
     expected = expected[-len(ours) :]
     return float((ours - expected).norm() / expected.norm())

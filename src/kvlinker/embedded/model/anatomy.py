@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
 
 from kvlinker.embedded.model.interception import ATTENTION_NAME, RotaryFunction, attention_of, intercepted, prepare
 from kvlinker.embedded.model.obstacles import (
+    EXHAUSTED,
     LOOKED_AT,
     Obstacle,
     holds_state,
@@ -42,10 +44,11 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
     Raises UnsupportedModelError when a layer's attention or positions do not pass through the two places that
     kvlinker steps into, or when a layer keeps more than keys and values.
     """
+    transformers_logging.set_verbosity_error()
     prepare(model)
     device = model.get_input_embeddings().weight.device
     positions = torch.arange(LOOKED_AT, device=device)[None]
-    tracer = _Tracer(model)
+    tracer = _Tracer(context_window(model))
     try:
         with (
             _watch_rotary_modules(model, tracer),
@@ -54,13 +57,13 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
             torch.inference_mode(),
         ):
             ids = positions % model.config.get_text_config().vocab_size
-            output = model(input_ids=ids, position_ids=positions, use_cache=True)
-    except (MemoryError, torch.OutOfMemoryError):
+            stateful = holds_state(model(input_ids=ids, position_ids=positions, use_cache=True))
+    except EXHAUSTED:
         raise
     except Exception as error:  # whatever the model's code raises
         otherwise = Obstacle.ATTENTION_FORM if tracer.saw_rotation else Obstacle.ROTARY_FORM
         raise refusal(model, obstacle_of(model, otherwise)) from error
-    if holds_state(output):
+    if stateful:
         raise refusal(model, Obstacle.STATE)
     expected = model.config.get_text_config().num_hidden_layers
     if sorted(tracer.layers) != list(range(expected)):
@@ -75,8 +78,8 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
 
 
 def context_window(model: Any) -> int:
-    """Count the positions that the model is made for, and over which it computes the same everywhere: its rotary
-    embedding does not change, nor does the scale of its queries.
+    """Count the positions that the model is made for, and over which it computes the same everywhere:
+    neither its rotary embedding nor the scale of its queries changes.
 
     Raises UnsupportedModelError where its configuration does not say.
     """
@@ -100,9 +103,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 class _Tracer:
     """Records, for every layer, its shapes and the rotary embedding that preceded its attention."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._window = context_window(model)
+    def __init__(self, window: int) -> None:
+        self._window = window
         self.layers: dict[int, LayerShape] = {}
         self._tables: list[tuple[Tensor, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
         self._kinds: dict[tuple[int, str, int], Rotary] = {}

@@ -14,8 +14,15 @@ from kvlinker.embedded.model.interception import attention_of
 from kvlinker.errors import UnsupportedModelError
 
 LOOKED_AT = 11
-"""Tokens of the passes that look at a model: a number that is hardly a model's size, so that what is kept for every
-token is told from a state by its shape."""
+"""Tokens of the passes that look at a model: a number that is hardly a model's size, so that what
+is kept for every token is told from a state by its shape."""
+
+ROUNDING = 1e-3
+"""The relative difference up to which logits count as the same. Tokens that do not see what differs
+have the very same but for rounding."""
+
+EXHAUSTED = (MemoryError, torch.OutOfMemoryError)
+"""The errors that say nothing about the kind of a model."""
 
 
 class Obstacle(StrEnum):
@@ -42,7 +49,8 @@ class Obstacle(StrEnum):
 
 
 def refusal(model: Any, obstacle: Obstacle, detail: str = "") -> UnsupportedModelError:
-    """Return the error that says of what kind the model is, with ``detail`` in sentences, and what to do."""
+    """Return the error that says of what kind the model is, with ``detail`` in sentences, and what
+    to do."""
     return UnsupportedModelError(
         f"{type(model).__name__} is not supported yet: {obstacle}. {detail}{' ' if detail else ''}Serve it without "
         "kvlinker, or report it with its config.json and the output of `kvlinker check`."
@@ -50,15 +58,18 @@ def refusal(model: Any, obstacle: Obstacle, detail: str = "") -> UnsupportedMode
 
 
 def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
-    """Return the reason why the model cannot be linked, as far as its own computation shows one, else ``otherwise``.
+    """Return the reason why the model cannot be linked, as far as its own computation shows one,
+    else ``otherwise``.
 
     Computes two short forward passes of the model's own.
     """
     try:
         first, again, holds = _looks(model)
+    except EXHAUSTED:
+        raise
     except Exception:  # whatever the model's code raises
         return Obstacle.INPUT
-    if not torch.allclose(first, again, rtol=1e-3, atol=1e-4):
+    if (first - again).norm() > ROUNDING * first.norm():
         return Obstacle.BIDIRECTIONAL
     if holds:
         return Obstacle.STATE
@@ -76,9 +87,9 @@ def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
 
 
 def holds_state(output: Any) -> bool:
-    """Tell if a forward pass over LOOKED_AT tokens hands on, to the pass that follows, anything that is not kept for
-    every token."""
-    kept = {name: value for name, value in output.items() if name not in ("logits", "loss")}
+    """Tell if a forward pass over LOOKED_AT tokens hands on, to the pass that follows, anything
+    that is not kept for every token."""
+    kept = [value for value in output.values() if not isinstance(value, Tensor)]
     return any(LOOKED_AT not in tensor.shape for tensor in _tensors(kept) if tensor.ndim)
 
 
@@ -88,14 +99,14 @@ def rotary_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _looks(model: Any) -> tuple[Tensor, Tensor, bool]:
-    """Return the logits of all tokens but the last with two different last tokens, [tokens, vocabulary] each, and
-    whether the model holds a state behind the second pass."""
+    """Return the logits of all tokens but the last with two different last tokens, [tokens,
+    vocabulary] each, and whether the model holds a state behind the second pass."""
     device = model.get_input_embeddings().weight.device
-    ids = torch.arange(LOOKED_AT, device=device)[None] + 3
+    ids = torch.arange(LOOKED_AT, device=device)[None] % model.config.get_text_config().vocab_size
     before = set(_plain_tensors(model))
     with attention_of(model, "eager"), torch.inference_mode():
         first = model(input_ids=ids, use_cache=False).logits[0, :-1]
-        ids[0, -1] += 1
+        ids[0, -1] = 0
         output = model(input_ids=ids, use_cache=True)
     return first, output.logits[0, :-1], holds_state(output) or set(_plain_tensors(model)) != before
 
