@@ -76,9 +76,10 @@ def test_queries_that_are_scaled_by_position_bound_the_context():
     assert context_window(model) == 512
 
 
-def test_a_context_window_that_is_not_known_is_asked_for():
+def test_a_context_window_that_is_not_known_is_asked_for(monkeypatch):
     model = random_model("llama")
-    model.config.max_position_embeddings = None
+    monkeypatch.delattr(type(model.config), "max_position_embeddings")
+    monkeypatch.delitem(vars(model.config), "max_position_embeddings")
     with pytest.raises(UnsupportedModelError, match="does not say max_position_embeddings"):
         require_exact(model)
 
