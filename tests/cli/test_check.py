@@ -1,22 +1,35 @@
-"""kvlinker check on models that cannot be linked: a line that says why."""
+"""kvlinker check: whether a model can be linked, how far, and else why not."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
 from kvlinker.research.bench.harness.shapes import byte_tokenizer
+from tests.toy_models import BASE, YARN_ROPE
 
 
-def test_a_model_whose_context_window_is_not_known(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("bloom", hidden_size=32, n_layer=2, n_head=2, vocab_size=300)
-    assert not hasattr(config, "max_position_embeddings")
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    result = CliRunner().invoke(app, ["check", str(tmp_path)])
+def checked(folder: Path, kind: str, **changes: Any) -> Result:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return CliRunner().invoke(app, ["check", str(folder)])
+
+
+def test_a_model_without_rotary_embedding_and_window(tmp_path: Path) -> None:
+    result = checked(tmp_path, "bloom", hidden_size=32, n_layer=2, n_head=2, vocab_size=300)
     assert result.exit_code == 1
-    assert "BloomForCausalLM has no max_position_embeddings" in result.stderr
+    assert "BloomForCausalLM is not supported yet: its attention has position biases (ALiBi)" in result.stderr
+    assert "report it with its config.json" in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_model_whose_context_is_bounded(tmp_path: Path) -> None:
+    rope = YARN_ROPE | {"llama_4_scaling_beta": 0.1}
+    result = checked(tmp_path, "ministral3", **(BASE | {"rope_parameters": rope, "sliding_window": None}))
+    assert result.exit_code == 0, result.output
+    assert "can be linked, in contexts of up to 512 tokens." in result.output
+    assert "further on" in result.output

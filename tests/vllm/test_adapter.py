@@ -29,13 +29,19 @@ def test_other_versions_are_refused_with_the_way_out(monkeypatch):
     adapter.require_tested_version(allow_untested=True)
 
 
-def config(*, is_moe=False, speculative_config=None, lora_config=None, **parallel):
+SCALED = SimpleNamespace(llama_4_scaling={"original_max_position_embeddings": 512, "beta": 0.1})
+"""The configuration of a model whose queries are scaled by position."""
+
+
+def config(*, speculative_config=None, lora_config=None, model=(), **parallel):
     """The parts of vLLM's configuration that decide whether anything can be linked."""
     sizes = ("pipeline", "decode_context", "prefill_context", "data")
     defaults = {f"{name}_parallel_size": 1 for name in sizes}
+    plain = {"is_moe": False, "is_hybrid": False, "is_attention_free": False, "max_model_len": 512}
+    names = {"architecture": "SomeModel", "hf_text_config": SimpleNamespace()}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**(defaults | parallel)),
-        model_config=SimpleNamespace(is_moe=is_moe),
+        model_config=SimpleNamespace(**(plain | names | dict(model))),
         speculative_config=speculative_config,
         lora_config=lora_config,
     )
@@ -47,13 +53,20 @@ def config(*, is_moe=False, speculative_config=None, lora_config=None, **paralle
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, .* tensor_parallel_size"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2, .* tensor_parallel_size"),
         ({"prefill_context_parallel_size": 4}, "prefill_context_parallel_size is 4, .* tensor_parallel_size"),
-        ({"data_parallel_size": 2, "is_moe": True}, "data_parallel_size is 2, .* mixture of experts"),
+        ({"data_parallel_size": 2, "model": {"is_moe": True}}, "data_parallel_size is 2, .* mixture of experts"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "by eagle, .* use ngram, or leave"),
         ({"lora_config": True}, "leave enable_lora out"),
+        ({"model": {"is_hybrid": True}}, "Layers of SomeModel keep a state"),
+        ({"model": {"is_attention_free": True}}, "Layers of SomeModel keep a state"),
+        (
+            {"model": {"hf_text_config": SCALED, "max_model_len": 513}},
+            "max_model_len is 513, .* set max_model_len to 512",
+        ),
     ],
 )
 def test_what_is_not_linked_is_refused_in_one_line_with_the_way_out(changes, told):
     adapter.require_linkable(config(data_parallel_size=2, speculative_config=SimpleNamespace(method="ngram")))
+    adapter.require_linkable(config(model={"hf_text_config": SCALED}))
     with pytest.raises(UnsupportedModelError, match=told) as error:
         adapter.require_linkable(config(**changes))
     assert "\n" not in str(error.value)

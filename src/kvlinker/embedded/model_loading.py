@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.utils import logging as transformers_logging
-
 from kvlinker.config import Settings, WeightFormat
 from kvlinker.embedded.model.anatomy import context_window, trace_layers
 from kvlinker.embedded.model.interception import ATTENTION_NAME
@@ -47,7 +45,6 @@ def prepare_model(
     UnsupportedModelError when its KV cannot be linked, and ModelLoadError when the format needs a library that is not
     installed.
     """
-    transformers_logging.set_verbosity_error()
     with watch_linears(model) as linear_calls:
         layers = trace_layers(model)
     require_exact(model)

@@ -9,16 +9,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
 
 from kvlinker.embedded.model.interception import ATTENTION_NAME, RotaryFunction, attention_of, intercepted, prepare
+from kvlinker.embedded.model.obstacles import (
+    EXHAUSTED,
+    LOOKED_AT,
+    Obstacle,
+    holds_state,
+    obstacle_of,
+    refusal,
+    rotary_modules,
+)
 from kvlinker.embedded.model.rotary import Rotary
 from kvlinker.engine.cost import AttentionShape
-from kvlinker.errors import UnsupportedModelError
-
-TRACED_TOKENS = 8
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose angles change once a sequence passes the length that the model was pretrained with."""
+
+QUERY_SCALING = "llama_4_scaling_beta"
+"""The rotary parameter by which queries beyond the length that the model was pretrained with are scaled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +42,13 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
     """Return the shape of every attention layer, in layer order.
 
     Raises UnsupportedModelError when a layer's attention or positions do not pass through the two places that
-    kvlinker steps into.
+    kvlinker steps into, or when a layer keeps more than keys and values.
     """
+    transformers_logging.set_verbosity_error()
     prepare(model)
     device = model.get_input_embeddings().weight.device
-    ids = torch.arange(TRACED_TOKENS, device=device)[None] % model.config.get_text_config().vocab_size
+    positions = torch.arange(LOOKED_AT, device=device)[None]
     tracer = _Tracer(context_window(model))
-    name = type(model).__name__
     try:
         with (
             _watch_rotary_modules(model, tracer),
@@ -46,39 +56,40 @@ def trace_layers(model: Any) -> tuple[LayerShape, ...]:
             intercepted(tracer),
             torch.inference_mode(),
         ):
-            model(input_ids=ids, position_ids=torch.arange(TRACED_TOKENS, device=device)[None], use_cache=False)
-    except UnsupportedModelError:
+            ids = positions % model.config.get_text_config().vocab_size
+            stateful = holds_state(model(input_ids=ids, position_ids=positions, use_cache=True))
+    except EXHAUSTED:
         raise
-    except Exception as error:
-        raise UnsupportedModelError(f"{name} does not run with kvlinker's attention: {error}") from error
+    except Exception as error:  # whatever the model's code raises
+        otherwise = Obstacle.ATTENTION_FORM if tracer.saw_rotation else Obstacle.ROTARY_FORM
+        raise refusal(model, obstacle_of(model, otherwise)) from error
+    if stateful:
+        raise refusal(model, Obstacle.STATE)
     expected = model.config.get_text_config().num_hidden_layers
     if sorted(tracer.layers) != list(range(expected)):
-        raise UnsupportedModelError(
-            f"{name} has {expected} layers, but attention with a KV cache was seen in layers {sorted(tracer.layers)} "
-            "only. State-space and other hybrid models cannot be linked."
+        raise refusal(
+            model,
+            obstacle_of(model, Obstacle.ATTENTION_FORM),
+            f"It has {expected} layers; attention with keys and values was seen in layers {sorted(tracer.layers)}.",
         )
     if all(layer.rotary is None for layer in tracer.layers.values()):
-        raise UnsupportedModelError(
-            f"{name} applies no rotary embedding: with learned or ALiBi positions, KV cannot be moved."
-        )
+        raise refusal(model, obstacle_of(model, Obstacle.ROTARY_FORM))
     return tuple(tracer.layers[index] for index in range(expected))
 
 
 def context_window(model: Any) -> int:
-    """Count the positions that the model is made for, and over which its rotary embedding stays the same.
+    """Count the positions that the model is made for, and over which it computes the same everywhere:
+    neither its rotary embedding nor the scale of its queries changes.
 
     Raises UnsupportedModelError where its configuration does not say.
     """
     config = model.config.get_text_config()
     if getattr(config, "max_position_embeddings", None) is None:
-        raise UnsupportedModelError(
-            f"The configuration of {type(model).__name__} has no max_position_embeddings, so that its context window "
-            "is not known. Models without rotary embedding cannot be linked; for one with, add it to config.json."
-        )
+        raise refusal(model, obstacle_of(model, Obstacle.WINDOW))
     window = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE or parameters.get(QUERY_SCALING):
             window = min(window, int(parameters.get("original_max_position_embeddings") or window))
     return window
 
@@ -99,6 +110,11 @@ class _Tracer:
         self._kinds: dict[tuple[int, str, int], Rotary] = {}
         self._pending: Rotary | None = None
 
+    @property
+    def saw_rotation(self) -> bool:
+        """Tells if any layer has rotated its queries and keys in the form that is known."""
+        return bool(self._kinds)
+
     def saw_tables(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, ...]
     ) -> None:
@@ -115,12 +131,12 @@ class _Tracer:
                     )
                 self._pending = self._kinds[identity]
                 return
-        raise UnsupportedModelError("the model's rotary embedding does not come from a rotary embedding module")
+        raise LookupError("the tables of cos and sin come from no rotary embedding module")
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
-            raise UnsupportedModelError(f"{type(module).__name__} does not say which layer it belongs to")
+            raise LookupError(f"{type(module).__name__} does not say which layer it belongs to")
         self.layers[index] = LayerShape(
             query_heads=query.shape[1],
             kv_heads=key.shape[1],
@@ -137,8 +153,7 @@ def _watch_rotary_modules(model: nn.Module, tracer: _Tracer) -> Iterator[None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         tracer.saw_tables(module, args, kwargs, output)
 
-    watched = [part for part in model.modules() if "rotary" in type(part).__name__.lower()]
-    handles = [part.register_forward_hook(hook, with_kwargs=True) for part in watched]
+    handles = [part.register_forward_hook(hook, with_kwargs=True) for part in rotary_modules(model)]
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
 """Steps into an unmodified transformers model at two places: rotary embedding and attention.
 
-Every modeling module's ``apply_rotary_pos_emb`` is wrapped once, process-wide, and an attention function is
-registered under ``ATTENTION_NAME``. Both act only while an interceptor is active in the current context; models
-that other code runs in the same process are not affected.
+Every modeling module's ``apply_rotary_pos_emb(q, k, cos, sin, …)`` is wrapped once, process-wide, and an attention
+function is registered under ``ATTENTION_NAME``. Both act only while an interceptor is active in the current context;
+models that other code runs in the same process are not affected.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from inspect import Parameter, signature
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -59,7 +60,10 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
 
 
 def prepare(model: nn.Module) -> None:
-    """Wrap the rotary functions of all modeling modules that ``model`` is made of. Idempotent."""
+    """Wrap the rotary functions of all modeling modules that ``model`` is made of. Idempotent.
+
+    Functions of another form stay as they are.
+    """
     for module in {sys.modules[type(part).__module__] for part in model.modules()}:
         if hasattr(module, ROTARY_FUNCTION):
             _wrap_rotary(module)
@@ -67,7 +71,7 @@ def prepare(model: nn.Module) -> None:
 
 def _wrap_rotary(module: ModuleType) -> None:
     original: RotaryFunction = getattr(module, ROTARY_FUNCTION)
-    if hasattr(original, "__kvlinker__"):
+    if hasattr(original, "__kvlinker__") or not _has_known_form(original):
         return
 
     @wraps(original)
@@ -82,6 +86,12 @@ def _wrap_rotary(module: ModuleType) -> None:
 
     apply_rotary_pos_emb.__kvlinker__ = True  # type: ignore[attr-defined]
     setattr(module, ROTARY_FUNCTION, apply_rotary_pos_emb)
+
+
+def _has_known_form(function: RotaryFunction) -> bool:
+    """Tell if a function wants queries, keys, cos and sin, in this order."""
+    wanted = [name for name, each in signature(function).parameters.items() if each.default is Parameter.empty]
+    return len(wanted) >= 4 and wanted[2:4] == ["cos", "sin"]
 
 
 def _attention(

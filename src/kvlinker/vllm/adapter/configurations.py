@@ -42,6 +42,7 @@ def require_tested_version(*, allow_untested: bool = False) -> None:
 def require_linkable(config: Any) -> None:
     """Check how vLLM runs the model, by its ``VllmConfig``. Raises UnsupportedModelError for configurations in which
     kvlinker does not link."""
+    _require_movable(config.model_config)
     parallel = config.parallel_config
     for name, instead in ONE_ONLY.items():
         size = getattr(parallel, name)
@@ -65,6 +66,24 @@ def require_linkable(config: Any) -> None:
         raise UnsupportedModelError(
             "kvlinker does not link in vLLM with LoRA adapters; leave enable_lora out, and merge the adapter into the "
             "model."
+        )
+
+
+def _require_movable(model: Any) -> None:
+    """Raise UnsupportedModelError for a model whose KV is not all that it keeps, or depends on far positions, by its
+    ``ModelConfig``: the first ends in errors of vLLM's, and the second is nothing that a self-test near the start
+    sees."""
+    if model.is_hybrid or model.is_attention_free:
+        raise UnsupportedModelError(
+            f"Layers of {model.architecture} keep a state instead of keys and values, or beside them, which kvlinker "
+            "does not link yet; serve it with vLLM alone."
+        )
+    scaling = getattr(model.hf_text_config, "llama_4_scaling", None)
+    length = scaling and scaling["original_max_position_embeddings"]
+    if length and model.max_model_len > length:
+        raise UnsupportedModelError(
+            f"max_model_len is {model.max_model_len}, but {model.architecture} scales its queries beyond position "
+            f"{length}, so that KV cannot be moved there; set max_model_len to {length}."
         )
 
 
