@@ -325,6 +325,21 @@ def test_a_newer_schema_is_refused_and_left_alone(path: Path, catalog: Catalog) 
     assert path.read_bytes() == before
 
 
+def test_a_file_that_a_newer_version_upgraded_while_it_is_open_is_left_alone(path: Path, catalog: Catalog) -> None:
+    kept = record(1)
+    catalog.add([kept])
+    raw = sqlite3.connect(path)
+    raw.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    before = list(raw.iterdump())
+    with pytest.raises(StoreError, match=r"newer kvlinker .*Upgrade kvlinker"):
+        catalog.add([record(2)])
+    with pytest.raises(StoreError, match="newer kvlinker"):
+        catalog.expire(NOW)
+    assert catalog.get(kept.id, kept.tenant, NOW) == kept
+    assert list(raw.iterdump()) == before
+    raw.close()
+
+
 def test_another_programs_database_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "other.sqlite3"
     raw = sqlite3.connect(path)
