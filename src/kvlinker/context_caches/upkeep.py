@@ -26,9 +26,10 @@ class Upkeep:
     def sweep(self) -> int:
         """Delete what has expired; returns the number of context caches.
 
-        Where the clock was set back, implicit context caches count as used now, not in the future. Also takes over what other processes on this catalog deleted and pinned, indexes texts that are not in the
+        Also takes over what other processes on this catalog deleted and pinned, indexes texts that are not in the
         search index yet, and deletes again what a request that ran during a deletion computed and stored after it, and
-        what a tier could not delete before.
+        what a tier could not delete before. Where the clock was set back, implicit context caches that were used later
+        than now count as used now.
         """
         now = time.time()
         if now < self._swept_at:
