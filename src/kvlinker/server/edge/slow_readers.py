@@ -10,7 +10,7 @@ from typing import cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-LEAST_READ_BYTES_PER_SECOND = 1_000
+LEAST_READ_BYTES_PER_SECOND = 10_000
 """The rate below which a client reads too slowly, once what the system buffers for it is full."""
 
 
