@@ -264,10 +264,10 @@ class IndexedFolder:
     def _follow_others(self) -> None:
         """Count what other processes wrote and removed, and note what they used, where the last look is old. The lock
         is not held while the folder is listed."""
+        if self._others is None:
+            return
         try:
-            look = (
-                None if self._others is None else self._others.look(self._folder.files, budget_bytes=self.budget_bytes)
-            )
+            look = self._others.look(self._folder.files, budget_bytes=self.budget_bytes)
         except OSError as error:
             logger.debug("The folder %s was not listed: %s", self._folder.directory, error)
             return
