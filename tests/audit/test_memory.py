@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -74,6 +76,34 @@ def test_the_file_is_written_when_something_is_new(tmp_path: Path) -> None:
     assert written.st_mode & 0o077 == 0
     memory.close()
     assert path.stat().st_ino == written.st_ino
+
+
+def test_a_newer_versions_file_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = memory_path(tmp_path, FINGERPRINT)
+    path.parent.mkdir()
+    path.write_text('{"version": 2, "unknown": {}}')
+    watched = Watched()
+    memory = watched.remembered(tmp_path)
+    watched.notice(3, seed=0)
+    memory.close()
+    assert path.read_text() == '{"version": 2, "unknown": {}}'
+    assert "written by a newer kvlinker (version 2, this one knows up to 1), and is left alone" in caplog.text
+
+
+def test_a_full_disk_is_told_once_and_what_was_found_is_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = Watched()
+    memory, path = watched.remembered(tmp_path), memory_path(tmp_path, FINGERPRINT)
+    watched.notice(1, seed=0)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        memory.save()
+        memory.save()
+    assert caplog.text.count("No space left on device") == 1
+    assert list(path.parent.iterdir()) == []
+    memory.close()
+    assert path.exists()
 
 
 @pytest.mark.parametrize(

@@ -410,6 +410,27 @@ def test_an_engine_that_breaks_answers_everybody_and_says_so(bench, monkeypatch)
         made.submit(linked_prompt())
 
 
+def test_an_engine_that_breaks_answers_also_those_whom_it_has_lost(bench, monkeypatch):
+    """An exception in the midst of a change may leave requests where their state does not say."""
+    made = bench()
+    outcomes = [made.submit(linked_prompt(fresh=20), max_tokens=1000)[0] for _ in range(3)]
+    for outcome in outcomes:
+        outcome.wait_for_token()
+    chunk = made.engine.cache_chunk(Chunk(random_tokens(200, [9, 1])), tenant="default")
+    places = made.engine.scheduler._places
+
+    def broken(*_):
+        raise KeyError("a request that is not there")
+
+    monkeypatch.setattr(places, "leave", broken)
+    monkeypatch.setattr(made.engine.scheduler, "next_step", broken)
+    for outcome in outcomes:
+        assert isinstance(outcome.wait().failed.error, EngineClosedError)
+    with pytest.raises(EngineClosedError):
+        chunk.result(timeout=60)
+    assert not made.engine.healthy
+
+
 def test_a_listener_that_raises_harms_nobody(bench):
     made = bench()
 

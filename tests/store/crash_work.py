@@ -172,14 +172,17 @@ def check(folder: Path, *options: str, shared: Shared = ALONE) -> Result:
     return CliRunner().invoke(caches_commands.app, [*arguments, *shared.options])
 
 
-def work(folder: Path, seed: int, shared: Shared = ALONE) -> None:
-    """Create, use, change, delete and repair until the process is killed."""
+def work(folder: Path, seed: int, shared: Shared = ALONE, *, others: bool = False) -> None:
+    """Create, use, change, delete and repair until the process is killed. With ``others`` that tell in the same
+    journal, nothing is deleted by metadata, for that may be what another one has just told of."""
     journal = os.open(folder / "journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     randomness = random.Random(seed)
     state = open_state(folder, shared)
     tell = partial(_tell, journal)
     steps: Sequence[Callable[[State, random.Random, Callable[..., None]], None]]
-    steps = [_create] * 6 + [_use] * 5 + [_update] * 3 + [_delete] * 3 + [_delete_matching, _sweep]
+    steps = (
+        [_create] * 6 + [_use] * 5 + [_update] * 3 + [_delete] * 3 + [_sweep if others else _delete_matching, _sweep]
+    )
     while True:
         if randomness.random() < 0.03:
             check(folder, "--repair", shared=shared)  # beside the open store, as beside a running server

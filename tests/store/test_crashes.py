@@ -216,6 +216,23 @@ def test_kills_at_any_moment(tmp_path: Path) -> None:
     assert told(tmp_path)[2] > 0
 
 
+def test_kills_of_one_of_two_processes(tmp_path: Path) -> None:
+    """The other one goes on; what either has told of is there, and the disk's budget is that of both."""
+    randomness = random.Random(SEED + 5)
+    beside = partial(work, others=True)
+    other = start(beside, tmp_path, SEED * 100_000)
+    for point in range(max(5, POINTS // 10)):
+        run_and_kill(beside, tmp_path, SEED * 100_000 + point + 1, randomness.uniform(0, LONGEST_SECONDS), steps=20)
+        assert other.exitcode is None
+        done = told(tmp_path)[2]
+        while told(tmp_path)[2] < done + 20 and other.exitcode is None:
+            time.sleep(0.01)
+    assert other.exitcode is None
+    other.kill()
+    other.join()
+    is_sound(tmp_path)
+
+
 def test_kills_with_shared_tiers(tmp_path: Path, redis_server: RedisServer) -> None:
     randomness = random.Random(SEED + 3)
     shared = Shared(redis_server.url, f"file://{tmp_path}/objects")

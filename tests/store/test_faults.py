@@ -82,6 +82,19 @@ def test_a_full_disk(small_disk: Path) -> None:
     lasts(small_disk, ids + later)
 
 
+def test_a_start_on_a_full_disk(small_disk: Path) -> None:
+    """It is refused with what to do, and harms nothing."""
+    with closing(open_state(small_disk)) as state:
+        ids = create_many(state)[:3]
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space"):
+        filler.write_bytes(bytes(16 << 20))
+    with pytest.raises(StoreError, match=r"catalog\.sqlite failed: .*(Free some room|has room)"):
+        open_state(small_disk)
+    filler.unlink()
+    lasts(small_disk, ids)
+
+
 def test_chunk_files_leave_room_for_the_catalog(small_disk: Path) -> None:
     """However large their budget; what others need more, they give up."""
     spare = int(SPARE_SHARE * (12 << 20))

@@ -51,7 +51,8 @@ def memory_path(state_dir: Path, fingerprint: str) -> Path:
 class AuditMemory:
     """Goes on with what a file tells, and writes it again every ``SAVE_SECONDS`` where something has changed.
 
-    A file that is damaged, or another model's, counts as none. Nothing is raised because of the file.
+    A file that is damaged, or another model's, counts as none; a newer version's is left alone, and nothing is written.
+    Nothing is raised because of the file.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class AuditMemory:
     ) -> None:
         """Read the file at ``path`` into ``figures`` and ``controller``, which have seen nothing yet."""
         self._path = path
+        self._complained = self._newer = False
         self._fingerprint = fingerprint
         self._figures = figures
         self._controller = controller
@@ -77,14 +79,21 @@ class AuditMemory:
     def save(self) -> None:
         """Write the file if something has changed."""
         content = self._content()
-        if content == self._written:
+        if self._newer or content == self._written:
             return
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_file(self._path, content.encode())
             self._written = content
+            self._complained = False
         except OSError as error:
-            logger.warning("What the audit found would be lost if the server ended now: %s.", error)
+            if not self._complained:
+                self._complained = True
+                logger.warning(
+                    "What the audit found would be lost if the server ended now: %s. It is tried again every %.0f s.",
+                    error,
+                    SAVE_SECONDS,
+                )
 
     def _run(self) -> None:
         while not self._closing.wait(SAVE_SECONDS):
@@ -92,10 +101,21 @@ class AuditMemory:
 
     def _read(self) -> None:
         try:
-            told = _CONTENTS.validate_python(json.loads(self._path.read_text()))
+            content = json.loads(self._path.read_text())
+            if content["version"] > FORMAT_VERSION:
+                self._newer = True
+                logger.warning(
+                    "The audit begins anew, and is not kept: %s was written by a newer kvlinker (version %s, this one "
+                    "knows up to %d), and is left alone.",
+                    self._path,
+                    content["version"],
+                    FORMAT_VERSION,
+                )
+                return
+            told = _CONTENTS.validate_python(content)
         except FileNotFoundError:
             return
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("The audit begins anew, for %s cannot be read: %s", self._path, error)
             return
         if (told.version, told.fingerprint) != (FORMAT_VERSION, self._fingerprint):

@@ -169,9 +169,11 @@ class Creation:
                 self._texts.index({record.chunk_key: record.chunk for record in records})
             entered.set_result(records)
         except BaseException as error:
-            with suppress(StoreError):
-                self._upkeep.drop(keys)
-            entered.set_exception(error)
+            try:
+                with suppress(StoreError):
+                    self._upkeep.drop(keys)
+            finally:
+                entered.set_exception(error)
 
     def _drop(self, room: Room) -> None:
         """Delete the KV of chunks that the catalog gave up for others, and tell how many context caches went."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Collection, Iterable
@@ -19,6 +20,7 @@ class Upkeep:
         self._store = store
         self._texts = texts
         self._deletions = Deletions(catalog, store)
+        self._swept_at = math.inf  # by the clock; as if it had been set back since
         self._pinning = threading.Lock()  # what the catalog says reaches the store before the catalog is asked again
 
     def sweep(self) -> int:
@@ -26,9 +28,13 @@ class Upkeep:
 
         Also takes over what other processes on this catalog deleted and pinned, indexes texts that are not in the
         search index yet, and deletes again what a request that ran during a deletion computed and stored after it, and
-        what a tier could not delete before.
+        what a tier could not delete before. Where the clock was set back, implicit context caches that were used later
+        than now count as used now.
         """
         now = time.time()
+        if now < self._swept_at:
+            self._catalog.implicit.count_uses_until(now)
+        self._swept_at = now
         expired, released = self._catalog.expire(now)
         self._deletions.drop(released)
         self._deletions.follow(now)

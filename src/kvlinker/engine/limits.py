@@ -24,8 +24,10 @@ RETRY_AFTER_SECONDS = 1
 
 
 def engine_closed() -> EngineClosedError:
-    """Return the error of requests that reach an engine which is shutting down, or was shut down."""
-    return EngineClosedError("The engine is shutting down. Send the request again to a running server.")
+    """Return the error of requests that reach an engine which is shutting down, was shut down, or has failed."""
+    return EngineClosedError(
+        "The engine is shutting down, or has failed. Send the request again in a moment, or to another server."
+    )
 
 
 def check_room(queued: int, choices: int, *, most: int) -> None:

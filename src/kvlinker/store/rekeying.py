@@ -13,7 +13,7 @@ from kvlinker.store.catalog.database import Database, StateLock
 from kvlinker.store.catalog.encryption import change_key
 from kvlinker.store.format.byte_source import Bytes, FileSource
 from kvlinker.store.format.chunk_file import open_chunk, open_regular
-from kvlinker.store.format.compression import MissingLibraryError
+from kvlinker.store.format.compression import UnreadableHereError
 from kvlinker.store.format.encryption import Cipher, SealedDataError, Sealing
 from kvlinker.store.format.header import ChunkFileError
 from kvlinker.store.prefixes import NAME
@@ -85,7 +85,7 @@ def _opened(path: Path, key: str, sealing: Sealing) -> Bytes | None:
     with open_regular(path) as file:
         source = FileSource(file)
         try:
-            with suppress(MissingLibraryError):  # its header was read by then, and the rest need not be decoded
+            with suppress(UnreadableHereError):  # its header was read by then, and the rest need not be decoded
                 open_chunk(source, key, sealing)
             plain = sealing.source(key, source)
             return plain.read(0, plain.size)

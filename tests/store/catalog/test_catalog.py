@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -248,6 +249,49 @@ def test_pages_neither_repeat_nor_skip_while_others_are_added(
     assert len({each.id for each in listed}) == len(listed)
 
 
+@pytest.mark.parametrize("order", ["asc", "desc"])
+@pytest.mark.parametrize("metadata", [{}, {"source": "färöisch.md"}], ids=["all", "by metadata"])
+def test_ten_thousand_are_paged_through_while_others_come_and_go(
+    catalog: Catalog, order: Literal["asc", "desc"], metadata: dict[str, str]
+) -> None:
+    throughout = [record(number, created_at=NOW + number % 7) for number in range(10_000)]
+    catalog.add(throughout)
+    passing = [record(number, created_at=NOW + number) for number in range(8)]
+    catalog.add(passing)
+    seen: list[str] = []
+    after: str | None = None
+    for number in range(1000):
+        page = catalog.list("anna", NOW, limit=100, after=after, order=order, metadata=metadata)
+        seen += [cache.id for cache in page.items]
+        if not page.has_more:
+            break
+        after = seen[-1]
+        catalog.delete(passing.pop(0).id, "anna", NOW)
+        passing.append(record(number, created_at=NOW + number % 11))
+        catalog.add(passing[-1:])
+    assert len(seen) == len(set(seen))
+    assert set(seen) >= {cache.id for cache in throughout}
+
+
+@pytest.mark.parametrize("metadata", [{}, {"source": "färöisch.md"}], ids=["all", "by metadata"])
+def test_a_page_far_behind_costs_no_more_than_the_first(catalog: Catalog, metadata: dict[str, str]) -> None:
+    """An index is read from the page's time of creation on, and nothing is sorted."""
+    first = record(1)
+    catalog.add([first, record(2)])
+    asked: list[tuple[str, dict[str, object]]] = []
+    query = catalog._database.query
+
+    def listen(statement: str, values: dict[str, object]) -> object:
+        asked.append((statement, values))
+        return query(statement, values)
+
+    with mock.patch.object(catalog._database, "query", listen):
+        assert catalog.list("anna", NOW, limit=5, after=first.id, order="asc", metadata=metadata).items
+    plan = [row[-1] for row in query(f"EXPLAIN QUERY PLAN {asked[-1][0]}", asked[-1][1])]
+    assert "created_at" in plan[0], plan
+    assert not any("SCAN" in line or "TEMP B-TREE" in line for line in plan), plan
+
+
 def test_has_more_is_exact(catalog: Catalog) -> None:
     catalog.add([record(number) for number in range(4)])
     assert not catalog.list("anna", NOW, limit=4).has_more
@@ -323,6 +367,21 @@ def test_a_newer_schema_is_refused_and_left_alone(path: Path, catalog: Catalog) 
     with pytest.raises(StoreError, match="newer kvlinker"):
         Catalog(path)
     assert path.read_bytes() == before
+
+
+def test_a_file_that_a_newer_version_upgraded_while_it_is_open_is_left_alone(path: Path, catalog: Catalog) -> None:
+    kept = record(1)
+    catalog.add([kept])
+    raw = sqlite3.connect(path)
+    raw.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    before = list(raw.iterdump())
+    with pytest.raises(StoreError, match=r"newer kvlinker .*Upgrade kvlinker"):
+        catalog.add([record(2)])
+    with pytest.raises(StoreError, match="newer kvlinker"):
+        catalog.expire(NOW)
+    assert catalog.get(kept.id, kept.tenant, NOW) == kept
+    assert list(raw.iterdump()) == before
+    raw.close()
 
 
 def test_another_programs_database_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -139,6 +139,57 @@ def test_a_deletion_that_becomes_visible_late(tmp_path: Path, clock: Clock) -> N
         assert not other.store.keys()
 
 
+@pytest.mark.parametrize("deleted_after", [-86_400.0, 86_400.0], ids=["set back", "set forward"])
+def test_a_deletion_is_followed_though_the_clock_jumps(tmp_path: Path, clock: Clock, deleted_after: float) -> None:
+    with closing(open_state(tmp_path)) as one, closing(open_state(tmp_path)) as other:
+        before, after = create(one, 1, 2)
+        for cache in one.caches.usable([before, after], tenant="anna").values():
+            other.engine.use(cache.chunk, "anna")
+        other.caches.sweep()
+        one.caches.delete(before, tenant="anna")
+        clock.now += deleted_after
+        one.caches.delete(after, tenant="anna")
+        other.caches.sweep()
+        assert not other.store.keys()
+
+
+def test_implicit_context_caches_do_not_outlive_others_since_the_clock_was_set_back(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """While the server runs, or between two runs."""
+    with closing(open_state(tmp_path)) as running:
+        running.caches.enter_implicit(chunk_of(1), tenant="anna", ttl=60.0, kept=())
+        clock.now -= 86_400.0
+        running.caches.sweep()
+        (old,) = running.caches.list(tenant="anna").items
+        assert old.expires_at == clock.now + 60.0
+        running.caches.enter_implicit(chunk_of(2), tenant="anna", ttl=60.0, kept=())
+        clock.now -= 86_400.0
+    with closing(open_state(tmp_path)) as restarted:
+        assert {cache.expires_at for cache in restarted.caches.list(tenant="anna").items} == {clock.now + 60.0}
+        clock.now += 61.0
+        restarted.caches.sweep()
+        assert restarted.caches.list(tenant="anna").items == ()
+
+
+def test_pages_go_on_though_the_clock_jumps(tmp_path: Path, clock: Clock) -> None:
+    with closing(open_state(tmp_path)) as state:
+        throughout, seen = [], []
+        for jump in (0.0, 86_400.0, -2 * 86_400.0, 86_400.0):
+            clock.now += jump
+            throughout += create(state, *range(5))
+        page = state.caches.list(tenant="anna", limit=3)
+        while page.has_more:
+            seen += [cache.id for cache in page.items]
+            clock.now -= 3600.0
+            create(state, 6)
+            state.caches.sweep()
+            page = state.caches.list(tenant="anna", limit=3, after=seen[-1])
+        seen += [cache.id for cache in page.items]
+        assert len(seen) == len(set(seen))
+        assert set(seen) >= set(throughout)
+
+
 def test_expired_context_caches_make_room_though_others_hold_their_chunk(tmp_path: Path, clock: Clock) -> None:
     with closing(open_state(tmp_path, quotas=Quotas(Quota(caches=2)))) as state:
         create(state, 1)

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from kvlinker.store import ChunkKV, LayerKV
+from kvlinker.events import ChunkDamaged
+from kvlinker.store import ChunkKV, DiskTier, LayerKV
 from kvlinker.store.format import header as chunk_header
 from kvlinker.store.format.byte_source import BufferSource
 from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk, open_chunk, read_chunk_file, write_chunk_file
@@ -23,7 +24,7 @@ from kvlinker.store.format.codecs import RAW, Codec, known_codecs
 from kvlinker.store.format.compression import MissingLibraryError
 from kvlinker.store.format.header import ChunkFileError
 from kvlinker.types.chunk_scores import ChunkScores, Contextualization
-from tests.store.store_chunks import chunk_kv, key_of, same_kv
+from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 KEY = key_of(1)
 
@@ -118,6 +119,30 @@ def test_another_version_is_refused(path: Path) -> None:
     with mock.patch.object(chunk_header, "FORMAT_VERSION", 2):
         write(path, chunk_kv(1))
     with pytest.raises(ChunkFileError, match="kvlinker-chunk 2, not kvlinker-chunk 3 or 4"):
+        read_chunk_file(path, KEY)
+
+
+def test_a_newer_version_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is a miss, in a tier, in ``check`` and beside a write of the same chunk, and says which version it is of."""
+    recorder = Recorder()
+    tier = DiskTier(tmp_path, 1 << 20, recorder.events)
+    with mock.patch.object(chunk_header, "FORMAT_VERSION", 5):
+        assert tier.put(KEY, chunk_kv(1))
+    (file,) = tmp_path.rglob("*.safetensors")
+    before = file.read_bytes()
+    assert tier.get(KEY) is None
+    assert tier.open(KEY) is None
+    assert tier.check().damaged == ()
+    tier.put(KEY, chunk_kv(1))
+    assert file.read_bytes() == before
+    assert recorder.of(ChunkDamaged) == []
+    assert "a newer kvlinker wrote it (kvlinker-chunk 5, this one knows up to 4)" in caplog.text
+
+
+def test_damage_to_the_version_is_no_newer_version(path: Path) -> None:
+    data = write(path, chunk_kv(1))
+    overwrite(path, data.replace(b'"version":"3"', b'"version":"7"'))
+    with pytest.raises(ChunkFileError, match="does not match its checksum"):
         read_chunk_file(path, KEY)
 
 

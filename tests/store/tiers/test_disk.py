@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import resource
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from kvlinker.events import ChunkDamaged
-from kvlinker.store import DiskTier, StoreError
+from kvlinker.store import ChunkKV, DiskTier, StoreError
+from kvlinker.store.tiers import others
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv
 
 BUDGET = 1 << 20
@@ -60,7 +62,7 @@ def replace(path: Path) -> None:
     path.write_text("not a safetensors file")
 
 
-@pytest.mark.parametrize("harm", [truncate, empty, flip, replace, Path.unlink])
+@pytest.mark.parametrize("harm", [truncate, empty, flip, replace])
 def test_a_damaged_file_is_a_miss_is_removed_and_told(tmp_path: Path, recorder: Recorder, tier: DiskTier, harm) -> None:
     tier.put(key_of(1), chunk_kv(1))
     tier.put(key_of(2), chunk_kv(2))
@@ -278,6 +280,76 @@ def test_what_another_process_wrote_counts_against_the_budget(tmp_path: Path, re
     assert small.used_bytes == size
     assert not small.contains(key_of(9)), "larger than the whole budget"
     assert small.keys() == (key_of(1),)
+
+
+@pytest.fixture
+def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tiers look at what others did in their folder whenever they write."""
+    monkeypatch.setattr(others, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(others, "LOOK_SHARE", math.inf)
+
+
+@pytest.mark.usefixtures("watchful")
+def test_the_budget_is_that_of_all_processes_together(tmp_path: Path, recorder: Recorder) -> None:
+    size = put_size(tmp_path / "measured", recorder)
+    folder = tmp_path / "shared"
+    first, second = (open_tier(folder, recorder, 4 * size) for _ in range(2))
+    for number in range(4):
+        assert first.put(key_of(number), chunk_kv(number))
+    for number in range(10, 14):
+        assert second.put(key_of(number), chunk_kv(number))
+        assert sum(path.stat().st_size for path in folder.rglob("*.safetensors")) <= 4 * size
+    assert first.used_bytes == 4 * size
+    assert first.put(key_of(20), chunk_kv(20))
+    assert set(first.keys()) == {key_of(number) for number in (11, 12, 13, 20)}, "what the other evicted counts no more"
+    assert len(files_in(folder)) == 4
+
+
+def test_much_written_is_reason_to_look(tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(others, "LOOK_SHARE", math.inf)
+    size = put_size(tmp_path / "measured", recorder)
+    folder = tmp_path / "shared"
+    tiers = [open_tier(folder, recorder, 20 * size) for _ in range(3)]
+    for number in range(60):
+        assert tiers[number % 3].put(key_of(number), chunk_kv(number))
+        assert len(files_in(folder)) <= 23
+
+
+@pytest.mark.usefixtures("watchful")
+def test_uses_by_other_processes_count(tmp_path: Path, recorder: Recorder) -> None:
+    size = put_size(tmp_path / "measured", recorder)
+    folder = tmp_path / "shared"
+    first, second = (open_tier(folder, recorder, 3 * size) for _ in range(2))
+    for number in range(3):
+        assert first.put(key_of(number), chunk_kv(number))
+    assert second.get(key_of(0)) is not None
+    assert first.put(key_of(3), chunk_kv(3))
+    assert set(first.keys()) == {key_of(number) for number in (0, 2, 3)}
+
+
+@pytest.mark.usefixtures("watchful")
+def test_a_processs_own_uses_keep_their_order(tmp_path: Path, recorder: Recorder) -> None:
+    """Also those that were noted without the file."""
+    size = put_size(tmp_path / "measured", recorder)
+    tier = open_tier(tmp_path / "own", recorder, 3 * size)
+    for number in range(3):
+        assert tier.put(key_of(number), chunk_kv(number))
+    tier.note_use(key_of(0), 1.0)
+    assert tier.put(key_of(3), chunk_kv(3))
+    assert set(tier.keys()) == {key_of(number) for number in (0, 2, 3)}
+
+
+def test_a_chunk_that_another_process_evicts_while_it_is_read_is_whole(tmp_path: Path, recorder: Recorder) -> None:
+    first, second = (open_tier(tmp_path, recorder) for _ in range(2))
+    first.put(key_of(1), chunk_kv(1))
+    reader = second.open(key_of(1))
+    assert reader is not None
+    assert first.delete(key_of(1))
+    read = ChunkKV(tuple(reader.read(layer) for layer in range(reader.layers)), reader.scores)
+    reader.close()
+    assert same_kv(read, chunk_kv(1))
+    assert second.get(key_of(1)) is None
+    assert recorder.of(ChunkDamaged) == []
 
 
 def test_a_delete_while_reading_is_a_miss_without_damage(recorder: Recorder, tier: DiskTier) -> None:

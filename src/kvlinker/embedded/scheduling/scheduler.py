@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import insort
 from collections.abc import Callable, Collection, Sequence
@@ -23,6 +24,8 @@ from kvlinker.errors import KVLinkerError
 from kvlinker.linking.policy import Policy
 from kvlinker.prompt.segments import Prompt, ReusedPrefix
 from kvlinker.store.holds import Hold
+
+logger = logging.getLogger(__name__)
 
 MOST_VARIANTS = 4
 """The most variants that wait for an idle engine; older ones are dropped."""
@@ -244,10 +247,20 @@ class Scheduler:
             return ended
 
     def finish_all(self) -> list[Request]:
-        """End all requests, and return them, so that their callers can be told."""
+        """End all requests, and return them, so that their callers can be told: also those that the failure which ends
+        the engine has left in no sound state."""
         with self._changed:
             self._closed = True
-            return [request for request in self._everything() if self._finish(request)]
+            ended = []
+            for request in self._everything():
+                try:
+                    finished = self._finish(request)
+                except Exception:
+                    logger.exception("A request was not where its state says; it is given up.")
+                    request.state, finished = State.FINISHED, True
+                if finished:
+                    ended.append(request)
+            return ended
 
     def next_step(self) -> Step | None:
         """Admit requests to slots, and return what to compute next; None where there is nothing."""

@@ -19,7 +19,8 @@ import h11
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvlinker.server.edge.slow_readers import ReadTimedProtocol
 
 from kvlinker.server.edge.draining import LAST_SECONDS, Drain
 
@@ -179,11 +180,10 @@ class BodyTimeout:
         return await self._app(scope, timed, send)
 
 
-class _TimedProtocol(H11Protocol):
+class _TimedProtocol(ReadTimedProtocol):
     """Closes connections on which a request's headers do not arrive in time, however many bytes of them do, and those
     whose body goes on when the answer has been sent."""
 
-    timeout: float
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -69,6 +69,7 @@ class Database:
                 )
             self._connection.execute("BEGIN IMMEDIATE")
             try:
+                self._check_version()  # another process may have upgraded the file since it was opened
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
@@ -157,11 +158,21 @@ class Database:
             yield
         except sqlite3.Error as error:
             if isinstance(error, (sqlite3.OperationalError, sqlite3.IntegrityError, sqlite3.ProgrammingError)):
-                raise StoreError(f"The catalog {self._path} failed: {error}.") from error
+                raise StoreError(f"The catalog {self._path} failed: {error}.{_way_out(error)}") from error
             raise StoreError(
                 f"The catalog {self._path} is damaged: {error}. Move it away (with its -wal and -shm files) and start "
                 "again: a new one is made, and the context caches of the old one have to be created again."
             ) from error
+
+
+def _way_out(error: sqlite3.Error) -> str:
+    """Return a sentence, with a space before it, that says what to do; empty where the error alone says it."""
+    primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+    if primary == sqlite3.SQLITE_FULL:
+        return " Free some room on its disk; what is kept there is not lost meanwhile."
+    if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
+        return " Look whether its disk has room and this user may write to it."
+    return ""
 
 
 def _identify(path: Path) -> tuple[int, int] | None:

@@ -127,6 +127,16 @@ class ImplicitIndex:
                 [{"id": cache_id, "ttl": ttl, "now": now} for cache_id, ttl in lives.items()],
             )
 
+    def count_uses_until(self, now: float) -> None:
+        """Have those whose last use lies behind ``now`` count as used now: since the clock was set back, they would
+        outlive all others until it is there again."""
+        with self._database.transaction() as connection:
+            connection.execute(
+                "UPDATE context_caches SET expires_at = :now + implicit_ttl"
+                " WHERE implicit_ttl IS NOT NULL AND expires_at - implicit_ttl > :now",
+                {"now": now},
+            )
+
     def total(self) -> tuple[int, int]:
         """Return how many implicit context caches there are, of all tenants, and the bytes of their chunks' KV as
         computed."""

@@ -110,7 +110,7 @@ class Deletions:
         way stored again, and what a tier could not let go of earlier. ``now``: Unix seconds."""
         with self._following:
             after = min(self._followed_until, now) - LONGEST_TRANSACTION_SECONDS
-            released = self._catalog.released(after, now)
+            released = self._catalog.released(after, math.inf)  # also before the clock was set back
             self.drop(key for key, at in released.items() if self._recent.get(key) != at)
             settled = now - LONGEST_REQUEST_SECONDS
             recent = {key: at for key, at in self._recent.items() if at > settled}

@@ -134,7 +134,7 @@ def decode_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) ->
 def open_chunk(source: ByteSource, key: str, sealing: Sealing = NOT_SEALED) -> EncodedChunk:
     """Read and verify an encoded chunk's header and scores; its layers are left to be read one by one.
 
-    Raises ChunkFileError for anything that is not exactly what was encoded for ``key``, MissingLibraryError for what
+    Raises ChunkFileError for anything that is not exactly what was encoded for ``key``, UnreadableHereError for what
     cannot be read here, and what the source raises.
     """
     with _what_is_wrong():

@@ -25,7 +25,11 @@ MOST_EXPANSION = 64
 shrink further are stored uncompressed."""
 
 
-class MissingLibraryError(Exception):
+class UnreadableHereError(Exception):
+    """Raised for what is sound, but not for this installation to read; the message says what it needs."""
+
+
+class MissingLibraryError(UnreadableHereError):
     """Raised when an optional library is not installed; the message says how to install it."""
 
 

@@ -17,14 +17,18 @@ import xxhash
 
 from kvlinker.store.format.byte_source import ByteSource
 from kvlinker.store.format.codecs import Codec, known_codecs
-from kvlinker.store.format.compression import MOST_EXPANSION, MissingLibraryError
+from kvlinker.store.format.compression import MOST_EXPANSION, MissingLibraryError, UnreadableHereError
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.types.chunk_scores import Contextualization
 
 FORMAT = "kvlinker-chunk"
 FORMAT_VERSION = 3
 COMPRESSED_VERSION = 4
-"""The version of files with compressed tensors; everything else is as in version 3."""
+"""The version of files with compressed tensors; everything else is as in version 3.
+
+Later versions keep the header's checksum, by which this one tells a newer file, which it leaves alone, from a damaged
+one, which it drops.
+"""
 
 SCORE_NAMES = ("scores.inter", "scores.received", "scores.sensitivity")
 """The names of the scores' tensors. The last one is missing where it was not measured."""
@@ -136,7 +140,8 @@ def compose_header(
 
 
 def read_header(source: ByteSource, key: str) -> Header:
-    """Read and verify the header of the chunk of this key. Raises ChunkFileError, and what the source raises."""
+    """Read and verify the header of the chunk of this key. Raises ChunkFileError, UnreadableHereError, and what the
+    source raises."""
     room = source.size - _LENGTH_BYTES
     length = int.from_bytes(source.read(0, _LENGTH_BYTES).data, "little") if room >= 0 else 0
     if length > room:
@@ -178,7 +183,9 @@ def _dump(header: dict[str, Any]) -> bytes:
 
 def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
     metadata = header[_METADATA]
-    if metadata["format"] != FORMAT or metadata["version"] not in (str(FORMAT_VERSION), str(COMPRESSED_VERSION)):
+    newer = metadata["version"].isdecimal() and int(metadata["version"]) > COMPRESSED_VERSION
+    known = metadata["version"] in (str(FORMAT_VERSION), str(COMPRESSED_VERSION))
+    if metadata["format"] != FORMAT or not (known or newer):
         raise ChunkFileError(
             f"it is of format {metadata['format']} {metadata['version']}, not {FORMAT} {FORMAT_VERSION} or "
             f"{COMPRESSED_VERSION}"
@@ -186,6 +193,11 @@ def _parse(header: dict[str, Any], key: str, *, start: int) -> Header:
     checksum = metadata.pop(f"{_CHECKSUM}.header")
     if checksum_of(_dump(header)) != checksum:
         raise ChunkFileError("its header does not match its checksum")
+    if newer:
+        raise UnreadableHereError(
+            f"a newer kvlinker wrote it ({FORMAT} {metadata['version']}, this one knows up to {COMPRESSED_VERSION}). "
+            "It is left alone: upgrade kvlinker, or choose another state directory"
+        )
     if metadata["key"] != key:
         raise ChunkFileError(f"it holds chunk {metadata['key']}")
     del header[_METADATA]

@@ -147,7 +147,8 @@ class ChunkFolder:
                     yield from os.scandir(folder.path)
 
 
-def set_last_use(file: Path | int, at: int | None = None) -> None:
-    """Set a file's time of last use to ``at``, in nanoseconds since 1970, or to now. Raises OSError."""
+def set_last_use(file: Path | int, at: int | None = None) -> int:
+    """Set a file's time of last use to ``at``, in nanoseconds since 1970, or to now, and return it. Raises OSError."""
     at = time.time_ns() if at is None else at
     os.utime(file, ns=(at, at))
+    return at

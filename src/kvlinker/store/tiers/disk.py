@@ -25,7 +25,7 @@ from kvlinker.store.format.chunk_file import (
     write_chunk_file,
 )
 from kvlinker.store.format.codecs import COMPRESSED_RAW, RAW, Codec, find_codec
-from kvlinker.store.format.compression import MissingLibraryError
+from kvlinker.store.format.compression import UnreadableHereError
 from kvlinker.store.format.encryption import NOT_SEALED, Sealing
 from kvlinker.store.format.header import ChunkFileError
 from kvlinker.store.loading.bandwidths import speed_name
@@ -136,7 +136,7 @@ class DiskTier:
             try:
                 file = stack.enter_context(open_regular(self._folder.path(key)))
                 chunk = open_chunk(FileSource(file), key, self._sealing)
-            except (ChunkFileError, MissingLibraryError, OSError) as error:
+            except (ChunkFileError, UnreadableHereError, OSError) as error:
                 self._failed(key, error)
                 return None
             self._files.touch(key)
@@ -209,21 +209,20 @@ class DiskTier:
         now."""
         try:
             return read_chunk_file(self._folder.path(key), key, self._sealing)
-        except (ChunkFileError, MissingLibraryError, OSError) as error:
+        except (ChunkFileError, UnreadableHereError, OSError) as error:
             return self._failed(key, error)
 
     def _failed(self, key: str, error: Exception) -> ChunkDamaged | None:
         """Handle a chunk that was not read: if it is damaged, it is removed, published and returned."""
         if isinstance(error, FileNotFoundError):
-            reason = "its file vanished"
-        elif isinstance(error, MissingLibraryError) or (isinstance(error, OSError) and error.errno not in _UNREADABLE):
+            self._files.forget(key)  # another process evicted or deleted it
+            return None
+        if isinstance(error, UnreadableHereError) or (isinstance(error, OSError) and error.errno not in _UNREADABLE):
             logger.warning("Chunk %s was not read from %s: %s", key, self._folder.directory, error)
             return None
-        else:
-            reason = str(error)
         if not self._files.drop(key):
             return None
-        damage = ChunkDamaged(self.name, key, reason)
+        damage = ChunkDamaged(self.name, key, str(error))
         self._events.publish(damage)
         return damage
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.tiers.chunk_folder import ChunkFolder, set_last_use
+from kvlinker.store.tiers.others import Others
 from kvlinker.types.chunks import Eviction
 
 logger = logging.getLogger(__name__)
@@ -25,9 +26,12 @@ class IndexedFolder:
     """Keeps the files of a ``ChunkFolder`` in the order of their eviction, within a budget of bytes and within what the
     disk has free.
 
-    Several processes may share the folder: each adopts files that another wrote when it is asked for them, and counts
-    in ``used_bytes`` those that it has met. A deleted chunk whose file the disk does not let go of is tombstoned: it is
-    not found any more, and deleted again later.
+    Several processes may share the folder: each adopts files that another wrote when it is asked for them. Before it
+    makes room for a file of its own, it looks now and then what others wrote, removed and used: the budget is that of
+    all together, but for what others wrote since then.
+
+    A deleted chunk whose file the disk does not let go of is tombstoned: it is not found any more, and deleted again
+    later.
 
     All methods may be called from any thread: a lock guards the index and the names in the folder. Reading and writing
     files takes no lock.
@@ -53,6 +57,7 @@ class IndexedFolder:
         self._evicted = evicted
         self._yields = yields
         self._adopts = adopts
+        self._others = Others() if adopts else None
         self._lock = threading.RLock()
         self._index = EvictionIndex(budget_bytes, pinned, eviction)
         self._reserved_bytes = 0
@@ -123,7 +128,9 @@ class IndexedFolder:
             if not self.contains(key):
                 return False
             try:
-                set_last_use(self._folder.path(key))
+                used_at = set_last_use(self._folder.path(key))
+                if self._others is not None:
+                    self._others.note_own_use(key, used_at)
             except FileNotFoundError:
                 self._index.remove(key)
                 return False
@@ -138,20 +145,16 @@ class IndexedFolder:
 
     def make_room(self, key: str, nbytes: int) -> bool:
         """Evict for a chunk's file of so many bytes; returns whether it has room now."""
+        self._follow_others()
         with self._lock:
-            if not self._index.fits(nbytes + self._reserved_bytes):
-                return False
-            self._evict_for(nbytes)
-            if not self._leave_room(nbytes):
-                self._note_refusal(key, "the disk is almost full, and the rest is for the catalog")
-                return False
-            return True
+            return self._make_room(key, nbytes)
 
     @contextmanager
     def reserved(self, key: str, nbytes: int) -> Iterator[bool]:
         """Make room and keep it from others while the block writes the file; yields whether there is room."""
+        self._follow_others()
         with self._lock:
-            has_room = self.make_room(key, nbytes)
+            has_room = self._make_room(key, nbytes)
             taken = nbytes if has_room else 0
             self._reserved_bytes += taken
         try:
@@ -175,9 +178,12 @@ class IndexedFolder:
                 if not self._index.fits(nbytes):
                     raise OSError(errno.EDQUOT, "its room was needed for others meanwhile")
                 self._evict_for(nbytes)
+                used_at = temporary.stat().st_mtime_ns
                 self._folder.place(temporary, key)
                 self._tombstoned.discard(key)
                 self._index.add(key, nbytes)
+                if self._others is not None:
+                    self._others.note_own_write(key, used_at, nbytes)
         except OSError as error:
             self._note_refusal(key, str(error))
             self._folder.remove(temporary)
@@ -205,6 +211,11 @@ class IndexedFolder:
                 return False
             self._remove(key)
             return True
+
+    def forget(self, key: str) -> None:
+        """Count a file no more that another process removed; whatever lies there by now stays."""
+        with self._lock:
+            self._index.remove(key)
 
     def clear_places(self) -> tuple[list[str], list[str]]:
         """Delete what is tombstoned, and take away what is no file, or no folder for files; returns the names of such
@@ -239,6 +250,39 @@ class IndexedFolder:
         self._evict_for(status.st_size)
         self._index.add(key, status.st_size)
         return True
+
+    def _make_room(self, key: str, nbytes: int) -> bool:
+        """Do what ``make_room`` says, by what is counted; the lock is held."""
+        if not self._index.fits(nbytes + self._reserved_bytes):
+            return False
+        self._evict_for(nbytes)
+        if not self._leave_room(nbytes):
+            self._note_refusal(key, "the disk is almost full, and the rest is for the catalog")
+            return False
+        return True
+
+    def _follow_others(self) -> None:
+        """Count what other processes wrote and removed, and note what they used, where the last look is old. The lock
+        is not held while the folder is listed."""
+        if self._others is None:
+            return
+        try:
+            look = self._others.look(self._folder.files, budget_bytes=self.budget_bytes)
+        except OSError as error:
+            logger.debug("The folder %s was not listed: %s", self._folder.directory, error)
+            return
+        if look is None:
+            return
+        with self._lock:
+            for key in set(self._index.keys()).difference(look.keys):
+                if not self._folder.path(key).exists():  # else it was written since
+                    self._index.remove(key)
+            for key in look.keys:
+                if key not in self._index:
+                    self._adopt(key)
+                elif key in look.used_by_others:
+                    self._index.touch(key)
+            self._limit_guest()
 
     def _evict_for(self, nbytes: int) -> None:
         """Evict until ``nbytes`` fit beside what is being written; the lock is held."""

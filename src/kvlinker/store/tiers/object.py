@@ -222,13 +222,13 @@ class ObjectMedium:
         self._index.remove(key)
         self._index.add(key, nbytes)
         self._used_at[key] = used_at
-        self._changed_at[key] = time.time()
+        self._changed_at[key] = time.monotonic()
 
     def _forget(self, key: str) -> None:
         """Count a blob no more; the lock is held."""
         self._index.remove(key)
         self._used_at.pop(key, None)
-        self._changed_at[key] = time.time()
+        self._changed_at[key] = time.monotonic()
 
     def _evict_for(self, nbytes: int) -> tuple[int, ...]:
         with self._lock:
@@ -259,14 +259,14 @@ class ObjectMedium:
 
     def _list(self) -> None:
         """Index what is there, in the order of last use; what this server changed meanwhile is newer than the list."""
-        started = time.time()
-        self._listed_at = time.monotonic()
+        now = time.time()
+        started = self._listed_at = time.monotonic()
         found = {}
         for path, info in self._find().items():
             name = str(path).removeprefix(self._root).lstrip("/")
             if match := _NAME.fullmatch(name):
                 found[match[2]] = int(info["size"]), _modified(info)
-            elif _TEMPORARY_NAME.fullmatch(name) and started - _modified(info) > _STALE_SECONDS:
+            elif _TEMPORARY_NAME.fullmatch(name) and now - _modified(info) > _STALE_SECONDS:
                 with suppress(OSError):
                     self._files.rm_file(path)
         with self._lock:

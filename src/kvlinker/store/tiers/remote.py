@@ -17,7 +17,7 @@ from kvlinker.store.chunk_kv import ChunkKV, ChunkReader, LayerLostError
 from kvlinker.store.format.byte_source import AheadSource, BufferSource, Bytes
 from kvlinker.store.format.chunk_file import TierReader, decode_chunk, encode_chunk, open_chunk
 from kvlinker.store.format.codecs import RAW, Codec
-from kvlinker.store.format.compression import MissingLibraryError
+from kvlinker.store.format.compression import UnreadableHereError
 from kvlinker.store.format.encryption import NOT_SEALED, Sealing
 from kvlinker.store.format.header import ChunkFileError
 from kvlinker.store.loading.bandwidths import speed_name
@@ -108,7 +108,7 @@ class BlobTier:
             return TierReader(open_chunk(source, key, self._sealing), failed=failed)
         except LayerLostError:
             return None
-        except MissingLibraryError as error:
+        except UnreadableHereError as error:
             logger.warning("Chunk %s was not read from tier %s: %s", key, self.name, error)
             return None
         except Exception as error:
@@ -215,7 +215,7 @@ class BlobTier:
             kv = None if data is None else decode_chunk(BufferSource(data), key, self._sealing)
         except (BlobDamaged, ChunkFileError) as damage:
             return self._drop(key, str(damage))
-        except MissingLibraryError as error:
+        except UnreadableHereError as error:
             logger.warning("Chunk %s was not read from tier %s: %s", key, self.name, error)
             return None
         if kv is not None:
