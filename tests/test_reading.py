@@ -105,6 +105,11 @@ class Builder:
         self.options.append(options)
         return BuiltPrompt(list(messages), list(documents), definitions)
 
+    def check_length(self, prompt: Any) -> None:
+        """Refuses what holds "over"."""
+        if "over" in repr(prompt):
+            raise ContextLengthError("too long", param="messages")
+
     def definition(self, tool: Any) -> str | None:
         """The function's name, unless it is one that the template does not show."""
         name: str = tool["function"]["name"]
@@ -333,4 +338,11 @@ def test_texts_that_are_too_long_together_are_refused_before_they_are_encoded() 
     with pytest.raises(ContextLengthError) as caught:
         reading.completion((*parts, MarkedText("d" * 300)), ANNA)
     assert caught.value.param == "prompt"
+    assert not implicit.entered
+
+
+def test_nothing_is_entered_for_a_prompt_that_is_refused() -> None:
+    reading, _, implicit = reader()
+    with pytest.raises(ContextLengthError):
+        reading.chat([ChatMessage("user", (MarkedText("marked"), "over"))], ANNA)
     assert not implicit.entered

@@ -160,3 +160,11 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
     """A sentence, with a space before it, that offers the known word nearest to ``text``; empty where none is near."""
     near = get_close_matches(text, list(known), n=1, cutoff=0.75)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return the text with its middle left out where it has more than ``longest`` characters."""
+    if len(text) <= longest:
+        return text
+    end = longest // 4
+    return f"{text[: longest - end - 3]} … {text[-end:]}"

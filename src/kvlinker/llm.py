@@ -219,9 +219,14 @@ class LLM(ContextCacheCalls):
         """Cut a text into chunks (EPIC's KVSplit); joined, they are the text again."""
         return tuple(piece.text for piece in self.split_pieces(text, method=method, max_tokens=max_tokens))
 
-    def split_pieces(self, text: str, *, method: str = "passage", max_tokens: int = 512) -> tuple[Piece, ...]:
-        """Cut a text into chunks as ``split`` does, and tell where each begins and how many tokens it has."""
-        return split_text(text, tokenizer=self.builder.encoder, method=method, max_tokens=max_tokens)
+    def split_pieces(
+        self, text: str, *, method: str = "passage", max_tokens: int = 512, most_pieces: int | None = None
+    ) -> tuple[Piece, ...]:
+        """Cut a text into chunks as ``split`` does, and tell where each begins and how many tokens it has. Raises
+        InvalidRequestError for one that makes more than ``most_pieces``."""
+        return split_text(
+            text, tokenizer=self.builder.encoder, method=method, max_tokens=max_tokens, most_pieces=most_pieces
+        )
 
     def token_ids(self, text: str) -> tuple[int, ...]:
         """Encode a text as a chunk's: no special tokens are added, and those that it spells are plain text.

@@ -166,20 +166,26 @@ class ContentReader:
         """Read a prompt of these parts; ``places`` tells where each id stands first."""
         cached = list(dict.fromkeys(part for part in parts if not isinstance(part, str)))
         named = self._look_up(places, how.tenant)
-        chunks: dict[CachedPart, Chunk] = {part: found.chunk for part, found in named.items()}
-        marked: Mapping[CachedPart, FoundChunk] = {}
-        if self._mode(how) is not Implicit.OFF:
-            encoded = self._encode(cached)
-            marked = self._find(encoded, how)
-            chunks |= {part: marked[part].chunk for part in encoded if part in marked}
-            chunks |= {} if how.keeps else {part: chunk for part, chunk in encoded.items() if part not in marked}
+        named_chunks: dict[CachedPart, Chunk] = {part: found.chunk for part, found in named.items()}
+        encoded: dict[MarkedText, Chunk] = {} if self._mode(how) is Implicit.OFF else self._encode(cached)
+        marked = self._known(encoded, how)
+        chunks = dict(named_chunks)
+        chunks.update((part, chunk) for part, chunk in encoded.items())
+        chunks.update((part, found.chunk) for part, found in marked.items())
         try:
             prompt = build(chunks)
         except InvalidRequestError:
-            if len(chunks) == len(named):
+            if not encoded:
                 raise
-            marked = {}  # the chat template may not show each text once, which is nobody's mistake
-            prompt = build({part: found.chunk for part, found in named.items()})
+            encoded, marked = {}, {}  # the chat template may not show each text once, which is nobody's mistake
+            chunks = named_chunks
+            prompt = build(chunks)
+        if how.keeps:
+            self._builder.check_length(prompt)  # before anything is entered for it
+            marked = self._used(encoded, how)
+            used = named_chunks | {part: found.chunk for part, found in marked.items()}
+            if used != chunks:  # there was no room for some
+                prompt = build(used)
         found = {**named, **marked}
         policy = (self._implicit_policy(how) if marked and not named else None) or self._default(how)
         uses = [found[part] for part in cached if part in found]
@@ -232,12 +238,14 @@ class ContentReader:
         texts = [part for part in parts if isinstance(part, MarkedText)]
         return {text: chunk for text in texts if (chunk := self._implicit.encode(text.text)) is not None}
 
-    def _find(self, encoded: Mapping[MarkedText, Chunk], how: Reading) -> dict[CachedPart, FoundChunk]:
-        """Return the chunks that have context caches now, by their texts."""
-        if how.keeps:
-            found = self._implicit.use({chunk: text for text, chunk in encoded.items()}, tenant=how.tenant)
-        else:
-            found = self._implicit.find(tuple(encoded.values()), tenant=how.tenant)
+    def _known(self, encoded: Mapping[MarkedText, Chunk], how: Reading) -> dict[CachedPart, FoundChunk]:
+        """Return the chunks that have context caches already, by their texts."""
+        found = self._implicit.find(tuple(encoded.values()), tenant=how.tenant)
+        return {text: found[chunk] for text, chunk in encoded.items() if chunk in found}
+
+    def _used(self, encoded: Mapping[MarkedText, Chunk], how: Reading) -> dict[CachedPart, FoundChunk]:
+        """Return the chunks that have context caches once this has entered new ones, by their texts."""
+        found = self._implicit.use({chunk: text for text, chunk in encoded.items()}, tenant=how.tenant)
         return {text: found[chunk] for text, chunk in encoded.items() if chunk in found}
 
     def _look_up(self, places: Mapping[str, str], tenant: str) -> dict[CachedPart, FoundChunk]:

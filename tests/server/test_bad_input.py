@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvlinker.server.context_caches.splitting import MAX_INPUT_CHARACTERS
+from kvlinker.types.limits import MAX_INPUT_CHARACTERS
 from tests.server.serving import CONTEXT_WINDOW, MODEL_NAME, Served
 
 CHAT = "/v1/chat/completions"

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvlinker.server.edge.errors import LEAST_PROMPT_BODY_BYTES, MAX_BODY_BYTES, prompt_body_bytes
+from kvlinker.server.edge.errors import prompt_body_bytes
+from kvlinker.types.limits import LEAST_PROMPT_BODY_BYTES, MAX_BODY_BYTES
 from tests.server.serving import Served
 
 LIMITS = {"/v1/completions": LEAST_PROMPT_BODY_BYTES, "/v1/context_caches": MAX_BODY_BYTES}

@@ -10,7 +10,7 @@ import pytest
 from kvlinker import Client
 from kvlinker.errors import ContextCacheNotFoundError, InvalidRequestError
 from kvlinker.llm import LLM
-from kvlinker.server.context_caches.splitting import MAX_INPUT_CHARACTERS
+from kvlinker.types.limits import MAX_INPUT_CHARACTERS
 from tests.server.serving import Served, tiny_model, tiny_settings
 
 PATH = "/v1/context_caches"

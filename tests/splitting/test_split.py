@@ -221,3 +221,20 @@ def test_time_is_linear_in_the_text(text: str) -> None:
     for method in splitters():
         split(long, method, max_tokens=64)
     assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("method", ["fixed", "sentence", "paragraph", "passage", "markdown"])
+def test_more_pieces_than_are_wanted_are_not_made(method, monkeypatch):
+    counted = []
+    count = TextEncoder.count_data
+
+    def noting(self, texts):
+        counted.extend(texts)
+        return count(self, texts)
+
+    monkeypatch.setattr(TextEncoder, "count_data", noting)
+    text = "One is here.\n\nTwo are there.\n\n" * 500
+    with pytest.raises(InvalidRequestError, match="more than 10 pieces") as caught:
+        split_text(text, tokenizer=ENCODER, method=method, max_tokens=8, most_pieces=10)
+    assert caught.value.param == "input"
+    assert len(counted) < 200

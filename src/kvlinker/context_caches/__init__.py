@@ -2,7 +2,7 @@
 
 from kvlinker.context_caches.caches import CachesUsage, ContextCaches
 from kvlinker.context_caches.calls import ContextCacheCalls
-from kvlinker.context_caches.creation import MAX_CHUNKS, Metadata
+from kvlinker.context_caches.creation import Metadata
 from kvlinker.context_caches.texts import ChunkTexts
 
-__all__ = ["MAX_CHUNKS", "CachesUsage", "ChunkTexts", "ContextCacheCalls", "ContextCaches", "Metadata"]
+__all__ = ["CachesUsage", "ChunkTexts", "ContextCacheCalls", "ContextCaches", "Metadata"]

@@ -138,16 +138,16 @@ class ContextCaches:
         return self._engine.max_model_len
 
     def enter_implicit(
-        self, chunk: Chunk, *, tenant: str, ttl: float, kept: Collection[str]
-    ) -> tuple[ContextCache, bool] | None:
-        """Record an implicit context cache, unless the tenant has one of this chunk by now; returns it, and whether it
-        is new.
+        self, lives: Mapping[Chunk, float], *, tenant: str, kept: Collection[str]
+    ) -> dict[Chunk, tuple[ContextCache, bool]]:
+        """Record implicit context caches, but for those chunks of which the tenant has one by now; returns them, and
+        whether each is new.
 
-        It lives ``ttl`` seconds from its last use. Expired context caches make room for it, and implicit ones that were
-        used longest ago, but for the ids in ``kept``; None where that is not enough. The KV is computed when a prompt
-        first needs it.
+        They live the seconds in ``lives`` from their last use. Expired context caches make room for them, and implicit
+        ones that were used longest ago, but for the ids in ``kept``; where that is not enough, a chunk is missing in
+        the result. The KV is computed when a prompt first needs it.
         """
-        return self._creation.enter_implicit(chunk, owner=tenant, ttl=ttl, kept=kept)
+        return self._creation.enter_implicit(lives, owner=tenant, kept=kept)
 
     def get(self, cache_id: str, *, tenant: str) -> ContextCache:
         """Return the tenant's own or a shared one.

@@ -17,10 +17,8 @@ from kvlinker.futures import gather
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.store import Catalog, ContextCache, Limits, Room, StoreError, new_context_cache_id
 from kvlinker.types.chunks import Chunk, GenerationContext, chunk_key
+from kvlinker.types.limits import MAX_CHUNKS
 from kvlinker.types.tenants import SHARED_TENANT, UNLIMITED
-
-MAX_CHUNKS = 10_000
-"""The most chunks that one call creates context caches of."""
 
 Metadata = Mapping[str, str] | Sequence[Mapping[str, str]]
 """The metadata of several context caches: one for all of them, or one for each in order."""
@@ -94,17 +92,22 @@ class Creation:
         return entered
 
     def enter_implicit(
-        self, chunk: Chunk, *, owner: str, ttl: float, kept: Collection[str]
-    ) -> tuple[ContextCache, bool] | None:
-        """Enter an implicit context cache in the catalog, as ``ContextCaches.enter_implicit`` tells, and drop what made
-        room for it."""
+        self, lives: Mapping[Chunk, float], *, owner: str, kept: Collection[str]
+    ) -> dict[Chunk, tuple[ContextCache, bool]]:
+        """Enter implicit context caches in the catalog, as ``ContextCaches.enter_implicit`` tells, and drop what made
+        room for them."""
         now = time.time()
-        record = replace(self._describe(chunk, owner=owner, created_at=now, expires_at=now + ttl), implicit_ttl=ttl)
-        entered = self._catalog.implicit.enter(record, self._limits, now=now, kept=kept)
-        if entered is None:
-            return None
-        self._drop(entered.room)
-        return entered.cache, entered.created
+        records = [
+            replace(self._describe(chunk, owner=owner, created_at=now, expires_at=now + ttl), implicit_ttl=ttl)
+            for chunk, ttl in lives.items()
+        ]
+        entered = self._catalog.implicit.enter(records, self._limits, now=now, kept=kept)
+        for each in entered:
+            if each is not None:
+                self._drop(each.room)
+        return {
+            chunk: (each.cache, each.created) for chunk, each in zip(lives, entered, strict=True) if each is not None
+        }
 
     def close(self) -> None:
         """Finish what is being entered."""

@@ -4,42 +4,72 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
 from llguidance.gbnf_to_lark import any_to_lark
 
-from kvlinker.errors import InvalidRequestError
+from kvlinker.errors import InvalidRequestError, shortened
 from kvlinker.types.grammars import AnswerGrammar, json_style
+from kvlinker.types.limits import (
+    MOST_GRAMMAR_CHARACTERS,
+    MOST_PATTERN_CHARACTERS,
+    MOST_RULES,
+    MOST_SCHEMA_CHARACTERS,
+    MOST_SCHEMA_NODES,
+)
 
-MOST_CHARACTERS = 1_000_000
-"""The most characters of a grammar."""
+_MOST_CHARACTERS = {
+    "json": MOST_SCHEMA_CHARACTERS,
+    "lark": MOST_SCHEMA_CHARACTERS,  # with the schemas of all tools in it
+    "choice": MOST_SCHEMA_CHARACTERS,
+    "grammar": MOST_GRAMMAR_CHARACTERS,
+    "regex": MOST_PATTERN_CHARACTERS,
+}
+
+_RULE = re.compile(r"^\s*[?!]?[\w-]+[^:\n\"/]*:", re.MULTILINE)
+"""Matches where a rule of Lark or GBNF begins."""
+
+_CAUSE_CHARACTERS = 300
+"""The most characters of what a compiler says of a grammar, in an error's message."""
 
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
 
 
 def check_enforceable(grammar: AnswerGrammar) -> None:
     """Check what compilers of grammars do not. Raises InvalidRequestError, which names the cause."""
-    if len(grammar.source) > MOST_CHARACTERS:
-        raise InvalidRequestError(
-            f"The grammar has {len(grammar.source):,} characters; at most {MOST_CHARACTERS:,} are taken.",
-            param=grammar.param,
-        )
+    _check_size(grammar, "characters", len(grammar.source), _MOST_CHARACTERS[grammar.kind])
+    if grammar.kind == "grammar":
+        _check_size(grammar, "rules", len(_RULE.findall(grammar.source)), MOST_RULES)
     try:
-        repeats = any(map(_counts_names, _schemas(grammar)))
+        fields = [field for schema in _schemas(grammar) for field in _fields(schema)]
     except ValueError as error:
         raise unenforceable(grammar, str(error)) from error
     except RecursionError as error:
         raise unenforceable(grammar, "it is nested too deeply") from error
-    if repeats:
+    nodes = len(fields) + sum(isinstance(value, dict) for _, value in fields)
+    _check_size(grammar, "fields, list entries and objects", nodes, MOST_SCHEMA_NODES)
+    _check_size(grammar, "references", sum(name == "$ref" for name, _ in fields), MOST_RULES)
+    patterns = sum(map(len, _patterns(fields)))
+    _check_size(grammar, "characters of patterns", patterns, MOST_PATTERN_CHARACTERS)
+    if any(name == "minProperties" and isinstance(least, int | float) and least > 1 for name, least in fields):
         raise unenforceable(grammar, "minProperties above 1 cannot be, since names may come twice")
 
 
 def unenforceable(grammar: AnswerGrammar, cause: str) -> InvalidRequestError:
     """Return the error of a grammar that answers cannot be made to follow."""
     name = _NAMES.get(grammar.kind, grammar.kind)
-    return InvalidRequestError(f"This {name} cannot be enforced: {cause}", param=grammar.param)
+    told = shortened(cause, _CAUSE_CHARACTERS)
+    return InvalidRequestError(f"This {name} cannot be enforced: {told}", param=grammar.param)
+
+
+def _check_size(grammar: AnswerGrammar, what: str, count: int, most: int) -> None:
+    if count > most:
+        name = _NAMES.get(grammar.kind, grammar.kind)
+        raise InvalidRequestError(
+            f"The {name} has {count:,} {what}; at most {most:,} are taken. Ask for a simpler form.", param=grammar.param
+        )
 
 
 def as_lark(grammar: AnswerGrammar) -> str:
@@ -89,10 +119,23 @@ def _schemas(grammar: AnswerGrammar) -> Iterator[Any]:
                 yield json.JSONDecoder().raw_decode(text, found.end())[0]
 
 
-def _counts_names(schema: Any) -> bool:
-    """Return whether a schema asks for several properties, whichever: grammars do not keep two from having one
-    name."""
-    if isinstance(schema, dict):
-        least = schema.get("minProperties")
-        return (isinstance(least, int | float) and least > 1) or any(map(_counts_names, schema.values()))
-    return isinstance(schema, list) and any(map(_counts_names, schema))
+def _fields(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all fields of a schema and of what is in it, with their values, and list entries under an empty name."""
+    found = [schema]
+    while found:
+        match found.pop():
+            case dict(fields):
+                yield from fields.items()
+                found += fields.values()
+            case list(entries):
+                yield from (("", entry) for entry in entries)
+                found += entries
+
+
+def _patterns(fields: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Yield the regular expressions among a schema's fields."""
+    for name, value in fields:
+        if name == "pattern" and isinstance(value, str):
+            yield value
+        elif name == "patternProperties" and isinstance(value, dict):
+            yield from value

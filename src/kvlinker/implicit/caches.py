@@ -90,16 +90,13 @@ class ImplicitCaches:
         found = self.find(tuple(texts), tenant=tenant)
         self.extend({each.cache: texts[chunk].ttl for chunk, each in found.items()})
         kept = {each.cache.id for each in found.values()}
+        new = {chunk: text.ttl or self._ttl for chunk, text in texts.items() if chunk not in found}
+        for chunk, (cache, created) in self._caches.enter_implicit(new, tenant=tenant, kept=kept).items():
+            found[chunk] = FoundChunk(cache.chunk, cache, created)
         for chunk, text in texts.items():
             outcome: Literal["hit", "created", "refused"] = "hit"
-            if chunk not in found:
-                outcome = "refused"
-                entered = self._caches.enter_implicit(chunk, tenant=tenant, ttl=text.ttl or self._ttl, kept=kept)
-                if entered is not None:
-                    cache, created = entered
-                    kept.add(cache.id)
-                    found[chunk] = FoundChunk(cache.chunk, cache, created)
-                    outcome = "created" if created else "hit"
+            if chunk not in found or found[chunk].created:
+                outcome = "created" if chunk in found else "refused"
             self._events.publish(ImplicitText(text.source, outcome))
         return found
 

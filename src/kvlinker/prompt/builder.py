@@ -172,6 +172,11 @@ class PromptBuilder:
         if self._limit is not None:
             self._limit.check_texts(texts, param=param)
 
+    def check_length(self, prompt: Prompt) -> None:
+        """Raises ContextLengthError for a prompt that is longer than the context window."""
+        if self._limit is not None:
+            self._limit.check_prompt(len(prompt))
+
     def _prompt(
         self,
         parts: Sequence[str | Chunk],

@@ -51,6 +51,14 @@ class LengthLimit:
                         param=param,
                     )
 
+    def check_prompt(self, tokens: int) -> None:
+        """Check the number of tokens of a whole prompt. Raises ContextLengthError."""
+        if tokens > self.max_tokens:
+            raise ContextLengthError(
+                f"The prompt has {tokens:,} tokens; the context window takes {self.max_tokens:,}. Shorten the prompt.",
+                param="messages",
+            )
+
     def check_ids(self, count: int, *, param: str) -> None:
         """Check the number of token ids of one prompt. Raises ContextLengthError."""
         if count > self.max_tokens:

@@ -35,6 +35,7 @@ from kvlinker.server.edge.errors import (
     error_responses,
     prompt_body_bytes,
 )
+from kvlinker.server.edge.framing import Framing
 from kvlinker.server.edge.routing import HeadRequests, refuse_unknown_query
 from kvlinker.server.fields.bodies import UnknownPart
 from kvlinker.server.messages import routes as messages
@@ -135,6 +136,7 @@ def create_app(llm: LLM, settings: Settings, tracer_provider: TracerProvider | N
             allow_headers=["*"],
             expose_headers=BROWSER_HEADERS,
         )
+    app.add_middleware(Framing)
     app.add_middleware(AccessLog)
     app.add_middleware(RequestIds)
     resources = (audit, chat, completions, messages, responses, context_caches, link, models, status, tokenize, pages)

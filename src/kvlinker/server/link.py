@@ -14,14 +14,16 @@ from kvlinker.llm import Explanation
 from kvlinker.server.answers.completions import PromptBody, single_prompt
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming, error_responses
+from kvlinker.server.edge.long_bodies import BodyRoute
 from kvlinker.server.fields.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
 from kvlinker.server.fields.explanations import LinkExplanation
 from kvlinker.server.fields.messages import MessageBody
-from kvlinker.server.fields.tools import MOST_TOOLS, ToolBody, shown_tools
+from kvlinker.server.fields.tools import ToolBody, shown_tools
 from kvlinker.server.models import Service, ServiceParam
+from kvlinker.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.types.messages import TemplateOptions
 
-router = APIRouter(prefix="/v1", tags=["linking"])
+router = APIRouter(prefix="/v1", tags=["linking"], route_class=BodyRoute)
 
 
 class NumberParameter(ResponseBody):
@@ -76,8 +78,8 @@ class ExplainRequest(RequestBody):
     model_config = exactly_one("messages", "prompt")
 
     model: Text | None = None
-    messages: list[MessageBody] | None = Field(default=None, min_length=1)
-    documents: list[DocumentBody] | None = None
+    messages: list[MessageBody] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)
+    documents: list[DocumentBody] | None = Field(default=None, max_length=MOST_DOCUMENTS)
     tools: list[ToolBody] | None = Field(default=None, max_length=MOST_TOOLS)
     prompt: PromptBody | None = None
     link: LinkOptions | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import Field, model_validator
 
 from kvlinker.errors import InvalidRequestError
@@ -13,13 +14,15 @@ from kvlinker.server.answers.completions import PromptBody, single_prompt
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.edge.long_bodies import BodyRoute
 from kvlinker.server.fields.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
 from kvlinker.server.fields.messages import MessageBody
-from kvlinker.server.fields.tools import MOST_TOOLS, ToolBody, shown_tools
+from kvlinker.server.fields.tools import ToolBody, shown_tools
 from kvlinker.server.models import Service, ServiceParam
+from kvlinker.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.types.messages import TemplateOptions
 
-router = APIRouter(tags=["models"])
+router = APIRouter(tags=["models"], route_class=BodyRoute)
 
 
 class TokenizeRequest(RequestBody):
@@ -32,8 +35,8 @@ class TokenizeRequest(RequestBody):
     model: Text | None = None
     text: Text | None = None
     prompt: PromptBody | None = None
-    messages: list[MessageBody] | None = Field(default=None, min_length=1)
-    documents: list[DocumentBody] | None = None
+    messages: list[MessageBody] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)
+    documents: list[DocumentBody] | None = Field(default=None, max_length=MOST_DOCUMENTS)
     tools: list[ToolBody] | None = Field(default=None, max_length=MOST_TOOLS)
     link: LinkOptions | None = None
 
@@ -57,8 +60,8 @@ class Tokens(ResponseBody):
     max_model_len: int
 
 
-@router.post("/tokenize", responses=error_responses(400, 404))
-async def tokenize(body: TokenizeRequest, request: Request, service: ServiceParam, tenant: TenantParam) -> Tokens:
+@router.post("/tokenize", response_model=Tokens, responses=error_responses(400, 404))
+async def tokenize(body: TokenizeRequest, request: Request, service: ServiceParam, tenant: TenantParam) -> Response:
     """Tell the ids of a ``text`` as a chunk has them, of a ``prompt`` or of ``messages``.
 
     They may be more than the context window takes, but texts that are far too long for it are refused.
@@ -66,7 +69,8 @@ async def tokenize(body: TokenizeRequest, request: Request, service: ServicePara
     service.check_model(body.model)
     tokens = await service.encoding.run(request, lambda: _token_ids(service, body, tenant))
     note_tokens(request.scope, len(tokens))
-    return Tokens(tokens=tokens, count=len(tokens), max_model_len=service.llm.max_model_len)
+    told = Tokens(tokens=tokens, count=len(tokens), max_model_len=service.llm.max_model_len)
+    return JSONResponse(told.model_dump())
 
 
 def _token_ids(service: Service, body: TokenizeRequest, tenant: str) -> list[int]:

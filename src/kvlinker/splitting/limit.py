@@ -21,16 +21,35 @@ _GRAPHEME = regex.compile(r"\X")
 class TokenLimit:
     """Packs and cuts the pieces of one text, so that each encodes to at most ``max_tokens`` ids when alone."""
 
-    def __init__(self, encoder: TextEncoder, max_tokens: int) -> None:
+    def __init__(self, encoder: TextEncoder, max_tokens: int, most_pieces: int | None = None) -> None:
+        """``most_pieces`` are the most that a text may have in the end; None for any number."""
         self.max_tokens = max_tokens
+        self._most_pieces = most_pieces
         self._encoder = encoder
         self._counts: dict[str, int] = {}
+        self._read: tuple[str, list[int]] = ("", [])  # the text whose token starts were asked for last, and these
+
+    def check_pieces(self, count: int) -> None:
+        """Raises InvalidRequestError for more pieces than a text may have."""
+        if self._most_pieces is not None and count > self._most_pieces:
+            raise InvalidRequestError(
+                f"'input' makes more than {self._most_pieces:,} pieces of {self.max_tokens:,} tokens. Send it in "
+                "parts, or allow pieces of more tokens.",
+                param="input",
+            )
 
     def counts(self, pieces: Sequence[str]) -> list[int]:
         """Return the number of ids of each piece."""
         unknown = list({piece for piece in pieces if piece not in self._counts})
         self._counts.update(zip(unknown, self._encoder.count_data(unknown), strict=True))
         return [self._counts[piece] for piece in pieces]
+
+    def token_starts(self, text: str) -> list[int]:
+        """Return the index of the first character of each token; a text is encoded once, however often it is asked
+        for in a row."""
+        if self._read[0] != text:
+            self._read = (text, self._encoder.token_starts(text))
+        return self._read[1]
 
     def fits(self, piece: str) -> bool:
         return self.counts([piece])[0] <= self.max_tokens
@@ -39,15 +58,17 @@ class TokenLimit:
         """Return the pieces, with those over the limit replaced by the result of ``cut``: by default
         ``cut_at_words``."""
         result: list[str] = []
+        self.check_pieces(len(pieces))
         for piece, count in zip(pieces, self.counts(pieces), strict=True):
             result += [piece] if count <= self.max_tokens else (cut or self.cut_at_words)(piece)
+            self.check_pieces(len(result))
         return result
 
     def packed(self, pieces: Sequence[str], cut: Callable[[str], list[str]] | None = None) -> list[str]:
         """Join as many neighbouring pieces as fit, and return the result; those over the limit are cut as in
         ``limited``."""
         text = "".join(pieces)
-        starts = self._encoder.token_starts(text)
+        starts = self.token_starts(text)
         ends = [0, *accumulate(len(piece) for piece in pieces)]
         tokens = [bisect_left(starts, end) for end in ends]
         result: list[str] = []
@@ -59,6 +80,7 @@ class TokenLimit:
             while last < len(pieces) and self.fits(text[ends[first] : ends[last + 1]]):
                 last += 1
             result.append(text[ends[first] : ends[last]])
+            self.check_pieces(len(result))
             first = last
         return self.limited(result, cut)
 
@@ -99,12 +121,13 @@ class TokenLimit:
             pieces.append(piece)
 
     def _cut(self, text: str, *, at_words: bool) -> list[str]:
-        starts = self._encoder.token_starts(text)
+        starts = self.token_starts(text)
         pieces = []
         begin = 0
         while begin < len(text):
             end = self._longest(text, begin, starts, at_words=at_words)
             pieces.append(text[begin:end])
+            self.check_pieces(len(pieces))
             begin = end
         return pieces
 

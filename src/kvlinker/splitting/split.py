@@ -17,7 +17,12 @@ MAX_PIECE_TOKENS = 1_000_000
 
 
 def split_text(
-    text: str, *, tokenizer: PreTrainedTokenizerFast | TextEncoder, method: str, max_tokens: int = 512
+    text: str,
+    *,
+    tokenizer: PreTrainedTokenizerFast | TextEncoder,
+    method: str,
+    max_tokens: int = 512,
+    most_pieces: int | None = None,
 ) -> tuple[Piece, ...]:
     """Cut ``text`` into pieces of at most ``max_tokens`` tokens (EPIC's KVSplit); joined, they are the text again.
 
@@ -27,8 +32,9 @@ def split_text(
     blank only where a run of whitespace is itself about as long as the limit. Pass a ``PromptBuilder.encoder`` as
     ``tokenizer`` to save copying the vocabulary.
 
-    Raises InvalidRequestError for a blank or invalid text (``input``), an unknown method (``split.method``), a limit
-    out of range, or one that a single character exceeds (``split.max_tokens``).
+    Raises InvalidRequestError for a blank or invalid text, or one that makes more than ``most_pieces`` (``input``), an
+    unknown method (``split.method``), and a limit out of range or one that a single character exceeds
+    (``split.max_tokens``).
     """
     splitter = find_splitter(method)
     if type(max_tokens) is not int or not 1 <= max_tokens <= MAX_PIECE_TOKENS:
@@ -39,7 +45,9 @@ def split_text(
     require_unicode(text, param="input")
     if not text.strip():
         raise InvalidRequestError("'input' is empty: it needs text that is not only whitespace.", param="input")
-    limit = TokenLimit(tokenizer if isinstance(tokenizer, TextEncoder) else TextEncoder(tokenizer), max_tokens)
+    limit = TokenLimit(
+        tokenizer if isinstance(tokenizer, TextEncoder) else TextEncoder(tokenizer), max_tokens, most_pieces
+    )
     found = list(splitter.split(text, limit))
     if "".join(found) != text:
         raise KVLinkerError(

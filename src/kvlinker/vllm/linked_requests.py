@@ -26,9 +26,10 @@ from kvlinker.server.answers.answering import link_body
 from kvlinker.server.answers.completions import PromptBody, has_several, prompts_of
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming
-from kvlinker.server.fields.bodies import MAX_CHOICES, DocumentBody, LinkOptions
+from kvlinker.server.fields.bodies import DocumentBody, LinkOptions
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.models import ServiceParam
+from kvlinker.types.limits import MAX_CHOICES
 from kvlinker.types.messages import MARKS, ContextCacheReference, MarkedText, TemplateOptions, TokenIds
 from kvlinker.vllm.diversion import OUTER, Diversion
 from kvlinker.vllm.forwarding import Answer, AnswerEditor, json_bytes, replayed, with_length

@@ -8,7 +8,6 @@ import pytest
 
 from kvlinker.embedded.decoding.grammars import GrammarGuide, GrammarGuides
 from kvlinker.engine.contract import GenerationRequest
-from kvlinker.engine.grammars import MOST_CHARACTERS
 from kvlinker.errors import EngineClosedError, InvalidRequestError
 from kvlinker.linking import parse_policy
 from kvlinker.research.bench.harness.shapes import byte_tokenizer
@@ -85,7 +84,14 @@ def test_what_cannot_be_enforced_is_refused_with_the_cause(bench, name):
         ("regex", r"(?!a)b", "look-ahead"),
         ("grammar", "start: missing", "missing"),
         ("grammar", "what is this?", "grammar"),
-        ("regex", "a" * (MOST_CHARACTERS + 1), "1,000,001 characters"),
+        ("regex", "a" * 8193, "8,193 characters"),
+        ("grammar", "start: " + "a" * 32_768, "32,775 characters"),
+        ("grammar", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(500)), "501 rules"),
+        ("grammar", "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(500)), "501 rules"),
+        ("json", json.dumps({"properties": {f"p{i}": {} for i in range(4000)}}), "8,002 fields"),
+        ("json", json.dumps({"enum": list(range(8000))}), "8,001 fields"),
+        ("json", json.dumps({"$defs": {f"d{i}": {"$ref": "#"} for i in range(501)}}), "501 references"),
+        ("json", json.dumps({"anyOf": [{"pattern": "a?" * 2500}, {"pattern": "b?" * 2500}]}), "10,000 characters of p"),
     ],
 )
 def test_what_is_no_grammar_is_refused(bench, kind, source, cause):

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvlinker.errors import PinLimitError, QuotaExceededError
 from kvlinker.store import Catalog, ContextCache, Limits, Room
+from kvlinker.store.catalog.database import Database
 from kvlinker.types.tenants import Quota, Quotas
 from tests.store.catalog.test_catalog_check import harm, record
 
@@ -50,8 +52,8 @@ def test_damage_to_one_chunk_harms_no_other(path: Path, catalog: Catalog) -> Non
     assert found == {other.chunk.content: [other]}
     assert catalog.implicit.tokens_since(0, "anna", "weights", limit=9) == (2, (other.chunk.tokens,))
     again = dataclasses.replace(damaged, id="cc_again")
-    assert catalog.implicit.enter(again, limits(), now=NOW, kept=()) is None
-    entered = catalog.implicit.enter(implicit(3), limits(), now=NOW, kept=())
+    assert catalog.implicit.enter([again], limits(), now=NOW, kept=()) == [None]
+    (entered,) = catalog.implicit.enter([implicit(3)], limits(), now=NOW, kept=())
     assert entered is not None
     assert entered.created
 
@@ -61,7 +63,7 @@ def test_those_that_were_used_longest_ago_make_room(catalog: Catalog) -> None:
     caches = [implicit(number, used=NOW - number) for number in range(1, 6)]
     foreign = implicit(9, used=NOW - 50, tenant="bert")
     catalog.add([named, *caches, foreign])
-    entered = catalog.implicit.enter(implicit(6), limits(5), now=NOW, kept={caches[4].id})
+    (entered,) = catalog.implicit.enter([implicit(6)], limits(5), now=NOW, kept={caches[4].id})
     assert entered is not None
     assert entered.room == Room(1, (caches[3].chunk_key,))
     assert ids(catalog) == {entered.cache.id, named.id, *(caches[number].id for number in (0, 1, 2, 4))}
@@ -116,4 +118,19 @@ def test_a_chunk_that_is_entered_again_is_not_released(catalog: Catalog) -> None
 
 
 def test_a_tenant_may_have_none(catalog: Catalog) -> None:
-    assert catalog.implicit.enter(implicit(1), limits(0), now=NOW, kept=()) is None
+    assert catalog.implicit.enter([implicit(1)], limits(0), now=NOW, kept=()) == [None]
+
+
+def test_many_are_entered_in_one_transaction(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[bool] = []
+    transaction = Database.transaction
+
+    def noting(self: Database) -> Any:
+        begun.append(True)
+        return transaction(self)
+
+    monkeypatch.setattr(Database, "transaction", noting)
+    entered = catalog.implicit.enter([implicit(number) for number in range(5)], limits(3), now=NOW, kept=())
+    assert [each is not None for each in entered] == [True, True, True, False, False]
+    assert len(begun) == 1
+    assert catalog.implicit.total()[0] == 3

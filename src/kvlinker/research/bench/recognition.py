@@ -215,7 +215,7 @@ def _enter(llm: LLM, passages: Sequence[str]) -> None:
     """Have the passages be known, without computing any KV."""
     for passage in passages:
         chunk = llm.builder.encode_chunk(passage.strip())
-        llm.caches.enter_implicit(chunk, tenant=DEFAULT_TENANT, ttl=LIFE_SECONDS, kept=())
+        llm.caches.enter_implicit({chunk: LIFE_SECONDS}, tenant=DEFAULT_TENANT, kept=())
 
 
 def _share(found: Sequence[Recognised]) -> float:

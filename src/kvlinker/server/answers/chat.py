@@ -20,12 +20,12 @@ from kvlinker.prompt.answer_forms.reader import AnswerReader
 from kvlinker.server.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming
+from kvlinker.server.edge.long_bodies import BodyRoute
 from kvlinker.server.fields.bodies import DocumentBody, JsonObject, ResponseBody
 from kvlinker.server.fields.decoding import DecodingBody
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
 from kvlinker.server.fields.tools import (
-    MOST_TOOLS,
     NamedToolBody,
     ToolBody,
     ToolCallDelta,
@@ -36,10 +36,11 @@ from kvlinker.server.fields.tools import (
 )
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.answers import AnswerPiece, Delta, Finished, TokenLogprob
+from kvlinker.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from kvlinker.types.messages import TemplateOptions
 from kvlinker.types.tools import Tool
 
-router = APIRouter(tags=["completions"])
+router = APIRouter(tags=["completions"], route_class=BodyRoute)
 
 
 class ChatCompletionRequest(DecodingBody):
@@ -57,8 +58,8 @@ class ChatCompletionRequest(DecodingBody):
         "add_special_tokens": (False,),
     }
 
-    messages: list[MessageBody] = Field(min_length=1)
-    documents: list[DocumentBody] | None = None
+    messages: list[MessageBody] = Field(min_length=1, max_length=MOST_MESSAGES)
+    documents: list[DocumentBody] | None = Field(default=None, max_length=MOST_DOCUMENTS)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)

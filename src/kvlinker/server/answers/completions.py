@@ -17,14 +17,16 @@ from kvlinker.llm import LLM, Answer, Prompt
 from kvlinker.server.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming
-from kvlinker.server.fields.bodies import MAX_CHOICES, Part, ResponseBody, Text, content_of
+from kvlinker.server.edge.long_bodies import BodyRoute
+from kvlinker.server.fields.bodies import Part, ResponseBody, Text, content_of
 from kvlinker.server.fields.decoding import DecodingBody
 from kvlinker.server.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body, scored_tokens
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.answers import Delta, Finished, PromptLogprobs, TokenLogprob
+from kvlinker.types.limits import MAX_CHOICES, MOST_PARTS
 from kvlinker.types.messages import CachedPart, CompletionPrompt, ContextCacheReference, MarkedText, TokenIds
 
-router = APIRouter(tags=["completions"])
+router = APIRouter(tags=["completions"], route_class=BodyRoute)
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for ``max_tokens``."""
@@ -47,10 +49,10 @@ def _prompt_kind(value: Any) -> str | None:
 
 PromptBody = Annotated[
     Annotated[Text, Tag("<text>")]
-    | Annotated[list[Text], Field(min_length=1), Tag("<texts>")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES), Tag("<texts>")]
     | Annotated[_Tokens, Tag("<tokens>")]
-    | Annotated[list[_Tokens], Tag("<token lists>")]
-    | Annotated[list[Part], Tag("<parts>")],
+    | Annotated[list[_Tokens], Field(max_length=MAX_CHOICES), Tag("<token lists>")]
+    | Annotated[list[Part], Field(max_length=MOST_PARTS), Tag("<parts>")],
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt_type",

@@ -159,7 +159,7 @@ async def respond_in_dialect(
 ) -> Response:
     """Answer a conversation, whole or as a stream."""
     with translation.renaming():
-        chat = translation.request()
+        chat = await service.encoding.run(request, translation.request)
         if chat.explains:
             raise InvalidRequestError(
                 "'link.explain' is for /v1/chat/completions and /v1/completions; /v1/link/explain explains a prompt "

@@ -11,20 +11,21 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from kvlinker.context_caches import MAX_CHUNKS
 from kvlinker.errors import ContextLengthError, InvalidRequestError
 from kvlinker.server.context_caches.objects import ContextCacheList, Lifetime, described
 from kvlinker.server.context_caches.splitting import NonemptyText, SplitOptions, check_input
 from kvlinker.server.edge.access import CallerParam
 from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.edge.long_bodies import BodyRoute
 from kvlinker.server.fields.bodies import Metadata, Name, Text, exactly_one
 from kvlinker.server.models import Service, ServiceParam
 from kvlinker.types.chunks import GenerationContext
 from kvlinker.types.context_cache import ContextCache
+from kvlinker.types.limits import MAX_CHUNKS
 from kvlinker.types.tenants import Scope
 
-router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
+router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
 
 _Labels = Annotated[
     Annotated[Metadata, Tag("<pairs>")] | Annotated[list[Metadata], Tag("<list>")],
@@ -100,14 +101,8 @@ def _texts(service: Service, body: CreateContextCachesRequest) -> list[str]:
     if body.input is None:
         return body.chunks or []
     split = body.split or SplitOptions()
-    pieces = service.llm.split(body.input, **split.given())
-    if len(pieces) > MAX_CHUNKS:
-        raise InvalidRequestError(
-            f"'input' makes {len(pieces):,} chunks; at most {MAX_CHUNKS:,} are created at once. Send it in parts, or "
-            "allow chunks of more tokens.",
-            param="input",
-        )
-    return list(pieces)
+    pieces = service.llm.split_pieces(body.input, most_pieces=MAX_CHUNKS, **split.given())
+    return [piece.text for piece in pieces]
 
 
 @contextmanager

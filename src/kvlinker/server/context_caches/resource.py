@@ -18,11 +18,12 @@ from kvlinker.server.context_caches.objects import (
 )
 from kvlinker.server.edge.access import CallerParam, TenantParam
 from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.edge.long_bodies import BodyRoute
 from kvlinker.server.fields.bodies import METADATA_PARAMETER, Metadata, MetadataParam, Name, ResponseBody
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.tenants import Scope
 
-router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
+router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
 
 
 class UpdateContextCacheRequest(Lifetime):

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import Field, StringConstraints
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.edge.long_bodies import BodyRoute
 from kvlinker.server.fields.bodies import RequestBody, ResponseBody, Text, Unicode
 from kvlinker.server.models import ServiceParam
 from kvlinker.splitting import splitters
+from kvlinker.types.limits import MAX_CHUNKS, MAX_INPUT_CHARACTERS
 
-router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
-
-MAX_INPUT_CHARACTERS = 4 * 2**20
-"""The longest text that is split at once: it takes time and memory in proportion."""
+router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
 
 NonemptyText = Annotated[str, StringConstraints(min_length=1), Unicode]
 
@@ -70,11 +70,17 @@ class PieceList(ResponseBody):
     data: list[PieceObject]
 
 
-@router.post("/split", responses=error_responses(400))
-async def split_text(body: SplitRequest, request: Request, service: ServiceParam) -> PieceList:
+@router.post("/split", response_model=PieceList, responses=error_responses(400))
+async def split_text(body: SplitRequest, request: Request, service: ServiceParam) -> Response:
     """Tell into which chunks a text would be split; nothing is cached."""
     check_input(body.input)
     options = (body.split or SplitOptions()).given()
-    pieces = await service.encoding.run(request, lambda: service.llm.split_pieces(body.input, **options))
-    note_tokens(request.scope, sum(piece.tokens for piece in pieces))
-    return PieceList(data=[PieceObject(start=piece.start, end=piece.end, tokens=piece.tokens) for piece in pieces])
+
+    def told() -> tuple[int, dict[str, Any]]:
+        pieces = service.llm.split_pieces(body.input, most_pieces=MAX_CHUNKS, **options)
+        data = [PieceObject(start=piece.start, end=piece.end, tokens=piece.tokens) for piece in pieces]
+        return sum(piece.tokens for piece in pieces), PieceList(data=data).model_dump()
+
+    tokens, pieces = await service.encoding.run(request, told)
+    note_tokens(request.scope, tokens)
+    return JSONResponse(pieces)

@@ -10,13 +10,14 @@ from pydantic import Field, StringConstraints
 
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.edge.long_bodies import BodyRoute
 from kvlinker.server.fields.bodies import Metadata, RequestBody, ResponseBody, Text
 from kvlinker.server.models import ServiceParam
+from kvlinker.types.limits import MAX_QUERY_CHARACTERS
 from kvlinker.types.tenants import Scope
 
-router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
+router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
 
-MAX_QUERY_CHARACTERS = 10_000
 DEFAULT_HITS = 10
 
 

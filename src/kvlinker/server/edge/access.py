@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 from starlette.datastructures import Headers
@@ -27,6 +27,9 @@ from kvlinker.server.edge.draining import PROBES
 from kvlinker.server.edge.errors import error_response
 from kvlinker.server.pages import PAGE_PATHS
 from kvlinker.types.tenants import DEFAULT_TENANT, tenant_of_key
+
+_HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[0-9A-Za-z._-]+))(?::[0-9]*)?")
+"""Matches a ``Host`` as it must be written: an IPv6 address in brackets or a name, and perhaps a port."""
 
 OPEN_PATHS = PAGE_PATHS | PROBES | {"/openapi.json"}
 
@@ -89,10 +92,8 @@ class HostCheck:
         return await self._app(scope, receive, send)
 
     def _is_known(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
+        written = _HOST.fullmatch(host)
+        name = (written["address"] or written["name"]).lower() if written else ""
         return name in self._names or is_loopback(name)
 
 

@@ -18,21 +18,24 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvlinker.errors import AuthenticationError, EngineClosedError, InvalidRequestError, KVLinkerError, OverloadedError
+from kvlinker.errors import (
+    AuthenticationError,
+    EngineClosedError,
+    InvalidRequestError,
+    KVLinkerError,
+    OverloadedError,
+    shortened,
+)
 from kvlinker.server.edge.routing import allowed_methods
 from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.messages.errors import MessagesError, messages_error, speaks_messages
+from kvlinker.types.limits import BYTES_PER_TOKEN, LEAST_PROMPT_BODY_BYTES, MAX_BODY_BYTES, MAX_MESSAGE_CHARACTERS
 
 logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 64 * 2**20
-LEAST_PROMPT_BODY_BYTES = 16 * 2**20
-BYTES_PER_TOKEN = 16
-"""The bytes of a body that are allowed for each token of a window beyond a million tokens."""
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
@@ -204,7 +207,7 @@ def prompt_body_bytes(max_tokens: int) -> int:
 
 
 class BodyLimit:
-    """ASGI middleware: answers 413 to bodies that are too large, whether they announce their length or not.
+    """ASGI middleware: answers 413 to bodies that are too large, and reads none of one that announces it.
 
     ``limits`` are in bytes by path; those of other paths have ``MAX_BODY_BYTES``.
     """
@@ -217,15 +220,19 @@ class BodyLimit:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         limit = self._limits.get(scope["path"], MAX_BODY_BYTES)
+        announced = int(Headers(scope=scope).get("content-length", 0))
         received = 0
 
         async def limited() -> Message:
             nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > limit:
-                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {limit:,} bytes")
-            return message
+            if announced <= limit:
+                message = await receive()
+                received += len(message.get("body", b""))
+                if received <= limit:
+                    return message
+            raise HTTPException(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {limit:,} bytes", headers={"Connection": "close"}
+            )
 
         return await self._app(scope, limited, send)
 
@@ -286,7 +293,9 @@ def _inner_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
 
 
 def _body(message: str, kind: str, param: str | None, code: str) -> ErrorBody:
-    return ErrorBody(error=ErrorDetails(message=message, type=kind, param=param, code=code))
+    return ErrorBody(
+        error=ErrorDetails(message=shortened(message, MAX_MESSAGE_CHARACTERS), type=kind, param=param, code=code)
+    )
 
 
 def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:

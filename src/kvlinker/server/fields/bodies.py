@@ -32,9 +32,8 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 from kvlinker.errors import InvalidRequestError
 from kvlinker.implicit.marks import TTL_PATTERN, ttl_seconds
 from kvlinker.types.context_cache import LONGEST_KEY, LONGEST_NAME, LONGEST_VALUE, MOST_PAIRS
+from kvlinker.types.limits import MAX_CHOICES, MOST_PARTS, MOST_STOPS
 from kvlinker.types.messages import MARKS, CachedPart, Content, ContextCacheReference, Document, MarkedText, TextSource
-
-MAX_CHOICES = 128
 
 
 def _require_unicode(text: str) -> str:
@@ -227,7 +226,7 @@ TextOr = Annotated[
 ]
 """A text, or a list of something."""
 
-TextOrParts = TextOr[Annotated[list[Part], Field(min_length=1)]]
+TextOrParts = TextOr[Annotated[list[Part], Field(min_length=1, max_length=MOST_PARTS)]]
 """The content of a message: a text, or texts and context caches in any order."""
 
 
@@ -243,7 +242,7 @@ def content_of(parts: Sequence[Part]) -> Content[CachedPart]:
 _StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
 
 _Stop = Annotated[
-    Annotated[_StopText, Tag("<text>")] | Annotated[list[_StopText], Field(max_length=16), Tag("<texts>")],
+    Annotated[_StopText, Tag("<text>")] | Annotated[list[_StopText], Field(max_length=MOST_STOPS), Tag("<texts>")],
     Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
 ]
 

@@ -12,10 +12,8 @@ from pydantic import Field, StringConstraints, model_validator
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.fields.bodies import SamplingBody, Unicode
 from kvlinker.server.fields.structured import ResponseFormatBody, StructuredOutputsBody, answer_grammar
+from kvlinker.types.limits import MOST_BIASED, MOST_ENDINGS
 from kvlinker.types.sampling import MOST_BIAS
-
-MOST_BIASED = 4096
-MOST_ENDINGS = 128
 
 _TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]

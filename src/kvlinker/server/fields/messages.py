@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvlinker.server.fields.bodies import RequestBody, Text, TextOrParts, content_of
 from kvlinker.server.fields.tools import ToolCallBody
+from kvlinker.types.limits import MOST_CALLS
 from kvlinker.types.messages import CachedPart, ChatMessage
 
 
@@ -36,7 +37,7 @@ class MessageBody(RequestBody):
     content: TextOrParts | None = None
     name: Text | None = None
     reasoning_content: Text | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: list[ToolCallBody] | None = Field(default=None, max_length=MOST_CALLS)
     tool_call_id: Text | None = None
 
     @model_validator(mode="before")

@@ -9,8 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, m
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.fields.bodies import JsonObject, RequestBody, Text, Unicode
 from kvlinker.types.grammars import AnswerGrammar
-
-MOST_CHOICES = 1024
+from kvlinker.types.limits import MOST_GRAMMAR_CHOICES
 
 _Grammar = Annotated[str, StringConstraints(min_length=1), Unicode]
 _JsonSchema = Annotated[
@@ -68,7 +67,7 @@ class StructuredOutputsBody(RequestBody):
 
     json_: _JsonSchema | None = Field(default=None, alias="json")
     regex: _Grammar | None = None
-    choice: Annotated[list[_Grammar], Field(min_length=1, max_length=MOST_CHOICES)] | None = None
+    choice: Annotated[list[_Grammar], Field(min_length=1, max_length=MOST_GRAMMAR_CHOICES)] | None = None
     grammar: _Grammar | None = None
     json_object: bool | None = None
 

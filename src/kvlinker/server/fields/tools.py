@@ -10,9 +10,8 @@ from pydantic import AfterValidator, Discriminator, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
 from kvlinker.server.fields.bodies import JsonObject, MarkableBody, RequestBody, ResponseBody, Text
+from kvlinker.types.limits import LONGEST_ARGUMENTS
 from kvlinker.types.tools import Tool, ToolCall, shown_tool, template_call
-
-MOST_TOOLS = 256
 
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 
@@ -76,7 +75,7 @@ class CalledFunctionBody(RequestBody):
     """A function that was called, with its arguments as JSON."""
 
     name: FunctionName
-    arguments: Annotated[Text, AfterValidator(_check_arguments)]
+    arguments: Annotated[Text, StringConstraints(max_length=LONGEST_ARGUMENTS), AfterValidator(_check_arguments)]
 
 
 class ToolCallBody(RequestBody):

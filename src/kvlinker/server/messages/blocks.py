@@ -19,8 +19,9 @@ from kvlinker.server.fields.bodies import (
     TextOr,
     TextPart,
 )
+from kvlinker.types.limits import MOST_PARTS
 
-Texts = TextOr[list[Part]]
+Texts = TextOr[Annotated[list[Part], Field(max_length=MOST_PARTS)]]
 """A text, or texts and context caches, of which there may be none."""
 
 
@@ -133,7 +134,7 @@ Block = Annotated[
     Discriminator(_block_kind),
 ]
 
-Blocks = TextOr[Annotated[list[Block], Field(min_length=1)]]
+Blocks = TextOr[Annotated[list[Block], Field(min_length=1, max_length=MOST_PARTS)]]
 
 
 def located(content: Any, path: str) -> Iterator[tuple[Any, str]]:

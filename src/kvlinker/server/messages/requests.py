@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.answers.dialects import Translation
 from kvlinker.server.fields.bodies import CacheControl, JsonObject, LinkOptions, MarkableBody, RequestBody, Text
-from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
+from kvlinker.server.fields.tools import FunctionName
 from kvlinker.server.messages.blocks import (
     Blocks,
     DocumentBlock,
@@ -20,6 +20,7 @@ from kvlinker.server.messages.blocks import (
     ToolUseBlock,
     located,
 )
+from kvlinker.types.limits import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
 
 REASONING_VARIABLE = "enable_thinking"
 """The variable by which chat templates turn reasoning off, of models that can do without."""
@@ -120,7 +121,7 @@ class CountTokensRequest(RequestBody):
     }
 
     model: Text | None = None
-    messages: list[MessageParam] = Field(min_length=1)
+    messages: list[MessageParam] = Field(min_length=1, max_length=MOST_MESSAGES)
     system: Texts | None = None
     tools: list[MessageTool] | None = Field(default=None, max_length=MOST_TOOLS)
     tool_choice: _ToolChoice | None = None
@@ -165,7 +166,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
-    stop_sequences: list[Text] | None = Field(default=None, max_length=16)
+    stop_sequences: list[Text] | None = Field(default=None, max_length=MOST_STOPS)
     stream: bool | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 

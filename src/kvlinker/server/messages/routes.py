@@ -11,6 +11,7 @@ from kvlinker.server.answers.dialects import respond_in_dialect
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import error_responses
+from kvlinker.server.edge.long_bodies import BodyRoute
 from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.messages.answers import MessageAnswer, MessageObject, MessageStreamEvent
 from kvlinker.server.messages.errors import MessagesError
@@ -22,7 +23,7 @@ async def _beta(beta: Annotated[str | None, Query(description="Means nothing; cl
     """Take a parameter that clients send along."""
 
 
-router = APIRouter(tags=["messages"], dependencies=[Depends(_beta)])
+router = APIRouter(tags=["messages"], dependencies=[Depends(_beta)], route_class=BodyRoute)
 
 
 class TokenCount(ResponseBody):
@@ -58,7 +59,7 @@ async def count_tokens(
     llm = service.llm
     translation = body.translated(can_stop_reasoning=llm.builder.has_variable(REASONING_VARIABLE))
     with translation.renaming():
-        chat = translation.request()
+        chat = await service.encoding.run(request, translation.request)
         service.check_model(chat.model)
         tools = chat.conversing(llm).tools
         read = await service.encoding.run(request, lambda: chat.read(llm, tools, keeps=False, tenant=tenant))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
 from kvlinker.server.answers.dialects import Translation
 from kvlinker.server.fields.bodies import RequestBody, Text, TextOrParts
+from kvlinker.types.limits import MOST_PARTS
 
 
 class MessageItem(RequestBody):
@@ -64,7 +65,7 @@ class ReasoningItem(RequestBody):
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"encrypted_content": ("",)}
 
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = Field(default=None, max_length=MOST_PARTS)
 
 
 class UnknownItem(BaseModel):

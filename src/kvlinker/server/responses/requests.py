@@ -17,8 +17,9 @@ from kvlinker.server.fields.bodies import (
     Text,
     TextOr,
 )
-from kvlinker.server.fields.tools import MOST_TOOLS, FunctionName
+from kvlinker.server.fields.tools import FunctionName
 from kvlinker.server.responses.items import Item, MessageItem, add_items
+from kvlinker.types.limits import MOST_MESSAGES, MOST_TOOLS
 from kvlinker.types.messages import MARKS
 
 
@@ -103,7 +104,7 @@ class ResponsesRequest(RequestBody):
     }
 
     model: Text | None = None
-    input: TextOr[Annotated[list[Item], Field(min_length=1)]]
+    input: TextOr[Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     temperature: float | None = Field(default=None, ge=0, le=2)

@@ -9,13 +9,14 @@ from fastapi import APIRouter, Request, Response
 from kvlinker.server.answers.answering import completion_responses
 from kvlinker.server.answers.dialects import respond_in_dialect
 from kvlinker.server.edge.access import TenantParam
+from kvlinker.server.edge.long_bodies import BodyRoute
 from kvlinker.server.models import ServiceParam
 from kvlinker.server.responses.answers import ResponseAnswer
 from kvlinker.server.responses.events import ResponseStreamEvent
 from kvlinker.server.responses.objects import ResponseObject
 from kvlinker.server.responses.requests import ResponsesRequest
 
-router = APIRouter(tags=["responses"])
+router = APIRouter(tags=["responses"], route_class=BodyRoute)
 
 
 def _responses() -> dict[int | str, dict[str, Any]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from kvlinker.errors import QuotaExceededError
@@ -95,27 +95,52 @@ class ImplicitIndex:
         )
         return last, tuple(read_tokens(reversed(rows), self._blobs).values())
 
-    def enter(self, record: ContextCache, limits: Limits, *, now: float, kept: Collection[str]) -> Entered | None:
-        """Record an implicit context cache, unless its tenant has one of this chunk by now.
+    def enter(
+        self, records: Sequence[ContextCache], limits: Limits, *, now: float, kept: Collection[str]
+    ) -> Sequence[Entered | None]:
+        """Record implicit context caches in one transaction, but for those of chunks of which their tenants have some
+        by now.
 
-        Returns None where there is no room for it that ``make_room`` can make without the ids in ``kept``, and where
-        the token ids of the one that is there were changed from outside.
+        Returns for each what stands for it: None where there is no room that ``make_room`` can make without the ids in
+        ``kept`` and those before it, and where the token ids of the one that is there were changed from outside.
         """
-        if limits.implicit_caches == 0:
-            return None
-        with suppress(QuotaExceededError), self._database.transaction() as connection:
-            row = connection.execute(
-                f"SELECT {COLUMNS} FROM context_caches c {CHUNK}"
-                f" WHERE c.tenant = :tenant AND c.chunk_key = :key AND {LIVE} ORDER BY c.implicit_ttl IS NOT NULL",
-                {"tenant": record.tenant, "key": record.chunk_key, "now": now},
-            ).fetchone()
-            if row is not None:
-                cache = read_genuine(row, self._blobs)
-                return None if cache is None else Entered(cache, False, Room())
-            room = make_room(connection, [record], limits, now, kept=kept)
-            insert_rows(connection, self._blobs, [record])
-            return Entered(record, True, room)
-        return None
+        if limits.implicit_caches == 0 or not records:
+            return [None] * len(records)
+        entered: list[Entered | None] = []
+        staying = set(kept)
+        with self._database.transaction() as connection:
+            for record in records:
+                connection.execute("SAVEPOINT entering")
+                try:
+                    outcome = self._enter(connection, record, limits, now=now, kept=staying)
+                except QuotaExceededError:
+                    connection.execute("ROLLBACK TO entering")
+                    outcome = None
+                connection.execute("RELEASE entering")
+                entered.append(outcome)
+                staying |= set() if outcome is None else {outcome.cache.id}
+        return entered
+
+    def _enter(
+        self,
+        connection: sqlite3.Connection,
+        record: ContextCache,
+        limits: Limits,
+        *,
+        now: float,
+        kept: Collection[str],
+    ) -> Entered | None:
+        row = connection.execute(
+            f"SELECT {COLUMNS} FROM context_caches c {CHUNK}"
+            f" WHERE c.tenant = :tenant AND c.chunk_key = :key AND {LIVE} ORDER BY c.implicit_ttl IS NOT NULL",
+            {"tenant": record.tenant, "key": record.chunk_key, "now": now},
+        ).fetchone()
+        if row is not None:
+            cache = read_genuine(row, self._blobs)
+            return None if cache is None else Entered(cache, False, Room())
+        room = make_room(connection, [record], limits, now, kept=kept)
+        insert_rows(connection, self._blobs, [record])
+        return Entered(record, True, room)
 
     def extend(self, lives: Mapping[str, float], now: float) -> None:
         """Note a use of implicit context caches: by id, the seconds that each is to live from now at least."""
