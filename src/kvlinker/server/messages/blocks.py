@@ -20,6 +20,13 @@ from kvlinker.server.fields.bodies import (
     TextPart,
 )
 
+
+class TextBlock(TextPart):
+    """A text, as Anthropic's API names it."""
+
+    type: Literal["text"]
+
+
 Texts = TextOr[list[Part]]
 """A text, or texts and context caches, of which there may be none."""
 
@@ -123,7 +130,7 @@ def _block_kind(value: Any) -> str:
 
 
 Block = Annotated[
-    Annotated[TextPart, Tag("<text>")]
+    Annotated[TextBlock, Tag("<text>")]
     | Annotated[ContextCachePart, Tag("<context_cache>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
