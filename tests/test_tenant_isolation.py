@@ -27,7 +27,9 @@ TEXTS = [
     "The bicycle stands in the hall, and it is red, for somebody has painted it with what was left of the door.",
     "The ladder stands in the shed, and it is blue, which nobody who had to climb it in the dark has ever noticed.",
 ]
-POLICIES = ["full", "naive", "legolink-4", "cachecraft-1", "h2o-30", "query-10", "set-prefix", "prefix"]
+VARIANTS = "cachecraft-1"
+"""Asked once, and last: a tenant's own variants, which are made while the engine is idle, may change what follows."""
+POLICIES = ["full", "naive", "legolink-4", "h2o-30", "query-10", VARIANTS]
 QUESTION = "Which of them is red?"
 
 
@@ -53,9 +55,11 @@ def make_llm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
         llm.close()
 
 
-def answers_of(llm: LLM, tenant: str, shared: list[ContextCache], *, first: int = 0) -> list[list[float]]:
+def answers_of(
+    llm: LLM, tenant: str, shared: list[ContextCache], *, first: int = 0, salt: str = ""
+) -> list[list[float]]:
     """Log probabilities of a tenant's answers, by all ways in which KV is reused; ``first`` is the text that stands
-    before the others."""
+    before the others. No policy begins as another one did, nor as with another ``salt``: it has to link."""
     mine = llm.caches.create(TEXTS, tenant=tenant).result()
     order = [mine[first], *(cache for cache in mine if cache != mine[first])]
     prompts: list[Any] = [
@@ -66,9 +70,9 @@ def answers_of(llm: LLM, tenant: str, shared: list[ContextCache], *, first: int 
     ]
     found = []
     for policy in POLICIES:
-        for prompt in prompts:
+        for prompt in prompts[:1] if policy == VARIANTS else prompts:
             answer = llm.chat_completion(
-                [{"role": "user", "content": prompt}],
+                [{"role": "system", "content": f"{salt}{policy}"}, {"role": "user", "content": prompt}],
                 policy=policy,
                 tenant=tenant,
                 max_tokens=3,
@@ -107,15 +111,16 @@ def poison(llm: LLM, spared: set[str]) -> None:
 def test_garbage_in_one_tenants_kv_changes_nothing_for_another(make_llm: Callable[[str], LLM]) -> None:
     alone = make_llm("alone")
     expected = answers_of(alone, "b", share(alone))
+    linked_anew = answers_of(alone, "b", share(alone), salt="again ")
     both = make_llm("both")
     common = share(both)
-    before = answers_of(both, "a", common, first=2)
+    answers_of(both, "a", common)
     answers_of(both, "a", common, first=1)
     poison(both, {cache.chunk_key for cache in common})
     np.testing.assert_allclose(answers_of(both, "b", common), expected, atol=1e-4)
-    after = answers_of(both, "a", common, first=2)
-    moved = np.abs(np.subtract(after, before)).max(axis=1) > 1e-3
-    assert moved.mean() > 0.5, "garbage is in what the tenant's own answers are made of"
+    again = answers_of(both, "a", common, salt="again ")
+    moved = np.abs(np.subtract(again, linked_anew)).max(axis=1) > 1e-4
+    assert moved.mean() > 0.25, "garbage is in what the tenant's own answers are made of"
 
 
 def share(llm: LLM) -> list[ContextCache]:

@@ -249,10 +249,10 @@ def content_of(parts: Sequence[Part]) -> Content[CachedPart]:
     )
 
 
-_StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
 
 _Stop = Annotated[
-    Annotated[_StopText, Tag("<text>")] | Annotated[list[_StopText], Field(max_length=16), Tag("<texts>")],
+    Annotated[StopText, Tag("<text>")] | Annotated[list[StopText], Field(max_length=16), Tag("<texts>")],
     Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
 ]
 

@@ -89,7 +89,7 @@ class DocumentTextBody(RequestBody):
 class Citations(RequestBody):
     """Asks for citations of a document, which are not supported."""
 
-    enabled: Literal[False] | None = None
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"enabled": (False,)}
 
 
 class DocumentBlock(RequestBody):
