@@ -222,6 +222,14 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": HELLO, "max_output_tokens": 1, "text": {"format": {"type": "text"}}, "tools": []}),
 ]
 REFUSED: list[tuple[str, dict[str, Any]]] = [
+    (RESPONSES, {"input": "a", "max_output_tokens": 1, "top_logprobs": False}),
+    (MESSAGES, {"messages": HELLO, "max_tokens": 1, "tools": [{"name": "f", "input_schema": {}, "defer_loading": 0}]}),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}], "max_tokens": 1}),
+    (TEXT, {"prompt": "a", "best_of": True}),
+    (CACHES, {"chunks": ["a"], "ttl": 60, "expires_at": 4e9}),
+    (CACHES, {"chunks": ["a"], "ttl": "3153600001s"}),
+    (CHAT, {"messages": [{"role": "tool", "content": "a"}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]}),
     (CHAT, {}),
     (CHAT, {"messages": []}),
     (CHAT, {"messages": HELLO, "temprature": 1}),
@@ -298,3 +306,25 @@ def test_answers_that_are_not_described_are_noticed(
     answer = httpx.Response(status, json=body, request=httpx.Request("GET", "http://localhost/health"))
     with pytest.raises((AssertionError, ValidationError)):
         Contract(document).check(answer)
+
+
+def test_parameters_of_listings_are_those_that_are_taken(served: Served, document: dict[str, Any]) -> None:
+    def schema_of(method: str, name: str) -> dict[str, Any]:
+        parameters = document["paths"][CACHES][method]["parameters"]
+        found: dict[str, Any] = next(parameter for parameter in parameters if parameter["name"] == name)
+        return found
+
+    after = Draft202012Validator(schema_of("get", "after")["schema"])
+    assert not after.is_valid("")
+    assert served.get(CACHES, params={"after": ""}).status_code == 400
+    metadata = schema_of("delete", "metadata")
+    assert metadata["required"]
+    assert not Draft202012Validator(metadata["schema"]).is_valid({})
+    assert served.http.delete(CACHES).status_code == 400
+    assert not schema_of("get", "metadata")["required"]
+
+
+@pytest.mark.parametrize("path", ["search", "split", "usage"])
+def test_names_of_routes_are_no_ids(served: Served, path: str) -> None:
+    assert served.http.delete(f"{CACHES}/{path}").status_code == 405
+    assert served.http.delete(f"{CACHES}/{path}d").status_code == 404

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import Query
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.fields.bodies import RequestBody, ResponseBody
+from kvlinker.server.fields.bodies import RequestBody, ResponseBody, is_given
 from kvlinker.server.models import Service
 from kvlinker.types.context_cache import ContextCache
 from kvlinker.types.tenants import Scope
@@ -25,7 +26,8 @@ END_OF_TIME = 253_402_300_799.0
 
 ScopeQuery = Annotated[Scope, Query(description="The caller's own, or the shared ones.")]
 
-_TTL_PATTERN = r"[0-9]{1,12}(\.[0-9]{1,9})?s"
+_TTL_PATTERN = r"[0-2]?[0-9]{1,9}(\.[0-9]{1,9})?s"
+"""Text such as "600s". Its ten digits stay below ``MAX_TTL``, so that the pattern is all that there is to know."""
 
 
 def _seconds(value: Any) -> Any:
@@ -57,6 +59,12 @@ class Lifetime(RequestBody):
 
     ttl: _Ttl = None
     expires_at: float | None = Field(default=None, le=END_OF_TIME)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = super().__get_pydantic_json_schema__(core, handler)
+        handler.resolve_ref_schema(schema)["not"] = is_given("ttl", "expires_at")
+        return schema
 
     @model_validator(mode="after")
     def _check_lifetime(self) -> Lifetime:

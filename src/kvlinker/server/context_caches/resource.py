@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query
 from fastapi.concurrency import run_in_threadpool
 
 from kvlinker.errors import ContextCacheNotFoundError, InvalidRequestError
+from kvlinker.server.context_caches.ids import CACHE_ID
 from kvlinker.server.context_caches.objects import (
     ContextCacheList,
     ContextCacheObject,
@@ -19,7 +20,7 @@ from kvlinker.server.context_caches.objects import (
 from kvlinker.server.edge.access import CallerParam, TenantParam
 from kvlinker.server.edge.errors import error_responses
 from kvlinker.server.edge.long_bodies import BodyRoute
-from kvlinker.server.fields.bodies import METADATA_PARAMETER, Metadata, MetadataParam, Name, ResponseBody
+from kvlinker.server.fields.bodies import Metadata, MetadataParam, Name, ResponseBody, metadata_parameter
 from kvlinker.server.models import ServiceParam
 from kvlinker.types.tenants import Scope
 
@@ -72,13 +73,13 @@ class ContextCachesDeletion(ResponseBody):
     deleted: int
 
 
-@router.get("", openapi_extra=METADATA_PARAMETER, responses=error_responses(400))
+@router.get("", openapi_extra=metadata_parameter(required=False), responses=error_responses(400))
 async def list_context_caches(
     service: ServiceParam,
     tenant: TenantParam,
     metadata: MetadataParam,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    after: str | None = None,
+    after: Annotated[str | None, Query(min_length=1)] = None,
     order: Literal["asc", "desc"] = "desc",
     scope: ScopeQuery = Scope.PRIVATE,
 ) -> ContextCachePage:
@@ -104,7 +105,7 @@ async def list_context_caches(
     return await run_in_threadpool(page)
 
 
-@router.delete("", openapi_extra=METADATA_PARAMETER, responses=error_responses(400, 403))
+@router.delete("", openapi_extra=metadata_parameter(required=True), responses=error_responses(400, 403))
 async def delete_context_caches(
     service: ServiceParam,
     caller: CallerParam,
@@ -119,13 +120,13 @@ async def delete_context_caches(
     return ContextCachesDeletion(deleted=await run_in_threadpool(delete))
 
 
-@router.get("/{cache_id}", responses=error_responses(404))
+@router.get(f"/{CACHE_ID}", responses=error_responses(404))
 async def read_context_cache(cache_id: str, service: ServiceParam, tenant: TenantParam) -> ContextCacheObject:
     """Read one: the caller's own, or a shared one."""
     return await run_in_threadpool(lambda: describe(service, service.llm.caches.get(cache_id, tenant=tenant)))
 
 
-@router.patch("/{cache_id}", responses=error_responses(400, 403, 404))
+@router.patch(f"/{CACHE_ID}", responses=error_responses(400, 403, 404))
 async def update_context_cache(
     cache_id: str, body: UpdateContextCacheRequest, service: ServiceParam, caller: CallerParam
 ) -> ContextCacheObject:
@@ -136,7 +137,7 @@ async def update_context_cache(
     )
 
 
-@router.delete("/{cache_id}", responses=error_responses(403, 404))
+@router.delete(f"/{CACHE_ID}", responses=error_responses(403, 404))
 async def delete_context_cache(cache_id: str, service: ServiceParam, caller: CallerParam) -> ContextCacheDeletion:
     """Delete one. The KV goes when no other context cache holds it. Shared ones are deleted by admins only."""
     await run_in_threadpool(service.llm.caches.delete, cache_id, tenant=caller.tenant, admin=caller.admin)

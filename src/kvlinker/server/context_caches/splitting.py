@@ -14,7 +14,7 @@ from kvlinker.server.edge.errors import error_responses
 from kvlinker.server.edge.long_bodies import BodyRoute
 from kvlinker.server.fields.bodies import RequestBody, ResponseBody, Text, Unicode
 from kvlinker.server.models import ServiceParam
-from kvlinker.splitting import splitters
+from kvlinker.splitting import MAX_PIECE_TOKENS, splitters
 from kvlinker.types.limits import MAX_CHUNKS, MAX_INPUT_CHARACTERS
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
@@ -31,7 +31,7 @@ class SplitOptions(RequestBody):
     """Options of cutting a text into chunks (EPIC's KVSplit): ``passage`` and 512 tokens unless they say otherwise."""
 
     method: Annotated[Text, Field(json_schema_extra=_list_splitters)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_PIECE_TOKENS)] | None = None
 
     def given(self) -> dict[str, Any]:
         """Return the options that are given, as arguments for ``LLM.split_pieces``."""

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 from pydantic import Field, StringConstraints
 
+from kvlinker.server.context_caches.ids import CACHE_ID
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import error_responses
 from kvlinker.server.edge.long_bodies import BodyRoute
@@ -81,7 +82,7 @@ async def search_context_caches(body: SearchRequest, service: ServiceParam, tena
     )
 
 
-@router.get("/{cache_id}/content", responses=error_responses(400, 404))
+@router.get(f"/{CACHE_ID}/content", responses=error_responses(400, 404))
 async def read_content(cache_id: str, service: ServiceParam, tenant: TenantParam) -> ContextCacheContent:
     """Read the text and the token ids of one: the caller's own, or a shared one."""
     content = await run_in_threadpool(lambda: service.llm.caches.content(cache_id, tenant=tenant))

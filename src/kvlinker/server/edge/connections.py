@@ -20,9 +20,8 @@ import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvlinker.server.edge.slow_readers import ReadTimedProtocol
-
 from kvlinker.server.edge.draining import LAST_SECONDS, Drain
+from kvlinker.server.edge.slow_readers import ReadTimedProtocol
 
 LEAST_BYTES_PER_SECOND = 10_000
 """The rate below which a body is too slow, once its first seconds are over."""
@@ -135,7 +134,7 @@ class EngineServer(uvicorn.Server):
 
     def _unanswered(self) -> bool:
         """Return whether there are connections whose first request is on its way, or not answered to its end."""
-        connections = [each for each in self.server_state.connections if isinstance(each, H11Protocol)]
+        connections = [each for each in self.server_state.connections if isinstance(each, ReadTimedProtocol)]
         return any(each.cycle is None or not each.cycle.response_complete for each in connections)
 
 

@@ -93,7 +93,7 @@ class RequestBody(BaseModel):
         if not isinstance(data, dict):
             return data
         for name, harmless in cls.refused.items():
-            if data.get(name) is not None and data[name] not in harmless:
+            if not (data.get(name) is None or any(_is_same(data[name], value) for value in harmless)):
                 kind = PydanticCustomError("unsupported_parameter", "not supported; leave it out")
                 error = InitErrorDetails(type=kind, loc=(name,), input=data[name])
                 raise ValidationError.from_exception_data(cls.__name__, [error])  # with the field's whole path
@@ -116,13 +116,22 @@ class RequestBody(BaseModel):
         return schema
 
 
+def _is_same(given: Any, value: Any) -> bool:
+    """Return whether both are the same in JSON, where ``false`` is not 0, but 1.0 is 1."""
+    return isinstance(given, bool) == isinstance(value, bool) and bool(given == value)
+
+
 def exactly_one(*names: str) -> ConfigDict:
     """Configure a request body of whose fields ``names`` one must be given: its schema says so.
 
     The body's own validator is what refuses none and several, in the words of the route.
     """
-    given: list[JsonValue] = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names]
-    return ConfigDict(json_schema_extra={"oneOf": given})
+    return ConfigDict(json_schema_extra={"oneOf": [is_given(name) for name in names]})
+
+
+def is_given(*names: str) -> dict[str, JsonValue]:
+    """Return a schema of objects that have all fields of these ``names``, none of them null."""
+    return {"required": list(names), "properties": {name: {"not": {"type": "null"}} for name in names}}
 
 
 class ResponseBody(BaseModel):
@@ -239,10 +248,10 @@ def content_of(parts: Sequence[Part]) -> Content[CachedPart]:
     )
 
 
-_StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024), Unicode]
 
 _Stop = Annotated[
-    Annotated[_StopText, Tag("<text>")] | Annotated[list[_StopText], Field(max_length=MOST_STOPS), Tag("<texts>")],
+    Annotated[StopText, Tag("<text>")] | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag("<texts>")],
     Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
 ]
 
@@ -370,20 +379,22 @@ class SamplingBody(RequestBody):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-METADATA_PARAMETER: dict[str, Any] = {
-    "parameters": [
-        {
-            "name": "metadata",
-            "in": "query",
-            "required": False,
-            "style": "deepObject",
-            "explode": True,
-            "description": "Pairs that a context cache must have, all of them: metadata[project]=x.",
-            "schema": {"type": "object", "additionalProperties": {"type": "string"}, "maxProperties": MOST_PAIRS},
-        }
-    ]
-}
-"""Describes ``MetadataParam`` in a route's ``openapi_extra``."""
+def metadata_parameter(*, required: bool) -> dict[str, Any]:
+    """Describe ``MetadataParam`` for a route's ``openapi_extra``; where it is ``required``, there must be a pair."""
+    pairs = {"type": "object", "additionalProperties": {"type": "string"}, "maxProperties": MOST_PAIRS}
+    return {
+        "parameters": [
+            {
+                "name": "metadata",
+                "in": "query",
+                "required": required,
+                "style": "deepObject",
+                "explode": True,
+                "description": "Pairs that a context cache must have, all of them: metadata[project]=x.",
+                "schema": pairs | ({"minProperties": 1} if required else {}),
+            }
+        ]
+    }
 
 
 async def _metadata(request: Request) -> dict[str, str]:

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from kvlinker.server.fields.bodies import RequestBody, Text, TextOrParts, content_of
+from kvlinker.server.fields.bodies import RequestBody, Text, TextOrParts, content_of, is_given
 from kvlinker.server.fields.tools import ToolCallBody
 from kvlinker.types.limits import MOST_CALLS
 from kvlinker.types.messages import CachedPart, ChatMessage
+
+
+def _of_role(role: str) -> dict[str, JsonValue]:
+    """Return a schema of messages of this role."""
+    return {"required": ["role"], "properties": {"role": {"const": role}}}
+
+
+def _unless(role: str, others: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return a schema that holds messages of all other roles to the schema ``others``."""
+    return {"if": _of_role(role), "else": others}
 
 
 class MessageBody(RequestBody):
@@ -20,8 +30,19 @@ class MessageBody(RequestBody):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "if": {"required": ["role"], "properties": {"role": {"const": "assistant"}}},
-            "else": {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+            "allOf": [
+                _unless("assistant", is_given("content")),
+                _unless("assistant", {"properties": {"tool_calls": {"enum": [None, []]}}}),
+                _unless("assistant", {"properties": {"reasoning_content": {"enum": [None, ""]}}}),
+                _unless("tool", {"properties": {"tool_call_id": {"enum": [None, ""]}}}),
+                {
+                    "if": _of_role("tool"),
+                    "then": {
+                        "required": ["tool_call_id"],
+                        "properties": {"tool_call_id": {"minLength": 1, "type": "string"}},
+                    },
+                },
+            ]
         }
     )
 

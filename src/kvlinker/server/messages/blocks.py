@@ -21,6 +21,13 @@ from kvlinker.server.fields.bodies import (
 )
 from kvlinker.types.limits import MOST_PARTS
 
+
+class TextBlock(TextPart):
+    """A text, as Anthropic's API names it."""
+
+    type: Literal["text"]
+
+
 Texts = TextOr[Annotated[list[Part], Field(max_length=MOST_PARTS)]]
 """A text, or texts and context caches, of which there may be none."""
 
@@ -83,7 +90,7 @@ class DocumentTextBody(RequestBody):
 class Citations(RequestBody):
     """Asks for citations of a document, which are not supported."""
 
-    enabled: Literal[False] | None = None
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"enabled": (False,)}
 
 
 class DocumentBlock(RequestBody):
@@ -124,7 +131,7 @@ def _block_kind(value: Any) -> str:
 
 
 Block = Annotated[
-    Annotated[TextPart, Tag("<text>")]
+    Annotated[TextBlock, Tag("<text>")]
     | Annotated[ContextCachePart, Tag("<context_cache>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]

@@ -9,7 +9,15 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.answers.dialects import Translation
-from kvlinker.server.fields.bodies import CacheControl, JsonObject, LinkOptions, MarkableBody, RequestBody, Text
+from kvlinker.server.fields.bodies import (
+    CacheControl,
+    JsonObject,
+    LinkOptions,
+    MarkableBody,
+    RequestBody,
+    StopText,
+    Text,
+)
 from kvlinker.server.fields.tools import FunctionName
 from kvlinker.server.messages.blocks import (
     Blocks,
@@ -166,7 +174,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
-    stop_sequences: list[Text] | None = Field(default=None, max_length=MOST_STOPS)
+    stop_sequences: list[StopText] | None = Field(default=None, max_length=MOST_STOPS)
     stream: bool | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
