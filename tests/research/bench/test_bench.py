@@ -272,5 +272,5 @@ def test_check_command_gives_a_verdict(tmp_path):
     loaded.tokenizer.save_pretrained(tmp_path)
     result = CliRunner().invoke(app, ["check", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert result.output.count("passed") == 4
+    assert result.output.count("passed") == 6
     assert CliRunner().invoke(app, ["check", str(tmp_path / "nothing")]).exit_code == 1

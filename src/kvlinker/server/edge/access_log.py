@@ -67,7 +67,7 @@ class AccessLog:
             prompt, output = scope["state"].get("tokens", (0, 0))
             request = {
                 "method": scope["method"][:16],
-                "route": getattr(scope.get("route"), "path", None),
+                "route": getattr(scope.get("route"), "path_format", None),
                 "status": status,
                 "prompt_tokens": prompt,
                 "output_tokens": output,

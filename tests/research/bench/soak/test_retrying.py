@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
@@ -10,6 +9,7 @@ import pytest
 
 from kvlinker.client import ServerUnreachableError
 from kvlinker.errors import EngineClosedError
+from kvlinker.research.bench.soak import retrying
 from kvlinker.research.bench.soak.retrying import CONNECT_SECONDS, RetryingTransport, retried
 
 REFUSED = httpx.ConnectError("refused")
@@ -24,7 +24,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def sleep(seconds: float) -> None:
         made.append(seconds)
 
-    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(retrying, "sleep", sleep)
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from asyncio import sleep
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -36,7 +36,7 @@ class RetryingTransport(httpx.AsyncBaseTransport):
                 await response.aclose()
                 pause = float(response.headers["retry-after"])
             self.refused += 1
-            await asyncio.sleep(pause)
+            await sleep(pause)
 
     async def aclose(self) -> None:
         await self._inner.aclose()
@@ -61,4 +61,4 @@ async def retried(act: Callable[[], Awaitable[None]]) -> int:
                 broken += 1
                 continue
         refused += 1
-        await asyncio.sleep(pause)
+        await sleep(pause)
