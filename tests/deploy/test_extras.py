@@ -28,9 +28,12 @@ def test_all_has_every_extra_that_users_combine() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extras", ["all", "vllm", "all,vllm", "otel,vllm"])
-def test_extras_resolve(extras: str, tmp_path: Path) -> None:
-    found = resolution(extras, tmp_path)
+def test_all_extras_resolve_together_with_vllm(tmp_path: Path) -> None:
+    """Whatever is a part of this resolves, too."""
+    try:
+        found = resolution("all,vllm", tmp_path)
+    except subprocess.TimeoutExpired:
+        pytest.skip("the package index takes too long to answer")
     if found.returncode and any(sign in found.stderr for sign in NO_INDEX):
         pytest.skip("no package index can be reached")
     assert found.returncode == 0, found.stderr[-2000:]

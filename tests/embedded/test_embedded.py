@@ -54,6 +54,14 @@ def held_up(made, monkeypatch):
     return event
 
 
+def until_loaded(made):
+    """Wait until the KV of all requests is there, which loader threads see to while steps are held."""
+    deadline = time.monotonic() + 60
+    while made.engine.scheduler._fetches.waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_in_one_batch_equal_requests_alone(bench, family):
     expected = alone(bench, family, 12)
@@ -68,9 +76,12 @@ def test_requests_in_one_batch_equal_requests_alone(bench, family):
 def test_a_full_pool_preempts_and_resumes(bench, monkeypatch, family):
     expected = alone(bench, family, 100)
     made = bench(family, max_step_tokens=64, kv_slots=400)
-    submitted = held_up(made, monkeypatch)
+    for prompt, _ in requests():
+        made.cache(prompt)
+    loaded = held_up(made, monkeypatch)
     outcomes = [made.submit(prompt, policy, max_tokens=100)[0] for prompt, policy in requests()]
-    submitted.set()
+    until_loaded(made)
+    loaded.set()
     for outcome, single in zip(outcomes, expected, strict=True):
         same(outcome.wait(), single)
     assert made.engine.scheduler.preemptions > 0

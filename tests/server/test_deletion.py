@@ -80,11 +80,12 @@ def test_deletion_overtakes_writes_that_wait(llm: LLM, state: Path) -> None:
     assert nothing_left(llm, state)
 
 
-def test_what_expired_while_nothing_ran_is_gone_at_the_start(state: Path) -> None:
+def test_what_expired_while_nothing_ran_is_gone_at_the_start(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with started(state) as llm:
-        caches = llm.generate_context_cache(TEXTS, ttl=0.2)
+        llm.generate_context_cache(TEXTS, ttl=3600)
     assert len(files(state)) == 2
-    time.sleep(max(0.0, (caches[0].expires_at or 0) - time.time() + 0.01))
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3601)
     with started(state) as llm:
         assert nothing_left(llm, state)
 
