@@ -439,3 +439,9 @@ def test_shared_context_caches_are_every_tenants(make_llm):
         llm.generate_context_cache(TEXTS, tenant="shared")
     with pytest.raises(InvalidRequestError, match="Unknown scope"):
         llm.generate_context_cache(TEXTS, scope="public")
+
+
+def test_a_string_is_one_chunk(make_llm):
+    llm = make_llm()
+    (cache,) = llm.generate_context_cache(TEXTS[0])
+    assert cache.tokens == llm.generate_context_cache(TEXTS[:1])[0].tokens

@@ -20,6 +20,12 @@ from tests.server.serving import TEMPLATE, Served, tiny_model, tiny_settings
 runner = CliRunner()
 
 
+def test_the_help_names_the_extra() -> None:
+    """Its brackets are no markup."""
+    shown = " ".join(runner.invoke(app, ["ingest", "--help"]).output.split())
+    assert "'kvlinker[documents]'" in shown
+
+
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
     """A folder with two texts, and with what is no text."""

@@ -55,6 +55,12 @@ def test_context_caches_are_what_was_asked_for(client: Client) -> None:
         assert abs(cache.expires_at - time.time() - 100) < 5
 
 
+def test_a_string_is_one_chunk(client: Client) -> None:
+    text = "The cat sat on the mat."
+    (alone,), (listed,) = client.generate_context_cache(text), client.generate_context_cache([text])
+    assert alone.tokens == listed.tokens > 1
+
+
 def test_context_caches_tell_whether_a_prompt_brought_them(client: Client) -> None:
     marked = {"type": "text", "text": "A marked text of its own.", "cache_control": {"type": "ephemeral"}}
     client.chat_completion([{"role": "user", "content": [marked, "What?"]}], **GREEDY)

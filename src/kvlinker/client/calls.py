@@ -79,13 +79,15 @@ class Call(Generic[T]):
         return self.read(response)
 
 
-def generate_context_cache(chunks: Sequence[str], **options: Any) -> Call[tuple[RemoteContextCache, ...]]:
-    """Create one context cache per chunk, in order.
+def generate_context_cache(chunks: str | Sequence[str], **options: Any) -> Call[tuple[RemoteContextCache, ...]]:
+    """Create one context cache per chunk, in order. A string is one chunk.
 
     ``options``: ``ttl``, ``name``, ``metadata`` (of all, or a list with one for each), ``context``, ``pinned``,
     ``scope``.
     """
-    return Call("POST", CACHES, read_caches, {"chunks": list(chunks), **options})
+    return Call(
+        "POST", CACHES, read_caches, {"chunks": [chunks] if isinstance(chunks, str) else list(chunks), **options}
+    )
 
 
 def cache_text(
