@@ -240,7 +240,8 @@ def test_garbage_in_one_tenants_spilled_prefixes_changes_nothing_for_another(
         kv = read_chunk_file(path, path.stem)
         with path.open("wb") as file:
             write_chunk_file(file, encode_chunk(path.stem, garbage(kv)))
-    np.testing.assert_allclose(answers(both, "b"), expected, atol=1e-4)
+    for _ in range(2):  # the second time from prefixes that it has spilled itself
+        np.testing.assert_allclose(answers(both, "b"), expected, atol=1e-4)
     assert moved(answers(both, "a"), expected) > 0, "garbage is read where it is the tenant's own"
 
 
