@@ -241,6 +241,13 @@ class LLM(ContextCacheCalls):
         recommends, and the usual defaults, in this order. Raises InvalidRequestError."""
         return SamplingParams(**{**self.sampling_defaults, **given})
 
+    def fitting(self, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
+        """Return sampling parameters whose ``max_tokens`` is cut to what the window has room for behind the prompt, and
+        to the settings' limit of answers."""
+        room = max(1, self.max_model_len - len(prompt))
+        limits = [most for most in (sampling.max_tokens, self.settings.max_answer_tokens, room) if most is not None]
+        return replace(sampling, max_tokens=min(limits))
+
     @property
     def answer_form(self) -> AnswerForm:
         """The form in which the model writes reasoning and calls of tools."""

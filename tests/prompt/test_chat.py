@@ -124,6 +124,13 @@ def test_names_reach_the_template() -> None:
     assert byte_level().decode(prompt.tokens.tolist()) == "ann: hi\nuser: ho\n"
 
 
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_a_template_without_names_leaves_them_out(role: str) -> None:
+    built = BUILDERS["chatml"]
+    named, plain = (built.chat([ChatMessage(role, ("hi",), name=name)]) for name in ("ann", None))
+    assert named.tokens.tolist() == plain.tokens.tolist()
+
+
 def test_a_user_cannot_write_the_word_that_stands_for_a_chunk() -> None:
     """Not even one who knows how it was made for the same conversation without that word."""
     built = BUILDERS["chatml"]

@@ -248,7 +248,7 @@ CASES = [
         continue_final_message=True,
         add_generation_prompt=True,
     ),
-    chat("a name that no template shows", "invalid_value", "messages", messages=[HELLO[0] | {"name": "ann"}]),
+    chat("a name that is no text", "invalid_type", "messages.0.name", messages=[HELLO[0] | {"name": 1}]),
     chat(
         "a tool_call_id of a user",
         "unsupported_parameter",
@@ -436,6 +436,26 @@ def test_harmless_fields_of_openai_are_ignored(served: Served) -> None:
     assert answer.status_code == 200, answer.text
     answer = served.post(TEXT, {"prompt": "a", "max_tokens": 1, "best_of": 1, "echo": False, "suffix": None})
     assert answer.status_code == 200, answer.text
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_names_of_all_roles_mean_nothing_to_a_template_without_them(served: Served, stream: bool) -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho", "tool_calls": [CALL]},
+        {"role": "tool", "content": "nothing", "tool_call_id": "c1"},
+    ]
+    told = []
+    for named in (messages, [message | {"name": "ann"} for message in messages]):
+        body = {"messages": named, "max_tokens": 3, "temperature": 0, "stream": stream}
+        answer = served.post(CHAT, body)
+        assert answer.status_code == 200, answer.text
+        told.append(served.post("/tokenize", {"messages": named}).json()["tokens"])
+    assert told[0] == told[1]
 
 
 def test_messages_as_clients_dump_them_are_accepted(served: Served) -> None:

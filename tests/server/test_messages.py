@@ -216,6 +216,34 @@ def test_what_is_empty_may_be_an_empty_list(served: Served, empty: Any) -> None:
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize("beyond", [0, 1, 100_000])
+def test_an_answer_is_as_long_as_there_is_room(faked: Served, engine: FakeEngine, beyond: int) -> None:
+    window = engine.max_model_len
+    body: dict[str, Any] = {"messages": QUESTION, "max_tokens": window + beyond}
+    answer = faked.post(PATH, body).json()
+    usage = answer["usage"]
+    assert (answer["stop_reason"], usage["input_tokens"] + usage["output_tokens"]) == ("max_tokens", window)
+
+
+def test_answers_are_no_longer_than_the_server_allows(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlinker.startup.EmbeddedEngine", lambda *_, **__: engine)
+    settings = tiny_settings(tmp_path, max_answer_tokens=3)
+    with serving(LLM.from_model(tiny_model(), settings), settings) as running:
+        answer = running.post(PATH, {"messages": QUESTION, "max_tokens": 100})
+    assert answer.json()["usage"]["output_tokens"] == 3, answer.text
+
+
+def test_a_prompt_without_room_for_an_answer_is_refused(served: Served) -> None:
+    """By the real engine, which cuts nothing itself."""
+    window = served.llm.max_model_len
+    answer = served.post(PATH, {"messages": [{"role": "user", "content": "a" * window}], "max_tokens": window})
+    assert answer.status_code == 400
+    assert "Shorten" in answer.json()["error"]["message"]
+    assert served.post(PATH, {"messages": QUESTION, "max_tokens": window, "temperature": 0}).status_code == 200
+
+
 ALWAYS_REASONING = REASONING_TEMPLATE.replace("enable_thinking is defined and not enable_thinking", "false")
 
 
@@ -250,13 +278,14 @@ class TestMistakes:
             ({"messages": [{"role": "user", "content": [CALLED]}]}, "tool_use"),
             ({"max_tokens": None}, "max_tokens"),
             ({"temprature": 1}, "temprature"),
-            ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.type"),
+            ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+            ({"thinking": {"type": "some"}}, "thinking.type"),
             ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
             ({"tools": [WEATHER, WEATHER]}, "same name"),
             ({"tool_choice": {"type": "any"}}, "tool_choice"),
             ({"container": "c"}, "container"),
             ({"stop_sequences": [""]}, "stop_sequences.0"),
-            ({"output_config": {"effort": "high"}}, "output_config.effort"),
+            ({"output_config": {"effort": "highest"}}, "output_config.effort"),
             ({"link": {"policy": "nothing"}}, "nothing"),
         ],
     )

@@ -31,8 +31,6 @@ class ChatKVLinker(BaseChatOpenAI):
     ``policy``, ``implicit`` and ``documents`` can also be given for one call: ``model.invoke(…, documents=[…])``; an
     ``extra_body`` with ``link`` counts before the model's own, too. What
     the prompt reused is in the answer's ``usage_metadata`` and, with the context caches, in ``response_metadata``.
-
-    Names of messages are left out: chat templates seldom show them, and servers refuse those that would be lost.
     """
 
     model_name: str = Field(default="default", alias="model")
@@ -74,7 +72,6 @@ class ChatKVLinker(BaseChatOpenAI):
         ]
         payload = super()._get_request_payload(messages, stop=stop, **kwargs)
         for message, sent in zip(messages, payload["messages"], strict=True):
-            sent.pop("name", None)
             if isinstance(message, AIMessage) and (reasoning := message.additional_kwargs.get("reasoning_content")):
                 sent["reasoning_content"] = reasoning
         extra: dict[str, Any] = dict(payload.pop("extra_body", None) or {})

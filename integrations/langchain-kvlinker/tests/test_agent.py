@@ -75,13 +75,14 @@ def each_once(tools: list[BaseTool]) -> AgentMiddleware:
 def test_an_agent_with_two_tools_answers(base_url: str) -> None:
     model = ChatKVLinker(temperature=0, max_tokens=64)
     tools = [tell_time, read_notes]
-    agent = create_agent(model, tools, middleware=[each_once(tools)])
+    agent = create_agent(model, tools, middleware=[each_once(tools)], name="clerk")
     told = agent.invoke({"messages": [QUESTION]})["messages"]
     calls = [call for message in told if isinstance(message, AIMessage) for call in message.tool_calls]
     assert [call["name"] for call in calls] == ["tell_time", "read_notes"]
     results = [message for message in told if isinstance(message, ToolMessage)]
     assert [message.tool_call_id for message in results] == [call["id"] for call in calls]
     assert results[0].content == f"12:00 {calls[0]['args']['zone']}"
+    assert {message.name for message in told if isinstance(message, AIMessage)} == {"clerk"}
     answer = told[-1]
     assert answer.text.strip()
     linked = [cache["id"] for cache in answer.response_metadata["link"]["context_caches"]]

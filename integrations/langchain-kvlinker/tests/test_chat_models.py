@@ -79,8 +79,8 @@ def test_results_of_tools_may_have_chunks(model: ChatKVLinker, facts: tuple[str,
 def test_reasoning_is_sent_back(model: ChatKVLinker) -> None:
     thought = AIMessage("Oslo.", additional_kwargs={"reasoning_content": "Where?"}, name="clerk")
     sent = model._get_request_payload([HumanMessage("Hello", name="Tom"), thought])["messages"]
-    assert sent[1] == {"role": "assistant", "content": "Oslo.", "reasoning_content": "Where?"}
-    assert "name" not in sent[0]
+    assert sent[1] == {"role": "assistant", "content": "Oslo.", "reasoning_content": "Where?", "name": "clerk"}
+    assert sent[0]["name"] == "Tom"
 
 
 def test_reasoning_is_told_apart(model: ChatKVLinker) -> None:

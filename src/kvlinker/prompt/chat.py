@@ -82,8 +82,8 @@ class ChatTemplate:
         Tools and documents go where the template shows them, and into the messages where it shows no tools, or does not
         show each document once. Chunks take the places of ``definitions``, texts that ``definition`` gave, where each
         stands in the prompt just once. Raises InvalidRequestError (``messages``) when there is no template, when it
-        raises, or when it does not show every chunk exactly once, or no names of speakers; and
-        ``chat_template_kwargs`` for variables that it has not.
+        raises, or when it does not show every chunk exactly once; and ``chat_template_kwargs`` for variables that it
+        has not. Names of messages are left to the template, which may show them or not.
         """
         if documents and self._takes_documents:
             with suppress(InvalidRequestError):
@@ -121,7 +121,6 @@ class ChatTemplate:
         plain = [_plain(message, pieces) for message in messages]
         described = [{**document.fields, "text": pieces.word(document.text)} for document in documents]
         rendered = self._render_text(plain, described, options)
-        self._check_names(plain, described, options, rendered)
         parts, shown = pieces.cut(rendered)
         if sorted(shown) != list(range(len(pieces))):
             raise InvalidRequestError(
@@ -162,26 +161,6 @@ class ChatTemplate:
                     f"The model's chat template has no variable {name!r} to be set. Leave it out.",
                     param="chat_template_kwargs",
                 )
-
-    def _check_names(
-        self,
-        messages: list[dict[str, Any]],
-        documents: list[dict[str, Any]],
-        options: TemplateOptions,
-        rendered: str,
-    ) -> None:
-        """Check that names of speakers are among what is ``rendered``; tools have theirs from their calls. Raises
-        InvalidRequestError."""
-        names = [message["name"] for message in messages if message.get("name") and message["role"] != "tool"]
-        if not names:
-            return
-        nameless = [{name: value for name, value in message.items() if name != "name"} for message in messages]
-        if self._render_text(nameless, documents, options) == rendered:
-            raise InvalidRequestError(
-                f"The model's chat template does not show names, such as {names[0]!r}. Write it into the content, or "
-                "leave it out.",
-                param="messages",
-            )
 
     def _render_text(
         self, messages: list[dict[str, Any]], documents: list[dict[str, Any]], options: TemplateOptions

@@ -21,6 +21,7 @@ from kvlinker.errors import KVLinkerError
 from kvlinker.llm import LLM
 from kvlinker.server import audit, context_caches, link, models, pages, status, tokenize
 from kvlinker.server.answers import chat, completions
+from kvlinker.server.answers.answering import IGNORED_HEADER
 from kvlinker.server.edge.access import OPEN_PATHS, HostCheck, KeyCheck, hosts_to_check
 from kvlinker.server.edge.access_log import AccessLog
 from kvlinker.server.edge.connections import BodyTimeout
@@ -67,7 +68,7 @@ PROMPT_PATHS = (
 BROWSER_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST")
 """The methods that pages of other origins may use, where they may call the server at all (CORS)."""
 
-BROWSER_HEADERS = (REQUEST_ID_HEADER, "Retry-After", "Server-Timing")
+BROWSER_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "Retry-After", "Server-Timing")
 """The headers of answers that these pages may read."""
 
 logger = logging.getLogger(__name__)

@@ -90,7 +90,7 @@ class Document(Generic[Cached]):
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage(Generic[Cached]):
-    """One message of a conversation; ``name`` is the speaker's, for chat templates that show it."""
+    """One message of a conversation; ``name`` is the speaker's, or a tool's, for chat templates that show it."""
 
     role: str
     content: Content[Cached]

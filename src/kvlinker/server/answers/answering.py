@@ -28,6 +28,9 @@ from kvlinker.server.models import Service
 from kvlinker.types.answers import Delta, Finished, Timing, Usage
 from kvlinker.types.sampling import SamplingParams
 
+IGNORED_HEADER = "X-Ignored-Fields"
+"""Names the fields of a request that have no effect with the model that is served."""
+
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for the log probability of an impossible token: JSON has no infinity."""
 
@@ -104,14 +107,22 @@ class AnswerFormat(Protocol):
         ...
 
 
-def completion_responses(chunk: str) -> dict[int | str, dict[str, Any]]:
-    """Describe the answers of a completion route; ``chunk`` names the schema of a stream's events."""
+def completion_responses(chunk: str, *, ignores: bool = False) -> dict[int | str, dict[str, Any]]:
+    """Describe the answers of a completion route; ``chunk`` names the schema of a stream's events. ``ignores``: they
+    may tell of fields without effect."""
     events = {"schema": {"$ref": f"#/components/schemas/{chunk}"}}
     timing = {"description": "Milliseconds: queue, load, link, decode.", "schema": {"type": "string"}}
+    headers: dict[str, Any] = {"Server-Timing": timing}
+    if ignores:
+        headers[IGNORED_HEADER] = {
+            "description": "Fields of the request that have no effect with this model.",
+            "required": False,
+            "schema": {"type": "string"},
+        }
     answered = {
         "description": "The answer; with `stream`, a server-sent event per chunk, then `[DONE]`. A stream that fails "
         "half way has the error's body as its last event.",
-        "headers": {"Server-Timing": timing},
+        "headers": headers,
         "content": {"text/event-stream": events},
     }
     return {200: answered, **error_responses(400, 404, 429, 503)}
@@ -124,9 +135,11 @@ async def respond(
     build: Callable[[], Asked],
     answer_format: AnswerFormat,
     *,
+    ignored: Sequence[str] = (),
     tenant: str,
 ) -> Response:
-    """Generate and respond. A client that goes away has its choices cancelled.
+    """Generate and respond. A client that goes away has its choices cancelled. ``ignored`` are the paths of fields
+    that have no effect.
 
     ``build`` makes the prompts; like all that takes long, it runs in a thread.
     """
@@ -138,9 +151,8 @@ async def respond(
 
     choices = await begin_choices(service, request, begin, n=body.choices, tenant=tenant)
     if body.stream:
-        return EventStream(
-            choices, _chunks(service.llm, choices, answer_format, request.scope, include_usage=body.include_usage)
-        )
+        events = _chunks(service.llm, choices, answer_format, request.scope, include_usage=body.include_usage)
+        return EventStream(choices, events, ignored_header(ignored))
     async with choices.cancelled_on_disconnect(request.receive):
         answers = await choices.answers()
     usage = usage_body([answer.usage for answer in answers], choices.n)
@@ -152,10 +164,8 @@ async def respond(
         return answer if link is None else answer | {"link": link.model_dump(exclude_unset=True)}
 
     told = await run_in_threadpool(tell)  # log probabilities of a long prompt take a while
-    return JSONResponse(
-        told,
-        headers={"Server-Timing": server_timing([answer.timing for answer in answers])},
-    )
+    timing = server_timing([answer.timing for answer in answers])
+    return JSONResponse(told, headers={"Server-Timing": timing, **ignored_header(ignored)})
 
 
 async def begin_choices(
@@ -191,9 +201,11 @@ class EventStream(EventSourceResponse):
     go on for as long as it waits for requests.
     """
 
-    def __init__(self, choices: Choices, events: AsyncIterator[str | dict[str, str]]) -> None:
+    def __init__(
+        self, choices: Choices, events: AsyncIterator[str | dict[str, str]], headers: Mapping[str, str]
+    ) -> None:
         """``events`` are texts, or have a name (``event``) beside it (``data``)."""
-        super().__init__(events, sep="\n", shutdown_grace_period=math.inf)
+        super().__init__(events, sep="\n", headers=headers, shutdown_grace_period=math.inf)
         self._choices = choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -280,6 +292,11 @@ def created_tokens(read: ReadPrompt, usage: Usage) -> int:
     """Return the number of a prompt's tokens that its request cached as chunks of their own, and that were not read."""
     created = sum(cache.tokens for cache in read.linked if cache.created)
     return min(created, usage.prompt_tokens - usage.cached_tokens)
+
+
+def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
+    """Return the header that names fields without effect; none where there are none."""
+    return {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
 
 
 def server_timing(timings: Sequence[Timing]) -> str:

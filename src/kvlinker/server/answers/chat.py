@@ -22,9 +22,9 @@ from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming
 from kvlinker.server.edge.long_bodies import BodyRoute
 from kvlinker.server.fields.bodies import DocumentBody, JsonObject, ResponseBody
-from kvlinker.server.fields.decoding import DecodingBody
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
+from kvlinker.server.fields.reasoning import ReasoningFields
 from kvlinker.server.fields.tools import (
     NamedToolBody,
     ToolBody,
@@ -43,16 +43,14 @@ from kvlinker.types.tools import Tool
 router = APIRouter(tags=["completions"], route_class=BodyRoute)
 
 
-class ChatCompletionRequest(DecodingBody):
+class ChatCompletionRequest(ReasoningFields):
     """A conversation to answer. OpenAI's fields that would change the answer and are not supported are refused."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = DecodingBody.refused | {
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = ReasoningFields.refused | {
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
         "audio": (),
-        "reasoning_effort": (),
-        "verbosity": ("medium",),
         "web_search_options": (),
         "echo": (False,),
         "add_special_tokens": (False,),
@@ -107,7 +105,7 @@ class ChatCompletionRequest(DecodingBody):
             documents=[document.document() for document in self.documents or ()],
             options=TemplateOptions(
                 tools=tuple(tools),
-                variables=self.chat_template_kwargs or {},
+                variables={**self.reasoning_effect(llm).variables, **(self.chat_template_kwargs or {})},
                 add_generation_prompt=self.add_generation_prompt is not False,
                 continue_final_message=bool(self.continue_final_message),
             ),
@@ -227,7 +225,9 @@ class ChatCompletionChunk(ResponseBody):
 
 
 @router.post(
-    "/v1/chat/completions", response_model=ChatCompletion, responses=completion_responses(ChatCompletionChunk.__name__)
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses=completion_responses(ChatCompletionChunk.__name__, ignores=True),
 )
 async def create_chat_completion(
     body: ChatCompletionRequest, request: Request, service: ServiceParam, tenant: TenantParam
@@ -239,7 +239,8 @@ async def create_chat_completion(
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with blaming("messages", length=length):
         build = partial(body.asked, service.llm, conversing, tenant=tenant)
-        return await respond(service, request, body, build, answer_format, tenant=tenant)
+        ignored = body.reasoning_effect(service.llm).ignored
+        return await respond(service, request, body, build, answer_format, ignored=ignored, tenant=tenant)
 
 
 class ChatFormat:

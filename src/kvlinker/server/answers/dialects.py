@@ -17,7 +17,7 @@ from starlette.types import Scope
 from kvlinker.errors import InvalidRequestError, KVLinkerError
 from kvlinker.llm import ReadPrompt
 from kvlinker.server.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
-from kvlinker.server.answers.answering import Asked, EventStream, begin_choices, server_timing
+from kvlinker.server.answers.answering import Asked, EventStream, begin_choices, ignored_header, server_timing
 from kvlinker.server.answers.chat import ChatCompletionRequest
 from kvlinker.server.answers.choices import Choices
 from kvlinker.server.edge.access_log import note_tokens
@@ -37,6 +37,9 @@ class Translation:
     fields: dict[str, str] = field(default_factory=dict)
     """Paths of fields of the chat request, with those of the caller's fields that they come from, where those have
     other names; the longest beginning of a path counts."""
+
+    cuts_max_tokens: bool = False
+    """True if ``max_tokens``, which the caller has to give, is cut to what there is room for."""
 
     def request(self) -> ChatCompletionRequest:
         """Return the chat request. Raises what its validation does."""
@@ -93,6 +96,14 @@ class Translation:
     def _last_path(self) -> str:
         return f"messages.{len(self.values['messages']) - 1}"
 
+    def told_path(self, path: str) -> str:
+        """Return the path of the caller's field that a field of the chat request comes from."""
+        names = path.split(".")
+        for length in range(len(names), 0, -1):
+            if own := self.fields.get(".".join(names[:length])):
+                return ".".join((own, *names[length:]))
+        return path
+
     @contextmanager
     def renaming(self) -> Iterator[None]:
         """Have errors name the caller's fields."""
@@ -105,11 +116,7 @@ class Translation:
             raise
 
     def _renamed(self, path: str | None) -> str | None:
-        names = [] if path is None else path.split(".")
-        for length in range(len(names), 0, -1):
-            if own := self.fields.get(".".join(names[:length])):
-                return ".".join((own, *names[length:]))
-        return path
+        return None if path is None else self.told_path(path)
 
 
 class EventBody(Protocol):
@@ -174,13 +181,16 @@ async def respond_in_dialect(
             nonlocal reader
             asked = chat.asked(service.llm, conversing, tenant=tenant)
             (read,) = asked.prompts.values()
+            if translation.cuts_max_tokens:
+                asked = asked._replace(sampling=service.llm.fitting(asked.sampling, read.prompt))
             reader = BlockReader(conversing.reader(read.prompt))
             return asked
 
+        headers = ignored_header([translation.told_path(path) for path in chat.reasoning_effect(service.llm).ignored])
         choices = await begin_choices(service, request, build, n=1, tenant=tenant)
     (read,) = choices.prompts.values()
     if chat.stream:
-        return EventStream(choices, _events(choices, reader, answer, read, request))
+        return EventStream(choices, _events(choices, reader, answer, read, request), headers)
     answer.opening(read)
     async with choices.cancelled_on_disconnect(request.receive):
         async for _, event in choices.events():
@@ -194,10 +204,7 @@ async def respond_in_dialect(
     told = await run_in_threadpool(
         lambda: answer.whole().model_dump(mode="json", exclude_unset=True, by_alias=True),
     )
-    return JSONResponse(
-        told,
-        headers={"Server-Timing": server_timing([finished.timing])},
-    )
+    return JSONResponse(told, headers={"Server-Timing": server_timing([finished.timing]), **headers})
 
 
 async def _events(

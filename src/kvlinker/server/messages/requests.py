@@ -18,6 +18,7 @@ from kvlinker.server.fields.bodies import (
     StopText,
     Text,
 )
+from kvlinker.server.fields.reasoning import Effort, ReasoningBody
 from kvlinker.server.fields.tools import FunctionName
 from kvlinker.server.messages.blocks import (
     Blocks,
@@ -29,9 +30,6 @@ from kvlinker.server.messages.blocks import (
     located,
 )
 from kvlinker.types.limits import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
-
-REASONING_VARIABLE = "enable_thinking"
-"""The variable by which chat templates turn reasoning off, of models that can do without."""
 
 
 class MessageParam(RequestBody):
@@ -97,11 +95,26 @@ _ToolChoice = Annotated[
 
 
 class ThinkingBody(RequestBody):
-    """Says whether the model is to reason; ``disabled`` counts for those that can do without. A budget cannot be kept,
-    so that ``enabled`` is refused."""
+    """Says whether the model is to reason; ``disabled`` counts for those that can do without."""
 
     type: Literal["adaptive", "disabled"]
     display: Literal["summarized"] | None = None
+
+
+class ThinkingBudget(RequestBody):
+    """Asks for reasoning of so many tokens at most, which cannot be kept: it is refused for a model that reasons."""
+
+    type: Literal["enabled"]
+    budget_tokens: int = Field(ge=1, le=2**31 - 1)
+    display: Literal["summarized"] | None = None
+
+
+_Thinking = Annotated[
+    Annotated[ThinkingBody, Tag("<usual>")] | Annotated[ThinkingBudget, Tag("<enabled>")],
+    Discriminator(
+        lambda value: "<enabled>" if isinstance(value, dict) and value.get("type") == "enabled" else "<usual>"
+    ),
+]
 
 
 class OutputFormat(RequestBody):
@@ -112,10 +125,9 @@ class OutputFormat(RequestBody):
 
 
 class OutputConfig(RequestBody):
-    """The form of the answer."""
+    """The form of the answer, and how much the model is to reason for it."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"effort": ()}
-
+    effort: Effort | None = None
     format: OutputFormat | None = None
 
 
@@ -133,17 +145,25 @@ class CountTokensRequest(RequestBody):
     system: Texts | None = None
     tools: list[MessageTool] | None = Field(default=None, max_length=MOST_TOOLS)
     tool_choice: _ToolChoice | None = None
-    thinking: ThinkingBody | None = None
+    thinking: _Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = Field(
         default=None, description="Means nothing: what begins as an earlier prompt did is reused in any case."
     )
     link: LinkOptions | None = None
 
-    def translated(self, *, can_stop_reasoning: bool) -> Translation:
-        """Return the chat request; ``can_stop_reasoning`` is true for a chat template that has
-        ``REASONING_VARIABLE``."""
-        made = Translation(fields={"response_format.json_schema": "output_config.format", "stop": "stop_sequences"})
+    def translated(self) -> Translation:
+        """Return the chat request."""
+        made = Translation(
+            fields={
+                "response_format.json_schema": "output_config.format",
+                "stop": "stop_sequences",
+                "reasoning.effort": "thinking.type",
+                "reasoning.max_tokens": "thinking.budget_tokens",
+                "reasoning_effort": "output_config.effort",
+            },
+            cuts_max_tokens=True,
+        )
         made.values |= {"model": self.model, "link": self.link}
         if self.system:
             made.add_message("system")
@@ -156,11 +176,16 @@ class CountTokensRequest(RequestBody):
         if self.tool_choice is not None:
             made.values["tool_choice"] = _chat_choice(self.tool_choice)
             made.values["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        if self.thinking is not None and self.thinking.type == "disabled" and can_stop_reasoning:
-            made.values["chat_template_kwargs"] = {REASONING_VARIABLE: False}
-        if self.output_config is not None and self.output_config.format is not None:
-            schema = {"schema": self.output_config.format.schema_}
-            made.values["response_format"] = {"type": "json_schema", "json_schema": schema}
+        match self.thinking:
+            case ThinkingBudget(budget_tokens=most):
+                made.values["reasoning"] = ReasoningBody(max_tokens=most)
+            case ThinkingBody(type="disabled"):
+                made.values["reasoning"] = ReasoningBody(effort="none")
+        if self.output_config is not None:
+            made.values["reasoning_effort"] = self.output_config.effort
+            if self.output_config.format is not None:
+                schema = {"schema": self.output_config.format.schema_}
+                made.values["response_format"] = {"type": "json_schema", "json_schema": schema}
         return made
 
 
@@ -178,8 +203,8 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    def translated(self, *, can_stop_reasoning: bool) -> Translation:
-        made = super().translated(can_stop_reasoning=can_stop_reasoning)
+    def translated(self) -> Translation:
+        made = super().translated()
         names = ("max_tokens", "temperature", "top_p", "top_k", "stream")
         made.values |= {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
         return made

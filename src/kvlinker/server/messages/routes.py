@@ -15,7 +15,7 @@ from kvlinker.server.edge.long_bodies import BodyRoute
 from kvlinker.server.fields.bodies import ResponseBody
 from kvlinker.server.messages.answers import MessageAnswer, MessageObject, MessageStreamEvent
 from kvlinker.server.messages.errors import MessagesError
-from kvlinker.server.messages.requests import REASONING_VARIABLE, CountTokensRequest, MessagesRequest
+from kvlinker.server.messages.requests import CountTokensRequest, MessagesRequest
 from kvlinker.server.models import ServiceParam
 
 
@@ -33,7 +33,7 @@ class TokenCount(ResponseBody):
 
 
 def _responses() -> dict[int | str, dict[str, Any]]:
-    answered = completion_responses(MessageStreamEvent.__name__)[200]
+    answered = completion_responses(MessageStreamEvent.__name__, ignores=True)[200]
     answered = answered | {
         "description": "The answer; with `stream`, server-sent events that have the names of their types. A stream "
         "that fails half way ends with an event `error`."
@@ -46,9 +46,8 @@ async def create_message(
     body: MessagesRequest, request: Request, service: ServiceParam, tenant: TenantParam
 ) -> Response:
     """Answer a conversation, in Anthropic's words; content mixes text, context caches, and results of tools."""
-    llm = service.llm
-    translation = body.translated(can_stop_reasoning=llm.builder.has_variable(REASONING_VARIABLE))
-    return await respond_in_dialect(service, request, translation, MessageAnswer(llm), tenant=tenant)
+    answer = MessageAnswer(service.llm)
+    return await respond_in_dialect(service, request, body.translated(), answer, tenant=tenant)
 
 
 @router.post("/v1/messages/count_tokens", responses=error_responses(400, 404, model=MessagesError))
@@ -57,7 +56,7 @@ async def count_tokens(
 ) -> TokenCount:
     """Tell how many tokens the prompt of a conversation has. Nothing is cached."""
     llm = service.llm
-    translation = body.translated(can_stop_reasoning=llm.builder.has_variable(REASONING_VARIABLE))
+    translation = body.translated()
     with translation.renaming():
         chat = await service.encoding.run(request, translation.request)
         service.check_model(chat.model)

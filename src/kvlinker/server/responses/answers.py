@@ -186,7 +186,7 @@ class ResponseAnswer:
             output=[self._item(block, self._status_of(block)) for block in self._blocks],
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=None,
-            reasoning={"effort": None, "summary": None},
+            reasoning=body.told_reasoning(),
             service_tier="default",
             store=False,
             temperature=params.temperature,

@@ -124,7 +124,7 @@ class ResponseObject(ResponseBody):
     output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: None
-    reasoning: dict[str, None]
+    reasoning: dict[str, str | None]
     service_tier: str
     store: Literal[False]
     temperature: float

@@ -17,6 +17,7 @@ from kvlinker.server.fields.bodies import (
     Text,
     TextOr,
 )
+from kvlinker.server.fields.reasoning import ReasoningBody, Verbosity
 from kvlinker.server.fields.tools import FunctionName
 from kvlinker.server.responses.items import Item, MessageItem, add_items
 from kvlinker.types.limits import MOST_MESSAGES, MOST_TOOLS
@@ -74,10 +75,9 @@ _Format = Annotated[
 
 
 class TextBody(RequestBody):
-    """The form of the answer."""
+    """The form of the answer, and how long it is to be."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
-
+    verbosity: Verbosity | None = None
     format: _Format | None = None
 
 
@@ -96,7 +96,6 @@ class ResponsesRequest(RequestBody):
         "background": (False,),
         "prompt": (),
         "include": ([], ["reasoning.encrypted_content"]),
-        "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
         "truncation": ("disabled",),
         "top_logprobs": (0,),
         "context_management": ([],),
@@ -113,6 +112,7 @@ class ResponsesRequest(RequestBody):
     tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextBody | None = None
+    reasoning: ReasoningBody | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     metadata: Metadata | None = None
@@ -128,6 +128,11 @@ class ResponsesRequest(RequestBody):
         asked = self.text.format if self.text else None
         return {"format": {"type": "text"} if asked is None else asked.model_dump(by_alias=True, exclude_none=True)}
 
+    def told_reasoning(self) -> dict[str, str | None]:
+        """Return what was asked for about reasoning, as answers tell it."""
+        asked = self.reasoning or ReasoningBody()
+        return {"effort": asked.effort, "summary": asked.summary}
+
     def told_choice(self) -> str | dict[str, str]:
         """Return the choice of tools, as answers tell it."""
         if isinstance(self.tool_choice, NamedFunction):
@@ -142,10 +147,12 @@ class ResponsesRequest(RequestBody):
                 "max_tokens": "max_output_tokens",
                 "response_format": "text.format",
                 "response_format.json_schema": "text.format",
+                "verbosity": "text.verbosity",
             }
         )
-        names = ("model", "link", "temperature", "top_p", "parallel_tool_calls", "stream", "service_tier")
+        names = ("model", "link", "temperature", "top_p", "parallel_tool_calls", "reasoning", "stream", "service_tier")
         made.values |= {name: getattr(self, name) for name in names} | {"max_tokens": self.max_output_tokens}
+        made.values["verbosity"] = self.text.verbosity if self.text else None
         if self.instructions is not None:
             made.add_message("system")
             made.add_content(self.instructions, origin="instructions")
