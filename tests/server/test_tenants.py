@@ -297,7 +297,7 @@ def test_clients(tenants: Served) -> None:
         assert anna.caches_usage()["caches"] == 3
         assert anna.caches_usage(scope="shared")["caches"] == 1
         with pytest.raises(QuotaExceededError):
-            bert.generate_context_cache("wxyz")
+            bert.generate_context_cache(list("wxyz"))
         with pytest.raises(PinLimitError):
             anna.generate_context_cache(["x" * 2000] * 2 + ["y" * 1900], pinned=True)
         with pytest.raises(InvalidRequestError, match="at least one pair"):

@@ -27,7 +27,7 @@ from kvlinker.client.wire import (
     read_page,
     read_pieces,
 )
-from kvlinker.errors import InvalidRequestError
+from kvlinker.errors import InvalidRequestError, UnknownArgumentError, did_you_mean
 from kvlinker.types.texts import CacheContent, Piece, SearchHit
 
 T = TypeVar("T")
@@ -35,6 +35,8 @@ T = TypeVar("T")
 CACHES = "v1/context_caches"
 CHAT = "v1/chat/completions"
 EXPLAIN = "v1/link/explain"
+
+_CHAT_ARGUMENTS = ("messages", "policy", "stream")
 
 
 class HasId(Protocol):
@@ -79,13 +81,14 @@ class Call(Generic[T]):
         return self.read(response)
 
 
-def generate_context_cache(chunks: Sequence[str], **options: Any) -> Call[tuple[RemoteContextCache, ...]]:
-    """Create one context cache per chunk, in order.
+def generate_context_cache(chunks: str | Sequence[str], **options: Any) -> Call[tuple[RemoteContextCache, ...]]:
+    """Create one context cache per chunk, in order; a text alone is one chunk.
 
     ``options``: ``ttl``, ``name``, ``metadata`` (of all, or a list with one for each), ``context``, ``pinned``,
     ``scope``.
     """
-    return Call("POST", CACHES, read_caches, {"chunks": list(chunks), **options})
+    texts = [chunks] if isinstance(chunks, str) else list(chunks)
+    return Call("POST", CACHES, read_caches, {"chunks": texts, **options})
 
 
 def cache_text(
@@ -183,11 +186,20 @@ def caches_usage(*, scope: str = "private") -> Call[dict[str, Any]]:
 
 
 def _chat_body(messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of a chat request. ``sampling`` are the server's fields, which it checks itself, so that only a
+    misspelt argument of the call is refused here."""
+    for name in sampling:
+        if did_you_mean(name, _CHAT_ARGUMENTS):
+            raise UnknownArgumentError.of(chat_completion.__name__, name, _CHAT_ARGUMENTS)
     body: dict[str, Any] = {"messages": [_plain(message) for message in messages], **sampling}
     return body if policy is None else body | {"link": {"policy": policy}}
 
 
 def _plain(message: Message) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(
+            f"A message is {message!r}, but must be a mapping with a 'role' and a 'content'.", param="messages"
+        )
     content = message.get("content")
     parts = content if content is None or isinstance(content, str) else [_part(part) for part in content]
     return {**message, "content": parts}

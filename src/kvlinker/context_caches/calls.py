@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from kvlinker.arguments import names_arguments
 from kvlinker.context_caches.caches import CachesUsage, ContextCaches
 from kvlinker.context_caches.creation import Metadata
 from kvlinker.errors import InvalidRequestError
@@ -15,6 +16,7 @@ from kvlinker.types.tenants import DEFAULT_TENANT, Scope, parse_scope
 from kvlinker.types.texts import CacheContent, SearchHit
 
 
+@names_arguments
 class ContextCacheCalls:
     """The calls of ``LLM`` about context caches, with the rights of an admin and times that count from now."""
 
@@ -22,7 +24,7 @@ class ContextCacheCalls:
 
     def generate_context_cache(
         self,
-        chunks: Sequence[str],
+        chunks: str | Sequence[str],
         *,
         ttl: float | None = None,
         name: str | None = None,
@@ -32,14 +34,14 @@ class ContextCacheCalls:
         scope: Scope | str = Scope.PRIVATE,
         tenant: str = DEFAULT_TENANT,
     ) -> tuple[ContextCache, ...]:
-        """Compute and keep the KV of each chunk; the results stand in message content.
+        """Compute and keep the KV of each chunk; the results stand in message content. A text alone is one chunk.
 
         ``ttl`` is in seconds. ``metadata``: pairs of strings for all, or a list of them, one for each. ``pinned``: the
         KV is not evicted. ``scope``: "shared" lets all tenants use it. Raises QuotaExceededError and PinLimitError
         where the settings, or the store, have no room for it.
         """
         created = self.caches.create(
-            chunks,
+            [chunks] if isinstance(chunks, str) else list(chunks),
             tenant=tenant,
             expires_at=None if ttl is None else _expiry(ttl),
             name=name,
