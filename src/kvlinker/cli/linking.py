@@ -12,6 +12,7 @@ from kvlinker.cli.bench.common import MODEL_OPTIONS
 from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_display
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings, load_settings
+from kvlinker.engine.model_place import check_model
 
 if TYPE_CHECKING:
     from kvlinker.linking import Policy
@@ -25,12 +26,15 @@ def check(
     from rich.console import Console
     from rich.table import Table
 
+    with failures(BAD_USAGE):
+        settings = load_settings(model=model, trust_remote_code=trust_remote_code)
+    with failures():
+        check_model(settings)
+
     from kvlinker.embedded.model.anatomy import context_window
     from kvlinker.embedded.selftest import refusal_after, self_test
     from kvlinker.engine.model_files import read_model
 
-    with failures(BAD_USAGE):
-        settings = load_settings(model=model, trust_remote_code=trust_remote_code)
     with failures():
         transformer, _ = read_model(settings)
         checks = self_test(transformer)
