@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check(
-    model: Annotated[str, typer.Argument(help="Local path or Hugging Face hub id.")],
+    model: Annotated[str, typer.Argument(help="Local path or Hugging Face hub id.", metavar="MODEL")],
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
 ) -> None:
     """Compare kvlinker's computation with the model's own, a verdict per check."""
@@ -92,7 +92,10 @@ def _unsupported_by(engine: str) -> Callable[[Policy], str | None]:
 def calibrate(
     settings: Settings,
     policy: Annotated[
-        str, typer.Argument(help="A policy with {} for the number, such as cachecraft-{}-focus or legolink-{}.")
+        str,
+        typer.Argument(
+            help="A policy with {} for the number, such as cachecraft-{}-focus or legolink-{}.", metavar="POLICY"
+        ),
     ] = "cachecraft-{}",
     target: Annotated[float, typer.Option(min=0, max=2, help="Wanted score, as a share of full prefill's.")] = 0.95,
     values: Annotated[

@@ -24,7 +24,7 @@ Limit = Annotated[int, typer.Option(min=1, max=100, help="Most chunks.")]
 @settings_options(*_SETTINGS)
 def search(
     settings: Settings,
-    query: Annotated[str, typer.Argument(help="Words; any of them may match.")],
+    query: Annotated[str, typer.Argument(help="Words; any of them may match.", metavar="QUERY")],
     limit: Limit = 10,
     metadata: MetadataPairs = None,
     url: Url = None,
@@ -55,7 +55,7 @@ def search(
 @settings_options(*_SETTINGS, "policy")
 def ask(
     settings: Settings,
-    question: Annotated[str, typer.Argument(help="A question about what is cached.")],
+    question: Annotated[str, typer.Argument(help="A question about what is cached.", metavar="QUESTION")],
     limit: Limit = 4,
     metadata: MetadataPairs = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 256,
