@@ -92,7 +92,3 @@ def test_a_text_alone_is_one_chunk(served: Served, kind: str) -> None:
     (cache,) = call(kind, served, "generate_context_cache", "hello world")
     content = call(kind, served, "read_cache", cache.id)
     assert content.text == "hello world"
-
-
-def test_chunks_may_come_one_by_one(served: Served) -> None:
-    assert len(served.llm.generate_context_cache(text for text in ("a", "b"))) == 2  # type: ignore[arg-type]

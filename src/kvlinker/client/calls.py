@@ -82,13 +82,14 @@ class Call(Generic[T]):
 
 
 def generate_context_cache(chunks: str | Sequence[str], **options: Any) -> Call[tuple[RemoteContextCache, ...]]:
-    """Create one context cache per chunk, in order; a text alone is one chunk.
+    """Create one context cache per chunk, in order. A string is one chunk.
 
     ``options``: ``ttl``, ``name``, ``metadata`` (of all, or a list with one for each), ``context``, ``pinned``,
     ``scope``.
     """
-    texts = [chunks] if isinstance(chunks, str) else list(chunks)
-    return Call("POST", CACHES, read_caches, {"chunks": texts, **options})
+    return Call(
+        "POST", CACHES, read_caches, {"chunks": [chunks] if isinstance(chunks, str) else list(chunks), **options}
+    )
 
 
 def cache_text(

@@ -34,14 +34,14 @@ class ContextCacheCalls:
         scope: Scope | str = Scope.PRIVATE,
         tenant: str = DEFAULT_TENANT,
     ) -> tuple[ContextCache, ...]:
-        """Compute and keep the KV of each chunk; the results stand in message content. A text alone is one chunk.
+        """Compute and keep the KV of each chunk; the results stand in message content. A string is one chunk.
 
         ``ttl`` is in seconds. ``metadata``: pairs of strings for all, or a list of them, one for each. ``pinned``: the
         KV is not evicted. ``scope``: "shared" lets all tenants use it. Raises QuotaExceededError and PinLimitError
         where the settings, or the store, have no room for it.
         """
         created = self.caches.create(
-            [chunks] if isinstance(chunks, str) else list(chunks),
+            (chunks,) if isinstance(chunks, str) else chunks,
             tenant=tenant,
             expires_at=None if ttl is None else _expiry(ttl),
             name=name,

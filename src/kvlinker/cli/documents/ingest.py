@@ -45,12 +45,12 @@ def ingest(
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Split files and folders into chunks, and cache them ahead of time.
+    r"""Split files and folders into chunks, and cache them ahead of time.
 
-    Prints a line of JSON per chunk as it goes: id, file, index, start, end, tokens, new. start and
-    end count characters of the file's text. What is cached already is not computed again, so that a
-    run that was interrupted goes on where it ended. Of PDF, HTML, DOCX and EPUB files (pip install
-    'kvlinker\\[documents]'), the text is Markdown. Files without text are left out.
+    Prints a line of JSON per chunk as it goes: id, file, index, start, end, tokens, new. start and end count characters
+    of the file's text. What is cached already is not computed again, so that a run that was interrupted goes on where
+    it ended. Of PDF, HTML, DOCX and EPUB files (pip install 'kvlinker\[documents]'), the text is Markdown.
+    Files without text are left out.
     """
     if url is None:
         _check_method(method)
