@@ -320,7 +320,7 @@ def test_bad_input_names_what_is_wrong(make_llm):
     llm = make_llm(kv_slots=200)
     with pytest.raises(PolicyError):
         ask(llm, [], policy="blend")
-    with pytest.raises(ContextLengthError, match="Split it"):
+    with pytest.raises(ContextLengthError, match="split it into chunks"):
         llm.generate_context_cache(["x" * 300])
     with pytest.raises(InvalidRequestError, match="1 to"):
         llm.generate_context_cache([])

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 from kvlinker.answer import Answer
+from kvlinker.arguments import names_arguments, takes_fields_of
 from kvlinker.content import CompletionContent
 from kvlinker.conversing import ToolChoice
 from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
@@ -38,6 +39,7 @@ def _in_thread(call: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[A
     return method
 
 
+@names_arguments
 class AsyncLLM:
     """A model that answers prompts made of cached chunks and fresh text, for asyncio.
 
@@ -103,6 +105,7 @@ class AsyncLLM:
         **sampling: Any,
     ) -> AsyncIterator[str]: ...
 
+    @takes_fields_of(SamplingParams)
     async def chat_completion(
         self,
         messages: Messages | Prompt,
@@ -146,6 +149,7 @@ class AsyncLLM:
             return _texts(events, asked.reader)
         return (await _answer(events, asked.read)).read_by(asked.reader)
 
+    @takes_fields_of(SamplingParams)
     async def completion(
         self,
         prompt: CompletionContent,

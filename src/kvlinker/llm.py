@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from kvlinker.answer import Answer, ChoiceSink, wait_for_answer
+from kvlinker.arguments import names_arguments, takes_fields_of
 from kvlinker.audit.oversight import Oversight
 from kvlinker.config import Settings, load_settings
 from kvlinker.content import (
@@ -76,6 +77,7 @@ class AskedChat(NamedTuple):
     """Reads the answer."""
 
 
+@names_arguments
 class LLM(ContextCacheCalls):
     """A model that answers prompts made of cached chunks and fresh text.
 
@@ -277,6 +279,7 @@ class LLM(ContextCacheCalls):
         InvalidRequestError for a choice of tools that are not offered."""
         return Conversing(self.answer_form, self.tail_of, tools, choice, several=several)
 
+    @takes_fields_of(SamplingParams)
     def chat_completion(
         self,
         messages: Messages | Prompt,
@@ -343,6 +346,7 @@ class LLM(ContextCacheCalls):
         params = self.sampling_params(**conversing.sampling_fields(read.prompt, given))
         return AskedChat(read, params, conversing.reader(read.prompt))
 
+    @takes_fields_of(SamplingParams)
     def completion(
         self,
         prompt: CompletionContent,

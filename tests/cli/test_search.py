@@ -43,7 +43,7 @@ def test_search(tmp_path: Path, state: Path) -> None:
     found = run("search", 'Where does "Tom NEAR(Reyes live?', "--limit", 1)
     assert found.exit_code == 0, found.stderr
     place, text = found.stdout.rstrip().splitlines()
-    assert place.startswith(ids[1])
+    assert place.startswith(f"{ids[1]}  100%  ")
     assert place.endswith(f"{tmp_path}/docs/people.md, characters 49 to {len(PEOPLE)}")
     assert text == "    Tom Reyes lives in Oslo. He works as a pilot."
     printed = run("search", "lives", "--json", "--metadata", "index=0")
@@ -57,11 +57,63 @@ def test_search_of_nothing(tmp_path: Path, state: Path) -> None:
         missed = run(command, "zebra")
         assert (missed.exit_code, missed.stdout) == (1, "")
         assert "nothing that is cached matches 'zebra'; `kvlinker ingest PATH` caches files" in missed.stderr
-        refused = run(command, "???")
-        assert (refused.exit_code, refused.stdout) == (1, "")
-        assert "no word to search for" in refused.stderr
+        for text in ("???", "", " "):
+            refused = run(command, text)
+            assert (refused.exit_code, refused.stdout) == (2, "")
+            argument = "QUERY" if command == "search" else "QUESTION"
+            assert f"{argument} is {text!r}, without a word to search for; write some" in refused.stderr
         assert run(command, "lives", "--metadata", "index").exit_code == 2
         assert run(command, "lives", "--metadata", "index=7").exit_code == 1
+
+
+def test_matches_are_told_in_percent_of_the_best(tmp_path: Path, state: Path) -> None:
+    """BM25's own scores are near 0 where few texts are there, or most of them have the words."""
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    texts = ("Tom Reyes lives in Oslo.", "Tom swims.", "Mira lives.", "Bo lives.", "Cy lives.", "Di lives.")
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text)
+    assert run("ingest", folder).exit_code == 0
+    found = run("search", "Where does Tom live?").stdout
+    told = [line.split()[1] for line in found.splitlines() if line.startswith("cc_")]
+    scores = [json.loads(line)["score"] for line in run("search", "Where does Tom live?", "--json").stdout.splitlines()]
+    assert told == ["100%", f"{scores[1] / scores[0]:.0%}", *["<1%"] * 4]
+
+
+def test_context_caches_without_a_name_are_of_no_place(served: Served) -> None:
+    (cache,) = served.cache("Zebras graze in Zambia.")
+    url = ("--url", served.url)
+    asked = run("ask", "Where do zebras graze?", "--max-tokens", 2, *url)
+    assert asked.exit_code == 0, asked.stderr
+    tokens = len(served.llm.read_cache(cache).token_ids)
+    assert f"kvlinker: read {cache} ({tokens} tokens)\n" in asked.stderr
+    assert run("search", "zebras", *url).stdout.splitlines()[0] == f"{cache}  100%"
+
+
+@pytest.mark.parametrize("command", [("search", "a"), ("ask", "a"), ("top", "--once"), ("ingest", __file__)])
+def test_a_key_that_is_missing_is_asked_for(keyed: Served, command: tuple[str, ...]) -> None:
+    refused = run(*command, "--url", keyed.url)
+    assert refused.exit_code == 1
+    assert "Missing or unknown API key. Give it by --api-key, or in KVLINKER_API_KEY." in refused.stderr
+
+
+@pytest.mark.parametrize("command", [("search", "a"), ("ask", "a"), ("top", "--once"), ("ingest", __file__)])
+def test_a_server_that_does_not_answer_is_named(command: tuple[str, ...]) -> None:
+    missed = run(*command, "--url", "http://127.0.0.1:9")
+    assert missed.exit_code == 1
+    assert "No server answers at http://127.0.0.1:9: " in missed.stderr
+    wrong = run(*command, "--url", "nowhere")
+    assert (wrong.exit_code, "is no address of a server" in wrong.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("command", [("serve", "--port", "0"), ("search", "a"), ("ask", "a"), ("ingest", __file__)])
+def test_a_model_that_is_nowhere_is_told_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("kvlinker.llm.LLM.from_settings", lambda _: pytest.fail("it was loaded"))
+    missed = run(*command, "--model", "models/of/mine")
+    assert missed.exit_code == 1
+    assert "No model at models/of/mine: there is no such folder." in missed.stderr
 
 
 def test_search_that_is_off(tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_a_key_is_asked_for(keyed: Served) -> None:
 def test_nobody_answers() -> None:
     missed = run("--once", "--url", "http://127.0.0.1:9")
     assert (missed.exit_code, missed.stdout) == (1, "")
-    assert "cannot be reached" in missed.stderr
+    assert "No server answers at http://127.0.0.1:9" in missed.stderr
     assert run("--every", 0).exit_code == 2
 
 

@@ -24,6 +24,7 @@ from kvlinker.errors import (
     ModelNotFoundError,
     OverloadedError,
     PolicyError,
+    UnknownArgumentError,
 )
 from kvlinker.types.texts import SearchHit
 from kvlinker.types.tools import ToolCall
@@ -176,7 +177,7 @@ async def test_async_client(served: Served) -> None:
     ("fields", "error", "code", "param"),
     [
         ({"temperature": -1}, InvalidRequestError, "invalid_value", "temperature"),
-        ({"temprature": 1}, InvalidRequestError, "unknown_parameter", "temprature"),
+        ({"temprature": 1}, UnknownArgumentError, "unknown_parameter", "temprature"),
         ({"policy": "legolink-0"}, PolicyError, "invalid_policy", "link.policy"),
         ({"model": "gpt-4"}, ModelNotFoundError, "model_not_found", "model"),
         ({"max_tokens": 10**6}, ContextLengthError, "context_length_exceeded", "max_tokens"),

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -14,6 +18,7 @@ from transformers import AutoTokenizer
 
 from kvlinker.config import load_settings
 from kvlinker.engine.model_files import FINGERPRINTS, fingerprint_of_files, read_tokenizer
+from kvlinker.engine.model_place import check_model
 from kvlinker.errors import ModelLoadError
 
 
@@ -40,7 +45,77 @@ def test_other_places_without_a_model(tmp_path: Path) -> None:
         assert complaint(model) == f"No model at {model}: there is no such folder."
 
 
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A hub that knows no model; returns the paths that it was asked for."""
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        set_hub(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+        yield asked
+        server.shutdown()
+
+
+def set_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    for name in ("ENDPOINT", "_HF_DEFAULT_ENDPOINT"):
+        monkeypatch.setattr(huggingface_hub.constants, name, url)
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that transformers is asked to load, all of which fail."""
+    asked: list[str] = []
+
+    def fails(model: str, **_: Any) -> None:
+        asked.append(model)
+        raise OSError("no such files")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fails)
+    return asked
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, loaded: list[str]) -> None:
+    """By us: transformers' loading waits and tries again for most of a minute."""
+    set_hub(monkeypatch, "http://127.0.0.1:9")  # nobody listens there
+    text = complaint("someone/model")
+    assert "'someone/model' is not on this machine, and the Hugging Face hub cannot be reached" in text
+    assert loaded == []
+
+
+def test_what_the_hub_answers_is_left_to_the_loading(hub: list[str], loaded: list[str]) -> None:
+    assert "no such files" in complaint("someone/model")
+    assert (hub, loaded) == (["/someone/model/resolve/main/config.json"], ["someone/model"])
+
+
+def test_a_model_on_this_machine_needs_no_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loaded: list[str]
+) -> None:
+    set_hub(monkeypatch, "http://127.0.0.1:9")
+    folder = tmp_path / "models--someone--model"
+    (folder / "snapshots" / "1").mkdir(parents=True)
+    (folder / "snapshots" / "1" / "config.json").write_text("{}")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("1")
+    check_model(load_settings(model="someone/model", vllm_options={"download_dir": str(tmp_path)}))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    complaint("someone/model")
+    assert loaded == ["someone/model"]
+
+
 @pytest.mark.parametrize("offline", [True, False])
+@pytest.mark.usefixtures("hub")
 def test_hub_ids_without_a_network(monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise OSError("no files") from (LocalEntryNotFoundError("no network") if offline else KeyError("a key"))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.errors import ContextLengthError, InvalidRequestError
+from kvlinker.errors import ContextLengthError, InvalidRequestError, WayOut
 from kvlinker.prompt.builder import PromptBuilder
 from kvlinker.prompt.encoding import TextEncoder
 from kvlinker.prompt.length import LEAST_CHARACTERS, LengthLimit
@@ -37,7 +37,7 @@ def test_the_bound_is_the_windows(limit: LengthLimit) -> None:
         limit.check_texts(["a", "b" * limit.max_characters], param="messages")
     assert caught.value.param == "messages"
     assert f"{WINDOW} tokens" in caught.value.message
-    assert "'split'" in caught.value.message
+    assert str(WayOut.SPLIT) in caught.value.message
 
 
 def test_too_many_characters_are_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ CASES = [
     # what OpenAI has and this has not
     chat("wrong model", "model_not_found", "model", status=404, model="gpt-4"),
     chat("model a lone surrogate", "invalid_value", "model", model="\ud800"),
-    chat("a field named by a lone surrogate", "invalid_value", None, **{"\ud800": 1}),
+    chat("a field named by a lone surrogate", "unknown_parameter", "\ufffd\ufffd\ufffd", **{"\ud800": 1}),
     chat("model a number", "invalid_type", "model", model=4),
     chat("tools of another kind", "invalid_value", "tools.0.type", tools=[{"type": "web_search"}]),
     chat("functions", "unsupported_parameter", "functions", functions=[{"name": "f"}]),

@@ -184,22 +184,22 @@ def test_pieces_count_what_their_chunks_have() -> None:
 
 @pytest.mark.parametrize("text", ["", " ", "\r\n\t\f\u3000"])
 def test_blank_input(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match="only whitespace") as caught:
+    with pytest.raises(InvalidRequestError, match="more than whitespace") as caught:
         split(text, "fixed")
-    assert caught.value.param == "input"
+    assert caught.value.param == "text"
 
 
 @pytest.mark.parametrize(
     ("arguments", "param", "message"),
     [
-        ({"text": "a\ud800"}, "input", r"lone surrogate U\+D800"),
-        ({"method": "words"}, "split.method", "one of fixed, markdown, paragraph, passage, sentence, not 'words'"),
-        ({"max_tokens": 0}, "split.max_tokens", f"from 1 to {MAX_PIECE_TOKENS}, not 0"),
-        ({"max_tokens": -5}, "split.max_tokens", "not -5"),
-        ({"max_tokens": MAX_PIECE_TOKENS + 1}, "split.max_tokens", f"not {MAX_PIECE_TOKENS + 1}"),
-        ({"max_tokens": True}, "split.max_tokens", "not True"),
-        ({"max_tokens": 1.5}, "split.max_tokens", "not 1.5"),
-        ({"text": "ab 😀", "max_tokens": 3}, "split.max_tokens", "character '😀' alone takes 4 tokens"),
+        ({"text": "a\ud800"}, "text", r"lone surrogate U\+D800"),
+        ({"method": "words"}, "method", "one of fixed, markdown, paragraph, passage, sentence, not 'words'"),
+        ({"max_tokens": 0}, "max_tokens", f"from 1 to {MAX_PIECE_TOKENS}, not 0"),
+        ({"max_tokens": -5}, "max_tokens", "not -5"),
+        ({"max_tokens": MAX_PIECE_TOKENS + 1}, "max_tokens", f"not {MAX_PIECE_TOKENS + 1}"),
+        ({"max_tokens": True}, "max_tokens", "not True"),
+        ({"max_tokens": 1.5}, "max_tokens", "not 1.5"),
+        ({"text": "ab 😀", "max_tokens": 3}, "max_tokens", "character '😀' alone takes 4 tokens"),
     ],
 )
 @pytest.mark.parametrize("method", list(splitters()))
@@ -236,5 +236,5 @@ def test_more_pieces_than_are_wanted_are_not_made(method, monkeypatch):
     text = "One is here.\n\nTwo are there.\n\n" * 500
     with pytest.raises(InvalidRequestError, match="more than 10 pieces") as caught:
         split_text(text, tokenizer=ENCODER, method=method, max_tokens=8, most_pieces=10)
-    assert caught.value.param == "input"
+    assert caught.value.param == "text"
     assert len(counted) < 200

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kvlinker.errors import KVLinkerError
+from kvlinker.errors import KVLinkerError, in_words_of
 from kvlinker.research.progress import Progress
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def failures(code: int = FAILURE) -> Iterator[None]:
     try:
         yield
     except KVLinkerError as error:
-        raise fail(error.message, code) from error
+        raise fail(in_words_of("command", error.message), code) from error
 
 
 def output_console() -> Console:

@@ -12,25 +12,29 @@ from kvlinker.cli.bench.common import MODEL_OPTIONS
 from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_display
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings, load_settings
+from kvlinker.engine.model_place import check_model
 
 if TYPE_CHECKING:
     from kvlinker.linking import Policy
 
 
 def check(
-    model: Annotated[str, typer.Argument(help="Local path or Hugging Face hub id.")],
+    model: Annotated[str, typer.Argument(help="Local path or Hugging Face hub id.", metavar="MODEL")],
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
 ) -> None:
     """Compare kvlinker's computation with the model's own, a verdict per check."""
     from rich.console import Console
     from rich.table import Table
 
+    with failures(BAD_USAGE):
+        settings = load_settings(model=model, trust_remote_code=trust_remote_code)
+    with failures():
+        check_model(settings)
+
     from kvlinker.embedded.model.anatomy import context_window
     from kvlinker.embedded.selftest import refusal_after, self_test
     from kvlinker.engine.model_files import read_model
 
-    with failures(BAD_USAGE):
-        settings = load_settings(model=model, trust_remote_code=trust_remote_code)
     with failures():
         transformer, _ = read_model(settings)
         checks = self_test(transformer)
@@ -88,7 +92,10 @@ def _unsupported_by(engine: str) -> Callable[[Policy], str | None]:
 def calibrate(
     settings: Settings,
     policy: Annotated[
-        str, typer.Argument(help="A policy with {} for the number, such as cachecraft-{}-focus or legolink-{}.")
+        str,
+        typer.Argument(
+            help="A policy with {} for the number, such as cachecraft-{}-focus or legolink-{}.", metavar="POLICY"
+        ),
     ] = "cachecraft-{}",
     target: Annotated[float, typer.Option(min=0, max=2, help="Wanted score, as a share of full prefill's.")] = 0.95,
     values: Annotated[

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
+from rich.markup import escape
 
 from kvlinker.cli.console import BAD_USAGE, fail, failures
 from kvlinker.config import CONFIG_FILE_VARIABLE, Settings, read_settings
@@ -80,7 +81,7 @@ def _option(name: str, field: FieldInfo) -> Parameter:
     """Values are passed on as text: Settings parses them, and complains about them."""
     kind = bool if field.annotation is bool else str
     option = typer.Option(
-        help=f"{field.description} (KVLINKER_{name.upper()})",
+        help=escape(f"{field.description} (KVLINKER_{name.upper()})"),
         show_default=_shown_default(field),
         metavar=_METAVARS.get(field.annotation, "TEXT"),
     )

@@ -15,6 +15,7 @@ from rich.table import Table
 from kvlinker.cli.console import BAD_USAGE, ENGINE_FAILED, fail, failures
 from kvlinker.cli.options import settings_options
 from kvlinker.config import Settings
+from kvlinker.engine.model_place import check_model
 from kvlinker.server.edge.address import bind, check_address, url_of
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def serve(settings: Settings) -> None:
     """Serve a model over HTTP, compatible with OpenAI's API."""
     with failures(BAD_USAGE):
         check_address(settings.host, settings.accepted_keys)
+    with failures():
+        check_model(settings)
     with failures(), closing(bind(settings.host, settings.port)) as listener:
         _serve(settings, listener)
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from kvlinker.cli.console import failures, output_console
 from kvlinker.client import Client, ServerUnreachableError
-from kvlinker.errors import KVLinkerError
+from kvlinker.errors import KVLinkerError, in_words_of
 
 WINDOW_SECONDS = 60.0
 """The time over which a live view counts: long enough for figures to stand still, short enough to see what changes."""
@@ -141,11 +141,9 @@ def top(
 
     Figures are those of the last minute. Where the output is no terminal, one frame is printed, as with --once.
     """
-    with Client(url, api_key) as client:
+    with failures(), Client(url, api_key) as client:
         if once or not sys.stdout.isatty():
-            with failures():
-                frame = view(whole_life(read(client)), url)
-            output_console().print(frame)
+            output_console().print(view(whole_life(read(client)), url))
             return
         with suppress(KeyboardInterrupt):
             _watch(client, url, every)
@@ -159,7 +157,7 @@ def _watch(client: Client, url: str, every: float) -> None:
             try:
                 frame = view(history.add(read(client)), url)
             except KVLinkerError as error:
-                frame = Text(error.message, style="red")
+                frame = Text(in_words_of("command", error.message), style="red")
             live.update(frame, refresh=True)
             time.sleep(every)
 

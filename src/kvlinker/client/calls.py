@@ -27,7 +27,7 @@ from kvlinker.client.wire import (
     read_page,
     read_pieces,
 )
-from kvlinker.errors import InvalidRequestError
+from kvlinker.errors import InvalidRequestError, UnknownArgumentError, did_you_mean
 from kvlinker.types.texts import CacheContent, Piece, SearchHit
 
 T = TypeVar("T")
@@ -35,6 +35,8 @@ T = TypeVar("T")
 CACHES = "v1/context_caches"
 CHAT = "v1/chat/completions"
 EXPLAIN = "v1/link/explain"
+
+_CHAT_ARGUMENTS = ("messages", "policy", "stream")
 
 
 class HasId(Protocol):
@@ -185,11 +187,20 @@ def caches_usage(*, scope: str = "private") -> Call[dict[str, Any]]:
 
 
 def _chat_body(messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of a chat request. ``sampling`` are the server's fields, which it checks itself, so that only a
+    misspelt argument of the call is refused here."""
+    for name in sampling:
+        if did_you_mean(name, _CHAT_ARGUMENTS):
+            raise UnknownArgumentError.of(chat_completion.__name__, name, _CHAT_ARGUMENTS)
     body: dict[str, Any] = {"messages": [_plain(message) for message in messages], **sampling}
     return body if policy is None else body | {"link": {"policy": policy}}
 
 
 def _plain(message: Message) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(
+            f"A message is {message!r}, but must be a mapping with a 'role' and a 'content'.", param="messages"
+        )
     content = message.get("content")
     parts = content if content is None or isinstance(content, str) else [_part(part) for part in content]
     return {**message, "content": parts}

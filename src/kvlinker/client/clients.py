@@ -11,6 +11,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 import httpx
 from httpx_sse import EventSource
 
+from kvlinker.arguments import names_arguments
 from kvlinker.client import calls
 from kvlinker.client.calls import Call, Message
 from kvlinker.client.wire import RemoteAnswer, read_texts, transport_errors
@@ -37,7 +38,7 @@ def _sent(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]
     @wraps(describe)
     def method(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
         call = describe(*args, **kwargs)
-        with transport_errors():
+        with transport_errors(client._http.base_url):
             response = client._http.request(**call.request())
         return call.result(response)
 
@@ -50,13 +51,14 @@ def _sent_async(describe: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncCli
     @wraps(describe)
     async def method(client: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         call = describe(*args, **kwargs)
-        with transport_errors():
+        with transport_errors(client._http.base_url):
             response = await client._http.request(**call.request())
         return call.result(response)
 
     return _with_self(method)
 
 
+@names_arguments
 class Client:
     """Calls a kvlinker server. Errors are raised as the KVLinkerErrors that ``LLM`` raises."""
 
@@ -104,7 +106,7 @@ class Client:
     ) -> Iterator[str]:
         """Yield the answer's text as it is generated; closing the iterator cancels the request."""
         call = calls.stream_chat_completion(messages, policy, sampling)
-        with transport_errors(), self._http.stream(**call.request()) as response:
+        with transport_errors(self._http.base_url), self._http.stream(**call.request()) as response:
             if response.is_error:
                 response.read()
             call.result(response)
@@ -124,6 +126,7 @@ class Client:
         self.close()
 
 
+@names_arguments
 class AsyncClient:
     """Calls a kvlinker server from asyncio: its methods are those of ``Client``, to be awaited."""
 
@@ -171,7 +174,7 @@ class AsyncClient:
     ) -> AsyncIterator[str]:
         """Yield the answer's text as it is generated; closing the iterator cancels the request."""
         call = calls.stream_chat_completion(messages, policy, sampling)
-        with transport_errors():
+        with transport_errors(self._http.base_url):
             async with self._http.stream(**call.request()) as response:
                 if response.is_error:
                     await response.aread()
@@ -203,8 +206,7 @@ def _root(base_url: str) -> str:
         cause = str(error).rstrip(".")
     if cause:
         raise InvalidRequestError(
-            f"base_url is {base_url!r}, which is no address of a server: {cause}. Write one such as "
-            "'http://localhost:8000'.",
+            f"{base_url!r} is no address of a server: {cause}. Write one such as 'http://localhost:8000'.",
             param="base_url",
         )
     return base_url.rstrip("/").removesuffix("/v1")

@@ -24,6 +24,8 @@ from kvlinker.errors import (
     PinLimitError,
     PolicyError,
     QuotaExceededError,
+    UnknownArgumentError,
+    in_words_of,
 )
 from kvlinker.types.answers import Timing, Usage
 from kvlinker.types.texts import CacheContent, Piece, SearchHit
@@ -40,6 +42,7 @@ _ERRORS: dict[str, type[KVLinkerError]] = {
         PinLimitError,
         PolicyError,
         QuotaExceededError,
+        UnknownArgumentError,
     )
 }
 
@@ -171,12 +174,14 @@ def read_texts(data: str) -> Iterator[str]:
 
 
 @contextmanager
-def transport_errors() -> Iterator[None]:
-    """Raise httpx's errors of the connection as ServerUnreachableError."""
+def transport_errors(address: httpx.URL) -> Iterator[None]:
+    """Raise httpx's errors of the connection to the server at ``address`` as ServerUnreachableError."""
     try:
         yield
     except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise ServerUnreachableError(f"The server cannot be reached: {error}. Check the address.") from error
+        raise ServerUnreachableError(
+            f"No server answers at {str(address).rstrip('/')}: {error}. Check the address."
+        ) from error
 
 
 def error_of(response: httpx.Response, body: Mapping[str, Any]) -> KVLinkerError:
@@ -195,7 +200,8 @@ def error_of(response: httpx.Response, body: Mapping[str, Any]) -> KVLinkerError
 
 def _error_of(told: Mapping[str, Any], *, status: int) -> KVLinkerError:
     fallback = InvalidRequestError if 400 <= status < 500 else KVLinkerError
-    error = _ERRORS.get(told["code"], fallback)(told["message"], param=told["param"], code=told["code"])
+    message = in_words_of("python", told["message"])
+    error = _ERRORS.get(told["code"], fallback)(message, param=told["param"], code=told["code"])
     error.status = status
     return error
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from kvlinker.arguments import names_arguments
 from kvlinker.context_caches.caches import CachesUsage, ContextCaches
 from kvlinker.context_caches.creation import Metadata
 from kvlinker.errors import InvalidRequestError
@@ -15,6 +16,7 @@ from kvlinker.types.tenants import DEFAULT_TENANT, Scope, parse_scope
 from kvlinker.types.texts import CacheContent, SearchHit
 
 
+@names_arguments
 class ContextCacheCalls:
     """The calls of ``LLM`` about context caches, with the rights of an admin and times that count from now."""
 

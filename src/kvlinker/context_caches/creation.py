@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvlinker.context_caches.texts import ChunkTexts
 from kvlinker.context_caches.upkeep import Upkeep
 from kvlinker.engine.contract import Engine
-from kvlinker.errors import ContextLengthError, InvalidRequestError
+from kvlinker.errors import ContextLengthError, InvalidRequestError, WayOut
 from kvlinker.events import Events, ImplicitEvicted
 from kvlinker.futures import gather
 from kvlinker.prompt.builder import PromptBuilder
@@ -135,7 +135,7 @@ class Creation:
             if length > self._engine.max_model_len:
                 raise ContextLengthError(
                     f"Chunk {index} has {len(chunk)} tokens ({length} with what stands before it); the model takes "
-                    f"{self._engine.max_model_len}. Split it: send it as 'input' with 'split'.",
+                    f"{self._engine.max_model_len}. {WayOut.SPLIT}",
                     param="chunks",
                 )
             return chunk

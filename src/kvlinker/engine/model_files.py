@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from kvlinker.config import Settings, WeightFormat
+from kvlinker.engine.model_place import CONFIG, WANTED, check_model, unreachable
 from kvlinker.errors import ModelLoadError
 from kvlinker.store.format.durability import replace_file
 from kvlinker.threads import set_threads
@@ -27,12 +27,9 @@ logger = logging.getLogger(__name__)
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The sampling parameters that a model's ``generation_config.json`` may recommend."""
 
-_WANTED = "Give the path of a folder with a transformers model, or the id of one on the Hugging Face hub."
-
 FINGERPRINTS = "fingerprints.json"
 """The file in the state directory that remembers the hashes of weight files, by path, size and time."""
 
-CONFIG = "config.json"
 VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
 """The entries of a model's configuration that change nothing that it computes."""
 
@@ -69,36 +66,15 @@ def sampling_defaults(generation_config: Any) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def check_model(model: str) -> None:
-    """Raise ModelLoadError for a path where there is no model of transformers, and for GGUF."""
-    path = Path(model)
-    if (path / "config.json").is_file():
-        return
-    if "gguf" in path.name.lower() or any(path.glob("*.gguf")):
-        raise ModelLoadError(
-            f"{model} is GGUF, the format of llama.cpp, which kvlinker does not read. Give the model that it was made "
-            "of, as a folder with config.json and *.safetensors, or by its hub id; weights=int4 holds it in 4 bits."
-        )
-    if path.is_file():
-        raise ModelLoadError(f"{model} is a file. {_WANTED}")
-    if path.is_dir():
-        raise ModelLoadError(f"{model} has no config.json. {_WANTED}")
-    if os.path.isabs(model) or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ModelLoadError(f"No model at {model}: there is no such folder.")
-
-
 def _read(kind: Any, settings: Settings, **options: Any) -> Any:
-    check_model(settings.model)
+    check_model(settings)
     transformers_logging.disable_progress_bar()
     try:
         return kind.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code, **options)
     except Exception as error:  # transformers raises whatever it meets
         if _is_offline(error):
-            raise ModelLoadError(
-                f"{settings.model!r} is not on this machine, and the Hugging Face hub cannot be reached. Where it can "
-                f"be, run `hf download {settings.model} --local-dir FOLDER`; copy the folder, and give its path."
-            ) from error
-        raise ModelLoadError(f"Cannot load {settings.model!r}: {error} {_WANTED}") from error
+            raise unreachable(settings.model) from error
+        raise ModelLoadError(f"Cannot load {settings.model!r}: {error} {WANTED}") from error
 
 
 def _is_offline(error: BaseException | None) -> bool:

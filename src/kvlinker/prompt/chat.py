@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 
-from kvlinker.errors import InvalidRequestError, ModelLoadError
+from kvlinker.errors import InvalidRequestError, ModelLoadError, WayOut
 from kvlinker.prompt.definitions import repeated_text, with_definitions
 from kvlinker.prompt.encoding import require_unicode
 from kvlinker.prompt.sections import needs_tool_section, with_documents, with_tool_section
@@ -125,8 +125,8 @@ class ChatTemplate:
         if sorted(shown) != list(range(len(pieces))):
             raise InvalidRequestError(
                 f"The chat template drops or repeats content: it shows {len(set(shown))} of {len(pieces)} "
-                f"context caches, {len(shown)} times in all. Place them in messages that it shows once, or use "
-                "/v1/completions.",
+                f"context caches, {len(shown)} times in all. Place them in messages that it shows once. "
+                f"{WayOut.COMPLETE}",
                 param="messages",
             )
         return parts
@@ -167,7 +167,7 @@ class ChatTemplate:
     ) -> str:
         if self._template is None:
             raise InvalidRequestError(
-                "This model has no chat template. Use /v1/completions, or configure a chat template.",
+                f"This model has no chat template. Configure one. {WayOut.COMPLETE}",
                 param="messages",
             )
         tools: dict[str, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlinker.errors import ContextLengthError
+from kvlinker.errors import ContextLengthError, WayOut
 from kvlinker.prompt.encoding import TextEncoder
 
 LEAST_CHARACTERS = 32
@@ -37,7 +37,7 @@ class LengthLimit:
         if characters > self.max_characters:
             raise ContextLengthError(
                 f"The text has {characters:,} characters; the context window of {self.max_tokens:,} tokens takes at "
-                f"most {self.max_characters:,}. {_WAY_OUT}",
+                f"most {self.max_characters:,}. {WayOut.SPLIT}",
                 param=param,
             )
         sampled = self.max_tokens * SAMPLED_CHARACTERS
@@ -47,7 +47,7 @@ class LengthLimit:
                 if tokens > self.max_tokens * SAMPLE_EXCESS:
                     raise ContextLengthError(
                         f"The text has {len(text):,} characters, of which the first {sampled:,} alone are {tokens:,} "
-                        f"tokens; the context window takes {self.max_tokens:,}. {_WAY_OUT}",
+                        f"tokens; the context window takes {self.max_tokens:,}. {WayOut.SPLIT}",
                         param=param,
                     )
 
@@ -65,6 +65,3 @@ class LengthLimit:
             raise ContextLengthError(
                 f"There are {count:,} token ids; the context window takes {self.max_tokens:,}. Send fewer.", param=param
             )
-
-
-_WAY_OUT = "Shorten it, or split it into chunks: POST /v1/context_caches takes 'input' with 'split'."

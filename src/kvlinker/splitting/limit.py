@@ -33,9 +33,9 @@ class TokenLimit:
         """Raises InvalidRequestError for more pieces than a text may have."""
         if self._most_pieces is not None and count > self._most_pieces:
             raise InvalidRequestError(
-                f"'input' makes more than {self._most_pieces:,} pieces of {self.max_tokens:,} tokens. Send it in "
+                f"The text makes more than {self._most_pieces:,} pieces of {self.max_tokens:,} tokens. Send it in "
                 "parts, or allow pieces of more tokens.",
-                param="input",
+                param="text",
             )
 
     def counts(self, pieces: Sequence[str]) -> list[int]:
@@ -144,9 +144,9 @@ class TokenLimit:
                 return end
             if end == begin + 1:
                 raise InvalidRequestError(
-                    f"'split.max_tokens' is {self.max_tokens}, but the character {text[begin]!r} alone takes "
+                    f"'max_tokens' is {self.max_tokens}, but the character {text[begin]!r} alone takes "
                     f"{excess + self.max_tokens} tokens. Allow at least that many.",
-                    param="split.max_tokens",
+                    param="max_tokens",
                 )
             budget = max(0, budget - excess)
 

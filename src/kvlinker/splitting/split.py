@@ -32,19 +32,17 @@ def split_text(
     blank only where a run of whitespace is itself about as long as the limit. Pass a ``PromptBuilder.encoder`` as
     ``tokenizer`` to save copying the vocabulary.
 
-    Raises InvalidRequestError for a blank or invalid text, or one that makes more than ``most_pieces`` (``input``), an
-    unknown method (``split.method``), and a limit out of range or one that a single character exceeds
-    (``split.max_tokens``).
+    Raises InvalidRequestError for a blank or invalid text, or one that makes more than ``most_pieces`` (``text``), an
+    unknown ``method``, and a limit out of range or one that a single character exceeds (``max_tokens``).
     """
     splitter = find_splitter(method)
     if type(max_tokens) is not int or not 1 <= max_tokens <= MAX_PIECE_TOKENS:
         raise InvalidRequestError(
-            f"'split.max_tokens' must be an integer from 1 to {MAX_PIECE_TOKENS}, not {max_tokens!r}.",
-            param="split.max_tokens",
+            f"'max_tokens' must be an integer from 1 to {MAX_PIECE_TOKENS}, not {max_tokens!r}.", param="max_tokens"
         )
-    require_unicode(text, param="input")
+    require_unicode(text, param="text")
     if not text.strip():
-        raise InvalidRequestError("'input' is empty: it needs text that is not only whitespace.", param="input")
+        raise InvalidRequestError("The text is empty: it needs more than whitespace.", param="text")
     limit = TokenLimit(
         tokenizer if isinstance(tokenizer, TextEncoder) else TextEncoder(tokenizer), max_tokens, most_pieces
     )

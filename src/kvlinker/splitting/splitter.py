@@ -57,8 +57,8 @@ def find_splitter(name: str) -> Splitter:
     known = splitters()
     if name not in known:
         raise InvalidRequestError(
-            f"'split.method' must be one of {', '.join(known)}, not {name!r}.{did_you_mean(name, known)}",
-            param="split.method",
+            f"'method' must be one of {', '.join(known)}, not {name!r}.{did_you_mean(name, known)}",
+            param="method",
         )
     return known[name]()
 

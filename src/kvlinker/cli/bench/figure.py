@@ -18,7 +18,7 @@ from kvlinker.config import Settings
 @settings_options(*MODEL_OPTIONS, *QUALITY_OPTIONS)
 def figure(
     settings: Settings,
-    name: Annotated[str, typer.Argument(help="Name of the figure, or all; list shows their names.")],
+    name: Annotated[str, typer.Argument(help="Name of the figure, or all; list shows their names.", metavar="NAME")],
     page: Annotated[Path, typer.Option(help="Write the figure into this page.", dir_okay=False)] = Path(
         "reproduction.md"
     ),

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvlinker.config import Settings
+from kvlinker.engine.model_place import check_model
 from kvlinker.errors import ContextCacheNotFoundError
 from kvlinker.types.texts import Piece, SearchHit
 
@@ -198,6 +199,7 @@ def open_library(settings: Settings, *, url: str | None, api_key: str | None) ->
         with Client(url, api_key) as client:
             yield RemoteLibrary(client)
         return
+    check_model(settings)
     with Console(stderr=True).status(f"Loading and checking {escape(settings.model)}"):
         from kvlinker.llm import LLM
         from kvlinker.types.tenants import DEFAULT_TENANT, tenant_of_key

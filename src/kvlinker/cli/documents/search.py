@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from kvlinker.cli.console import FAILURE, fail, failures
+from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures
 from kvlinker.cli.documents.library import MODEL_SETTINGS, Library, open_library
 from kvlinker.cli.options import ApiKey, MetadataPairs, Url, parse_pairs, settings_options
 from kvlinker.config import SHARED_TIER_SETTINGS, Settings
@@ -23,7 +24,7 @@ Limit = Annotated[int, typer.Option(min=1, max=100, help="Most chunks.")]
 @settings_options(*_SETTINGS)
 def search(
     settings: Settings,
-    query: Annotated[str, typer.Argument(help="Words; any of them may match.")],
+    query: Annotated[str, typer.Argument(help="Words; any of them may match.", metavar="QUERY")],
     limit: Limit = 10,
     metadata: MetadataPairs = None,
     url: Url = None,
@@ -32,25 +33,29 @@ def search(
 ) -> None:
     """Find cached chunks by words of their texts, the best match first.
 
-    The exit code is 1 where nothing is found.
+    Behind a chunk's id stands how well it matches, in percent of the best match; --json has BM25's own score. The exit
+    code is 1 where nothing is found.
     """
     pairs = parse_pairs(metadata)
+    _check_words(query, "QUERY")
     with failures(), open_library(settings, url=url, api_key=api_key) as library:
         hits = library.search(query, limit=limit, metadata=pairs)
     if not hits:
         raise _nothing_found(query)
+    best = hits[0].score
     for hit in hits:
         if as_json:
             entry = {"id": hit.id, "score": hit.score, "text": hit.text, "tokens": hit.tokens}
             typer.echo(json.dumps({**entry, "metadata": dict(hit.metadata)}, ensure_ascii=False))
         else:
-            typer.echo(f"{hit.id}  {hit.score:.2f}  {_place(hit)}\n{_indented(hit.text)}\n")
+            typer.echo(f"{hit.id}  {_share(hit.score / best):>4}  {_place(hit)}".rstrip())
+            typer.echo(f"{_indented(hit.text)}\n")
 
 
 @settings_options(*_SETTINGS, "policy")
 def ask(
     settings: Settings,
-    question: Annotated[str, typer.Argument(help="A question about what is cached.")],
+    question: Annotated[str, typer.Argument(help="A question about what is cached.", metavar="QUESTION")],
     limit: Limit = 4,
     metadata: MetadataPairs = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 256,
@@ -62,6 +67,7 @@ def ask(
     Prints the answer; the chunks that the model read are named on stderr.
     """
     pairs = parse_pairs(metadata)
+    _check_words(question, "QUESTION")
     policy = settings.policy if url is None or "policy" in settings.model_fields_set else None
     with failures(), open_library(settings, url=url, api_key=api_key) as library:
         hits = library.search(question, limit=limit, metadata=pairs)
@@ -69,7 +75,8 @@ def ask(
             raise _nothing_found(question)
         answer, read = _answer(library, question, hits, policy, max_tokens)
     for hit in read:
-        typer.echo(f"kvlinker: read {hit.id} ({hit.tokens} tokens) of {_place(hit)}", err=True)
+        place = f" of {where}" if (where := _place(hit)) else ""
+        typer.echo(f"kvlinker: read {hit.id} ({hit.tokens} tokens){place}", err=True)
     typer.echo(answer.strip())
 
 
@@ -97,16 +104,29 @@ def _message(hits: Sequence[SearchHit], question: str) -> list[SearchHit | str]:
     return [*content, f"Question: {question}"]
 
 
+def _share(share: float) -> str:
+    """Write a share in whole percent. None is 0%: a word that most texts have counts for next to nothing in BM25."""
+    return f"{share:.0%}" if share >= 0.005 else "<1%"
+
+
+def _check_words(text: str, argument: str) -> None:
+    """End the command where there is nothing to search for, before a model is loaded."""
+    if not re.search(r"\w", text):
+        raise fail(
+            f"{argument} is {text!r}, without a word to search for; write some, such as 'Who lives in Oslo?'", BAD_USAGE
+        )
+
+
 def _nothing_found(query: str) -> typer.Exit:
     return fail(f"nothing that is cached matches {query!r}; `kvlinker ingest PATH` caches files", FAILURE)
 
 
 def _place(hit: SearchHit) -> str:
-    """Name the part of a file, or the metadata, of a chunk."""
+    """Name the part of a file, or the metadata, of a chunk; empty where it has none."""
     labels = hit.metadata
     if "source" in labels and "start" in labels and "end" in labels:
         return f"{labels['source']}, characters {labels['start']} to {labels['end']}"
-    return labels.get("source") or json.dumps(dict(labels), ensure_ascii=False)
+    return labels.get("source") or (json.dumps(dict(labels), ensure_ascii=False) if labels else "")
 
 
 def _indented(text: str) -> str:

@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from kvlinker.errors import ContextLengthError, InvalidRequestError
 from kvlinker.server.context_caches.objects import ContextCacheList, Lifetime, described
-from kvlinker.server.context_caches.splitting import NonemptyText, SplitOptions, check_input
+from kvlinker.server.context_caches.splitting import NonemptyText, SplitOptions, check_input, pieces_of
 from kvlinker.server.edge.access import CallerParam
 from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import error_responses
@@ -100,9 +100,7 @@ async def create_context_caches(
 def _texts(service: Service, body: CreateContextCachesRequest) -> list[str]:
     if body.input is None:
         return body.chunks or []
-    split = body.split or SplitOptions()
-    pieces = service.llm.split_pieces(body.input, most_pieces=MAX_CHUNKS, **split.given())
-    return [piece.text for piece in pieces]
+    return [piece.text for piece in pieces_of(service, body.input, body.split)]
 
 
 @contextmanager

@@ -13,9 +13,10 @@ from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import error_responses
 from kvlinker.server.edge.long_bodies import BodyRoute
 from kvlinker.server.fields.bodies import RequestBody, ResponseBody, Text, Unicode
-from kvlinker.server.models import ServiceParam
+from kvlinker.server.models import Service, ServiceParam
 from kvlinker.splitting import MAX_PIECE_TOKENS, splitters
 from kvlinker.types.limits import MAX_CHUNKS, MAX_INPUT_CHARACTERS
+from kvlinker.types.texts import Piece
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
 
@@ -36,6 +37,20 @@ class SplitOptions(RequestBody):
     def given(self) -> dict[str, Any]:
         """Return the options that are given, as arguments for ``LLM.split_pieces``."""
         return self.model_dump(exclude_none=True)
+
+
+_NAMES = {"text": "input", "method": "split.method", "max_tokens": "split.max_tokens"}
+"""The fields of bodies by the arguments of ``LLM.split_pieces``."""
+
+
+def pieces_of(service: Service, text: str, split: SplitOptions | None) -> tuple[Piece, ...]:
+    """Cut the text of a body as its ``split`` says. Raises InvalidRequestError, which names the body's field."""
+    options = (split or SplitOptions()).given()
+    try:
+        return service.llm.split_pieces(text, most_pieces=MAX_CHUNKS, **options)
+    except InvalidRequestError as error:
+        error.param = _NAMES.get(error.param or "", error.param)
+        raise
 
 
 def check_input(text: str) -> None:
@@ -74,10 +89,9 @@ class PieceList(ResponseBody):
 async def split_text(body: SplitRequest, request: Request, service: ServiceParam) -> Response:
     """Tell into which chunks a text would be split; nothing is cached."""
     check_input(body.input)
-    options = (body.split or SplitOptions()).given()
 
     def told() -> tuple[int, dict[str, Any]]:
-        pieces = service.llm.split_pieces(body.input, most_pieces=MAX_CHUNKS, **options)
+        pieces = pieces_of(service, body.input, body.split)
         data = [PieceObject(start=piece.start, end=piece.end, tokens=piece.tokens) for piece in pieces]
         return sum(piece.tokens for piece in pieces), PieceList(data=data).model_dump()
 

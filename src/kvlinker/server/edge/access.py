@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvlinker.config import Settings
-from kvlinker.errors import AuthenticationError, KVLinkerError
+from kvlinker.errors import AuthenticationError, KVLinkerError, WayOut
 from kvlinker.server.edge.address import is_loopback
 from kvlinker.server.edge.draining import PROBES
 from kvlinker.server.edge.errors import error_response
@@ -144,6 +144,4 @@ class KeyCheck:
         return found
 
 
-_UNKNOWN_KEY = AuthenticationError(
-    "Missing or unknown API key. Send 'Authorization: Bearer <key>', or 'x-api-key: <key>'."
-)
+_UNKNOWN_KEY = AuthenticationError(f"Missing or unknown API key. {WayOut.KEY}")

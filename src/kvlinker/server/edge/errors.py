@@ -28,6 +28,7 @@ from kvlinker.errors import (
     InvalidRequestError,
     KVLinkerError,
     OverloadedError,
+    in_words_of,
     shortened,
 )
 from kvlinker.server.edge.routing import allowed_methods
@@ -293,9 +294,8 @@ def _inner_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
 
 
 def _body(message: str, kind: str, param: str | None, code: str) -> ErrorBody:
-    return ErrorBody(
-        error=ErrorDetails(message=shortened(message, MAX_MESSAGE_CHARACTERS), type=kind, param=param, code=code)
-    )
+    told = shortened(in_words_of("http", message), MAX_MESSAGE_CHARACTERS)
+    return ErrorBody(error=ErrorDetails(message=told, type=kind, param=param, code=code))
 
 
 def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:
@@ -310,7 +310,8 @@ def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:
         case "missing":
             return f"Missing required parameter: {param!r}.", param, "missing_required_parameter"
         case "extra_forbidden":
-            return f"Unknown parameter: {param!r}.", param, "unknown_parameter"
+            meant = complaint.get("ctx", {}).get("meant", "")
+            return f"Unknown parameter: {param!r}.{meant}", param, "unknown_parameter"
         case "unsupported_parameter":
             return f"{param!r} is not supported. Leave it out.", param, "unsupported_parameter"
         case "model_attributes_type" if param is None:

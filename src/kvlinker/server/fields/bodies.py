@@ -29,7 +29,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
-from kvlinker.errors import InvalidRequestError
+from kvlinker.errors import InvalidRequestError, did_you_mean
 from kvlinker.implicit.marks import TTL_PATTERN, ttl_seconds
 from kvlinker.types.context_cache import LONGEST_KEY, LONGEST_NAME, LONGEST_VALUE, MOST_PAIRS
 from kvlinker.types.limits import MAX_CHOICES, MOST_PARTS, MOST_STOPS
@@ -97,9 +97,24 @@ class RequestBody(BaseModel):
                 kind = PydanticCustomError("unsupported_parameter", "not supported; leave it out")
                 error = InitErrorDetails(type=kind, loc=(name,), input=data[name])
                 raise ValidationError.from_exception_data(cls.__name__, [error])  # with the field's whole path
+        cls._refuse_unknown(data)
         foreign = cls.ignored | cls.refused.keys()
         given = ((name, value) for name, value in data.items() if name not in foreign)
         return {name: value for name, value in given if value is not None or name in cls.model_fields}
+
+    @classmethod
+    def _refuse_unknown(cls, data: dict[str, Any]) -> None:
+        """Refuse a field that there is not, and offer the nearest one that there is."""
+        if cls.model_config.get("extra") != "forbid":
+            return
+        own = [field.alias or name for name, field in cls.model_fields.items()]
+        known = {*own, *cls.ignored, *cls.refused}
+        for name, value in data.items():
+            if name not in known and value is not None:
+                meant = {"meant": did_you_mean(str(name), own)}
+                kind = PydanticCustomError("extra_forbidden", "Extra inputs are not permitted", meant)
+                error = InitErrorDetails(type=kind, loc=(name,), input=value)
+                raise ValidationError.from_exception_data(cls.__name__, [error])
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

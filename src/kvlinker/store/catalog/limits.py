@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvlinker.errors import PinLimitError, QuotaExceededError
+from kvlinker.errors import PinLimitError, QuotaExceededError, WayOut
 from kvlinker.types.context_cache import ContextCache
 from kvlinker.types.tenants import NO_QUOTAS, Quotas
 
@@ -85,8 +85,8 @@ def _check_quota(tenant: str, has: TenantUsage, caches: int, nbytes: int, quotas
         if limit is not None and new and old + new > limit:
             raise QuotaExceededError(
                 f"The quota of {limit:,} {what} would be exceeded: {old:,} are kept, and this adds {new:,}. "
-                "Delete context caches that are no longer needed (DELETE /v1/context_caches/{id}, or by metadata), "
-                f"give them a ttl, or ask the server's operator for a higher {setting}."
+                f"Delete context caches that are no longer needed, give them a ttl, or have a higher {setting} set. "
+                f"{WayOut.DELETE}"
             )
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from kvlinker.errors import ContextLengthError
+from kvlinker.errors import ContextLengthError, WayOut
 from kvlinker.store import ChunkStore, StoreError
 from kvlinker.types.chunk_scores import ChunkScores
 from kvlinker.types.chunks import Chunk, chunk_key
@@ -127,7 +127,7 @@ class ChunkProvider:
         if len(tokens) > self._longest:
             raise ContextLengthError(
                 f"A chunk has {len(tokens)} tokens with what stands before it, but vLLM computes at most "
-                f"{self._longest}. Split it: send it as 'input' with 'split'.",
+                f"{self._longest}. {WayOut.SPLIT}",
                 param="chunks",
             )
         nbytes = len(chunk.tokens) * (self._token_bytes + TOKEN_OVERHEAD_BYTES) + FILE_OVERHEAD_BYTES

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from kvlinker.config import Settings
-from kvlinker.engine.model_files import check_model, choose_device, choose_dtype
+from kvlinker.engine.model_files import choose_device, choose_dtype
+from kvlinker.engine.model_place import check_model
 from kvlinker.errors import InvalidRequestError, ModelLoadError
 from kvlinker.vllm.frontend.grammars import GUIDANCE
 from kvlinker.vllm.options import ConnectorOptions
@@ -48,7 +49,7 @@ def configure(settings: Settings) -> Any:
     }
     if not torch.cuda.is_available():
         defaults["gpu_memory_utilization"] = CPU_MEMORY_SHARE
-    check_model(settings.model)
+    check_model(settings)
     try:
         structured = StructuredOutputsConfig(
             **{"backend": GUIDANCE, **(options.pop("structured_outputs_config", None) or {})}

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvlinker.engine.contract import EngineLoad, GenerationRequest, Sink
 from kvlinker.engine.limits import RequestLimits, check_room, check_supported, engine_closed
 from kvlinker.engine.sensitivity import UNRELATED_TEXT
-from kvlinker.errors import EngineClosedError, InvalidRequestError, KVLinkerError
+from kvlinker.errors import EngineClosedError, InvalidRequestError, KVLinkerError, WayOut
 from kvlinker.events import Events
 from kvlinker.linking.explanation import Explanation
 from kvlinker.linking.policy import Policy
@@ -185,8 +185,8 @@ class VLLMEngine:
         check_supported(self.unsupported(request.policy))
         if request.explains:
             raise InvalidRequestError(
-                "The vllm engine explains prompts with POST /v1/link/explain, not with their answers: leave out "
-                "'link.explain'.",
+                f"The vllm engine does not explain a prompt with its answer: leave out 'link.explain'. "
+                f"{WayOut.EXPLAIN}",
                 param="link.explain",
             )
         if request.sampling.prompt_logprobs is not None:

@@ -1,0 +1,52 @@
+"""The help of every command shows all of what is written for it: brackets in it are no markup."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+from typer.core import TyperGroup
+from typer.testing import CliRunner
+
+from kvlinker.cli import app
+
+WIDE = {"COLUMNS": "2000", "TERMINAL_WIDTH": "2000"}
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield a command and those below it, by the words that call them."""
+    yield path, command
+    if isinstance(command, TyperGroup):
+        context = typer.Context(command)
+        for name in command.list_commands(context):
+            yield from commands(command.get_command(context, name), (*path, name))
+
+
+ALL = {" ".join(path): command for path, command in commands(typer.main.get_command(app))}
+
+
+def words(text: str) -> str:
+    """Return the words of a text, without the frame around them."""
+    return " ".join(re.sub(r"[│╭╮╰╯─\x08]", " ", text).split())
+
+
+def written(text: str | None) -> str:
+    """Return the words of a help text as they are meant, with what is escaped of markup."""
+    return words((text or "").replace("\\[", "["))
+
+
+def test_all_commands_are_found() -> None:
+    assert {"serve", "ingest", "caches rekey", "bench ttft", "bench quality"} <= ALL.keys()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_help_shows_what_is_written(name: str) -> None:
+    command = ALL[name]
+    shown = words(CliRunner().invoke(app, [*name.split(), "--help"], env=WIDE).output)
+    for paragraph in (command.help or "").split("\n\n"):
+        assert written(paragraph) in shown
+    for parameter in command.params:
+        assert written(getattr(parameter, "help", None)) in shown
