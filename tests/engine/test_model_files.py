@@ -99,6 +99,19 @@ def test_what_the_hub_answers_is_left_to_the_loading(hub: list[str], loaded: lis
     assert (hub, loaded) == (["/someone/model/resolve/main/config.json"], ["someone/model"])
 
 
+def test_a_revision_on_this_machine_needs_no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_hub(monkeypatch, "http://127.0.0.1:9")
+    folder = tmp_path / "models--someone--model"
+    (folder / "snapshots" / "1").mkdir(parents=True)
+    (folder / "snapshots" / "1" / "config.json").write_text("{}")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "v1").write_text("1")
+    options = {"download_dir": str(tmp_path)}
+    check_model(load_settings(model="someone/model", vllm_options={**options, "revision": "v1"}))
+    with pytest.raises(ModelLoadError, match="is not on this machine"):
+        check_model(load_settings(model="someone/model", vllm_options=options))
+
+
 def test_a_model_on_this_machine_needs_no_hub(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loaded: list[str]
 ) -> None:

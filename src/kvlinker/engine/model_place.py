@@ -38,15 +38,16 @@ def check_model(settings: Settings) -> None:
         raise ModelLoadError(f"{model} has no config.json. {WANTED}")
     if os.path.isabs(model) or model.startswith((".", "~")) or model.count("/") > 1:
         raise ModelLoadError(f"No model at {model}: there is no such folder.")
-    _check_hub(model, settings.vllm_options.get("download_dir"))
+    options = settings.vllm_options
+    _check_hub(model, options.get("download_dir"), options.get("revision"))
 
 
-def _check_hub(model: str, cache_dir: Any) -> None:
+def _check_hub(model: str, cache_dir: Any, revision: Any) -> None:
     """Check that the hub answers where its model is not on this machine: whoever loads it tries for a minute. Raises
     ModelLoadError. What the hub says is left to the loading."""
     try:
-        if not isinstance(try_to_load_from_cache(model, CONFIG, cache_dir=cache_dir), str):
-            get_hf_file_metadata(hf_hub_url(model, CONFIG), timeout=HUB_SECONDS)
+        if not isinstance(try_to_load_from_cache(model, CONFIG, cache_dir=cache_dir, revision=revision), str):
+            get_hf_file_metadata(hf_hub_url(model, CONFIG, revision=revision), timeout=HUB_SECONDS)
     except (HfHubHTTPError, HFValidationError):
         return
     except Exception as error:  # connections fail in many ways, by errors of the library beneath the hub's
