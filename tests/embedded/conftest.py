@@ -26,6 +26,7 @@ from kvlinker.store import ChunkStore, HostTier
 from kvlinker.types.answers import Delta, Finished
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.sampling import SamplingParams
+from tests.clocks import ManualClock
 from tests.embedded.held import Held
 from tests.toy_models import VOCABULARY, loaded_model
 from tests.waiting import PATIENCE, wait_until
@@ -104,12 +105,15 @@ class Bench:
     def __init__(self, family="llama", changes=None, slower=None, device=None, memory=1 << 28, model=None, **options):
         """``changes``: to the model's configuration; ``model``: a loaded one in its place. ``slower``: makes tiers
         behind the host's, given the events; ``device``: one before it. ``memory``: the host's budget. ``options``:
-        settings."""
+        settings. Nothing comes too late from slower tiers unless ``clock`` is put forward."""
         self.loaded = model or loaded_model(family, **(changes or {}))
         self.events = Events()
         self.slower = slower(self.events) if slower else []
         device = device(self.events) if device else None
-        self.store = ChunkStore([HostTier(memory, self.events), *self.slower], self.events, device=device)
+        self.clock = ManualClock()
+        self.store = ChunkStore(
+            [HostTier(memory, self.events), *self.slower], self.events, device=device, clock=self.clock
+        )
         settings = load_settings(**({"kv_slots": 4096, "max_step_tokens": 64, "prefix_cache": "off"} | options))
         self.engine = EmbeddedEngine(self.loaded, store=self.store, events=self.events, settings=settings)
 

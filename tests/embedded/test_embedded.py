@@ -90,7 +90,9 @@ def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(
     made = bench(max_step_tokens=64, kv_slots=260, slo_tpot=1e-3, prefix_cache=prefix_cache)
     prompts = [linked_prompt(50, fresh=40, seed=s) for s in (50, 51, 52, 53)]
     works = [(prompt, policy, f"tenant-{number % 3}") for number, (prompt, policy) in enumerate(requests())]
-    for prompt, tenant in [*((prompt, "many") for prompt in prompts), *((prompt, tenant) for prompt, _, tenant in works)]:
+    for prompt in prompts:
+        made.cache(prompt, "many")
+    for prompt, _, tenant in works:
         made.cache(prompt, tenant)
     with made.held() as held:
         neighbours = [made.submit(prompt, tenant="many", max_tokens=150) for prompt in prompts]
