@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+
 
 class ManualClock:
     """Stands still, but for what it is put forward."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
+        self._lock = threading.Lock()
 
     def __call__(self) -> float:
         return self.now
 
     def advance(self, seconds: float) -> None:
-        """Put the clock forward."""
-        self.now += seconds
+        """Put the clock forward; any thread may."""
+        with self._lock:
+            self.now += seconds

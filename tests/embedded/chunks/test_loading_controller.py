@@ -1,6 +1,5 @@
 """cacheblend-auto: what loading hides is computed again, by what was measured of the tier and of the model."""
 
-
 import numpy as np
 import pytest
 
