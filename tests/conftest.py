@@ -14,14 +14,25 @@ if TYPE_CHECKING:
     from tests.redis_server import RedisServer
     from tests.server.serving import Served
 
-# Workers of pytest-xdist, and the processes that they start, share the processors: each computes in one thread.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
-        os.environ.setdefault(name, "1")
+# Tests, and the processes that they start, compute in one thread each: others share the processors, and threads that
+# compute together all wait for the one that is kept from going on. ``two_threads`` is for what shall be exact in two.
+for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
+    os.environ[name] = "1"
 
 # Examples are the same in every run, and a busy machine is no failure.
 settings.register_profile("kvlinker", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvlinker")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """PyTorch, and our native code with it, computes in two threads, in all of Python's threads that begin meanwhile,
+    such as an engine's."""
+    import torch
+
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+
+from tests.waiting import wait_until
+
+PORTS = range(20_000, 30_000)
+"""Those that the system gives to no connection by itself, so that a server that is killed finds its own free again."""
+
+
+def _free_port() -> int:
+    while True:
+        port = random.choice(PORTS)
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            return port
 
 
 class RedisServer:
@@ -20,9 +34,7 @@ class RedisServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = _free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client: Any = redis.Redis(port=self.port)
         self.start()
@@ -33,13 +45,13 @@ class RedisServer:
             pytest.skip("redis-server is not installed (a Debian package; 'make test' as root installs it)")
         arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
         self._process = subprocess.Popen([program, *arguments, *options], stdout=subprocess.DEVNULL)
-        for _ in range(500):
-            try:
-                self.client.ping()
-                return
-            except redis.ConnectionError:
-                time.sleep(0.01)
-        raise TimeoutError("redis-server does not start")
+        wait_until(self._answers)
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except redis.ConnectionError:
+            return False
 
     def hang(self) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)

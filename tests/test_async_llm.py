@@ -86,12 +86,12 @@ async def test_a_task_that_ends_early_ends_its_request(served: Served, llm: Asyn
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.to_thread(served.becomes_idle)
+    await asyncio.to_thread(served.wait_until_idle)
     async with aclosing(cast(Any, await llm.chat_completion(HELLO, stream=True, **LONG))) as stream:
         assert isinstance(stream, AsyncIterator)
         await anext(stream)
         assert served.llm.load().running == 1
-    assert await asyncio.to_thread(served.becomes_idle)
+    await asyncio.to_thread(served.wait_until_idle)
 
 
 def test_it_has_the_calls_of_llm() -> None:

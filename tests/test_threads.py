@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from kvlinker.threads import compute_serially, in_own_thread
+from tests.waiting import wait_until
 
 TASKS = Path("/proc/self/task")
 
@@ -51,8 +51,14 @@ def test_serving_makes_one_pool(tmp_path: Path) -> None:
     assert many - few == 4, "each further pool would add four more"
 
 
-def tasks() -> int:
-    return len(os.listdir(TASKS))
+def tasks() -> set[int]:
+    """The threads of this process."""
+    return set(map(int, os.listdir(TASKS)))
+
+
+def native_since(before: set[int]) -> set[int]:
+    """Those that are not Python's, and were not there before."""
+    return tasks() - before - {thread.native_id or 0 for thread in threading.enumerate()}
 
 
 def compute() -> None:
@@ -60,36 +66,35 @@ def compute() -> None:
     (left @ left).bfloat16().float().mul_(2).sum()
 
 
-def test_a_thread_that_computes_serially_makes_no_pool() -> None:
-    def in_thread() -> tuple[int, int, int]:
+def test_a_thread_that_computes_serially_makes_no_pool(two_threads: None) -> None:
+    def in_thread() -> int:
         compute_serially()
-        before = tasks()
         compute()
-        return torch.get_num_threads(), before, tasks()
+        return torch.get_num_threads()
 
+    before = tasks()
     with ThreadPoolExecutor(1) as thread:
-        threads, before, after = thread.submit(in_thread).result()
-    assert threads == 1
-    assert after == before
+        assert thread.submit(in_thread).result() == 1
+        assert not native_since(before)
 
 
-def test_a_pool_ends_with_its_own_thread() -> None:
+def test_a_pool_ends_with_its_own_thread(two_threads: None) -> None:
     before = tasks()
     seen: list[threading.Thread] = []
+    pool: set[int] = set()
 
     @in_own_thread
     def compute_alone() -> str:
         seen.append(threading.current_thread())
         compute()
+        pool.update(native_since(before))
         return "done"
 
     assert compute_alone() == "done"
     assert seen[0] is not threading.current_thread()
     assert not seen[0].is_alive()
-    deadline = time.monotonic() + 10
-    while tasks() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert tasks() <= before
+    assert len(pool) == 1
+    wait_until(lambda: not pool & tasks())
 
 
 def test_what_is_raised_in_its_own_thread_comes_to_the_caller() -> None:

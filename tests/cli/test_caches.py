@@ -29,8 +29,8 @@ def stored(state: Path) -> tuple[ContextCache, ...]:
     with LLM.from_model(tiny_model(), tiny_settings(state)) as llm:
         first = llm.generate_context_cache(["The cat sat on the mat.", "A dog"], name="pets", ttl=1000)
         other = llm.generate_context_cache(["numbers 1 2 3"], tenant="other", name="[/b]:cat:[x]")
-        llm.generate_context_cache(["soon gone"], ttl=0.01)
-    time.sleep(0.02)
+        (gone,) = llm.generate_context_cache(["gone"])
+        llm.catalog.update(gone.id, gone.tenant, time.time(), expires_at=time.time() - 1)
     return (*first, *other)
 
 

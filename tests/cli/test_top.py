@@ -42,7 +42,7 @@ def test_a_frame(served: Served, options: list[str]) -> None:
     served.cache("a chunk for the frame")
     body = {"prompt": "a question for the frame", "max_tokens": 2, "ignore_eos": True}
     served.post("/v1/completions", body)
-    assert served.becomes_idle()
+    served.wait_until_idle()
     shown = run("--url", served.url, *options)
     assert (shown.exit_code, shown.stderr) == (0, "")
     status = served.get("/status").json()

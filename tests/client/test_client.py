@@ -136,7 +136,7 @@ def test_closed_stream_cancels_the_request(served: Served, client: Client) -> No
     next(stream)
     assert served.llm.load().running == 1
     stream.close()  # type: ignore[attr-defined]
-    assert served.becomes_idle()
+    served.wait_until_idle()
 
 
 def test_expired_cache_is_gone(client: Client) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -27,7 +26,10 @@ from kvlinker.store import ChunkStore, HostTier
 from kvlinker.types.answers import Delta, Finished
 from kvlinker.types.chunks import Chunk
 from kvlinker.types.sampling import SamplingParams
+from tests.clocks import ManualClock
+from tests.embedded.held import Held
 from tests.toy_models import VOCABULARY, loaded_model
+from tests.waiting import PATIENCE, wait_until
 
 EVERY_POLICY = [
     "full",
@@ -62,12 +64,12 @@ class Outcome:
     finished: Finished | None = None
     failed: Failed | None = None
 
-    def wait(self, timeout=60):
+    def wait(self, timeout=PATIENCE):
         while self.finished is None and self.failed is None:
             self.note(self.events.get(timeout=timeout))
         return self
 
-    def wait_for_token(self, timeout=60):
+    def wait_for_token(self, timeout=PATIENCE):
         self.note(self.events.get(timeout=timeout))
         return self
 
@@ -103,12 +105,15 @@ class Bench:
     def __init__(self, family="llama", changes=None, slower=None, device=None, memory=1 << 28, model=None, **options):
         """``changes``: to the model's configuration; ``model``: a loaded one in its place. ``slower``: makes tiers
         behind the host's, given the events; ``device``: one before it. ``memory``: the host's budget. ``options``:
-        settings."""
+        settings. Nothing comes too late from slower tiers unless ``clock`` is put forward."""
         self.loaded = model or loaded_model(family, **(changes or {}))
         self.events = Events()
         self.slower = slower(self.events) if slower else []
         device = device(self.events) if device else None
-        self.store = ChunkStore([HostTier(memory, self.events), *self.slower], self.events, device=device)
+        self.clock = ManualClock()
+        self.store = ChunkStore(
+            [HostTier(memory, self.events), *self.slower], self.events, device=device, clock=self.clock
+        )
         settings = load_settings(**({"kv_slots": 4096, "max_step_tokens": 64, "prefix_cache": "off"} | options))
         self.engine = EmbeddedEngine(self.loaded, store=self.store, events=self.events, settings=settings)
 
@@ -145,17 +150,19 @@ class Bench:
     def explain(self, prompt, policy, tenant="default", attention=False):
         """What a request for one token would do, and why."""
         request = replace(request_for(prompt, policy, tenant), shows_attention=attention)
-        return self.engine.explain(request).result(timeout=60)
+        return self.engine.explain(request).result(timeout=PATIENCE)
 
     def cache(self, prompt, tenant="default"):
         for future in [self.engine.cache_chunk(chunk, tenant=tenant) for chunk in prompt.chunks]:
-            future.result(timeout=60)
+            future.result(timeout=PATIENCE)
+
+    def held(self):
+        """Holds the engine before its next step, while this context lasts."""
+        return Held(self.engine)
 
     def settle(self):
         """Wait until the engine is idle, and check that it has freed everything."""
-        deadline = time.monotonic() + 10
-        while not self.engine.scheduler.idle and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_until(lambda: self.engine.scheduler.idle)
         self.engine.scheduler.check_integrity()
         load = self.engine.load()
         assert (load.running, load.waiting, load.slots_used) == (0, 0, 0)

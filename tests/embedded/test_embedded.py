@@ -1,17 +1,18 @@
 import gc
 import threading
-import time
 import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from kvlinker.embedded.requests.request import Kind
 from kvlinker.engine.contract import Failed
 from kvlinker.errors import ContextLengthError, EngineClosedError, InvalidRequestError, OverloadedError
 from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
 from kvlinker.types.chunks import Chunk, chunk_key
-from tests.embedded.conftest import full_forward, linked_prompt, random_tokens
+from tests.embedded.conftest import Outcome, full_forward, linked_prompt, random_tokens
+from tests.waiting import PATIENCE, wait_until
 
 FAMILIES = ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "mistral-window"]
 
@@ -42,26 +43,6 @@ def alone(bench, family, max_tokens):
     return [made.answer(prompt, policy, max_tokens=max_tokens) for prompt, policy in requests()]
 
 
-def held_up(made, monkeypatch):
-    """Hold the engine's steps until the event that is returned is set."""
-    event, step = threading.Event(), made.engine.runner.step
-
-    def held_up_step(*taken):
-        event.wait(60)
-        return step(*taken)
-
-    monkeypatch.setattr(made.engine.runner, "step", held_up_step)
-    return event
-
-
-def until_loaded(made):
-    """Wait until the KV of all requests is there, which loader threads see to while steps are held."""
-    deadline = time.monotonic() + 60
-    while made.engine.scheduler._fetches.waiting:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_in_one_batch_equal_requests_alone(bench, family):
     expected = alone(bench, family, 12)
@@ -73,15 +54,15 @@ def test_requests_in_one_batch_equal_requests_alone(bench, family):
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_a_full_pool_preempts_and_resumes(bench, monkeypatch, family):
+def test_a_full_pool_preempts_and_resumes(bench, family):
+    """Prompts of 610 tokens wait together for 400 slots; as many as fit outgrow them."""
     expected = alone(bench, family, 100)
     made = bench(family, max_step_tokens=64, kv_slots=400)
     for prompt, _ in requests():
         made.cache(prompt)
-    loaded = held_up(made, monkeypatch)
-    outcomes = [made.submit(prompt, policy, max_tokens=100)[0] for prompt, policy in requests()]
-    until_loaded(made)
-    loaded.set()
+    with made.held() as held:
+        outcomes = [made.submit(prompt, policy, max_tokens=100)[0] for prompt, policy in requests()]
+        held.wait_until_ready(len(outcomes))
     for outcome, single in zip(outcomes, expected, strict=True):
         same(outcome.wait(), single)
     assert made.engine.scheduler.preemptions > 0
@@ -107,16 +88,19 @@ def test_answers_are_the_same_whatever_time_a_step_may_take(bench, milliseconds)
 def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(bench, prefix_cache):
     expected = alone(bench, "llama", 80)
     made = bench(max_step_tokens=64, kv_slots=260, slo_tpot=1e-3, prefix_cache=prefix_cache)
-    neighbours = [
-        made.submit(linked_prompt(50, fresh=40, seed=s), tenant="many", max_tokens=150) for s in (50, 51, 52, 53)
-    ]
-    neighbours[0][0].wait_for_token()
-    outcomes = [
-        made.submit(prompt, policy, tenant=f"tenant-{number % 3}", max_tokens=80)[0]
-        for number, (prompt, policy) in enumerate(requests())
-    ]
-    for _, handle in neighbours[1:3]:
-        handle.cancel()
+    prompts = [linked_prompt(50, fresh=40, seed=s) for s in (50, 51, 52, 53)]
+    works = [(prompt, policy, f"tenant-{number % 3}") for number, (prompt, policy) in enumerate(requests())]
+    for prompt in prompts:
+        made.cache(prompt, "many")
+    for prompt, _, tenant in works:
+        made.cache(prompt, tenant)
+    with made.held() as held:
+        neighbours = [made.submit(prompt, tenant="many", max_tokens=150) for prompt in prompts]
+        held.let(5)
+        outcomes = [made.submit(prompt, policy, tenant, max_tokens=80)[0] for prompt, policy, tenant in works]
+        held.wait_until_ready(len(neighbours) + 3)
+        for _, handle in neighbours[1:3]:
+            handle.cancel()
     for outcome, single in zip(outcomes, expected, strict=True):
         same(outcome.wait(), single)
     assert [outcome.wait().finished.reason for outcome, _ in neighbours] == ["length", *2 * ["cancelled"], "length"]
@@ -124,30 +108,35 @@ def test_cancelling_and_preempting_change_no_answer_while_steps_are_cut_by_time(
     assert made.engine.load().slots_used == 0
 
 
-def test_a_long_queue_is_refused_by_the_time_that_it_would_take(bench, monkeypatch):
+def test_a_long_queue_is_refused_by_the_time_that_it_would_take(bench):
     made = bench(kv_slots=8192, slo_ttft=1e-4, max_step_tokens=16)
     made.answer(linked_prompt(fresh=400), "full", max_tokens=1)
-    refused = held_up(made, monkeypatch)
     long, other = (linked_prompt(fresh=1900, seed=seed) for seed in (1, 2))
-    first, handle = made.submit(long, "full", max_tokens=1)
-    with pytest.raises(OverloadedError, match="The first token is expected") as caught:
-        made.submit(other, "full", max_tokens=1)
-    assert caught.value.retry_after >= 1
-    handle.cancel()
-    refused.set()
+    with made.held():
+        first, handle = made.submit(long, "full", max_tokens=1)
+        with pytest.raises(OverloadedError, match="The first token is expected") as caught:
+            made.submit(other, "full", max_tokens=1)
+        assert caught.value.retry_after >= 1
+        handle.cancel()
     first.wait()
 
 
 def test_cancelled_neighbours_disturb_nobody_and_free_their_slots(bench):
     expected = alone(bench, "llama", 20)
     made = bench(max_step_tokens=64, kv_slots=8192)
-    neighbours = [made.submit(linked_prompt(50, 60, seed=s), max_tokens=500) for s in (50, 51, 52)]
-    outcomes = [made.submit(prompt, policy, max_tokens=20)[0] for prompt, policy in requests()]
-    neighbours[0][1].cancel()
-    for outcome, handle in neighbours[1:]:
-        outcome.wait_for_token()
-        handle.cancel()
-        handle.cancel()
+    prompts = [linked_prompt(50, 60, seed=s) for s in (50, 51, 52)]
+    for prompt in (*prompts, *(prompt for prompt, _ in requests())):
+        made.cache(prompt)
+    with made.held() as held:
+        neighbours = [made.submit(prompt, max_tokens=500) for prompt in prompts]
+        outcomes = [made.submit(prompt, policy, max_tokens=20)[0] for prompt, policy in requests()]
+        neighbours[0][1].cancel()
+        held.wait_until_ready(8)
+        held.let(30)
+        for outcome, handle in neighbours[1:]:
+            outcome.wait_for_token(timeout=0)
+            handle.cancel()
+            handle.cancel()
     for outcome, _ in neighbours:
         assert outcome.wait().finished.reason == "cancelled"
     for outcome, single in zip(outcomes, expected, strict=True):
@@ -158,12 +147,16 @@ def test_cancelled_neighbours_disturb_nobody_and_free_their_slots(bench):
 
 def test_decoding_goes_on_while_a_long_prefill_runs(bench):
     made = bench(max_step_tokens=16, kv_slots=8192)
-    decoding, handle = made.submit(linked_prompt(fresh=5), "full", max_tokens=1500)
-    decoding.wait_for_token()
-    long, _ = made.submit(linked_prompt(fresh=600, seed=9), "full", max_tokens=1)
+    with made.held() as held:
+        decoding, handle = made.submit(linked_prompt(fresh=5), "full", max_tokens=1500)
+        held.let(2)
+        long, _ = made.submit(linked_prompt(fresh=600, seed=9), "full", max_tokens=1)
+        before = decoding.events.qsize()
+        held.let(600 // 16)
+        seen = decoding.events.qsize() - before
+        assert long.events.empty()
+        handle.cancel()
     long.wait()
-    seen = decoding.events.qsize()
-    handle.cancel()
     assert seen >= 600 // 16
 
 
@@ -190,7 +183,7 @@ def test_the_same_chunk_is_computed_once_for_all_who_ask_at_once(bench):
         thread.start()
     for thread in threads:
         thread.join()
-    sizes = {future.result(timeout=60) for future in futures}
+    sizes = {future.result(timeout=PATIENCE) for future in futures}
     assert sizes == {200 * (made.loaded.kv_bytes_per_token + 12)}  # 12: its scores
     assert len(puts) == 1
 
@@ -246,16 +239,16 @@ def test_prompts_over_the_limit_are_refused_with_the_figures(bench):
 def test_a_long_queue_is_refused_not_hung(bench):
     made = bench(max_waiting=3, max_running=1)
     outcomes = []
-
-    def flood():
-        for seed in range(50):
+    with made.held():
+        outcomes.append(made.submit(linked_prompt(seed=0, fresh=50), max_tokens=200))
+        wait_until(lambda: made.engine.load().running)
+        for seed in (1, 2, 3):
             outcomes.append(made.submit(linked_prompt(seed=seed, fresh=50), max_tokens=200))
-
-    with pytest.raises(OverloadedError) as caught:
-        flood()
-    assert caught.value.retry_after >= 1
-    for _, handle in outcomes:
-        handle.cancel()
+        with pytest.raises(OverloadedError) as caught:
+            made.submit(linked_prompt(seed=4, fresh=50), max_tokens=200)
+        assert caught.value.retry_after >= 1
+        for _, handle in outcomes:
+            handle.cancel()
     for outcome, _ in outcomes:
         outcome.wait()
     assert made.answer(linked_prompt(seed=77)).finished.reason == "length"
@@ -263,10 +256,14 @@ def test_a_long_queue_is_refused_not_hung(bench):
 
 def test_closing_fails_what_is_under_way(bench):
     made = bench()
-    outcome, handle = made.submit(linked_prompt(fresh=20), max_tokens=1000)
-    outcome.wait_for_token()
-    made.engine.close()
+    with made.held() as held:
+        outcome, handle = made.submit(linked_prompt(fresh=20), max_tokens=1000)
+        held.let(2)
+        closing = threading.Thread(target=made.engine.close)
+        closing.start()
+        wait_until(lambda: not made.engine.healthy)
     outcome.wait()
+    closing.join()
     assert isinstance(outcome.failed, Failed)
     assert isinstance(outcome.failed.error, EngineClosedError)
     handle.cancel()
@@ -340,10 +337,12 @@ def test_a_chunk_that_gives_its_slots_up_is_scored_as_if_it_had_not(bench):
     """It is computed a second time, and nothing is counted twice."""
     roomy, tight = bench(), bench(kv_slots=263, max_step_tokens=2)
     chunk = Chunk(random_tokens(130, 8))
-    answer, _ = tight.submit(linked_prompt(fresh=20), "full", max_tokens=200)
-    answer.wait_for_token()
-    for made in (roomy, tight):
-        made.engine.cache_chunk(chunk, tenant="default").result(timeout=60)
+    roomy.engine.cache_chunk(chunk, tenant="default").result(timeout=PATIENCE)
+    with tight.held() as held:
+        answer, _ = tight.submit(linked_prompt(fresh=20), "full", max_tokens=200)
+        held.let(10)
+        computed = tight.engine.cache_chunk(chunk, tenant="default")
+    computed.result(timeout=PATIENCE)
     answer.wait()
     assert tight.engine.scheduler.preemptions > 0
     key = chunk_key(chunk, fingerprint=roomy.engine.fingerprint, tenant="default")
@@ -373,48 +372,67 @@ def test_ids_outside_the_vocabulary_are_refused_before_they_harm_others(bench):
     assert good.wait().finished.reason == "length"
 
 
+def submit_noting(made, chunks, prompt, policy="legolink-4"):
+    """Submit the prompt; returns its outcome, and how many of the chunks were there at each of its events."""
+    outcome, done = Outcome(), []
+
+    def note(choice, event):
+        done.append(sum(future.done() for future in chunks))
+        outcome.put(choice, event)
+
+    made.submit(prompt, policy, sink=note)
+    return outcome, done
+
+
 def test_answers_do_not_wait_for_a_queue_of_chunks(bench):
     made = bench(max_waiting=4, max_running=4)
-    chunks = [made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default") for i in range(150)]
-    outcome = made.answer(linked_prompt(fresh=30), "full")
-    assert outcome.finished.reason == "length"
-    assert not all(future.done() for future in chunks)
+    with made.held():
+        chunks = [made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default") for i in range(50)]
+        outcome, done = submit_noting(made, chunks, linked_prompt(fresh=30), "full")
+    assert outcome.wait().finished.reason == "length"
+    assert done[-1] < len(chunks)
     scores = 60 * 3 * 4  # three fp32 figures per token
-    assert {future.result(timeout=60) for future in chunks} == {60 * made.loaded.kv_bytes_per_token + scores}
+    assert {future.result(timeout=PATIENCE) for future in chunks} == {60 * made.loaded.kv_bytes_per_token + scores}
 
 
 def test_a_chunk_that_a_request_waits_for_comes_before_other_chunks(bench):
     made = bench(max_running=4)
-    chunks = [made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default") for i in range(150)]
-    prompt = Prompt((CachedSegment(Chunk(random_tokens(60, [9, 149]))), FreshSegment((5, 6, 7))))
-    assert made.answer(prompt).finished.reason == "length"
-    assert not all(future.done() for future in chunks)
+    prompt = Prompt((CachedSegment(Chunk(random_tokens(60, [9, 49]))), FreshSegment((5, 6, 7))))
+    with made.held():
+        chunks = [made.engine.cache_chunk(Chunk(random_tokens(60, [9, i])), tenant="default") for i in range(50)]
+        outcome, done = submit_noting(made, chunks, prompt)
+        wait_until(lambda: any(chunk.urgent for chunk in made.engine.scheduler._waiting[Kind.CHUNK]))
+    assert outcome.wait().finished.reason == "length"
+    assert done[-1] < len(chunks)
     for future in chunks:
-        future.result(timeout=60)
+        future.result(timeout=PATIENCE)
 
 
 def test_cancelling_while_chunks_are_fetched_answers_at_once(bench):
     made = bench()
-    chunks = [made.engine.cache_chunk(Chunk(random_tokens(200, [9, i])), tenant="default") for i in range(40)]
-    outcome, handle = made.submit(linked_prompt(*[100] * 20, seed=4))
-    handle.cancel()
-    outcome.wait()
+    with made.held() as held:
+        chunks = [made.engine.cache_chunk(Chunk(random_tokens(200, [9, i])), tenant="default") for i in range(20)]
+        outcome, handle = made.submit(linked_prompt(*[100] * 5, seed=4))
+        handle.cancel()
+        held.let(1)
+        outcome.wait(timeout=0)
+        assert not any(future.done() for future in chunks)
     assert outcome.finished.reason == "cancelled"
     assert outcome.finished.usage.prompt_tokens == 0
-    assert not all(future.done() for future in chunks)
     for future in chunks:
-        future.result(timeout=60)
+        future.result(timeout=PATIENCE)
 
 
 def test_an_engine_that_breaks_answers_everybody_and_says_so(bench, monkeypatch):
     made = bench()
-    outcome, _ = made.submit(linked_prompt(fresh=20), max_tokens=1000)
-    outcome.wait_for_token()
 
     def broken():
         raise MemoryError("no slots")
 
-    monkeypatch.setattr(made.engine.scheduler, "next_step", broken)
+    with made.held() as held:
+        outcome, _ = made.submit(linked_prompt(fresh=20), max_tokens=1000)
+        held.let(2)
+        monkeypatch.setattr(made.engine.scheduler, "next_step", broken)
     assert isinstance(outcome.wait().failed.error, EngineClosedError)
     assert not made.engine.healthy
     with pytest.raises(EngineClosedError):
@@ -424,21 +442,20 @@ def test_an_engine_that_breaks_answers_everybody_and_says_so(bench, monkeypatch)
 def test_an_engine_that_breaks_answers_also_those_whom_it_has_lost(bench, monkeypatch):
     """An exception in the midst of a change may leave requests where their state does not say."""
     made = bench()
-    outcomes = [made.submit(linked_prompt(fresh=20), max_tokens=1000)[0] for _ in range(3)]
-    for outcome in outcomes:
-        outcome.wait_for_token()
-    chunk = made.engine.cache_chunk(Chunk(random_tokens(200, [9, 1])), tenant="default")
-    places = made.engine.scheduler._places
 
     def broken(*_):
         raise KeyError("a request that is not there")
 
-    monkeypatch.setattr(places, "leave", broken)
-    monkeypatch.setattr(made.engine.scheduler, "next_step", broken)
+    with made.held() as held:
+        outcomes = [made.submit(linked_prompt(fresh=20), max_tokens=1000)[0] for _ in range(3)]
+        held.let(5)
+        chunk = made.engine.cache_chunk(Chunk(random_tokens(200, [9, 1])), tenant="default")
+        monkeypatch.setattr(made.engine.scheduler._places, "leave", broken)
+        monkeypatch.setattr(made.engine.scheduler, "next_step", broken)
     for outcome in outcomes:
         assert isinstance(outcome.wait().failed.error, EngineClosedError)
     with pytest.raises(EngineClosedError):
-        chunk.result(timeout=60)
+        chunk.result(timeout=PATIENCE)
     assert not made.engine.healthy
 
 
@@ -482,8 +499,4 @@ def test_an_idle_engine_keeps_no_kv_alive(bench):
     stored = made.store.keys()
     for other in stored:
         made.store.delete(other)
-    deadline = time.monotonic() + 5
-    while gone() is not None and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    assert gone() is None
+    wait_until(lambda: gc.collect() >= 0 and gone() is None)

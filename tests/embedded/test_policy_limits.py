@@ -1,7 +1,6 @@
 """Policies at the ends of their ranges, next to each other in one batch, and when they fail or are cancelled."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from kvlinker.linking.needs import EVERY_LAYER
 from kvlinker.linking.union import Union
 from tests.embedded.conftest import EVERY_POLICY, linked_prompt, request_for
 from tests.embedded.execution.test_oracle import TOLERANCE
+from tests.waiting import wait_until
 
 MODELS = ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe", "gpt_neox-partial"]
 EVERYTHING = [
@@ -94,10 +94,13 @@ def test_full_with_anything_is_full(bench):
 
 
 def answers(made, prompts, max_tokens, policies=EVERY_POLICY):
+    """Answers to all prompts, whose chunks are stored, under all policies at once."""
     outcomes = {}
-    for policy in policies:
-        for index, prompt in enumerate(prompts):
-            outcomes[policy, index] = made.submit(prompt, policy, max_tokens=max_tokens)[0]
+    with made.held() as held:
+        for policy in policies:
+            for index, prompt in enumerate(prompts):
+                outcomes[policy, index] = made.submit(prompt, policy, max_tokens=max_tokens)[0]
+        held.wait_until_ready(8)
     return {case: outcome.wait() for case, outcome in outcomes.items()}
 
 
@@ -151,22 +154,6 @@ def test_preempted_requests_answer_as_if_they_had_not_been(bench):
         assert tight[case].finished.usage == expected.finished.usage, case
 
 
-class Stepping:
-    """Stops the engine before its ``at``-th step from now, until ``go`` is set."""
-
-    def __init__(self, made, at):
-        self.reached, self.go = threading.Event(), threading.Event()
-        self._inner, self._left = made.engine.runner.step, at
-        made.engine.runner.step = self._step
-
-    def _step(self, *step):
-        self._left -= 1
-        if not self._left:
-            self.reached.set()
-            assert self.go.wait(30)
-        return self._inner(*step)
-
-
 @pytest.mark.parametrize("policy", ["query-20", "query-20+cacheblend-30"])
 @pytest.mark.parametrize("step", [1, 3, 7, 8, 9, 11])
 def test_a_request_can_be_cancelled_at_any_step(bench, policy, step):
@@ -174,11 +161,10 @@ def test_a_request_can_be_cancelled_at_any_step(bench, policy, step):
     made = bench(max_step_tokens=4)
     prompt = linked_prompt(20, 22, fresh=28)
     made.cache(prompt)
-    stepping = Stepping(made, at=step)
-    outcome, handle = made.submit(prompt, policy, max_tokens=60)
-    assert stepping.reached.wait(30)
-    handle.cancel()
-    stepping.go.set()
+    with made.held() as held:
+        outcome, handle = made.submit(prompt, policy, max_tokens=60)
+        held.let(step - 1)
+        handle.cancel()
     assert outcome.wait().finished.reason == "cancelled"
     made.settle()
     assert made.answer(prompt, policy).finished.reason == "length"
@@ -262,14 +248,12 @@ def test_an_answer_that_cannot_be_explained_fails_alone(bench):
 
 def test_closing_ends_an_explanation(bench):
     made = bench()
-    stepping = Stepping(made, at=1)
-    explained = made.engine.explain(request_for(linked_prompt(30, 25), "query-10"))
-    assert stepping.reached.wait(30)
-    closing = threading.Thread(target=made.engine.close)
-    closing.start()
-    while made.engine.healthy:
-        time.sleep(0.001)
-    stepping.go.set()
+    with made.held() as held:
+        explained = made.engine.explain(request_for(linked_prompt(30, 25), "query-10"))
+        held.wait()
+        closing = threading.Thread(target=made.engine.close)
+        closing.start()
+        wait_until(lambda: not made.engine.healthy)
     closing.join()
     with pytest.raises(EngineClosedError):
         explained.result(timeout=60)

@@ -14,6 +14,7 @@ from kvlinker.errors import EngineClosedError, KVLinkerError, OverloadedError
 from kvlinker.linking import Policy
 from kvlinker.types.answers import Delta, Finished, Timing, Usage
 from kvlinker.types.chunks import Chunk
+from tests.waiting import PATIENCE
 
 
 class FakeEngine:
@@ -60,6 +61,7 @@ class FakeEngine:
             ]
             self._active.update(speakers)
             self.requests += [speaker.request for speaker in speakers]
+            self._changed.notify_all()
         for speaker in speakers:
             threading.Thread(target=speaker.run, daemon=True).start()
         return _Choices(speakers)
@@ -78,9 +80,15 @@ class FakeEngine:
             self.cancelled += cancelled
             self._changed.notify_all()
 
-    def wait_until_idle(self, seconds: float = 5.0) -> bool:
+    def wait_until_running(self, choices: int) -> None:
+        """Wait until so many choices are under way."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._active, seconds)
+            assert self._changed.wait_for(lambda: len(self._active) >= choices, PATIENCE)
+
+    def wait_until_idle(self) -> None:
+        """Wait until no choice is under way."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._active, PATIENCE)
 
     def close(self) -> None:
         with self._changed:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from kvlinker.config import Settings, load_settings
+from tests.waiting import PATIENCE, wait_until
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -52,15 +53,19 @@ class Served:
         assert answer.status_code == 200, answer.text
         return [entry["id"] for entry in answer.json()["data"]]
 
-    def becomes_idle(self, seconds: float = 5.0) -> bool:
-        """Whether the engine gives up all slots within the time."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+    def expire(self, *ids: str, tenant: str = "default") -> None:
+        """Have context caches expired, as if their time had passed."""
+        for cache_id in ids:
+            self.llm.catalog.update(cache_id, tenant, time.time(), expires_at=time.time() - 1)
+
+    def wait_until_idle(self) -> None:
+        """Wait until the engine has given up all slots."""
+
+        def is_idle() -> bool:
             load = self.llm.load()
-            if (load.running, load.waiting, load.slots_used) == (0, 0, 0):
-                return True
-            time.sleep(0.01)
-        return False
+            return (load.running, load.waiting, load.slots_used) == (0, 0, 0)
+
+        wait_until(is_idle)
 
 
 @cache
@@ -148,10 +153,11 @@ def listening(app: FastAPI, settings: Settings, *, closes: bool = True) -> Itera
 
 
 def _wait_until_up(url: str) -> None:
-    for _ in range(200):
+    def is_up() -> bool:
         try:
-            httpx.get(f"{url}/health")
-            return
+            httpx.get(f"{url}/health", timeout=PATIENCE)
         except httpx.ConnectError:
-            threading.Event().wait(0.02)
-    raise TimeoutError("the server does not start")
+            return False
+        return True
+
+    wait_until(is_up)

@@ -14,6 +14,7 @@ from kvlinker.llm import LLM
 from kvlinker.store import ContextCache
 from kvlinker.types.chunks import chunk_key
 from tests.server.serving import tiny_model, tiny_settings
+from tests.waiting import wait_until
 
 TEXTS = ("The first chunk speaks of plums.", "The second, of pears and their trees.")
 
@@ -47,10 +48,7 @@ def with_variants(llm: LLM) -> tuple[ContextCache, ...]:
     caches = llm.generate_context_cache(TEXTS, metadata={"k": "v"})
     content = [{"type": "text", "text": "Look: "}, *caches[::-1], "What now?"]
     llm.chat_completion([{"role": "user", "content": content}], policy="prefix", max_tokens=1)
-    deadline = time.monotonic() + 10
-    while len(llm.catalog.chunk_keys()) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(llm.catalog.chunk_keys()) == 4
+    wait_until(lambda: len(llm.catalog.chunk_keys()) == 4)
     return caches
 
 
@@ -80,12 +78,11 @@ def test_deletion_overtakes_writes_that_wait(llm: LLM, state: Path) -> None:
     assert nothing_left(llm, state)
 
 
-def test_what_expired_while_nothing_ran_is_gone_at_the_start(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_expired_while_nothing_ran_is_gone_at_the_start(state: Path) -> None:
     with started(state) as llm:
-        llm.generate_context_cache(TEXTS, ttl=3600)
+        for cache in llm.generate_context_cache(TEXTS):
+            llm.catalog.update(cache.id, cache.tenant, time.time(), expires_at=time.time() - 1)
     assert len(files(state)) == 2
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 3601)
     with started(state) as llm:
         assert nothing_left(llm, state)
 
@@ -143,9 +140,7 @@ def test_variants_of_shared_chunks_are_each_tenants_own(llm: LLM, state: Path) -
     for tenant in ("anna", "bert"):
         content = [{"type": "text", "text": f"{tenant}'s secret"}, shared, "So?"]
         llm.chat_completion([{"role": "user", "content": content}], policy="prefix", tenant=tenant, max_tokens=1)
-    deadline = time.monotonic() + 10
-    while len(llm.catalog.chunk_keys()) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(llm.catalog.chunk_keys()) >= 3)
     variants = llm.catalog.chunk_keys().keys() - {shared.chunk_key}
     assert len(variants) == 2
     assert all(len(llm.catalog.keys_of(tenant)) == 1 for tenant in ("anna", "bert", "shared"))

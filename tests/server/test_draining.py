@@ -169,7 +169,7 @@ def test_what_takes_too_long_ends_with_an_error_of_its_api(
             assert told[-2:] == [{"error": error}, "[DONE]"]
     assert "Traceback" not in caplog.text
     assert "0 requests were finished, 2 were cut off" in caplog.text
-    assert engine.wait_until_idle()
+    engine.wait_until_idle()
 
 
 async def test_a_drain_waits_for_the_last_request_and_counts() -> None:

@@ -46,7 +46,7 @@ def test_metrics_tell_what_requests_did(served: Served) -> None:
 
 def test_gauges_are_read_when_scraped(served: Served) -> None:
     served.cache("something to be stored")
-    assert served.becomes_idle()
+    served.wait_until_idle()
     hold = served.llm.store.hold({"a chunk": 7})
     assert hold is not None
     scraped = figures(served)
@@ -85,7 +85,7 @@ def test_evictions_and_damage_are_counted(served: Served) -> None:
 
 def test_status_agrees_with_metrics(served: Served) -> None:
     served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
-    assert served.becomes_idle()
+    served.wait_until_idle()
     status = served.get("/status").json()
     scraped = figures(served)
     for source, tokens in status["prompt_tokens"].items():

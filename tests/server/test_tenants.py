@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +18,7 @@ from kvlinker.errors import (
     QuotaExceededError,
 )
 from kvlinker.llm import LLM
+from kvlinker.types.tenants import tenant_of_key
 from tests.server.serving import Served, serving, tiny_model, tiny_settings
 
 CACHES = "/v1/context_caches"
@@ -156,8 +156,8 @@ def test_quota_of_caches(tenants: Served) -> None:
     assert answer.json()["error"]["type"] == "insufficient_quota"
     assert "quota of 3 context caches" in answer.json()["error"]["message"]
     assert usage(tenants, "bert")["caches"] == 2
-    create(tenants, "bert", "three", ttl=0.01)
-    time.sleep(0.02)
+    (expired,) = create(tenants, "bert", "three")
+    tenants.expire(expired["id"], tenant=tenant_of_key("bert"))
     create(tenants, "bert", "in the place of the expired one")
     call(tenants, "bert", "DELETE", f"{CACHES}/{kept[0]['id']}")
     create(tenants, "bert", "four")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from kvlinker.server.app import create_app
 from kvlinker.server.tracing import Tracing, provider_from_environment
 from tests.server.serving import Served, listening
+from tests.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
 CALLER_TRACE, CALLER_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -33,10 +33,7 @@ class Spans:
 
     def take(self, last: str) -> list[ReadableSpan]:
         """Return all spans so far and forget them, once there is one of this name: a request's ends late."""
-        deadline = time.monotonic() + 10
-        while last not in (names := {span.name for span in self.exporter.get_finished_spans()}):
-            assert time.monotonic() < deadline, sorted(names)
-            time.sleep(0.01)
+        wait_until(lambda: last in {span.name for span in self.exporter.get_finished_spans()})
         spans = list(self.exporter.get_finished_spans())
         self.exporter.clear()
         return spans

@@ -58,10 +58,21 @@ class Recorder:
     def __init__(self) -> None:
         self.events = Events()
         self.seen: list[Event] = []
-        self.events.subscribe(self.seen.append)
+        self._own: list[Event] = []
+        self._thread = threading.current_thread()
+        self.events.subscribe(self._note)
 
     def of(self, kind: type[E]) -> list[E]:
         return [event for event in self.seen if isinstance(event, kind)]
+
+    def own(self, kind: type[E]) -> list[E]:
+        """Those that came from calls in the test's own thread."""
+        return [event for event in self._own if isinstance(event, kind)]
+
+    def _note(self, event: Event) -> None:
+        self.seen.append(event)
+        if threading.current_thread() is self._thread:
+            self._own.append(event)
 
 
 def run_threads(*targets) -> None:

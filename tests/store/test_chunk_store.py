@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from kvlinker.types.chunk_scores import ChunkScores, Contextualization
 from kvlinker.types.chunks import Eviction
 from tests.store.gated_tier import TIMEOUT, GatedTier
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
+from tests.waiting import wait_until
 
 SIZE = chunk_kv(0).nbytes
 FILE_SIZE = encode_chunk(key_of(0), chunk_kv(0)).nbytes
@@ -106,9 +106,7 @@ def test_memory_has_the_resident_form_and_slower_tiers_what_was_computed(recorde
         found = loaded.layer(index)
         assert found is not None
         assert torch.equal(found.key, layer.key)
-    deadline = time.monotonic() + TIMEOUT
-    while not host.contains(key) and time.monotonic() < deadline:  # it begins before it is kept
-        time.sleep(0.001)
+    wait_until(lambda: host.contains(key))  # it begins before it is kept
     check()
     store.close()
 
@@ -312,7 +310,7 @@ def test_a_put_that_follows_a_delete_is_written_in_its_turn(recorder: Recorder, 
     slow.put_gate.wait_for_a_caller()
     deleter = threading.Thread(target=store.delete, args=(key_of(1),))
     deleter.start()
-    deleter.join(timeout=0.05)
+    wait_until(lambda: store.tier_of(key_of(1)) is None)
     assert not holds(store, 1)
     store.put(key_of(1), chunk_kv(1))
     slow.put_gate.let_one_through()
@@ -512,6 +510,7 @@ def test_a_program_that_forgets_to_close_loses_nothing(tmp_path: Path) -> None:
 import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, sized
+from tests.waiting import wait_until
 from kvlinker.store import open_store
 store = open_store(sized(Path({str(tmp_path)!r}), 1 << 20, 1 << 20), Recorder().events)
 for number in range(5):

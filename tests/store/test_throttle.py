@@ -2,58 +2,62 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from kvlinker.store import throttle as module
-from kvlinker.store.throttle import Rest, Throttle
+from kvlinker.store.throttle import SHARE, Rest, Throttle
+from tests.clocks import ManualClock
+from tests.waiting import PATIENCE
 
-WORK = 0.05
-FULL_REST = WORK * (1 / module.SHARE - 1)
+WORK = 0.01
+FULL_REST = WORK * (1 / SHARE - 1)
 """Seconds that a piece of work is followed by while others compute."""
-TIMEOUT = 10.0
+
+AGES = 1e6
+"""Seconds of work behind which a rest does not end by itself."""
 
 
-def rested(rest: Rest) -> float:
-    """Seconds of a rest behind a piece of work."""
-    time.sleep(WORK)
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def worker() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def rest_behind(work: float, clock: ManualClock, rest: Rest) -> float:
+    """Rest behind so many seconds of work; returns how long."""
+    clock.advance(work)
     begin = time.monotonic()
     rest()
     return time.monotonic() - begin
 
 
-def test_work_goes_on_at_once_while_nobody_computes() -> None:
-    assert rested(Throttle().rests()) < FULL_REST / 2
+def test_work_goes_on_at_once_while_nobody_computes(clock: ManualClock, worker: ThreadPoolExecutor) -> None:
+    worker.submit(rest_behind, AGES, clock, Throttle(clock).rests()).result(PATIENCE)
 
 
-def test_work_takes_its_share_of_the_time_while_others_compute() -> None:
-    background = Throttle()
+def test_work_takes_its_share_of_the_time_while_others_compute(clock: ManualClock, worker: ThreadPoolExecutor) -> None:
+    background = Throttle(clock)
     rest = background.rests()
-    with background.computing(), background.computing():
-        assert rested(rest) >= FULL_REST
-    assert rested(rest) < FULL_REST / 2
+    with background.computing():
+        with background.computing():
+            assert rest_behind(WORK, clock, rest) >= FULL_REST
+        assert rest_behind(WORK, clock, rest) >= FULL_REST, "one of two has ended"
+    worker.submit(rest_behind, AGES, clock, rest).result(PATIENCE)
 
 
-def test_a_rest_ends_with_the_last_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SHARE", 1e-6)
-    background = Throttle()
-    first, second = background.computing(), background.computing()
-    first.__enter__()
-    second.__enter__()
-    ended = threading.Event()
-
-    def work() -> None:
-        rest = background.rests()
-        time.sleep(WORK)
-        rest()
-        ended.set()
-
-    worker = threading.Thread(target=work)
-    worker.start()
-    first.__exit__(None, None, None)
-    assert not ended.wait(10 * WORK)
-    second.__exit__(None, None, None)
-    assert ended.wait(TIMEOUT)
-    worker.join()
+def test_a_rest_ends_with_the_last_computation(clock: ManualClock, worker: ThreadPoolExecutor) -> None:
+    background = Throttle(clock)
+    resting: Future[float]
+    with background.computing():
+        with background.computing():
+            resting = worker.submit(rest_behind, AGES, clock, background.rests())
+        assert not resting.done()
+    resting.result(PATIENCE)

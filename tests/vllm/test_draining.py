@@ -40,4 +40,4 @@ def test_a_stream_is_finished_or_cut_off(served: Served, timeout: float, tokens:
     assert end in told
     assert told.rstrip().endswith("data: [DONE]")
     assert stopping.ended()
-    assert served.becomes_idle()
+    served.wait_until_idle()

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -61,9 +61,10 @@ class ChunkStore:
         device: DeviceTier | None = None,
         write_queue_bytes: int = DEFAULT_WRITE_QUEUE_BYTES,
         speeds: Speeds | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The first of the ``tiers`` keeps chunks in memory. ``speeds`` keeps what is measured of the tiers. Raises
-        ValueError without a tier in memory."""
+        """The first of the ``tiers`` keeps chunks in memory. ``speeds`` keeps what is measured of the tiers; ``clock``
+        tells what comes too late from them. Raises ValueError without a tier in memory."""
         if not tiers or not isinstance(tiers[0], HostTier):
             raise ValueError("A chunk store needs at least one tier, the first of which keeps chunks in memory.")
         self._device = device
@@ -80,7 +81,7 @@ class ChunkStore:
         self._form: ResidentForm = AsComputed()
         self._holds = Holds([tiers[0], *([] if device is None else [device])])
         bandwidths = Bandwidths(speeds, {tier.name: tier.speed_name for tier in self._tiers})
-        self._loader = LayerLoader(bandwidths, lambda index, layer: self._form.resident(index, layer))
+        self._loader = LayerLoader(bandwidths, lambda index, layer: self._form.resident(index, layer), clock=clock)
         self._ahead: list[Future[KV | None]] = []
         self._speeds = speeds
         self._disk = next((tier for tier in tiers if isinstance(tier, DiskTier)), None)

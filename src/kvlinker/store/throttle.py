@@ -21,7 +21,9 @@ def no_rest() -> None:
 class Throttle:
     """Tracks whether a computation is under way, and makes background work rest meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """``clock`` tells how long background work went on."""
+        self._clock = clock
         self._changed = threading.Condition()
         self._computations = 0
 
@@ -40,13 +42,13 @@ class Throttle:
     def rests(self) -> Rest:
         """Return the rest for one thread's work, which begins now. Each call of it sleeps long enough that work takes
         ``SHARE`` of the time, and returns early when no computation is under way any more."""
-        began = time.perf_counter()
+        began = self._clock()
 
         def rest() -> None:
             nonlocal began
-            worked = time.perf_counter() - began
+            worked = self._clock() - began
             with self._changed:
                 self._changed.wait_for(lambda: not self._computations, worked * (1 / SHARE - 1))
-            began = time.perf_counter()
+            began = self._clock()
 
         return rest

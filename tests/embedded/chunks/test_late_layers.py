@@ -1,16 +1,13 @@
 """Chunks whose layers are late or lost hold up nobody but their own requests, and change nobody's answer."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
 
-from kvlinker.embedded.requests.request import Kind
 from kvlinker.embedded.requests.sequence import TokenSequence
 from kvlinker.embedded.scheduling import scheduler
 from kvlinker.errors import EngineClosedError
-from kvlinker.store.loading import prompt_load
 from kvlinker.types.chunks import chunk_key
 from tests.embedded.chunks.test_layer_loading import (
     POLICIES,
@@ -20,20 +17,17 @@ from tests.embedded.chunks.test_layer_loading import (
     expected,
     forget_host,
     gated,
+    let_time_pass_until,
     reading_only_waits,
+    recorded_steps,
 )
 from tests.embedded.conftest import full_forward, linked_prompt
 from tests.embedded.execution.test_oracle import TOLERANCE, true_chunk_kv
+from tests.waiting import PATIENCE, wait_until
 
 __all__ = ["expected", "gated", "reading_only_waits"]
 
 NEIGHBOUR = linked_prompt(20, 17, seed=3)
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """Nothing here ends because time is up."""
-    monkeypatch.setattr(prompt_load, "PATIENCE_SECONDS", 60.0)
 
 
 @pytest.fixture
@@ -49,13 +43,6 @@ def leaving(monkeypatch):
 
     monkeypatch.setattr(scheduler.Scheduler, "leave", noted)
     return seen
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def decoding_neighbour(made, **options):
@@ -131,24 +118,17 @@ def test_the_late_and_its_neighbours_answer_as_the_model_does(bench, family, lea
     expect_pipelining(made)
     decoding, handle = decoding_neighbour(made, policy="full")
     tiers[0].let(1)
-    step, sizes, go = made.engine.runner.step, [], threading.Event()
-
-    def held_up_step(batch, wait):
-        sizes.append(len(batch.owners))
-        assert go.wait(30)
-        return step(batch, wait)
-
-    made.engine.runner.step = held_up_step
-    wait_until(lambda: sizes)
-    late, _ = made.submit(PROMPT, "naive", max_tokens=4)
-    others = {policy: made.submit(NEIGHBOUR, policy, max_tokens=4)[0] for policy in neighbours}
-    wait_until(lambda: len(made.engine.scheduler._waiting[Kind.ANSWER]) == 3)
-    go.set()
+    steps = recorded_steps(made)
+    with made.held() as held:
+        held.wait()
+        late, _ = made.submit(PROMPT, "naive", max_tokens=4)
+        others = {policy: made.submit(NEIGHBOUR, policy, max_tokens=4)[0] for policy in neighbours}
+        held.wait_until_ready(4)
     for policy, outcome in others.items():
         outcome.wait()
         assert outcome.tokens == neighbours[policy].tokens
         np.testing.assert_allclose(outcome.logprobs, neighbours[policy].logprobs, atol=TOLERANCE)
-    assert max(sizes) == 4
+    assert max(len(batch.owners) for batch in steps) == 4
     assert leaving == [1]
     tiers[0].let(10**6)
     assert late.wait().tokens == tokens
@@ -173,9 +153,14 @@ def test_who_waits_alone_leaves_when_another_could_run(gated, expected, leaving)
 def test_two_that_are_late_wait_together_until_one_can_go_on(gated, expected, leaving):
     made, tier = gated
     tier.let(0)
-    both = [made.submit(PROMPT)[0] for _ in range(2)]
-    tier.wait_until_reached(0)
-    tier.let(1)
+    with made.held() as held:
+        before, _ = made.submit(linked_prompt(fresh=5), max_tokens=1)
+        held.wait()
+        both = [made.submit(PROMPT)[0] for _ in range(2)]
+        tier.wait_until_reached(0)
+        tier.let(1)
+        held.wait_until_ready(3)  # so that the step behind this one has both
+    before.wait()
     wait_until(lambda: made.engine.load().running == 2)
     tier.let(10**6)
     for outcome in both:
@@ -232,18 +217,18 @@ def test_closing_does_not_wait_for_what_is_late(gated):
     tier.wait_until_reached(1)
     closing = threading.Thread(target=made.engine.close)
     closing.start()
-    closing.join(timeout=20)
+    closing.join(PATIENCE)
     assert not closing.is_alive()
     assert isinstance(late.wait().failed.error, EngineClosedError)
 
 
-def test_what_stops_coming_is_computed_while_others_run(gated, expected, leaving, monkeypatch):
-    monkeypatch.setattr(prompt_load, "PATIENCE_SECONDS", 0.2)
+def test_what_stops_coming_is_computed_while_others_run(gated, expected, leaving):
     made, tier = gated
     neighbour, handle = decoding_neighbour(made)
     tier.let(1)
     stalled, _ = made.submit(PROMPT)
+    wait_until(lambda: leaving)
+    let_time_pass_until(made, lambda: not stalled.events.empty())
     assert stalled.wait().tokens == expected["legolink-4"][0]
-    assert leaving
     handle.cancel()
     neighbour.wait()

@@ -1,7 +1,6 @@
 """Answers from chunks that are still being read are those from memory, whatever happens to the reading."""
 
 import threading
-import time
 from functools import partial
 
 import pytest
@@ -14,9 +13,9 @@ from kvlinker.events import ChunkDamaged, ChunkLoaded, ChunkLookup
 from kvlinker.store import DiskTier, HostTier
 from kvlinker.store.chunk_kv import LayerLostError
 from kvlinker.store.loading import bandwidths as bandwidth
-from kvlinker.store.loading import prompt_load
 from kvlinker.store.tiers import object_tier
 from tests.embedded.conftest import Bench, linked_prompt
+from tests.waiting import PATIENCE, wait_until
 
 PLENTY = 1 << 28
 POLICIES = ["naive", "legolink-4", "h2o-30", "cacheblend-20", "cacheblend-auto-30", "query-10", "cachecraft-0.7"]
@@ -43,7 +42,7 @@ class GatedReader:
         with self._tier.changed:
             self._tier.reached = max(self._tier.reached, layer)
             self._tier.changed.notify_all()
-            assert self._tier.changed.wait_for(lambda: layer < self._tier.readable, timeout=30)
+            assert self._tier.changed.wait_for(lambda: layer < self._tier.readable, PATIENCE)
         if layer in self._tier.unreadable:
             raise LayerLostError("as the test wants")
         return self._reader.read(layer)
@@ -81,11 +80,11 @@ class LayerGatedTier(HostTier):
 
     def wait_until_reached(self, layer):
         with self.changed:
-            assert self.changed.wait_for(lambda: self.reached >= layer, timeout=30)
+            assert self.changed.wait_for(lambda: self.reached >= layer, PATIENCE)
 
     def wait_until_closed(self):
         with self.changed:
-            assert self.changed.wait_for(lambda: not self.open_readers, timeout=30)
+            assert self.changed.wait_for(lambda: not self.open_readers, PATIENCE)
 
     def close(self):
         """As a persistent tier."""
@@ -107,17 +106,21 @@ def expect_pipelining(made):
 
 def wait_until_running(made):
     """A step is under way, or about to be."""
-    deadline = time.monotonic() + 30
-    while not made.engine.load().running:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(lambda: made.engine.load().running)
 
 
 def wait_for(seen, count):
-    deadline = time.monotonic() + 30
-    while len(seen) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(lambda: len(seen) >= count)
+
+
+def let_time_pass_until(made, condition):
+    """As much as it takes for what does not come to be too late."""
+
+    def true_by_now():
+        made.clock.advance(0.1)
+        return condition()
+
+    wait_until(true_by_now)
 
 
 def recorded(made, kind):
@@ -233,15 +236,15 @@ def test_a_layer_that_is_lost_in_the_middle_of_a_step_is_computed(gated, expecte
     assert outcome.logprobs == pytest.approx(expected[policy][1], abs=1e-3)
 
 
-def test_a_stall_ends_with_patience(gated, expected, monkeypatch):
-    monkeypatch.setattr(prompt_load, "PATIENCE_SECONDS", 0.2)
+def test_a_stall_ends_with_patience(gated, expected):
     made, tier = gated
     tier.let(1)
-    begin = time.monotonic()
     outcome, _ = made.submit(PROMPT)
-    outcome.wait()
-    assert time.monotonic() - begin < 10
-    assert outcome.tokens == expected["legolink-4"][0]
+    tier.wait_until_reached(1)
+    wait_until_running(made)
+    assert outcome.events.empty()
+    let_time_pass_until(made, lambda: not outcome.events.empty())
+    assert outcome.wait().tokens == expected["legolink-4"][0]
     assert tier.reached == 1
 
 
@@ -250,19 +253,27 @@ def test_a_stall_before_the_first_layer_is_given_up(gated, expected):
     tier.let(0)
     made.answer(linked_prompt(8, seed=9), max_tokens=1)  # measures the pace
     outcome, _ = made.submit(PROMPT)
+    tier.wait_until_reached(0)
+    let_time_pass_until(made, lambda: not outcome.events.empty())
     assert outcome.wait().tokens == expected["legolink-4"][0]
 
 
-def test_others_of_the_step_do_not_suffer(gated, expected, monkeypatch):
-    monkeypatch.setattr(prompt_load, "PATIENCE_SECONDS", 0.3)
+def test_others_of_the_step_do_not_suffer(gated, expected):
     made, tier = gated
     other = linked_prompt(25, 18, seed=5)
     made.cache(other)
     alone = made.answer(other).tokens
     tier.let(1)
-    outcomes = [made.submit(prompt)[0] for prompt in (PROMPT, other, PROMPT, other)]
-    tokens = [outcome.wait().tokens for outcome in outcomes]
-    assert tokens == [expected["legolink-4"][0], alone] * 2
+    late, others = [], []
+    with made.held() as held:
+        for _ in range(2):
+            late.append(made.submit(PROMPT)[0])
+            others.append(made.submit(other)[0])
+        held.wait_until_ready(4)
+    assert [outcome.wait().tokens for outcome in others] == [alone] * 2
+    assert all(outcome.events.empty() for outcome in late)
+    let_time_pass_until(made, lambda: not any(outcome.events.empty() for outcome in late))
+    assert [outcome.wait().tokens for outcome in late] == [expected["legolink-4"][0]] * 2
 
 
 def test_damage_in_a_middle_layer_is_computed_again(bench, tmp_path, expected):
@@ -310,8 +321,7 @@ def test_a_request_that_ends_before_its_load_begins_has_nothing_computed(bench):
     assert not steps
 
 
-def test_chunks_that_are_late_for_a_request_that_has_ended_are_not_computed(gated, monkeypatch):
-    monkeypatch.setattr(prompt_load, "LEAST_DEADLINE_SECONDS", 10.0)
+def test_chunks_that_are_late_for_a_request_that_has_ended_are_not_computed(gated):
     made, tier = gated
     steps = recorded_steps(made)
     tier.let(0)
@@ -319,15 +329,13 @@ def test_chunks_that_are_late_for_a_request_that_has_ended_are_not_computed(gate
     tier.wait_until_reached(0)
     handle.cancel()
     assert outcome.wait().finished.reason == "cancelled"
-    for prompt in tuple(made.store._loader._prompts):
-        prompt.deadline = time.monotonic()
+    let_time_pass_until(made, lambda: made.engine.scheduler.idle)
     made.settle()
     assert not steps
 
 
 def test_layers_that_come_for_a_request_that_has_ended_are_not_read_to_the_end(gated, monkeypatch):
     """The request ends before the first layers are there, with which it would begin."""
-    monkeypatch.setattr(prompt_load, "LEAST_DEADLINE_SECONDS", 10.0)
     complete, completed = LinkLoader._complete, threading.Event()
 
     def completing(*args):
@@ -342,7 +350,7 @@ def test_layers_that_come_for_a_request_that_has_ended_are_not_read_to_the_end(g
     handle.cancel()
     assert outcome.wait().finished.reason == "cancelled"
     tier.let(1)
-    assert completed.wait(30)
+    assert completed.wait(PATIENCE)
     (request,) = handle._choices
     assert (request.link, request.sequence) == (None, None), "they would keep the KV in memory"
     tier.let(10**6)
@@ -357,8 +365,11 @@ def test_closing_while_layers_come(gated, layers):
     tier.let(layers)
     outcome, _ = made.submit(PROMPT)
     tier.wait_until_reached(layers)
-    threading.Timer(0.2, tier.let, [10**6]).start()
-    made.engine.close()
+    closing = threading.Thread(target=made.engine.close)
+    closing.start()
+    wait_until(lambda: not made.engine.healthy)
+    tier.let(10**6)
+    closing.join(PATIENCE)
     outcome.wait()
     assert outcome.failed is None or isinstance(outcome.failed.error, EngineClosedError)
     made.store.close()

@@ -1,7 +1,5 @@
 """cacheblend-auto: what loading hides is computed again, by what was measured of the tier and of the model."""
 
-import time
-
 import numpy as np
 import pytest
 
@@ -10,6 +8,7 @@ from kvlinker.store import HostTier
 from kvlinker.types.chunks import chunk_key
 from tests.embedded.chunks.test_layer_loading import forget_host, recorded, wait_for
 from tests.embedded.conftest import full_forward, linked_prompt
+from tests.waiting import wait_until
 
 PLENTY = 1 << 28
 PROMPT = linked_prompt(140, 133, 121, header=3, middle=3)
@@ -191,7 +190,4 @@ def test_unions_settle_part_by_part(slow):
 
 
 def wait_for_host(made, prompt):
-    deadline = time.monotonic() + 30
-    while any(made.store.tier_of(key) != "host" for key in keys_of(made, prompt)):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(lambda: all(made.store.tier_of(key) == "host" for key in keys_of(made, prompt)))

@@ -1,7 +1,6 @@
 """The store learns of every request once what it took of its chunks."""
 
 import threading
-import time
 from unittest import mock
 
 import pytest
@@ -10,6 +9,7 @@ from kvlinker.embedded.engine import LOADERS
 from kvlinker.store import ChunkStore
 from kvlinker.types.chunks import chunk_key
 from tests.embedded.conftest import linked_prompt
+from tests.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
@@ -59,32 +59,22 @@ def test_uses_are_told_while_all_loaders_are_busy(bench, noted, monkeypatch):
     made = bench()
     prompt = linked_prompt(40, 20, header=3)
     made.cache(prompt)
-    step, load = made.engine.runner.step, made.store.load
-    stepping, compute, loading, free = threading.Event(), threading.Event(), threading.Semaphore(0), threading.Event()
-
-    def held_up_step(*arguments):
-        stepping.set()
-        assert compute.wait(60)
-        return step(*arguments)
+    load, loading, free = made.store.load, threading.Semaphore(0), threading.Event()
 
     def held_up_load(*arguments):
         loading.release()
-        assert free.wait(60)
+        assert free.wait(PATIENCE)
         return load(*arguments)
 
-    monkeypatch.setattr(made.engine.runner, "step", held_up_step)
-    computed = made.submit(prompt, "naive", max_tokens=1)[0]
-    assert stepping.wait(60)
-    monkeypatch.setattr(made.store, "load", held_up_load)
-    others = [made.submit(prompt, "naive", max_tokens=1)[0] for _ in range(LOADERS)]
-    for _ in others:
-        assert loading.acquire(timeout=60)
-    compute.set()
+    with made.held() as held:
+        computed = made.submit(prompt, "naive", max_tokens=1)[0]
+        held.wait()
+        monkeypatch.setattr(made.store, "load", held_up_load)
+        others = [made.submit(prompt, "naive", max_tokens=1)[0] for _ in range(LOADERS)]
+        for _ in others:
+            assert loading.acquire(timeout=PATIENCE)
     computed.wait()
-    deadline = time.monotonic() + 30
-    while len(noted) < 2 and time.monotonic() < deadline:
-        time.sleep(0.002)
-    assert len(noted) == 2
+    wait_until(lambda: len(noted) == 2)
     free.set()
     for other in others:
         other.wait()

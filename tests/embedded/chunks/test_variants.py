@@ -18,6 +18,7 @@ from kvlinker.types.chunk_scores import Contextualization
 from kvlinker.types.chunks import Chunk, chunk_key
 from tests.embedded.conftest import Bench, full_forward, random_tokens
 from tests.embedded.execution.test_oracle import TOLERANCE, true_chunk_kv
+from tests.waiting import PATIENCE
 
 
 class VariantBench(Bench):
@@ -62,11 +63,12 @@ class VariantBench(Bench):
     def variants(self, chunk, tenant="default"):
         return self.library.of(tenant).variants(chunk)
 
-    def wait_for(self, condition):
-        deadline = time.monotonic() + 10
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert condition()
+    def rest(self):
+        """Wait until all that goes on behind answers has ended: the prompts that were offered are looked through, their
+        variants computed, and these stored."""
+        for _ in range(2):
+            self.engine._background.submit(int).result(PATIENCE)
+            self.settle()
 
     def close(self):
         super().close()
@@ -108,7 +110,8 @@ def test_a_prompt_that_comes_again_is_linked_exactly(variant_bench, family, poli
     tokens, logprobs = full_forward(family, prompt, 3)
     before = made.answer(prompt, policy, max_tokens=3)
     assert before.finished.usage.recomputed_tokens > 0
-    made.wait_for(lambda: len(made.variants(THIRD)) == 1)
+    made.rest()
+    assert len(made.variants(THIRD)) == 1
     after = made.answer(prompt, policy, max_tokens=3)
     assert after.finished.usage.recomputed_tokens == 0
     assert after.tokens == tokens
@@ -120,7 +123,8 @@ def test_a_variants_kv_is_the_full_prefills(variant_bench):
     prompt = prompt_of(FIRST, SECOND, THIRD)
     made.hold(prompt)
     made.answer(prompt, "cachecraft-1")
-    made.wait_for(lambda: len(made.variants(THIRD)) == 1)
+    made.rest()
+    assert len(made.variants(THIRD)) == 1
     for part, expected in zip(prompt.chunks, true_chunk_kv(made.loaded, prompt), strict=True):
         (variant,) = made.variants(part)
         kv = made.store.get(chunk_key(variant.chunk, fingerprint=made.loaded.fingerprint, tenant="default"))
@@ -137,9 +141,8 @@ def test_cachecraft_takes_the_variant_whose_context_fits_best(variant_bench):
     made.hold(prompt_of(FIRST, SECOND, THIRD, FOURTH))
     for order in [(FIRST, SECOND, THIRD), (FOURTH, THIRD)]:
         made.answer(prompt_of(*order), "cachecraft-1")
-        made.wait_for(lambda order=order: any(v.chunk.prefix for v in made.variants(order[0])))
-        made.settle()
-        made.wait_for(lambda order=order: not made.library.missing(prompt_of(*order), "default"))
+        made.rest()
+        assert not made.library.missing(prompt_of(*order), "default")
     stored = [Variant(THIRD, Contextualization(len(THIRD), intra=0.0)), *made.variants(THIRD)]
     assert len(stored) == 3
     for order in [(FIRST, THIRD), (FOURTH, FIRST, THIRD), (SECOND, FIRST, FOURTH, THIRD), (SECOND, FIRST, THIRD)]:
@@ -158,7 +161,8 @@ def test_set_prefix_reorders_to_what_is_cached(variant_bench):
     made = variant_bench()
     made.hold(prompt_of(FIRST, SECOND, THIRD))
     made.answer(prompt_of(SECOND, FIRST), "prefix")
-    made.wait_for(lambda: not made.library.missing(prompt_of(SECOND, FIRST), "default"))
+    made.rest()
+    assert not made.library.missing(prompt_of(SECOND, FIRST), "default")
 
     def explain(policy):
         request = GenerationRequest(prompt_of(FIRST, THIRD, SECOND), parse_policy(policy))
@@ -182,16 +186,18 @@ def test_the_least_reused_variants_make_room(variant_bench):
 
     def serve(*order):
         made.answer(prompt_of(*order), "prefix")
-        made.wait_for(lambda: not made.library.missing(prompt_of(*order), "default"))
+        made.rest()
+        assert not made.library.missing(prompt_of(*order), "default")
 
     serve(FIRST, SECOND)
     for _ in range(3):
         made.answer(prompt_of(FIRST, SECOND), "prefix")  # used often
+        made.rest()
     serve(THIRD, FOURTH)
     serve(FOURTH, THIRD)
     assert not made.library.missing(prompt_of(FIRST, SECOND), "default")
     assert made.library.missing(prompt_of(THIRD, FOURTH), "default") == [0, 1]
-    made.wait_for(lambda: made.store.keys() == made.catalog.chunk_keys().keys())
+    assert made.store.keys() == made.catalog.chunk_keys().keys()
     assert len(made.store.keys()) == 4 + 4
     assert made.catalog.released(0, time.time()), "what went is told to tiers that did not hear of it"
 
@@ -203,9 +209,7 @@ def test_no_variants_are_made_where_none_may_be_kept_or_wanted(variant_bench):
     for bench, policy in ((made, "cachecraft-1"), (other, "legolink-4")):
         bench.hold(prompt)
         bench.answer(prompt, policy)
-        bench.settle()
-        time.sleep(0.05)
-        bench.settle()
+        bench.rest()
         assert bench.variants(SECOND) == ()
 
 
@@ -215,7 +219,8 @@ def test_tenants_do_not_see_each_others_variants(variant_bench):
     made.hold(prompt, "one")
     made.hold(prompt, "two")
     made.submit(prompt, "prefix", tenant="one")[0].wait()
-    made.wait_for(lambda: len(made.variants(SECOND, "one")) == 1)
+    made.rest()
+    assert len(made.variants(SECOND, "one")) == 1
     assert made.variants(SECOND, "two") == ()
 
 
@@ -224,7 +229,8 @@ def test_variants_go_with_the_last_context_cache_of_their_chunk(variant_bench):
     prompt = prompt_of(FIRST, SECOND)
     first, second = made.hold(prompt)
     made.answer(prompt, "prefix")
-    made.wait_for(lambda: len(made.variants(SECOND)) == 1)
+    made.rest()
+    assert len(made.variants(SECOND)) == 1
     (variant,) = made.variants(SECOND)
     key = chunk_key(variant.chunk, fingerprint=made.loaded.fingerprint, tenant="default")
     assert key in made.catalog.delete(second, "default", 2.0)
@@ -232,8 +238,7 @@ def test_variants_go_with_the_last_context_cache_of_their_chunk(variant_bench):
     assert len(made.variants(FIRST)) == 1
     assert made.library.missing(prompt, "default") == [1]
     made.answer(prompt, "prefix")  # computed again, but no context cache holds it
-    made.settle()
-    time.sleep(0.05)
+    made.rest()
     assert made.variants(SECOND) == ()
     assert first
 
@@ -243,7 +248,8 @@ def test_a_variant_that_the_store_lost_is_forgotten(variant_bench):
     prompt = prompt_of(FIRST, SECOND)
     made.hold(prompt)
     made.answer(prompt, "prefix")
-    made.wait_for(lambda: len(made.variants(SECOND)) == 1)
+    made.rest()
+    assert len(made.variants(SECOND)) == 1
     (variant,) = made.variants(SECOND)
     made.store.delete(chunk_key(variant.chunk, fingerprint=made.loaded.fingerprint, tenant="default"))
     assert made.variants(SECOND) == ()

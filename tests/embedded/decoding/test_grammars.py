@@ -149,9 +149,10 @@ def test_answers_go_on_after_they_gave_their_slots_up(bench):
     made = bench(kv_slots=400, max_step_tokens=64)
     grammar = AnswerGrammar("regex", "([a-d]{2},){40}end")
     prompts = [linked_prompt(fresh=30, seed=seed) for seed in range(6)]
-    submitted = [
-        made.submit(prompt, seed=1, grammar=grammar, **SAMPLING | {"max_tokens": 150})[0] for prompt in prompts
-    ]
+    with made.held():
+        submitted = [
+            made.submit(prompt, seed=1, grammar=grammar, **SAMPLING | {"max_tokens": 150})[0] for prompt in prompts
+        ]
     for outcome in submitted:
         assert re.fullmatch("([a-d]{2},){40}end", outcome.wait().text)
     assert made.engine.scheduler.preemptions > 0

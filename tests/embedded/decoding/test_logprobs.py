@@ -134,9 +134,12 @@ def test_a_request_that_loses_its_slots_is_scored_again(bench):
     """An answer outgrows its slots while the prompt is computed, token by token."""
     made = bench(kv_slots=190, max_step_tokens=2)
     expected = score(made, PROMPT, "full").logprobs
-    growing = made.submit(linked_prompt(30), "naive", max_tokens=140)[0]
-    growing.wait_for_token()
-    future = submit(made, PROMPT, "full")
+    made.cache(linked_prompt(30))
+    with made.held() as held:
+        growing = made.submit(linked_prompt(30), "naive", max_tokens=140)[0]
+        held.let(10)
+        future = submit(made, PROMPT, "full")
+        held.wait_until_ready(2)
     np.testing.assert_allclose(future.result(timeout=60).logprobs, expected, atol=TOLERANCE)
     assert growing.wait().failed is None
     assert made.engine.scheduler.preemptions > 0

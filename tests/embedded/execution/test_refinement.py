@@ -178,12 +178,12 @@ def test_preemption_does_not_change_what_a_policy_keeps(bench):
         made = bench(kv_slots=slots, max_step_tokens=64)
         for prompt in prompts:
             made.cache(prompt)
-        outcomes = []
-        for prompt in prompts:
-            outcome = Outcome()
-            params = SamplingParams(temperature=0, max_tokens=150, logprobs=0, ignore_eos=True)
-            made.engine.generate(GenerationRequest(prompt, Quantile({1}), params), outcome.put)
-            outcomes.append(outcome)
+        params = SamplingParams(temperature=0, max_tokens=150, logprobs=0, ignore_eos=True)
+        outcomes = [Outcome() for _ in prompts]
+        with made.held() as held:
+            for prompt, outcome in zip(prompts, outcomes, strict=True):
+                made.engine.generate(GenerationRequest(prompt, Quantile({1}), params), outcome.put)
+            held.wait_until_ready(len(prompts))
         return [outcome.wait() for outcome in outcomes], made.engine.scheduler.preemptions
 
     roomy, none = answers(8192)

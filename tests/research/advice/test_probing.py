@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from kvlinker.research.bench.harness.scratch import ScratchPlace, scratch_places
 from kvlinker.store import ChunkKV, DiskTier, HostTier, LayerKV, StoreError, Tier, load_cipher
 from kvlinker.store.tiers import object_tier, redis_tier
 from kvlinker.types.answers import Timing
+from tests.clocks import ManualClock
 from tests.redis_server import RedisServer
 from tests.store.store_chunks import Recorder, chunk_kv, key_of
 
@@ -157,17 +157,16 @@ def test_lost_samples_are_told() -> None:
 
 
 class Disturbed(HostTier):
-    """Takes ten times as long as usual in one of the rounds."""
-
-    USUAL = 0.01
+    """Takes a second for a sample, but ten in one of the rounds."""
 
     def __init__(self, disturbed: int) -> None:
         super().__init__(BUDGET, Recorder().events)
+        self.clock = ManualClock()
         self.round = -1
         self.disturbed = disturbed
 
     def get(self, key: str) -> ChunkKV | None:
-        time.sleep((10 if self.round == self.disturbed else 1) * self.USUAL)
+        self.clock.advance(10 if self.round == self.disturbed else 1)
         return super().get(key)
 
 
@@ -178,8 +177,8 @@ def test_a_round_that_was_disturbed_does_not_count(disturbed: int) -> None:
     def count(what: str, done: int = 0, total: int | None = None, /) -> None:
         tier.round = done if "reading" in what else -1
 
-    delivery = measure_tier(tier, SAMPLES, progress=count)
-    assert delivery.time.seconds < 10 * Disturbed.USUAL  # one disturbed read
+    delivery = measure_tier(tier, SAMPLES, progress=count, clock=tier.clock)
+    assert delivery.time.seconds == len(SAMPLES)
 
 
 @pytest.mark.parametrize("disturbed", range(ROUNDS))

@@ -12,6 +12,9 @@ from kvlinker.research.bench.store.throttling_proxy import throttling_proxy
 VALUE = bytes(range(256)) * 4096
 """One MiB."""
 
+HUNDREDS_OF_SECONDS = 500
+"""What the value takes where a limit holds that should not."""
+
 
 @pytest.fixture
 def proxy(redis_server):
@@ -42,9 +45,9 @@ def test_what_the_server_sends_takes_its_time_and_what_the_client_sends_does_not
     client = redis.Redis.from_url(url)
     client.ping()
     proxy.bandwidth = 4 * len(VALUE)
-    assert 0.2 < seconds_of(lambda: client.get("value")) < 2
-    proxy.bandwidth = len(VALUE) / 1000
-    assert seconds_of(lambda: client.set("value", VALUE)) < 5
+    assert seconds_of(lambda: client.get("value")) > 0.2
+    proxy.bandwidth = len(VALUE) / HUNDREDS_OF_SECONDS
+    assert seconds_of(lambda: client.set("value", VALUE)) < HUNDREDS_OF_SECONDS / 10
 
 
 def test_connections_share_the_bandwidth(proxy, url):
@@ -58,16 +61,16 @@ def test_connections_share_the_bandwidth(proxy, url):
         for thread in threads:
             thread.join()
 
-    assert 0.45 < seconds_of(together) < 5
+    assert seconds_of(together) > 0.45
 
 
 def test_another_limit_holds_at_once(proxy, url):
     client = redis.Redis.from_url(url)
     proxy.bandwidth = 4 * len(VALUE)
     client.get("value")
-    proxy.bandwidth = len(VALUE) / 100
+    proxy.bandwidth = len(VALUE) / HUNDREDS_OF_SECONDS
     proxy.bandwidth = float("inf")
-    assert seconds_of(lambda: client.get("value")) < 5
+    assert seconds_of(lambda: client.get("value")) < HUNDREDS_OF_SECONDS / 10
 
 
 def test_closing_ends_connections(redis_server):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,25 +24,34 @@ from kvlinker.store.loading.prompt_load import ChunkLoad, LoadedChunk, OpenedChu
 from kvlinker.store.tiers import object_tier
 from kvlinker.store.tiers.base import Tier
 from kvlinker.store.tiers.host import ResidentReader
+from tests.clocks import ManualClock
 from tests.store.store_chunks import Recorder, awaited, chunk_kv, key_of, same_kv
+from tests.waiting import wait_until
 
 PLENTY = 1 << 24
 TIMEOUT = 10.0
 ENDLESS = Urgency(compute=1e6, prefill=1e6)
 """Computing takes so long that everything is loaded, and one layer suffices to begin."""
+HASTY = Urgency(compute=1.0, prefill=0.01)
+"""What has not begun after the shortest time is computed instead."""
+HANGING = module.STALL_SECONDS + 1
+"""The seconds after which a read that began at their beginning hangs; nobody but the hasty gives up before."""
 
 
 class ScriptedReader:
-    """Notes what is read into ``log``, waits for ``permits``, and fails at layer ``fails``."""
+    """Notes what is read into ``log``, waits for ``permits``, and fails at layer ``fails``. ``asked`` is the last layer
+    that somebody began to read."""
 
     def __init__(self, number: int, log: list[tuple[int, int]], *, layers: int = 4, fails: int | None = None) -> None:
         self.kv = chunk_kv(number, layers=layers)
         self.layers, self.tokens, self.nbytes, self.scores = layers, self.kv.tokens, self.kv.nbytes, None
         self.permits: threading.Semaphore | None = None
+        self.asked = -1
         self.closed = 0
         self._number, self._log, self._fails = number, log, fails
 
     def read(self, layer: int) -> LayerKV:
+        self.asked = layer
         if self.permits is not None:
             assert self.permits.acquire(timeout=TIMEOUT)
         self._log.append((layer, self._number))
@@ -56,8 +64,14 @@ class ScriptedReader:
 
 
 @pytest.fixture
-def loader() -> Iterator[LayerLoader]:
-    made = LayerLoader()
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def loader(clock: ManualClock) -> Iterator[LayerLoader]:
+    """Nothing is too late for it unless the clock is put forward."""
+    made = LayerLoader(clock=clock)
     made.bandwidths.note("far", 1 << 40, 1.0)
     yield made
     made.close()
@@ -76,18 +90,8 @@ def opened_by(
     return chunk
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def wait_for(ended: list[LoadedChunk | None], count: int) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while len(ended) < count:
-        assert time.monotonic() < deadline, "nothing ended"
-        time.sleep(0.002)
+    wait_until(lambda: len(ended) >= count)
 
 
 def complete(futures: Sequence[Future[KV | None]]) -> list[ChunkKV | None]:
@@ -145,14 +149,15 @@ def test_reading_that_takes_the_computations_processors_comes_first(
     loader: LayerLoader, monkeypatch: pytest.MonkeyPatch, share: float, shares: bool, begins: int
 ) -> None:
     monkeypatch.setattr(bandwidth, "BUSY_SHARE", share)
+    monkeypatch.setattr(module, "THREADS", 1)
     loader.bandwidths.note("far", 1 << 40, 1.0, 1.0)
     ended: list[LoadedChunk | None] = []
     reader = ScriptedReader(1, [])
     reader.permits = threading.Semaphore(begins - 1)
     wanted = chunk_of(reader, ended)
     loader.load([wanted], Urgency(ENDLESS.compute, ENDLESS.prefill, shares_processors=shares))
-    with pytest.raises(TimeoutError):
-        wanted.begun.result(timeout=0.1)
+    wait_until(lambda: reader.asked == begins - 1)
+    assert not wanted.begun.done()
     reader.permits.release()
     assert wanted.begun.result(timeout=TIMEOUT) is not None
     reader.permits.release(4)
@@ -169,21 +174,22 @@ def test_layers_can_be_waited_for(loader: LayerLoader) -> None:
     assert (kv.tokens, kv.scores) == (reader.kv.tokens, None)
     assert kv.layer(0) is reader.kv.layers[0]
     assert kv.layer(3) is None
-    threading.Timer(0.05, reader.permits.release, [3]).start()
-    begin = time.monotonic()
+    reader.permits.release(3)
     assert awaited(kv, 3) is reader.kv.layers[3]
-    assert time.monotonic() - begin >= 0.04
     assert kv.complete
 
 
-def test_an_unmeasured_tier_delivers_all_before_anything_is_placed(loader: LayerLoader) -> None:
+def test_an_unmeasured_tier_delivers_all_before_anything_is_placed(
+    loader: LayerLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "THREADS", 1)
     ended: list[LoadedChunk | None] = []
     reader = ScriptedReader(1, [])
     reader.permits = threading.Semaphore(3)
     wanted = opened_by(lambda: OpenedChunk("new", reader), ended, key="key")
     loader.load([wanted], ENDLESS)
-    with pytest.raises(TimeoutError):
-        wanted.begun.result(timeout=0.1)
+    wait_until(lambda: reader.asked == 3)
+    assert not wanted.begun.done()
     reader.permits.release()
     assert wanted.begun.result(timeout=TIMEOUT) is not None
     wait_for(ended, 1)
@@ -209,9 +215,8 @@ def test_a_lost_layer_loses_its_chunk_and_no_other(loader: LayerLoader) -> None:
 
 
 def test_what_comes_too_late_for_the_computation_is_lost_with_all_of_the_prompt(
-    loader: LayerLoader, monkeypatch: pytest.MonkeyPatch
+    loader: LayerLoader, clock: ManualClock
 ) -> None:
-    monkeypatch.setattr(prompt_load, "PATIENCE_SECONDS", 0.2)
     ended: list[LoadedChunk | None] = []
     readers = [ScriptedReader(number, []) for number in range(2)]
     permits = [threading.Semaphore(1), threading.Semaphore(1)]
@@ -221,9 +226,11 @@ def test_what_comes_too_late_for_the_computation_is_lost_with_all_of_the_prompt(
     loader.bandwidths.note("far", 1 << 40, 1.0)
     loader.load(chunks, Urgency(compute=0.1, prefill=1e6))
     found = [arriving(chunk) for chunk in chunks]
-    begin = time.monotonic()
+    (prompt,) = loader._prompts
+    wait_until(lambda: prompt.begun)
+    assert prompt.deadline == pytest.approx(clock.now + 0.1 + prompt_load.PATIENCE_SECONDS)
+    clock.now = prompt.deadline
     assert [awaited(kv, 3) for kv in found] == [None, None]
-    assert 0.2 < time.monotonic() - begin < TIMEOUT / 2
     assert all(kv.lost for kv in found)
     assert ended == [None, None]
     for permit in permits:
@@ -232,9 +239,8 @@ def test_what_comes_too_late_for_the_computation_is_lost_with_all_of_the_prompt(
 
 
 def test_who_holds_nobody_up_begins_with_the_first_layer_and_may_wait_for_the_rest(
-    loader: LayerLoader, monkeypatch: pytest.MonkeyPatch
+    loader: LayerLoader, clock: ManualClock
 ) -> None:
-    monkeypatch.setattr(prompt_load, "PATIENCE_SECONDS", 0.1)
     reader = ScriptedReader(1, [])
     reader.permits = threading.Semaphore(1)
     wanted = chunk_of(reader, [])
@@ -243,21 +249,22 @@ def test_who_holds_nobody_up_begins_with_the_first_layer_and_may_wait_for_the_re
     loader.load([wanted], Urgency(compute=0.01, prefill=1e6, alone=True))
     kv = arriving(wanted)
     assert kv.delivered == 1
-    time.sleep(0.3)  # longer than the computation takes, but not longer than the reading
-    assert not kv.lost
+    (prompt,) = loader._prompts
+    wait_until(lambda: prompt.begun)
+    assert prompt.deadline > clock.now + 0.9 + prompt_load.PATIENCE_SECONDS, "the reading takes a second"
     reader.permits.release(4)
     assert awaited(kv, 3) is not None
 
 
-def test_what_cannot_begin_in_time_is_given_up(loader: LayerLoader) -> None:
+def test_what_cannot_begin_in_time_is_given_up(loader: LayerLoader, clock: ManualClock) -> None:
     ended: list[LoadedChunk | None] = []
     reader = ScriptedReader(1, [])
     reader.permits = threading.Semaphore(0)
     wanted = chunk_of(reader, ended)
-    begin = time.monotonic()
-    loader.load([wanted], Urgency(compute=1.0, prefill=0.01))
+    loader.load([wanted], HASTY)
+    assert not wanted.begun.done()
+    clock.advance(prompt_load.LEAST_DEADLINE_SECONDS)
     assert wanted.begun.result(timeout=TIMEOUT) is None
-    assert time.monotonic() - begin < TIMEOUT / 2
     reader.permits.release(4)
     wait_for(ended, 1)
     assert ended == [None]
@@ -273,8 +280,11 @@ def test_closing_ends_what_is_read_and_what_waits() -> None:
     wanted = [chunk_of(reader, ended) for reader in readers]
     for one in wanted:
         loader.load([one], ENDLESS)
-    threading.Timer(0.1, permits.release, [100]).start()
-    loader.close()
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    wait_for(ended, len(wanted))
+    permits.release(100)
+    closing.join(TIMEOUT)
     assert [one.begun.result(timeout=0) for one in wanted] == [None] * len(wanted)
     assert ended == [None] * len(wanted)
     late = chunk_of(ScriptedReader(9, []), ended)
@@ -347,10 +357,10 @@ def test_who_looks_too_early_loses_nothing() -> None:
 
 def test_whoever_waits_notices_at_once_that_layers_are_lost() -> None:
     kv = empty()
-    threading.Timer(0.05, kv.give_up).start()
-    begin = time.monotonic()
-    assert awaited(kv, 1) is None
-    assert time.monotonic() - begin < TIMEOUT / 2
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(awaited, kv, 1, seconds=1e6)
+        kv.give_up()
+        assert waiting.result(TIMEOUT) is None
 
 
 def test_subscribers_are_told_of_each_layer_and_of_the_loss(caplog: pytest.LogCaptureFixture) -> None:
@@ -435,11 +445,11 @@ def test_a_load_promotes_when_it_is_complete_but_never_what_was_deleted() -> Non
 
 
 @pytest.fixture
-def slow_store() -> Iterator[tuple[ChunkStore, Slow]]:
+def slow_store(clock: ManualClock) -> Iterator[tuple[ChunkStore, Slow]]:
     """A store whose chunks 1 and 2, of two layers, lie in a slow tier that waits for permits."""
     recorder = Recorder()
     slow = Slow(recorder)
-    store = ChunkStore([HostTier(PLENTY, recorder.events), slow], recorder.events)
+    store = ChunkStore([HostTier(PLENTY, recorder.events), slow], recorder.events, clock=clock)
     for number in (1, 2):
         slow.put(key_of(number), chunk_kv(number))
     slow.permits = threading.Semaphore(0)
@@ -505,12 +515,15 @@ def test_prompts_that_share_chunks_in_any_order_read_each_once(loader: LayerLoad
     assert sorted(log) == [(layer, number) for layer in range(4) for number in range(4)], "each is read once"
 
 
-def test_reading_goes_on_for_who_joins_when_the_first_gives_up(slow_store: tuple[ChunkStore, Slow]) -> None:
+def test_reading_goes_on_for_who_joins_when_the_first_gives_up(
+    slow_store: tuple[ChunkStore, Slow], clock: ManualClock
+) -> None:
     store, slow = slow_store
     assert slow.permits is not None
-    (hasty,) = store.load([key_of(1)], Urgency(compute=1.0, prefill=0.01))
+    (hasty,) = store.load([key_of(1)], HASTY)
     assert slow.opened.acquire(timeout=TIMEOUT)
     (patient,) = store.load([key_of(1)], ENDLESS)
+    clock.advance(prompt_load.LEAST_DEADLINE_SECONDS)
     assert hasty.result(timeout=TIMEOUT) is None
     slow.permits.release(2)
     (kv,) = complete([patient])
@@ -555,12 +568,13 @@ def test_what_nobody_wants_any_more_is_not_read_on(slow_store: tuple[ChunkStore,
     assert reads_of(slow, 1) == [0, 1]
 
 
-def test_who_joins_keeps_its_own_deadline(slow_store: tuple[ChunkStore, Slow]) -> None:
+def test_who_joins_keeps_its_own_deadline(slow_store: tuple[ChunkStore, Slow], clock: ManualClock) -> None:
     store, slow = slow_store
     assert slow.permits is not None
     (patient,) = store.load([key_of(1)], ENDLESS)
     assert slow.opened.acquire(timeout=TIMEOUT)
-    (hasty,) = store.load([key_of(1)], Urgency(compute=1.0, prefill=0.01))
+    (hasty,) = store.load([key_of(1)], HASTY)
+    clock.advance(prompt_load.LEAST_DEADLINE_SECONDS)
     assert hasty.result(timeout=TIMEOUT) is None
     slow.permits.release(2)
     (kv,) = complete([patient])
@@ -627,11 +641,6 @@ def test_who_joins_between_two_copies_gets_the_layers_of_both(loader: LayerLoade
 # --- reads that hang
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STALL_SECONDS", 0.05)
-
-
 def hanging(count: int) -> tuple[list[ScriptedReader], threading.Semaphore]:
     """Readers that hang until the semaphore lets them go."""
     permits = threading.Semaphore(0)
@@ -645,15 +654,16 @@ def threads_of_loaders() -> int:
     return sum(thread.name.startswith("kvlinker-layers") for thread in threading.enumerate())
 
 
-@pytest.mark.usefixtures("impatient")
-def test_reads_that_hang_do_not_hold_up_others(loader: LayerLoader, caplog: pytest.LogCaptureFixture) -> None:
+def test_reads_that_hang_do_not_hold_up_others(
+    loader: LayerLoader, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
     ended: list[LoadedChunk | None] = []
     readers, permits = hanging(module.THREADS)
     before = threads_of_loaders()
     for reader in readers:
-        wanted = chunk_of(reader, ended)
-        loader.load([wanted], Urgency(compute=1.0, prefill=0.01))
-        assert wanted.begun.result(timeout=TIMEOUT) is None
+        loader.load([chunk_of(reader, ended)], HASTY)
+    wait_until(lambda: [reader.asked for reader in readers] == [0] * len(readers))
+    clock.advance(HANGING)
     wait_for(ended, len(readers))
     assert ended == [None] * len(readers)
     sound = chunk_of(ScriptedReader(9, []), ended)
@@ -663,25 +673,26 @@ def test_reads_that_hang_do_not_hold_up_others(loader: LayerLoader, caplog: pyte
     assert [reader.closed for reader in readers] == [0] * len(readers), "a read is under way"
     assert sum("does not return" in message for message in caplog.messages) == len(readers)
     permits.release(100)
-    deadline = time.monotonic() + TIMEOUT
-    while any(reader.closed != 1 for reader in readers) or threads_of_loaders() > before + module.THREADS:
-        assert time.monotonic() < deadline, "the threads did not end"
-        time.sleep(0.002)
+    wait_until(lambda: all(reader.closed == 1 for reader in readers))
+    wait_until(lambda: threads_of_loaders() <= before + module.THREADS)
     assert len(ended) == len(readers) + 1
 
 
-@pytest.mark.usefixtures("impatient")
-def test_opening_may_hang_too(loader: LayerLoader) -> None:
+def test_opening_may_hang_too(loader: LayerLoader, clock: ManualClock) -> None:
     ended: list[LoadedChunk | None] = []
-    returns = threading.Event()
+    opening, returns = threading.Semaphore(0), threading.Event()
     reader = ScriptedReader(1, [])
 
     def opens() -> OpenedChunk:
+        opening.release()
         assert returns.wait(TIMEOUT)
         return OpenedChunk("far", reader)
 
     for number in range(module.THREADS):
-        loader.load([opened_by(opens, ended, key=str(number))], Urgency(compute=1.0, prefill=0.01))
+        loader.load([opened_by(opens, ended, key=str(number))], HASTY)
+    for _ in range(module.THREADS):
+        assert opening.acquire(timeout=TIMEOUT)
+    clock.advance(HANGING)
     wait_for(ended, module.THREADS)
     wait_until(lambda: len(loader._abandoned) == module.THREADS)
     sound = chunk_of(ScriptedReader(9, []), ended)
@@ -691,51 +702,56 @@ def test_opening_may_hang_too(loader: LayerLoader) -> None:
     wait_until(lambda: reader.closed == module.THREADS)
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_read_that_hangs_is_lost_to_all_who_wait_whatever_their_deadlines(loader: LayerLoader) -> None:
+def test_a_read_that_hangs_is_lost_to_all_who_wait_whatever_their_deadlines(
+    loader: LayerLoader, clock: ManualClock
+) -> None:
     ended: list[LoadedChunk | None] = []
     (reader,), permits = hanging(1)
     permits.release(1)
     chunks = [opened_by(lambda: OpenedChunk("far", reader), ended, key="shared") for _ in range(3)]
     for chunk in chunks:
         loader.load([chunk], ENDLESS)
-    begin = time.monotonic()
-    assert [awaited(arriving(chunk), 1) for chunk in chunks] == [None] * 3
-    assert time.monotonic() - begin < TIMEOUT / 2
+    found = [arriving(chunk) for chunk in chunks]
+    wait_until(lambda: reader.asked == 1)
+    clock.advance(HANGING)
+    assert [awaited(kv, 1) for kv in found] == [None] * 3
+    assert all(kv.lost for kv in found)
     permits.release(9)
     wait_until(lambda: reader.closed == 1)
     assert ended == [None] * 3
 
 
-@pytest.mark.usefixtures("impatient")
-def test_chunks_beside_one_that_hangs_are_read(loader: LayerLoader) -> None:
+def test_chunks_beside_one_that_hangs_are_read(loader: LayerLoader, clock: ManualClock) -> None:
     ended: list[LoadedChunk | None] = []
     (reader,), permits = hanging(1)
     sound = [ScriptedReader(number, []) for number in range(5, 8)]
     chunks = [chunk_of(reader, ended) for reader in (reader, *sound)]
     loader.load(chunks, ENDLESS)
+    wait_for(ended, len(sound))
+    wait_until(lambda: reader.asked == 0)
+    clock.advance(HANGING)
     found = complete([chunk.begun for chunk in chunks])
     assert [kv is None for kv in found] == [True, False, False, False]
     permits.release(9)
 
 
-@pytest.mark.usefixtures("impatient")
 def test_no_more_than_so_many_threads_are_replaced(
-    loader: LayerLoader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    loader: LayerLoader, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "MOST_ABANDONED", 3)
+    replaced = 3
+    monkeypatch.setattr(module, "MOST_ABANDONED", replaced)
     before = threads_of_loaders()
     ended: list[LoadedChunk | None] = []
     readers, permits = hanging(8)
-    for reader in readers:
+    for number, reader in enumerate(readers):
         wanted = chunk_of(reader, ended)
-        loader.load([wanted], Urgency(compute=1.0, prefill=0.01))
+        loader.load([wanted], HASTY)
+        if number < module.THREADS + replaced:
+            wait_until(lambda reader=reader: reader.asked == 0)
+        clock.advance(HANGING)
         assert wanted.begun.result(timeout=TIMEOUT) is None
-    deadline = time.monotonic() + TIMEOUT
-    while "too many hang" not in caplog.text:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    assert threads_of_loaders() - before <= module.THREADS + 3
+    wait_until(lambda: "too many hang" in caplog.text)
+    assert threads_of_loaders() - before <= module.THREADS + replaced
     permits.release(1000)
     wait_for(ended, len(readers))
     sound = chunk_of(ScriptedReader(99, []), ended)
@@ -743,16 +759,14 @@ def test_no_more_than_so_many_threads_are_replaced(
     assert complete([sound.begun]) != [None], "once they have returned, reading goes on"
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_read_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.1)
-    loader = LayerLoader()
+def test_a_read_that_hangs_does_not_hold_up_the_end(loader: LayerLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.01)
     ended: list[LoadedChunk | None] = []
     (reader,), permits = hanging(1)
     loader.load([chunk_of(reader, ended)], ENDLESS)
-    begin = time.monotonic()
+    wait_until(lambda: reader.asked == 0)
     loader.close()
-    assert time.monotonic() - begin < TIMEOUT / 2
+    assert reader.closed == 0, "the read is under way still"
     permits.release(9)
     wait_for(ended, 1)
 
@@ -813,8 +827,7 @@ def test_what_is_loaded_ahead_leaves_a_thread_to_who_needs_one(slow_store: tuple
     store.load_ahead([key_of(number) for number in (2, 3, 4)])
     for _ in range(3):
         assert slow.opened.acquire(timeout=TIMEOUT)
-    time.sleep(0.05)
-    assert sum(reading.thread is not None for reading in store._loader._readings.values()) == 1
+    wait_until(lambda: len(store._loader._threads) == 1)  # the other found nothing to do
     (needed,) = store.load([key_of(1)], ENDLESS)
     assert slow.opened.acquire(timeout=TIMEOUT)
     slow.permits.release(100)
@@ -843,15 +856,9 @@ def test_ahead_of_time_one_prompts_chunks_at_a_time_are_loaded() -> None:
     store.load_ahead([key_of(0)])
     store.load_ahead([key_of(1)])
     slow.permits.release(9)
-    deadline = time.monotonic() + TIMEOUT
-    while not host.contains(key_of(0)):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(lambda: host.contains(key_of(0)))
     assert not host.contains(key_of(1))
-    while not host.contains(key_of(2)):
-        assert time.monotonic() < deadline
-        store.load_ahead([key_of(2)])
-        time.sleep(0.002)
+    wait_until(lambda: store.load_ahead([key_of(2)]) or host.contains(key_of(2)))
     store.close()
 
 

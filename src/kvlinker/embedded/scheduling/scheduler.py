@@ -114,6 +114,12 @@ class Scheduler:
             return self._count_waiting()
 
     @property
+    def loading(self) -> int:
+        """The number of requests whose chunks' KV is not there yet."""
+        with self._changed:
+            return self._fetches.waiting
+
+    @property
     def slots_used(self) -> int:
         """The number of slots that requests hold."""
         with self._changed:

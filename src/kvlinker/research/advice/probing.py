@@ -142,10 +142,12 @@ def measure_tier(
     samples: Sequence[ChunkKV],
     check: Callable[[], None] = lambda: None,
     progress: Progress = silent,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Delivery:
     """Write the samples, and read them back in several rounds; a disk's page cache is emptied of them before each.
 
-    The caller removes them. ``check`` is called between the calls to the tier, and may raise. Raises ProbeFailedError.
+    The caller removes them. ``check`` is called between the calls to the tier, and may raise. ``clock`` tells how long
+    a round took. Raises ProbeFailedError.
     """
     keys = [token_hex(32) for _ in samples]
     for number, (key, kv) in enumerate(zip(keys, samples, strict=True)):
@@ -160,7 +162,7 @@ def measure_tier(
         check()
         if isinstance(tier, DiskTier):
             drop_from_page_cache(chunk_files(tier.directory))
-        times.append(_read(tier, keys))
+        times.append(_read(tier, keys, clock))
     return Delivery(nbytes, sum(kv.tokens for kv in samples), _median(times))
 
 
@@ -179,7 +181,7 @@ def measure_memory(samples: Sequence[ChunkKV], device: torch.device) -> Delivery
     return Delivery(sum(kv.nbytes for kv in samples), sum(kv.tokens for kv in samples), _median(times))
 
 
-def _read(tier: Tier, keys: Sequence[str]) -> LoadTime:
+def _read(tier: Tier, keys: Sequence[str], clock: Callable[[], float]) -> LoadTime:
     """Read all chunks, dealt out among several threads."""
 
     def read(share: Sequence[str]) -> float:
@@ -190,9 +192,9 @@ def _read(tier: Tier, keys: Sequence[str]) -> LoadTime:
         return time.thread_time() - begin
 
     with ThreadPoolExecutor(READERS, thread_name_prefix="kvlinker-probe") as threads:
-        begin = time.perf_counter()
+        begin = clock()
         busy = list(threads.map(read, [keys[first::READERS] for first in range(READERS)]))
-        return LoadTime(time.perf_counter() - begin, max(busy))
+        return LoadTime(clock() - begin, max(busy))
 
 
 def _median(times: Sequence[LoadTime]) -> LoadTime:

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvlinker.store.loading.bandwidths import Bandwidths, Read
 from kvlinker.store.loading.prompt_load import ChunkLoad, PromptLoad, Urgency
@@ -43,11 +43,18 @@ class LayerLoader:
     """Owns the chunks that are being read, and the threads for them: as long as there is something to read, those that
     read, and the watch. Any thread may call the methods."""
 
-    def __init__(self, bandwidths: Bandwidths | None = None, form: Form = lambda _, layer: layer) -> None:
+    def __init__(
+        self,
+        bandwidths: Bandwidths | None = None,
+        form: Form = lambda _, layer: layer,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Note in ``bandwidths`` how fast tiers deliver. ``form`` returns a layer, given its index, as it is to be
-        delivered."""
+        delivered. ``clock`` tells what is late."""
         self.bandwidths = bandwidths or Bandwidths()
         self._form = form
+        self._clock = clock
         self._lock = threading.Lock()  # guards all that follows
         self._readings: dict[str, Reading] = {}
         self._prompts: set[PromptLoad] = set()
@@ -61,7 +68,7 @@ class LayerLoader:
     def load(self, chunks: Sequence[ChunkLoad], urgency: Urgency, *, ahead: bool = False) -> None:
         """Begin to read the chunks of one prompt; each of their futures will be resolved. What is loaded ``ahead`` of
         need comes after all else, and leaves a thread free for it."""
-        prompt = PromptLoad(chunks, urgency)
+        prompt = PromptLoad(chunks, urgency, self._clock)
         with self._lock:
             if not self._closed:
                 turn = Turn(ahead, next(self._turns))
@@ -115,7 +122,7 @@ class LayerLoader:
             ready = [one for one in readings if one.thread is None and not (one.turn.ahead and ahead)]
             if me in self._threads and ready:
                 reading = min(ready, key=lambda reading: (reading.turn, reading.progress))
-                reading.thread, reading.since = me, time.monotonic()
+                reading.thread, reading.since = me, self._clock()
                 return reading
             self._threads.discard(me)
             if me in self._abandoned:
@@ -165,7 +172,7 @@ class LayerLoader:
         """Run in the watch, as long as anything is loaded: end reads that hang, and prompts past their deadlines."""
         while True:
             time.sleep(WATCH_SECONDS)
-            now = time.monotonic()
+            now = self._clock()
             with self._lock:
                 if not self._readings and not self._prompts:
                     self._watch = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -109,12 +108,15 @@ class ChunkLoad:
 class PromptLoad:
     """The chunks that one prompt loads together."""
 
-    def __init__(self, chunks: Sequence[ChunkLoad], urgency: Urgency) -> None:
+    def __init__(self, chunks: Sequence[ChunkLoad], urgency: Urgency, clock: Callable[[], float]) -> None:
+        """``clock`` tells the seconds in which the deadline is reckoned."""
         self.chunks = tuple(chunks)
-        self.deadline = time.monotonic() + min(max(urgency.prefill, LEAST_DEADLINE_SECONDS), MOST_DEADLINE_SECONDS)
+        self.deadline = clock() + min(max(urgency.prefill, LEAST_DEADLINE_SECONDS), MOST_DEADLINE_SECONDS)
+        self._clock = clock
         self._urgency = urgency
         self._rest_seconds = urgency.compute
-        self._begun = False
+        self.begun = False
+        """True once all chunks that are there in time have enough layers."""
 
     @property
     def ended(self) -> bool:
@@ -124,7 +126,7 @@ class PromptLoad:
     def begin(self, bandwidths: Bandwidths) -> None:
         """Resolve ``begun`` of the chunks that have enough layers. With the last of them the deadline is a new one,
         since the rest must arrive soon after the computation that hides its loading."""
-        if self._begun:
+        if self.begun:
             return
         waiting = [chunk for chunk in self.chunks if chunk.waiting]
         arriving = [(chunk, chunk.kv, chunk.opened) for chunk in waiting if chunk.kv and chunk.opened]
@@ -137,14 +139,14 @@ class PromptLoad:
                     _resolve(chunk.begun, kv)
             self._rest_seconds = max(self._urgency.compute, 0.0 if load is None else load.seconds)
         if all(chunk.begun.done() for chunk in self.chunks):
-            self._begun = True
-            self.deadline = time.monotonic() + self._rest_seconds + PATIENCE_SECONDS
+            self.deadline = self._clock() + self._rest_seconds + PATIENCE_SECONDS
+            self.begun = True
 
     def expire(self) -> None:
         """After the deadline, give up the chunks that could not begin or, if all have begun, those that are not
         complete."""
         for chunk in self.chunks:
-            if self._begun or not chunk.begun.done():
+            if self.begun or not chunk.begun.done():
                 chunk.end(None)
 
     def _depth(self, layers: int, load: LoadTime | None) -> int:

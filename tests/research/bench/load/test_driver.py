@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Sequence
@@ -38,9 +39,8 @@ def test_times_are_those_of_the_text(serve: Serve) -> None:
     assert result.text == "onetwothree"
     assert result.first_token is not None
     assert result.last_token is not None
-    assert 0.1 <= result.first_token < 0.1 + 0.09
-    assert result.first_token + 0.1 <= result.last_token + 0.01
-    assert result.last_token <= result.ended
+    assert 0.1 <= result.first_token < result.last_token <= result.ended
+    assert result.last_token >= 0.2
     assert result.seconds_per_token == pytest.approx((result.last_token - result.first_token) / 2)
     assert result.output_tokens == 3
     assert result.usage == PromptUsage(10, 6, 2)
@@ -75,14 +75,13 @@ def test_failures_are_told_by_kind(serve: Serve) -> None:
         "garbled": lambda: streamed("data: {\n\n"),
         "no stream": lambda: JSONResponse({"choices": []}),
         "silent": lambda: streamed(chunk(finish="stop"), usage_event(3)),
-        "slow": lambda: words("a", 5.0, "b"),
     }
 
     def answer(body: Body) -> Response:
         question = body["messages"][0]["content"].removeprefix("A document.")
         return answers[question]()
 
-    run = sent(serve(answer), asking(*answers), patience=1.0)
+    run = sent(serve(answer), asking(*answers))
     told = {name: (result.failure, result.detail) for name, result in zip(answers, run.results, strict=True)}
     assert told["busy"] == ("status 429", "Come back later.")
     assert told["down"] == ("status 500", "oh")
@@ -90,8 +89,13 @@ def test_failures_are_told_by_kind(serve: Serve) -> None:
     assert told["failing"] == ("error", "It broke.")
     assert told["garbled"][0] == told["no stream"][0] == "unreadable"
     assert told["silent"][0] == "no text"
-    assert told["slow"] == ("unfinished", "no complete answer within 1 s")
-    assert run.results[-1].first_token is not None  # what was seen of it is kept
+
+
+def test_what_was_seen_of_an_answer_that_is_not_finished_in_time_is_kept(serve: Serve) -> None:
+    (result,) = sent(serve(lambda _: words("a", 60.0, "b")), asking("?"), patience=2.0).results
+    assert (result.failure, result.detail) == ("unfinished", "no complete answer within 2 s")
+    assert result.first_token is not None
+    assert result.text == "a"
 
 
 def test_nobody_there(serve: Serve) -> None:
@@ -124,7 +128,7 @@ def test_the_open_loop_does_not_wait_for_a_server_that_falls_behind(serve: Serve
 def test_what_is_not_finished_in_time_counts(serve: Serve) -> None:
     run = sent(serve(lambda _: words(20.0, "never")), asking(*"abc"), OpenLoop(100.0), patience=0.3)
     assert [result.failure for result in run.results] == ["unfinished"] * 3
-    assert run.seconds < 3
+    assert run.seconds < 20
 
 
 @pytest.mark.parametrize("users", [1, 3])
@@ -136,11 +140,13 @@ def test_the_closed_loop_has_as_many_requests_as_users(serve: Serve, users: int)
         with lock:
             running += 1
             most = max(most, running)
-        response = words(0.05, "a")
+        response = words("a")
         inner = response.body_iterator  # type: ignore[attr-defined]
 
         async def counted():
             nonlocal running
+            while most < users:
+                await asyncio.sleep(0.01)
             async for part in inner:
                 yield part
                 if "[DONE]" in part:
@@ -162,13 +168,13 @@ def test_turns_follow_on_answers(serve: Serve) -> None:
         bodies.append(body)
         return words(f"answer {len(bodies)}")
 
-    turns = (Turn((0,), "first", 1), Turn((), "second", 1, think_seconds=0.1), Turn((), "third", 1))
+    thinking = 0.5
+    turns = (Turn((0,), "first", 1), Turn((), "second", 1, think_seconds=thinking), Turn((), "third", 1))
     run = sent(serve(answer), [Conversation(turns)])
     assert [message["content"] for message in bodies[-1]["messages"]] == [
         *("A document.first", "answer 1", "second", "answer 2", "third")
     ]
-    assert run.seconds >= 0.1
-    assert all((result.first_token or 1) < 0.1 for result in run.results)  # thinking is not waiting
+    assert sum(result.ended for result in run.results) + thinking <= run.seconds + 0.01, "thinking is not waiting"
 
 
 def test_turns_behind_a_failure_are_not_forgotten(serve: Serve) -> None:
