@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,17 @@ for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
 # Examples are the same in every run, and a busy machine is no failure.
 settings.register_profile("kvlinker", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvlinker")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share what is made once for their module run in one worker of pytest-xdist, one after another, in any
+    order: it is made once indeed."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("xdist_group") is None:
+            fixtures = chain.from_iterable(item._fixtureinfo.name2fixturedefs.values())
+            if any(fixture.scope == "module" for fixture in fixtures):
+                item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture

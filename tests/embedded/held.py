@@ -20,7 +20,7 @@ class Held:
         self._waits = False
 
     def __enter__(self) -> Self:
-        self._engine.runner.step = self._held_step  # type: ignore[method-assign]
+        self._engine.runner.step = self._held_step  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -28,6 +28,7 @@ DROP = """files => {
 }"""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run all of them in one worker, which starts the browser and the server once; together they take a while."""
     for item in items:

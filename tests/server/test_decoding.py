@@ -81,7 +81,8 @@ def test_an_echo_of_tokens_and_of_caches_is_their_text(served: Served) -> None:
 
 def test_an_echo_tells_how_likely_the_prompt_was(served: Served) -> None:
     """The way in which evaluation harnesses score texts."""
-    answer = served.post(TEXT, {"prompt": "The cat sat on the mat.", "echo": True, "max_tokens": 1, "logprobs": 1})
+    body = {"prompt": "The cat sat on the mat.", "echo": True, "max_tokens": 1, "ignore_eos": True, "logprobs": 1}
+    answer = served.post(TEXT, body)
     logprobs = answer.json()["choices"][0]["logprobs"]
     scored = served.llm.score("The cat sat on the mat.")
     assert logprobs["token_logprobs"][0] is None
