@@ -56,6 +56,11 @@ Unicode = AfterValidator(_require_unicode)
 
 Text = Annotated[str, Unicode]
 
+NonemptyText = Annotated[str, StringConstraints(min_length=1), Unicode]
+
+TokenId = Annotated[int, Field(json_schema_extra={"minimum": 0})]
+"""The id of a token; the model's vocabulary is what bounds it, which errors name."""
+
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_require_unicode_within)]
 """An object of any content, such as a schema."""
 
@@ -87,6 +92,10 @@ class RequestBody(BaseModel):
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """OpenAI's fields that would change the answer, with the values at which they have no effect."""
 
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = ()
+    """JSON schemas that say how fields go together. They are for the OpenAPI document; validators are what refuses, in
+    words of their own."""
+
     @model_validator(mode="before")
     @classmethod
     def _meet_foreign_fields(cls, data: Any) -> Any:
@@ -103,7 +112,8 @@ class RequestBody(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the schema with the fields that are ignored, and the values that are accepted of refused ones."""
+        """Return the schema with the fields that are ignored, the values that are accepted of refused ones, and the
+        rules."""
         schema = handler(core)
         resolved = handler.resolve_ref_schema(schema)
         if resolved.get("additionalProperties") is False:
@@ -113,6 +123,8 @@ class RequestBody(BaseModel):
             properties[name] = {"description": "Ignored: it does not change the answer here."}
         for name, harmless in sorted(cls.refused.items()):
             properties[name] = {"enum": [None, *harmless], "description": "Not supported."}
+        if cls.rules:
+            resolved["allOf"] = list(cls.rules)
         return schema
 
 
@@ -132,6 +144,25 @@ def exactly_one(*names: str) -> ConfigDict:
 def is_given(*names: str) -> dict[str, JsonValue]:
     """Return a schema of objects that have all fields of these ``names``, none of them null."""
     return {"required": list(names), "properties": {name: {"not": {"type": "null"}} for name in names}}
+
+
+def where(fields: dict[str, JsonValue], then: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return a schema that holds objects to ``then`` whose ``fields`` are there and are valid under these schemas."""
+    return {"if": {"required": list(fields), "properties": fields}, "then": then}
+
+
+def is_true(name: str) -> dict[str, JsonValue]:
+    """Return a schema of objects whose field ``name`` is true."""
+    return {"required": [name], "properties": {name: {"const": True}}}
+
+
+def has_entries(name: str) -> dict[str, JsonValue]:
+    """Return a schema of objects whose field ``name`` is a list that is not empty."""
+    return {"required": [name], "properties": {name: NONEMPTY_LIST}}
+
+
+GIVEN: JsonValue = {"not": {"type": "null"}}
+NONEMPTY_LIST: JsonValue = {"type": "array", "minItems": 1}
 
 
 class ResponseBody(BaseModel):
@@ -282,12 +313,29 @@ class LinkOptions(RequestBody):
     attention: bool | None = None
 
 
+_Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WithJsonSchema({"type": "integer", "format": "int64"})]
+"""Its bounds are no doubles, which are what an OpenAPI document has."""
+
+
 class StreamOptions(RequestBody):
     """``include_usage``: end the stream with a chunk that holds the usage."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = None
+
+
+ATTENTION_IS_EXPLAINED = where(
+    {"link": is_true("attention")},
+    {"properties": {"link": is_true("explain")}},
+)
+"""The rule that ``link.attention`` needs ``link.explain``."""
+
+
+NOTHING_EXPLAINED: dict[str, JsonValue] = {
+    "properties": {"link": {"properties": {name: {"enum": [None, False]} for name in ("explain", "attention")}}}
+}
+"""The rule of routes whose answers tell no explanation."""
 
 
 class SamplingBody(RequestBody):
@@ -315,6 +363,10 @@ class SamplingBody(RequestBody):
         "length_penalty": (1,),
         "truncate_prompt_tokens": (),
     }
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        where({"stream_options": GIVEN}, is_true("stream")),
+        ATTENTION_IS_EXPLAINED,
+    )
 
     model: Text | None = None
     link: LinkOptions | None = None
@@ -325,7 +377,7 @@ class SamplingBody(RequestBody):
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    seed: _Seed | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     stop: _Stop | None = None
