@@ -30,7 +30,7 @@ from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.implicit.marks import TTL_PATTERN, ttl_seconds
+from kvlinker.implicit.marks import ttl_seconds
 from kvlinker.types.context_cache import LONGEST_KEY, LONGEST_NAME, LONGEST_VALUE, MOST_PAIRS
 from kvlinker.types.limits import MAX_CHOICES, MOST_PARTS, MOST_STOPS
 from kvlinker.types.messages import MARKS, CachedPart, Content, ContextCacheReference, Document, MarkedText, TextSource
@@ -179,9 +179,14 @@ def _check_ttl(text: str) -> str:
     return text
 
 
-_MarkTtl = Annotated[
-    Text, AfterValidator(_check_ttl), WithJsonSchema({"type": "string", "pattern": f"^{TTL_PATTERN}$"})
-]
+_UP_TO_A_DAY = (
+    r"^(([1-9][0-9]{0,3}|[1-7][0-9]{4}|8[0-5][0-9]{3}|86[0-3][0-9]{2}|86400)s"
+    r"|([1-9][0-9]{0,2}|1[0-3][0-9]{2}|14[0-3][0-9]|1440)m"
+    r"|([1-9]|1[0-9]|2[0-4])h)$"
+)
+"""Matches what ``ttl_seconds`` takes."""
+
+_MarkTtl = Annotated[Text, AfterValidator(_check_ttl), WithJsonSchema({"type": "string", "pattern": _UP_TO_A_DAY})]
 
 
 class CacheControl(RequestBody):
@@ -363,10 +368,6 @@ class SamplingBody(RequestBody):
         "length_penalty": (1,),
         "truncate_prompt_tokens": (),
     }
-    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
-        where({"stream_options": GIVEN}, is_true("stream")),
-        ATTENTION_IS_EXPLAINED,
-    )
 
     model: Text | None = None
     link: LinkOptions | None = None

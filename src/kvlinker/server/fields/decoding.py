@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.fields.bodies import GIVEN, SamplingBody, TokenId, Unicode, where
+from kvlinker.server.fields.bodies import ATTENTION_IS_EXPLAINED, SamplingBody, TokenId, Unicode, is_true
 from kvlinker.server.fields.structured import ResponseFormatBody, StructuredOutputsBody, answer_grammar
 from kvlinker.types.limits import MOST_BIASED, MOST_ENDINGS
 from kvlinker.types.sampling import MOST_BIAS
@@ -42,8 +42,12 @@ class DecodingBody(SamplingBody):
     """Adds to ``SamplingBody`` what is not needed every day. Absent and null mean the default."""
 
     rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
-        *SamplingBody.rules,
-        where({"prompt_logprobs": GIVEN}, {"properties": {"stream": {"enum": [None, False]}}}),
+        {
+            "if": is_true("stream"),
+            "then": {"properties": {"prompt_logprobs": {"type": "null"}}},
+            "else": {"properties": {"stream_options": {"type": "null"}}},
+        },
+        ATTENTION_IS_EXPLAINED,
     )
 
     service_tier: Literal["auto", "default", "flex"] | None = None
