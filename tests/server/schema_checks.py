@@ -18,14 +18,14 @@ LIMITS = {
 
 BEYOND_SCHEMAS = {
     "Input should be a valid integer": "1.0 is an integer in JSON schemas.",
-    "names no context cache|is the id of no call|which is not among": "A schema does not know what there is.",
+    "names no context cache|is the id of no call": "A schema does not know what there is.",
     "'metadata' is a list of": "A schema cannot compare the lengths of lists.",
     "has no word to search for": "What is a word is known by the index.",
     "Unknown policy": "Names of policies have parameters.",
     "of the same name": "Entries of a list are told apart by one of their fields.",
     "the context window takes": "Only the tokenizer can count tokens.",
     "Input should be a JSON object, as text": "A text may be JSON or not.",
-    "The model's chat template|a message of role": "The template is the model's, and so is what it shows.",
+    "a message of role": "Where tools and documents are shown depends on the model's chat template.",
 }
 """By pattern of the error, why no JSON schema can say it."""
 
