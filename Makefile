@@ -10,7 +10,7 @@ INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_INSTALLED := $(INTEGRATIONS_VENV)/.installed
 # Three test processes for two processors: tests wait for servers, files and one another for a third of the time.
 WORKERS ?= $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )))
-PARALLEL := -n $(WORKERS) --dist loadgroup
+PARALLEL := -n $(WORKERS) --dist loadgroup $(if $(filter random,$(ORDER)),--random-order-bucket=global)
 # Tests of what needs no model, server or engine: for the inner loop.
 FAST := $(wildcard tests/types tests/prompt tests/splitting tests/linking tests/store tests/test_config.py tests/test_futures.py)
 

@@ -11,13 +11,20 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-NO_INDEX = ("Failed to establish a new connection", "Name or service not known", "from versions: none")
+SECONDS = 90
+"""A resolution takes 35 to 55; an index that needs longer is taken for none."""
+
+NO_INDEX = "after connection broken by"
+"""What pip says of each request that is not answered, before it tries once more."""
 
 
 def resolution(extras: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """What pip says of installing these extras into an empty environment."""
+    """What pip says of installing these extras into an empty environment. Raises TimeoutExpired."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed", "--prefer-binary"]
-    return subprocess.run([*command, f"{ROOT}[{extras}]"], cwd=folder, capture_output=True, text=True, timeout=600)
+    patience = ["--retries", "1", "--timeout", "15"]
+    return subprocess.run(
+        [*command, *patience, f"{ROOT}[{extras}]"], cwd=folder, capture_output=True, text=True, timeout=SECONDS
+    )
 
 
 def test_all_has_every_extra_that_users_combine() -> None:
@@ -28,12 +35,12 @@ def test_all_has_every_extra_that_users_combine() -> None:
 
 
 @pytest.mark.slow
-def test_all_extras_resolve_together_with_vllm(tmp_path: Path) -> None:
-    """Whatever is a part of this resolves, too."""
+@pytest.mark.parametrize("extras", ["all", "all,vllm"])
+def test_extras_resolve(extras: str, tmp_path: Path) -> None:
     try:
-        found = resolution("all,vllm", tmp_path)
+        found = resolution(extras, tmp_path)
     except subprocess.TimeoutExpired:
-        pytest.skip("the package index takes too long to answer")
-    if found.returncode and any(sign in found.stderr for sign in NO_INDEX):
+        pytest.skip(f"the package index is too slow: nothing was found in {SECONDS} s")
+    if found.returncode and NO_INDEX in found.stderr:
         pytest.skip("no package index can be reached")
     assert found.returncode == 0, found.stderr[-2000:]

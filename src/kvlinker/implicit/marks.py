@@ -9,7 +9,7 @@ from typing import Any
 from kvlinker.errors import InvalidRequestError
 from kvlinker.types.messages import MarkedText
 
-TTL_PATTERN = r"[1-9][0-9]{0,5}[smh]"
+_TTL_PATTERN = r"[1-9][0-9]{0,5}[smh]"
 """Matches a time to live as marks have it: ``"5m"``, ``"1h"``, ``"90s"``."""
 
 LONGEST_TTL = 24 * 3600.0
@@ -20,7 +20,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 def ttl_seconds(text: str) -> float:
     """Return the seconds of a time to live such as ``"5m"``. Raises ValueError."""
-    if not re.fullmatch(TTL_PATTERN, text):
+    if not re.fullmatch(_TTL_PATTERN, text):
         raise ValueError(f"{text!r} is no time to live: write a number and s, m or h, such as '5m'")
     seconds = int(text[:-1]) * _SECONDS[text[-1]]
     if seconds > LONGEST_TTL:

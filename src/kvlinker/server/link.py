@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import Explanation
-from kvlinker.server.answers.completions import PromptBody, single_prompt
+from kvlinker.server.answers.completions import ONE_PROMPT, PromptBody, single_prompt
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming, error_responses
 from kvlinker.server.edge.long_bodies import BodyRoute
-from kvlinker.server.fields.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
+from kvlinker.server.fields.bodies import (
+    NONEMPTY_LIST,
+    DocumentBody,
+    LinkOptions,
+    RequestBody,
+    ResponseBody,
+    Text,
+    exactly_one,
+    is_given,
+    where,
+)
 from kvlinker.server.fields.explanations import LinkExplanation
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.tools import ToolBody, shown_tools
@@ -76,6 +86,11 @@ class ExplainRequest(RequestBody):
     """One of ``messages``, as a chat has them, and ``prompt``, as a completion has it; and how to link."""
 
     model_config = exactly_one("messages", "prompt")
+
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        where({"tools": NONEMPTY_LIST}, is_given("messages")),
+        ONE_PROMPT,
+    )
 
     model: Text | None = None
     messages: list[MessageBody] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)

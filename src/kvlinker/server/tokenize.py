@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import Prompt
-from kvlinker.server.answers.completions import PromptBody, single_prompt
+from kvlinker.server.answers.completions import ONE_PROMPT, PromptBody, single_prompt
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import error_responses
 from kvlinker.server.edge.long_bodies import BodyRoute
-from kvlinker.server.fields.bodies import DocumentBody, LinkOptions, RequestBody, ResponseBody, Text, exactly_one
+from kvlinker.server.fields.bodies import (
+    NONEMPTY_LIST,
+    DocumentBody,
+    LinkOptions,
+    RequestBody,
+    ResponseBody,
+    Text,
+    exactly_one,
+    is_given,
+    where,
+)
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.tools import ToolBody, shown_tools
 from kvlinker.server.models import Service, ServiceParam
@@ -31,6 +41,11 @@ class TokenizeRequest(RequestBody):
     show."""
 
     model_config = exactly_one("text", "prompt", "messages")
+
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        where({"tools": NONEMPTY_LIST}, is_given("messages")),
+        ONE_PROMPT,
+    )
 
     model: Text | None = None
     text: Text | None = None

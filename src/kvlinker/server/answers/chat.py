@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from kvlinker.answer import finish_reason
 from kvlinker.conversing import Conversing
@@ -21,11 +21,13 @@ from kvlinker.server.answers.answering import Asked, LinkBody, UsageBody, comple
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming
 from kvlinker.server.edge.long_bodies import BodyRoute
-from kvlinker.server.fields.bodies import DocumentBody, JsonObject, ResponseBody
+from kvlinker.server.fields.bodies import DocumentBody, JsonObject, ResponseBody, has_entries, is_true, where
+from kvlinker.server.fields.decoding import DecodingBody
 from kvlinker.server.fields.messages import MessageBody
 from kvlinker.server.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
 from kvlinker.server.fields.reasoning import ReasoningFields
 from kvlinker.server.fields.tools import (
+    CALLS,
     NamedToolBody,
     ToolBody,
     ToolCallDelta,
@@ -55,6 +57,15 @@ class ChatCompletionRequest(ReasoningFields):
         "echo": (False,),
         "add_special_tokens": (False,),
     }
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        *DecodingBody.rules,
+        where({"top_logprobs": {"type": "integer", "minimum": 1}}, is_true("logprobs")),
+        where({"tool_choice": CALLS}, has_entries("tools")),
+        where(
+            {"continue_final_message": {"const": True}},
+            {"properties": {"add_generation_prompt": {"not": {"const": True}}}},
+        ),
+    )
 
     messages: list[MessageBody] = Field(min_length=1, max_length=MOST_MESSAGES)
     documents: list[DocumentBody] | None = Field(default=None, max_length=MOST_DOCUMENTS)

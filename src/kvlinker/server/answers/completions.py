@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag, WithJsonSchema, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.llm import LLM, Answer, Prompt
@@ -18,7 +18,7 @@ from kvlinker.server.answers.answering import Asked, LinkBody, UsageBody, comple
 from kvlinker.server.edge.access import TenantParam
 from kvlinker.server.edge.errors import blaming
 from kvlinker.server.edge.long_bodies import BodyRoute
-from kvlinker.server.fields.bodies import Part, ResponseBody, Text, content_of
+from kvlinker.server.fields.bodies import Part, ResponseBody, Text, TokenId, content_of
 from kvlinker.server.fields.decoding import DecodingBody
 from kvlinker.server.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body, scored_tokens
 from kvlinker.server.models import ServiceParam
@@ -31,7 +31,15 @@ router = APIRouter(tags=["completions"], route_class=BodyRoute)
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for ``max_tokens``."""
 
-_Tokens = Annotated[list[int], Field(min_length=1)]
+_Tokens = Annotated[list[TokenId], Field(min_length=1)]
+
+_PromptText = Annotated[Text, WithJsonSchema({"type": "string", "minLength": 1})]
+"""A text of a prompt; the prompt's maker refuses an empty one."""
+
+ONE_PROMPT: dict[str, JsonValue] = {
+    "properties": {"prompt": {"if": {"type": "array", "items": {"type": ["string", "array"]}}, "then": {"maxItems": 1}}}
+}
+"""The rule of routes that take only one prompt."""
 
 
 def _prompt_kind(value: Any) -> str | None:
@@ -48,11 +56,11 @@ def _prompt_kind(value: Any) -> str | None:
 
 
 PromptBody = Annotated[
-    Annotated[Text, Tag("<text>")]
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES), Tag("<texts>")]
+    Annotated[_PromptText, Tag("<text>")]
+    | Annotated[list[_PromptText], Field(min_length=1, max_length=MAX_CHOICES), Tag("<texts>")]
     | Annotated[_Tokens, Tag("<tokens>")]
-    | Annotated[list[_Tokens], Field(max_length=MAX_CHOICES), Tag("<token lists>")]
-    | Annotated[list[Part], Field(max_length=MOST_PARTS), Tag("<parts>")],
+    | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_CHOICES), Tag("<token lists>")]
+    | Annotated[list[Part], Field(min_length=1, max_length=MOST_PARTS), Tag("<parts>")],
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt_type",

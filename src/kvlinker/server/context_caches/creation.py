@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from kvlinker.errors import ContextLengthError, InvalidRequestError
 from kvlinker.server.context_caches.objects import ContextCacheList, Lifetime, described
-from kvlinker.server.context_caches.splitting import NonemptyText, SplitOptions, check_input, pieces_of
+from kvlinker.server.context_caches.splitting import SplitOptions, check_input, pieces_of
 from kvlinker.server.edge.access import CallerParam
 from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import error_responses
 from kvlinker.server.edge.long_bodies import BodyRoute
-from kvlinker.server.fields.bodies import Metadata, Name, Text, exactly_one
+from kvlinker.server.fields.bodies import GIVEN, Metadata, Name, NonemptyText, Text, exactly_one, is_given, where
 from kvlinker.server.models import Service, ServiceParam
 from kvlinker.types.chunks import GenerationContext
 from kvlinker.types.context_cache import ContextCache
@@ -38,6 +38,11 @@ class CreateContextCachesRequest(Lifetime):
     """``chunks`` as they are, or ``input`` to be split. Absent and null mean the default."""
 
     model_config = exactly_one("chunks", "input")
+
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        where({"split": GIVEN}, is_given("input")),
+        where({"metadata": {"type": "array"}}, is_given("chunks")),
+    )
 
     model: Text | None = None
     chunks: list[NonemptyText] | None = Field(default=None, min_length=1, max_length=MAX_CHUNKS)

@@ -6,21 +6,19 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.edge.access_log import note_tokens
 from kvlinker.server.edge.errors import error_responses
 from kvlinker.server.edge.long_bodies import BodyRoute
-from kvlinker.server.fields.bodies import RequestBody, ResponseBody, Text, Unicode
+from kvlinker.server.fields.bodies import NonemptyText, RequestBody, ResponseBody, Text
 from kvlinker.server.models import Service, ServiceParam
 from kvlinker.splitting import MAX_PIECE_TOKENS, splitters
 from kvlinker.types.limits import MAX_CHUNKS, MAX_INPUT_CHARACTERS
 from kvlinker.types.texts import Piece
 
 router = APIRouter(prefix="/v1/context_caches", tags=["context caches"], route_class=BodyRoute)
-
-NonemptyText = Annotated[str, StringConstraints(min_length=1), Unicode]
 
 
 def _list_splitters(schema: dict[str, Any]) -> None:

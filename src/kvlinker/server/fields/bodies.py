@@ -30,7 +30,7 @@ from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from kvlinker.errors import InvalidRequestError, did_you_mean
-from kvlinker.implicit.marks import TTL_PATTERN, ttl_seconds
+from kvlinker.implicit.marks import ttl_seconds
 from kvlinker.types.context_cache import LONGEST_KEY, LONGEST_NAME, LONGEST_VALUE, MOST_PAIRS
 from kvlinker.types.limits import MAX_CHOICES, MOST_PARTS, MOST_STOPS
 from kvlinker.types.messages import MARKS, CachedPart, Content, ContextCacheReference, Document, MarkedText, TextSource
@@ -55,6 +55,11 @@ Unicode = AfterValidator(_require_unicode)
 """Stands last in the annotation of a text, so that the constraints before it speak of characters."""
 
 Text = Annotated[str, Unicode]
+
+NonemptyText = Annotated[str, StringConstraints(min_length=1), Unicode]
+
+TokenId = Annotated[int, Field(json_schema_extra={"minimum": 0})]
+"""The id of a token; the model's vocabulary is what bounds it, which errors name."""
 
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_require_unicode_within)]
 """An object of any content, such as a schema."""
@@ -87,6 +92,10 @@ class RequestBody(BaseModel):
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """OpenAI's fields that would change the answer, with the values at which they have no effect."""
 
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = ()
+    """JSON schemas that say how fields go together. They are for the OpenAPI document; validators are what refuses, in
+    words of their own."""
+
     @model_validator(mode="before")
     @classmethod
     def _meet_foreign_fields(cls, data: Any) -> Any:
@@ -118,7 +127,8 @@ class RequestBody(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return the schema with the fields that are ignored, and the values that are accepted of refused ones."""
+        """Return the schema with the fields that are ignored, the values that are accepted of refused ones, and the
+        rules."""
         schema = handler(core)
         resolved = handler.resolve_ref_schema(schema)
         if resolved.get("additionalProperties") is False:
@@ -128,6 +138,8 @@ class RequestBody(BaseModel):
             properties[name] = {"description": "Ignored: it does not change the answer here."}
         for name, harmless in sorted(cls.refused.items()):
             properties[name] = {"enum": [None, *harmless], "description": "Not supported."}
+        if cls.rules:
+            resolved["allOf"] = list(cls.rules)
         return schema
 
 
@@ -149,6 +161,25 @@ def is_given(*names: str) -> dict[str, JsonValue]:
     return {"required": list(names), "properties": {name: {"not": {"type": "null"}} for name in names}}
 
 
+def where(fields: dict[str, JsonValue], then: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return a schema that holds objects to ``then`` whose ``fields`` are there and are valid under these schemas."""
+    return {"if": {"required": list(fields), "properties": fields}, "then": then}
+
+
+def is_true(name: str) -> dict[str, JsonValue]:
+    """Return a schema of objects whose field ``name`` is true."""
+    return {"required": [name], "properties": {name: {"const": True}}}
+
+
+def has_entries(name: str) -> dict[str, JsonValue]:
+    """Return a schema of objects whose field ``name`` is a list that is not empty."""
+    return {"required": [name], "properties": {name: NONEMPTY_LIST}}
+
+
+GIVEN: JsonValue = {"not": {"type": "null"}}
+NONEMPTY_LIST: JsonValue = {"type": "array", "minItems": 1}
+
+
 class ResponseBody(BaseModel):
     """Base of all response bodies, which have the fields that are documented and no others."""
 
@@ -163,9 +194,14 @@ def _check_ttl(text: str) -> str:
     return text
 
 
-_MarkTtl = Annotated[
-    Text, AfterValidator(_check_ttl), WithJsonSchema({"type": "string", "pattern": f"^{TTL_PATTERN}$"})
-]
+_UP_TO_A_DAY = (
+    r"^(([1-9][0-9]{0,3}|[1-7][0-9]{4}|8[0-5][0-9]{3}|86[0-3][0-9]{2}|86400)s"
+    r"|([1-9][0-9]{0,2}|1[0-3][0-9]{2}|14[0-3][0-9]|1440)m"
+    r"|([1-9]|1[0-9]|2[0-4])h)$"
+)
+"""Matches what ``ttl_seconds`` takes."""
+
+_MarkTtl = Annotated[Text, AfterValidator(_check_ttl), WithJsonSchema({"type": "string", "pattern": _UP_TO_A_DAY})]
 
 
 class CacheControl(RequestBody):
@@ -297,12 +333,29 @@ class LinkOptions(RequestBody):
     attention: bool | None = None
 
 
+_Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WithJsonSchema({"type": "integer", "format": "int64"})]
+"""Its bounds are no doubles, which are what an OpenAPI document has."""
+
+
 class StreamOptions(RequestBody):
     """``include_usage``: end the stream with a chunk that holds the usage."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = None
+
+
+ATTENTION_IS_EXPLAINED = where(
+    {"link": is_true("attention")},
+    {"properties": {"link": is_true("explain")}},
+)
+"""The rule that ``link.attention`` needs ``link.explain``."""
+
+
+NOTHING_EXPLAINED: dict[str, JsonValue] = {
+    "properties": {"link": {"properties": {name: {"enum": [None, False]} for name in ("explain", "attention")}}}
+}
+"""The rule of routes whose answers tell no explanation."""
 
 
 class SamplingBody(RequestBody):
@@ -340,7 +393,7 @@ class SamplingBody(RequestBody):
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=10)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    seed: _Seed | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     stop: _Stop | None = None

@@ -5,12 +5,12 @@ They are OpenAI's and vLLM's, and become ``SamplingParams``.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.fields.bodies import SamplingBody, Unicode
+from kvlinker.server.fields.bodies import ATTENTION_IS_EXPLAINED, SamplingBody, TokenId, Unicode, is_true
 from kvlinker.server.fields.structured import ResponseFormatBody, StructuredOutputsBody, answer_grammar
 from kvlinker.types.limits import MOST_BIASED, MOST_ENDINGS
 from kvlinker.types.sampling import MOST_BIAS
@@ -41,10 +41,19 @@ _NAMES = (
 class DecodingBody(SamplingBody):
     """Adds to ``SamplingBody`` what is not needed every day. Absent and null mean the default."""
 
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        {
+            "if": is_true("stream"),
+            "then": {"properties": {"prompt_logprobs": {"type": "null"}}},
+            "else": {"properties": {"stream_options": {"type": "null"}}},
+        },
+        ATTENTION_IS_EXPLAINED,
+    )
+
     service_tier: Literal["auto", "default", "flex"] | None = None
     logit_bias: _LogitBias | None = Field(default=None, description="By token id, numbers that are added to logits.")
     min_tokens: int | None = Field(default=None, ge=0, le=2**31 - 1)
-    stop_token_ids: Annotated[list[int], Field(max_length=MOST_ENDINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_ENDINGS)] | None = None
     bad_words: Annotated[list[_BadWord], Field(max_length=MOST_ENDINGS)] | None = None
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructuredOutputsBody | None = None

@@ -5,47 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from kvlinker.server.fields.bodies import RequestBody, Text, TextOrParts, content_of, is_given
+from kvlinker.server.fields.bodies import RequestBody, Text, TextOrParts, content_of, is_given, where
 from kvlinker.server.fields.tools import ToolCallBody
 from kvlinker.types.limits import MOST_CALLS
 from kvlinker.types.messages import CachedPart, ChatMessage
 
 
-def _of_role(role: str) -> dict[str, JsonValue]:
-    """Return a schema of messages of this role."""
-    return {"required": ["role"], "properties": {"role": {"const": role}}}
-
-
-def _unless(role: str, others: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def unless_role(role: str, others: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """Return a schema that holds messages of all other roles to the schema ``others``."""
-    return {"if": _of_role(role), "else": others}
+    return where({"role": {"not": {"const": role}}}, others)
 
 
 class MessageBody(RequestBody):
     """One turn of a conversation; only an assistant's may have no content. The assistant's ``reasoning_content`` is
     shown by chat templates that know it. A message of role ``tool`` is the result of the call ``tool_call_id``."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "allOf": [
-                _unless("assistant", is_given("content")),
-                _unless("assistant", {"properties": {"tool_calls": {"enum": [None, []]}}}),
-                _unless("assistant", {"properties": {"reasoning_content": {"enum": [None, ""]}}}),
-                _unless("tool", {"properties": {"tool_call_id": {"enum": [None, ""]}}}),
-                {
-                    "if": _of_role("tool"),
-                    "then": {
-                        "required": ["tool_call_id"],
-                        "properties": {"tool_call_id": {"minLength": 1, "type": "string"}},
-                    },
-                },
-            ]
-        }
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        unless_role("assistant", is_given("content")),
+        unless_role("assistant", {"properties": {"tool_calls": {"enum": [None, []]}}}),
+        unless_role("assistant", {"properties": {"reasoning_content": {"enum": [None, ""]}}}),
+        unless_role("tool", {"properties": {"tool_call_id": {"enum": [None, ""]}}}),
+        where(
+            {"role": {"const": "tool"}},
+            {"required": ["tool_call_id"], "properties": {"tool_call_id": {"minLength": 1, "type": "string"}}},
+        ),
     )
-
     ignored: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         "function_call": (),

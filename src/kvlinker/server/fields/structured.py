@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, JsonValue, StringConstraints, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
-from kvlinker.server.fields.bodies import JsonObject, RequestBody, Text, Unicode
+from kvlinker.server.fields.bodies import JsonObject, RequestBody, Text, Unicode, is_given, is_true, where
 from kvlinker.types.grammars import AnswerGrammar
 from kvlinker.types.limits import MOST_GRAMMAR_CHOICES
 
@@ -30,11 +30,9 @@ class JsonSchemaBody(RequestBody):
 class ResponseFormatBody(RequestBody):
     """The form of the answer: any text, a JSON object, or JSON that is valid under a schema."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "if": {"required": ["type"], "properties": {"type": {"const": "json_schema"}}},
-            "then": {"required": ["json_schema"]},
-        }
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        where({"type": {"const": "json_schema"}}, is_given("json_schema")),
+        where({"type": {"not": {"const": "json_schema"}}}, {"properties": {"json_schema": {"type": "null"}}}),
     )
 
     type: Literal["text", "json_object", "json_schema"]
@@ -56,6 +54,12 @@ class ResponseFormatBody(RequestBody):
 class StructuredOutputsBody(RequestBody):
     """vLLM's ways to say it: one of a JSON schema, a regular expression that the whole answer matches, texts of which
     it is one, a grammar in the notation of Lark or of GBNF, and any JSON object."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [*map(is_given, ("json", "regex", "choice", "grammar")), is_true("json_object")],
+        }
+    )
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         "disable_any_whitespace": (False,),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, StringConstraints, Tag
+from pydantic import AfterValidator, Discriminator, JsonValue, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
 from kvlinker.server.fields.bodies import JsonObject, MarkableBody, RequestBody, ResponseBody, Text
@@ -59,6 +59,10 @@ ToolChoiceBody = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedToolBody, Tag("<tool>")],
     Discriminator(lambda value: "<tool>" if isinstance(value, dict | NamedToolBody) else "<word>"),
 ]
+
+
+CALLS: JsonValue = {"anyOf": [{"const": "required"}, {"type": "object"}]}
+"""A schema of the choices that ask for a call."""
 
 
 def _check_arguments(text: str) -> str:

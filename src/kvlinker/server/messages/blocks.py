@@ -13,12 +13,14 @@ from kvlinker.server.fields.bodies import (
     CacheControl,
     ContextCachePart,
     JsonObject,
+    NonemptyText,
     Part,
     RequestBody,
     Text,
     TextOr,
     TextPart,
 )
+from kvlinker.server.fields.tools import FunctionName
 from kvlinker.types.limits import MOST_PARTS
 
 
@@ -40,7 +42,7 @@ class ToolUseBlock(RequestBody):
 
     type: Literal["tool_use"]
     id: Text
-    name: Text
+    name: FunctionName
     input: JsonObject
 
 
@@ -51,7 +53,7 @@ class ToolResultBlock(RequestBody):
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"toolset_name": ()}
 
     type: Literal["tool_result"]
-    tool_use_id: Text
+    tool_use_id: NonemptyText
     content: Texts | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from kvlinker.errors import InvalidRequestError
 from kvlinker.server.answers.dialects import Translation
 from kvlinker.server.fields.bodies import (
+    ATTENTION_IS_EXPLAINED,
+    NOTHING_EXPLAINED,
     CacheControl,
     JsonObject,
     LinkOptions,
@@ -17,7 +19,10 @@ from kvlinker.server.fields.bodies import (
     RequestBody,
     StopText,
     Text,
+    has_entries,
+    where,
 )
+from kvlinker.server.fields.messages import unless_role
 from kvlinker.server.fields.reasoning import Effort, ReasoningBody
 from kvlinker.server.fields.tools import FunctionName
 from kvlinker.server.messages.blocks import (
@@ -32,8 +37,18 @@ from kvlinker.server.messages.blocks import (
 from kvlinker.types.limits import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
 
 
+def _without(*types: str) -> dict[str, JsonValue]:
+    """Return a schema of messages that have no blocks of these types."""
+    return {"properties": {"content": {"items": {"properties": {"type": {"not": {"enum": list(types)}}}}}}}
+
+
 class MessageParam(RequestBody):
     """One turn of a conversation; turns of the same role that follow one another are one."""
+
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        unless_role("assistant", _without("tool_use", "thinking")),
+        unless_role("user", _without("tool_result")),
+    )
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
@@ -131,6 +146,12 @@ class OutputConfig(RequestBody):
     format: OutputFormat | None = None
 
 
+_CALLED_TOOL_IS_THERE = where(
+    {"tool_choice": {"required": ["type"], "properties": {"type": {"enum": ["any", "tool"]}}, "type": "object"}},
+    has_entries("tools"),
+)
+
+
 class CountTokensRequest(RequestBody):
     """A conversation whose tokens are to be counted."""
 
@@ -139,6 +160,7 @@ class CountTokensRequest(RequestBody):
         "mcp_servers": ([],),
         "speed": ("standard",),
     }
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (_CALLED_TOOL_IS_THERE, ATTENTION_IS_EXPLAINED)
 
     model: Text | None = None
     messages: list[MessageParam] = Field(min_length=1, max_length=MOST_MESSAGES)
@@ -194,6 +216,7 @@ class MessagesRequest(CountTokensRequest):
 
     ignored: ClassVar[frozenset[str]] = frozenset({"metadata", "diagnostics"})
     refused: ClassVar[dict[str, tuple[Any, ...]]] = CountTokensRequest.refused | {"container": (), "inference_geo": ()}
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (_CALLED_TOOL_IS_THERE, NOTHING_EXPLAINED)
 
     max_tokens: int = Field(ge=1, le=2**31 - 1)
     temperature: float | None = Field(default=None, ge=0, le=2)

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
 from kvlinker.server.answers.dialects import Translation
-from kvlinker.server.fields.bodies import RequestBody, Text, TextOrParts
+from kvlinker.server.fields.bodies import NonemptyText, RequestBody, Text, TextOrParts
+from kvlinker.server.fields.tools import FunctionName
 from kvlinker.types.limits import MOST_PARTS
 
 
@@ -36,7 +37,7 @@ class FunctionCallItem(RequestBody):
 
     type: Literal["function_call"]
     call_id: Text
-    name: Text
+    name: FunctionName
     arguments: Text
 
 
@@ -47,7 +48,7 @@ class FunctionCallOutputItem(RequestBody):
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": ({"type": "direct"},)}
 
     type: Literal["function_call_output"]
-    call_id: Text
+    call_id: NonemptyText
     output: TextOrParts
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, JsonValue, Tag
 
 from kvlinker.server.answers.dialects import Translation
 from kvlinker.server.fields.bodies import (
+    NOTHING_EXPLAINED,
     JsonObject,
     LinkOptions,
     MarkableBody,
@@ -16,9 +17,11 @@ from kvlinker.server.fields.bodies import (
     StreamOptions,
     Text,
     TextOr,
+    has_entries,
+    where,
 )
 from kvlinker.server.fields.reasoning import ReasoningBody, Verbosity
-from kvlinker.server.fields.tools import FunctionName
+from kvlinker.server.fields.tools import CALLS, FunctionName
 from kvlinker.server.responses.items import Item, MessageItem, add_items
 from kvlinker.types.limits import MOST_MESSAGES, MOST_TOOLS
 from kvlinker.types.messages import MARKS
@@ -101,6 +104,10 @@ class ResponsesRequest(RequestBody):
         "context_management": ([],),
         "moderation": (),
     }
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        where({"tool_choice": CALLS}, has_entries("tools")),
+        NOTHING_EXPLAINED,
+    )
 
     model: Text | None = None
     input: TextOr[Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]]
