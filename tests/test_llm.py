@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from kvlinker import LLM
-from kvlinker.config import load_settings
-from kvlinker.embedded.engine import EmbeddedEngine
-from kvlinker.embedded.model_loading import prepare_model
-from kvlinker.errors import (
+from kvlinker.base.errors import (
     ContextCacheNotFoundError,
     ContextLengthError,
     InvalidRequestError,
@@ -20,14 +17,17 @@ from kvlinker.errors import (
     PolicyError,
     QuotaExceededError,
 )
+from kvlinker.base.types.chunks import chunk_key
+from kvlinker.base.types.messages import ChatMessage, ContextCacheReference
+from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.engines.contract.contract import Finished
+from kvlinker.engines.embedded.engine import EmbeddedEngine
+from kvlinker.engines.embedded.model_loading import prepare_model
 from kvlinker.linking import Policy, known_policies
+from kvlinker.settings import load_settings
 from kvlinker.store import TenantUsage
 from kvlinker.store.catalog.database import Database
 from kvlinker.store.catalog.variants import VariantIndex
-from kvlinker.types.answers import Finished
-from kvlinker.types.chunks import chunk_key
-from kvlinker.types.messages import ChatMessage, ContextCacheReference
-from kvlinker.types.sampling import SamplingParams
 from tests.toy_models import loaded_model, tiny_model
 
 TEXTS = ["The first chunk speaks of plums.", "The second, of pears and their trees.", "The third says nothing."]

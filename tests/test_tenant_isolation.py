@@ -16,20 +16,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.embedded.engine import EmbeddedEngine
-from kvlinker.embedded.requests.capture import ChunkRequest
-from kvlinker.embedded.requests.request import Request
-from kvlinker.embedded.scheduling.scheduler import Scheduler
+from kvlinker.base.types.chunks import Chunk, chunk_key
+from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.engines.embedded.engine import EmbeddedEngine
+from kvlinker.engines.embedded.requests.capture import ChunkRequest
+from kvlinker.engines.embedded.requests.request import Request
+from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
 from kvlinker.llm import LLM
 from kvlinker.store import ChunkStore
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV, changed
 from kvlinker.store.format.chunk_file import encode_chunk, read_chunk_file, write_chunk_file
 from kvlinker.store.loading.bandwidths import Bandwidths
 from kvlinker.store.prefixes import SpilledPrefixes
-from kvlinker.types.chunks import Chunk, chunk_key
-from kvlinker.types.context_cache import ContextCache
+from tests.doors.http.serving import tiny_model, tiny_settings
 from tests.redis_server import RedisServer
-from tests.server.serving import tiny_model, tiny_settings
 
 TEXTS = [
     "The kettle stands in the kitchen, and it is green, as all the others in that house have been since spring.",

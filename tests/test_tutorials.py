@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvlinker.config import Settings
-from kvlinker.config.settings import BUNDLED_MODEL
+from kvlinker.settings import Settings
+from kvlinker.settings.settings import BUNDLED_MODEL
 
 ROOT = Path(__file__).parents[1]
 PORT = "8000"

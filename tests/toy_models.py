@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvlinker.config import WeightFormat
-from kvlinker.embedded.model.loaded import LoadedModel
-from kvlinker.embedded.model_loading import prepare_model
-from kvlinker.research.bench.harness.shapes import byte_tokenizer
+from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.model_loading import prepare_model
+from kvlinker.quality.bench.harness.shapes import byte_tokenizer
+from kvlinker.settings import WeightFormat
 
 VOCABULARY = 300
 WINDOW = 48

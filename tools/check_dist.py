@@ -30,8 +30,8 @@ print(version("kvlinker"))
 """
 SERVING = """
 from kvlinker import Client
-from kvlinker.config import load_settings
-from kvlinker.research.bench.load.servers import kvlinker_server
+from kvlinker.settings import load_settings
+from kvlinker.quality.bench.load.servers import kvlinker_server
 with kvlinker_server(load_settings()) as server, Client(server.url) as client:
     question = "Tom Reyes lives in Oslo.\\n\\nQuestion: Where does Tom Reyes live?"
     print(client.chat_completion([{"role": "user", "content": question}], max_tokens=8, temperature=0).text)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlinker.async_llm import AsyncLLM
-    from kvlinker.client import AsyncClient, Client
-    from kvlinker.errors import KVLinkerError
+    from kvlinker.base.errors import KVLinkerError
+    from kvlinker.base.types.context_cache import ContextCache
+    from kvlinker.base.types.grammars import AnswerGrammar
+    from kvlinker.base.types.sampling import SamplingParams
+    from kvlinker.doors.client import AsyncClient, Client
     from kvlinker.llm import LLM
-    from kvlinker.types.context_cache import ContextCache
-    from kvlinker.types.grammars import AnswerGrammar
-    from kvlinker.types.sampling import SamplingParams
 
 __all__ = [
     "LLM",
@@ -30,13 +30,13 @@ __all__ = [
 
 _HOMES = {
     "LLM": "kvlinker.llm",
-    "AnswerGrammar": "kvlinker.types.grammars",
-    "AsyncClient": "kvlinker.client",
+    "AnswerGrammar": "kvlinker.base.types.grammars",
+    "AsyncClient": "kvlinker.doors.client",
     "AsyncLLM": "kvlinker.async_llm",
-    "Client": "kvlinker.client",
-    "ContextCache": "kvlinker.types.context_cache",
-    "KVLinkerError": "kvlinker.errors",
-    "SamplingParams": "kvlinker.types.sampling",
+    "Client": "kvlinker.doors.client",
+    "ContextCache": "kvlinker.base.types.context_cache",
+    "KVLinkerError": "kvlinker.base.errors",
+    "SamplingParams": "kvlinker.base.types.sampling",
 }
 
 

@@ -11,19 +11,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
-from kvlinker.answer import Answer
-from kvlinker.arguments import names_arguments, takes_fields_of
-from kvlinker.content import CompletionContent
-from kvlinker.conversing import ToolChoice
-from kvlinker.engine.contract import Failed, GenerationEvent, RequestHandle
-from kvlinker.errors import InvalidRequestError
+from kvlinker.base.arguments import names_arguments, takes_fields_of
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.answers import Delta
+from kvlinker.base.types.messages import Implicit
+from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.base.types.tenants import DEFAULT_TENANT
+from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
 from kvlinker.linking import Policy
 from kvlinker.llm import LLM, Documents, Messages, Prompt, ReadPrompt
-from kvlinker.prompt.answer_forms.reader import AnswerReader
-from kvlinker.types.answers import Delta, Finished
-from kvlinker.types.messages import Implicit
-from kvlinker.types.sampling import SamplingParams
-from kvlinker.types.tenants import DEFAULT_TENANT
+from kvlinker.prompting.answer_forms.reader import AnswerReader
+from kvlinker.prompting.conversing import ToolChoice
+from kvlinker.service.answer import Answer
+from kvlinker.service.content import CompletionContent
 
 P = ParamSpec("P")
 T = TypeVar("T")

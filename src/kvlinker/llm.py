@@ -11,11 +11,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from kvlinker.answer import Answer, ChoiceSink, wait_for_answer
-from kvlinker.arguments import names_arguments, takes_fields_of
-from kvlinker.audit.oversight import Oversight
-from kvlinker.config import Settings, load_settings
-from kvlinker.content import (
+from kvlinker.base.arguments import names_arguments, takes_fields_of
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.events import Events
+from kvlinker.base.types.answers import PromptLogprobs
+from kvlinker.base.types.grammars import AnswerGrammar
+from kvlinker.base.types.messages import CachedPart, ChatMessage, CompletionPrompt, Document, Implicit, TemplateOptions
+from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.base.types.tenants import DEFAULT_TENANT
+from kvlinker.base.types.texts import Piece
+from kvlinker.base.types.tools import Tool
+from kvlinker.engines.contract.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
+from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.linking import Explanation, Policy, as_policy, describe_policies, parse_policy
+from kvlinker.prompting.answer_forms.form import AnswerForm
+from kvlinker.prompting.answer_forms.reader import AnswerReader
+from kvlinker.prompting.builder import PromptBuilder
+from kvlinker.prompting.chat import DEFAULT_OPTIONS
+from kvlinker.prompting.conversing import Conversing, ToolChoice
+from kvlinker.prompting.segments import Prompt
+from kvlinker.prompting.splitting import split_text
+from kvlinker.service.answer import Answer, ChoiceSink, wait_for_answer
+from kvlinker.service.audit.oversight import Oversight
+from kvlinker.service.content import (
     CompletionContent,
     ContentPart,
     Message,
@@ -25,32 +43,14 @@ from kvlinker.content import (
     parse_prompt,
     parse_tools,
 )
-from kvlinker.context_caches import ChunkTexts, ContextCacheCalls, ContextCaches
-from kvlinker.conversing import Conversing, ToolChoice
-from kvlinker.embedded.model.loaded import LoadedModel
-from kvlinker.engine.contract import Engine, EngineLoad, GenerationRequest, RequestHandle
-from kvlinker.errors import InvalidRequestError
-from kvlinker.events import Events
-from kvlinker.implicit.caches import ImplicitCaches
-from kvlinker.implicit.recognition import Recognizer
-from kvlinker.linking import Explanation, Policy, as_policy, describe_policies, parse_policy
-from kvlinker.prompt.answer_forms.form import AnswerForm
-from kvlinker.prompt.answer_forms.reader import AnswerReader
-from kvlinker.prompt.builder import PromptBuilder
-from kvlinker.prompt.chat import DEFAULT_OPTIONS
-from kvlinker.prompt.segments import Prompt
-from kvlinker.reading import ContentReader, Reading, ReadingDefaults, ReadPrompt
-from kvlinker.splitting import split_text
-from kvlinker.startup import EmbeddedSource, EngineSource, engine_source, open_state
+from kvlinker.service.context_caches import ChunkTexts, ContextCacheCalls, ContextCaches
+from kvlinker.service.implicit.caches import ImplicitCaches
+from kvlinker.service.implicit.recognition import Recognizer
+from kvlinker.service.reading import ContentReader, Reading, ReadingDefaults, ReadPrompt
+from kvlinker.service.startup import EmbeddedSource, EngineSource, engine_source, open_state
+from kvlinker.settings import Settings, load_settings
 from kvlinker.store import Speeds, TierUsage
 from kvlinker.store.speeds import FILE_NAME
-from kvlinker.types.answers import PromptLogprobs
-from kvlinker.types.grammars import AnswerGrammar
-from kvlinker.types.messages import CachedPart, ChatMessage, CompletionPrompt, Document, Implicit, TemplateOptions
-from kvlinker.types.sampling import SamplingParams
-from kvlinker.types.tenants import DEFAULT_TENANT
-from kvlinker.types.texts import Piece
-from kvlinker.types.tools import Tool
 
 __all__ = ["LLM", "Answer", "ChoiceSink", "ContentPart", "Explanation", "Message", "Prompt", "ReadPrompt"]
 
@@ -97,7 +97,7 @@ class LLM(ContextCacheCalls):
 
     @classmethod
     def from_model(cls, loaded: LoadedModel, settings: Settings) -> Self:
-        """Start on a model that is in memory already (see ``kvlinker.embedded.model_loading.prepare_model``)."""
+        """Start on a model that is in memory already, such as one of ``model_loading.prepare_model``."""
         return cls.from_source(EmbeddedSource(loaded), settings)
 
     @classmethod

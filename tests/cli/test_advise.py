@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
-from kvlinker.config import load_settings
-from kvlinker.engine.model_files import choose_device, choose_dtype
+from kvlinker.engines.contract.model_files import choose_device, choose_dtype
 from kvlinker.llm import LLM
-from kvlinker.research.advice import probing
-from kvlinker.research.bench.harness.shapes import random_model
+from kvlinker.quality.advice import probing
+from kvlinker.quality.bench.harness.shapes import random_model
+from kvlinker.settings import load_settings
 from kvlinker.store import ChunkKV, Tier
 
 OPTIONS = ["--shape", "tiny", "--context-tokens", "96", "--disk-space", "64MiB"]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from kvlinker.cli import app
 from kvlinker.llm import LLM
 from kvlinker.store import Catalog, ContextCache
-from tests.server.serving import tiny_model, tiny_settings
+from tests.doors.http.serving import tiny_model, tiny_settings
 
 runner = CliRunner()
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
-from kvlinker.research.bench.harness.shapes import byte_tokenizer
+from kvlinker.quality.bench.harness.shapes import byte_tokenizer
 from tests.toy_models import BASE, YARN_ROPE
 
 

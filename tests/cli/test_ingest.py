@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
 from kvlinker.llm import LLM
-from tests.server.serving import TEMPLATE, Served, tiny_model, tiny_settings
+from tests.doors.http.serving import TEMPLATE, Served, tiny_model, tiny_settings
 
 runner = CliRunner()
 
@@ -44,7 +44,7 @@ def library(tmp_path: Path) -> Path:
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The state directory of ingests in this process, on the tiny model."""
-    monkeypatch.setattr("kvlinker.startup.load_model", lambda _: tiny_model())
+    monkeypatch.setattr("kvlinker.service.startup.load_model", lambda _: tiny_model())
     monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("KVLINKER_CHAT_TEMPLATE", TEMPLATE)
     return tmp_path / "state"
@@ -252,7 +252,7 @@ def test_same_texts_in_two_files(library: Path, state: Path) -> None:
 
 def test_chunks_of_another_model_are_cached_again(library: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ids(ingest(library))
-    monkeypatch.setattr("kvlinker.startup.load_model", lambda _: tiny_model(head_dim=16))
+    monkeypatch.setattr("kvlinker.service.startup.load_model", lambda _: tiny_model(head_dim=16))
     second = ingest(library, "--sync")
     assert [line["new"] for line in lines(second)] == [True, True]
     assert "2 removed" in second.stderr
@@ -381,7 +381,7 @@ def test_through_a_server(library: Path, served: Served) -> None:
 
 
 def test_file_that_a_server_does_not_split(library: Path, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvlinker.server.context_caches.splitting.MAX_INPUT_CHARACTERS", 30)
+    monkeypatch.setattr("kvlinker.doors.http.context_caches.splitting.MAX_INPUT_CHARACTERS", 30)
     (library / "cats.md").write_text("cat " * 8)
     result = ingest(library, "--url", served.url)
     assert [Path(line["file"]).name for line in lines(result)] == ["numbers.txt"]
@@ -400,7 +400,7 @@ def test_through_a_server_with_keys(library: Path, keyed: Served) -> None:
 
 
 def test_tenant_of_a_key(library: Path, state: Path) -> None:
-    from kvlinker.types.tenants import tenant_of_key
+    from kvlinker.base.types.tenants import tenant_of_key
 
     (cache_id,) = ids(ingest(library / "deep", "--api-key", "key-alpha"))
     with open_state(state) as llm:

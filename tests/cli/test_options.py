@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from kvlinker.cli import app
 from kvlinker.cli.options import settings_options
-from kvlinker.config import CONFIG_FILE_VARIABLE, Settings, load_settings
-from kvlinker.research import bench
-from kvlinker.research.bench.harness import benchmark
-from kvlinker.research.bench.harness.benchmark import compared_policies
+from kvlinker.quality import bench
+from kvlinker.quality.bench.harness import benchmark
+from kvlinker.quality.bench.harness.benchmark import compared_policies
+from kvlinker.settings import CONFIG_FILE_VARIABLE, Settings, load_settings
 
 runner = CliRunner()
 
@@ -130,9 +130,9 @@ def test_commands_start_without_torch() -> None:
     code = """
 import contextlib, io, sys
 from kvlinker.cli import app
-from kvlinker.research.bench.harness.benchmark import declared_benchmarks
+from kvlinker.quality.bench.harness.benchmark import declared_benchmarks
 benchmarks = [f"bench {name}" for name in declared_benchmarks()]
-for command in ("", "serve", "ingest", "caches ls", "advise", "calibrate", "bench", "bench figure", *benchmarks):
+for command in ("", "serve", "ingest", "caches ls", "advise", "calibrate", "bench", *benchmarks):
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
         app([*command.split(), "--help"])
     assert "Usage" in shown.getvalue()
@@ -147,7 +147,7 @@ def test_a_benchmark_takes_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "nap.py").write_text(
         '''"""Measures how long a nap takes."""
 
-from kvlinker.research.bench.harness.benchmark import Setup, benchmark
+from kvlinker.quality.bench.harness.benchmark import Setup, benchmark
 
 
 @benchmark("nap", settings=("threads",))
@@ -165,7 +165,7 @@ def nap(setup: Setup, *, minutes: int = 20) -> None:
         result = runner.invoke(app, ["bench", "nap", "--minutes", "5", "--threads", "2"])
     finally:
         benchmark.declared_benchmarks.cache_clear()
-        sys.modules.pop("kvlinker.research.bench.nap", None)
+        sys.modules.pop("kvlinker.quality.bench.nap", None)
     assert "Measure a nap." in listed.output
     assert result.stdout == "5 minutes with 2 threads\n"
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
 from kvlinker.llm import LLM, Answer
-from tests.server.serving import TEMPLATE, Served, tiny_model, tiny_settings
+from tests.doors.http.serving import TEMPLATE, Served, tiny_model, tiny_settings
 
 PEOPLE = "Mira Holt lives in Varna. She works as a baker.\n\nTom Reyes lives in Oslo. He works as a pilot."
 
@@ -19,7 +19,7 @@ PEOPLE = "Mira Holt lives in Varna. She works as a baker.\n\nTom Reyes lives in 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The state directory of commands in this process, on the tiny model."""
-    monkeypatch.setattr("kvlinker.startup.load_model", lambda _: tiny_model())
+    monkeypatch.setattr("kvlinker.service.startup.load_model", lambda _: tiny_model())
     monkeypatch.setenv("KVLINKER_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("KVLINKER_CHAT_TEMPLATE", TEMPLATE)
     return tmp_path / "state"

@@ -15,13 +15,13 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from kvlinker.base.errors import ModelLoadError
 from kvlinker.cli import app
-from kvlinker.client import Client
-from kvlinker.config import Settings
-from kvlinker.errors import ModelLoadError
+from kvlinker.doors.client import Client
+from kvlinker.doors.http.edge.address import bind, url_of
 from kvlinker.llm import LLM
-from kvlinker.server.edge.address import bind, url_of
-from tests.server.serving import tiny_model, tiny_settings
+from kvlinker.settings import Settings
+from tests.doors.http.serving import tiny_model, tiny_settings
 
 COMMAND = [sys.executable, "-c", "from kvlinker.cli import app; app()"]
 
@@ -88,7 +88,7 @@ def test_a_server_whose_engine_has_failed_ends_or_starts_it_again(
     monkeypatch.setattr(LLM, "from_settings", start)
     monkeypatch.setattr(LLM, "healthy", False)
     monkeypatch.setattr(import_module("kvlinker.cli.serve"), "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(import_module("kvlinker.server.edge.connections"), "FAILED_SECONDS", 0.0)
+    monkeypatch.setattr(import_module("kvlinker.doors.http.edge.connections"), "FAILED_SECONDS", 0.0)
     arguments = ["serve", "--port", "0", "--on-engine-failure", "restart" if restarts else "exit"]
     result = CliRunner().invoke(app, arguments)
     assert (result.exit_code, len(started)) == ((1, 2) if restarts else (3, 1))

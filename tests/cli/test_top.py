@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from kvlinker.cli import app
 from kvlinker.cli.top import WINDOW_SECONDS, History, Period, Snapshot, read
-from kvlinker.client import Client, ServerUnreachableError
-from tests.server.serving import Served
+from kvlinker.doors.client import Client, ServerUnreachableError
+from tests.doors.http.serving import Served
 
 TIME_TO_FIRST_TOKEN = "time_to_first_token_seconds"
 

@@ -15,8 +15,8 @@ from typer.main import get_command
 
 from kvlinker.cli import app
 from kvlinker.cli.console import BAD_USAGE
-from kvlinker.config import Settings, load_settings
-from kvlinker.server.edge.access import OPEN_PATHS
+from kvlinker.doors.http.edge.access import OPEN_PATHS
+from kvlinker.settings import Settings, load_settings
 from tests.deploy.documents import (
     DEPLOY,
     DOCKERFILE,

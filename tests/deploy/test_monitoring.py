@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvlinker.events import (
+from kvlinker.base.events import (
     AgreementFell,
     AnswerAudited,
     AuditSkipped,
@@ -21,9 +21,9 @@ from kvlinker.events import (
     RequestFinished,
     TierUnavailable,
 )
-from kvlinker.server.edge.access import OPEN_PATHS
+from kvlinker.doors.http.edge.access import OPEN_PATHS
 from tests.deploy.documents import DEPLOY, dashboard, documents_of, rules, settings_given
-from tests.server.serving import Served
+from tests.doors.http.serving import Served
 
 METRIC = r"\b(kvlinker:[\w:]+|up\b)(?:\{([^}]*)\})?"
 GIVEN_BY_PROMETHEUS = {"job", "instance"}

@@ -5,11 +5,11 @@ from itertools import permutations, product
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlinker.base.types.chunk_scores import ContextChunk, Contextualization
+from kvlinker.base.types.chunks import Chunk
 from kvlinker.linking import NoVariants, Variant, parse_policy
 from kvlinker.linking.policies.cachecraft import fix_overhead
-from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
-from kvlinker.types.chunk_scores import ContextChunk, Contextualization
-from kvlinker.types.chunks import Chunk
+from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 
 HEADS = ((), (1,))
 

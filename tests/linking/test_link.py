@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from kvlinker.errors import KVLinkerError, PolicyError
+from kvlinker.base.errors import KVLinkerError, PolicyError
+from kvlinker.base.types.answers import Usage
+from kvlinker.base.types.chunk_scores import ChunkScores, Contextualization
+from kvlinker.base.types.chunks import Chunk
 from kvlinker.linking import Forecast, Link, Needs, Policy, Variant, parse_policy
-from kvlinker.prompt.segments import Prompt, ReusedPrefix
-from kvlinker.types.answers import Usage
-from kvlinker.types.chunk_scores import ChunkScores, Contextualization
-from kvlinker.types.chunks import Chunk
+from kvlinker.prompting.segments import Prompt, ReusedPrefix
 from tests.linking.test_policies import chunk_prompt
 
 LAYERS = 4

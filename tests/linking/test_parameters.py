@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.errors import PolicyError
+from kvlinker.base.errors import PolicyError
 from kvlinker.linking import known_policies, parse_policy
 from kvlinker.linking.parameters import Choice, declared
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlinker.base.types.chunk_scores import ChunkScores, ContextChunk, Contextualization
+from kvlinker.base.types.chunks import Chunk
 from kvlinker.linking import PromptEvidence, known_policies, parse_policy
-from kvlinker.prompt.segments import CachedSegment, FreshSegment, Prompt
-from kvlinker.types.chunk_scores import ChunkScores, ContextChunk, Contextualization
-from kvlinker.types.chunks import Chunk
+from kvlinker.prompting.segments import CachedSegment, FreshSegment, Prompt
 
 NOTHING = PromptEvidence()
 

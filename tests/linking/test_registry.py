@@ -1,6 +1,6 @@
 import pytest
 
-from kvlinker.errors import PolicyError
+from kvlinker.base.errors import PolicyError
 from kvlinker.linking import Policy, describe_policies, known_policies, parse_policy, register
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlinker.base.types.chunk_scores import ContextChunk, Contextualization
 from kvlinker.linking.policies.cachecraft import (
     adjusted_overlap,
     context_impact,
@@ -18,7 +19,6 @@ from kvlinker.linking.policies.cachecraft import (
     prefix_overlap,
     stable_focus,
 )
-from kvlinker.types.chunk_scores import ContextChunk, Contextualization
 
 BY_HAND = Contextualization(4, intra=1.6, context=(ContextChunk("A", 2, 0.8), ContextChunk("B", 5, 1.0)))
 ALONE = Contextualization(7, intra=3.0)

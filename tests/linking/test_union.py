@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kvlinker.errors import PolicyError
+from kvlinker.base.errors import PolicyError
 from kvlinker.linking import Needs, NoVariants, Policy, PromptEvidence, make_plan, parse_policy
 from kvlinker.linking.registry import MOST_PARTS
 from kvlinker.linking.union import Union

@@ -18,21 +18,21 @@ from unittest import mock
 
 from typer.testing import CliRunner, Result
 
+from kvlinker.base.errors import ContextCacheNotFoundError, PinLimitError
+from kvlinker.base.events import Events
+from kvlinker.base.types.chunks import Chunk, chunk_key
+from kvlinker.base.types.tenants import NO_QUOTAS, Quotas
 from kvlinker.cli import caches as caches_commands
-from kvlinker.config import load_settings
-from kvlinker.context_caches import ChunkTexts, ContextCaches
-from kvlinker.errors import ContextCacheNotFoundError, PinLimitError
-from kvlinker.events import Events
 from kvlinker.llm import LLM
+from kvlinker.service.context_caches import ChunkTexts, ContextCaches
+from kvlinker.settings import load_settings
 from kvlinker.store import Catalog, ChunkKV, ChunkStore, Cipher, ContextCache, open_store
 from kvlinker.store.rekeying import rekey
 from kvlinker.store.tiers import Tier, TierSetup, configured_tiers
-from kvlinker.types.chunks import Chunk, chunk_key
-from kvlinker.types.tenants import NO_QUOTAS, Quotas
-from tests.server.serving import tiny_model, tiny_settings
+from tests.doors.http.serving import tiny_model, tiny_settings
 from tests.store.store_chunks import chunk_kv
 
-CLOCKED = tuple(f"kvlinker.context_caches.{name}" for name in ("caches", "creation", "upkeep"))
+CLOCKED = tuple(f"kvlinker.service.context_caches.{name}" for name in ("caches", "creation", "upkeep"))
 """The modules that read the time of context caches, for tests that set it."""
 
 FINGERPRINT = "sha256:weights"

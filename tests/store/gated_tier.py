@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvlinker.events import Events
+from kvlinker.base.events import Events
 from kvlinker.store import ChunkKV, HostTier
 from kvlinker.store.throttle import Rest, no_rest
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvlinker.config import Settings, load_settings
-from kvlinker.events import Event, Events
+from kvlinker.base.events import Event, Events
+from kvlinker.settings import Settings, load_settings
 from kvlinker.store import ChunkKV, LayerKV
 from kvlinker.store.loading.arriving import ArrivingKV
 

@@ -28,12 +28,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvlinker.context_caches import ContextCaches
-from kvlinker.errors import ContextCacheNotFoundError, PermissionDeniedError, PinLimitError, QuotaExceededError
+from kvlinker.base.errors import ContextCacheNotFoundError, PermissionDeniedError, PinLimitError, QuotaExceededError
+from kvlinker.base.types.chunks import chunk_key
+from kvlinker.base.types.tenants import SHARED_TENANT, Quota, Quotas, Scope
+from kvlinker.service.context_caches import ContextCaches
 from kvlinker.store.format.chunk_file import read_chunk_file
 from kvlinker.store.format.header import ChunkFileError
-from kvlinker.types.chunks import chunk_key
-from kvlinker.types.tenants import SHARED_TENANT, Quota, Quotas, Scope
 from tests.redis_server import RedisServer
 from tests.store.crash_work import (
     CLOCKED,

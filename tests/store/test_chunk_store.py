@@ -19,14 +19,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvlinker.events import ChunkDamaged, ChunkEvicted, ChunkLoaded, ChunkLookup
+from kvlinker.base.events import ChunkDamaged, ChunkEvicted, ChunkLoaded, ChunkLookup
+from kvlinker.base.types.chunk_scores import ChunkScores, Contextualization
+from kvlinker.base.types.chunks import Eviction
 from kvlinker.store import ChunkStore, DeviceTier, DiskTier, HostTier, LayerKV, TierUsage, open_store
 from kvlinker.store.chunk_kv import changed
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.loading.prompt_load import Urgency
 from kvlinker.store.tiers.base import lacks_scores
-from kvlinker.types.chunk_scores import ChunkScores, Contextualization
-from kvlinker.types.chunks import Eviction
 from tests.store.gated_tier import TIMEOUT, GatedTier
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized
 from tests.waiting import wait_until

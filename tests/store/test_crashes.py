@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvlinker.base.types.chunks import chunk_key
 from kvlinker.llm import LLM
 from kvlinker.store import Catalog, Cipher, StoreError
 from kvlinker.store.format.byte_source import BufferSource
 from kvlinker.store.format.chunk_file import decode_chunk
 from kvlinker.store.rekeying import rekey
-from kvlinker.types.chunks import chunk_key
+from tests.doors.http.serving import tiny_model, tiny_settings
 from tests.redis_server import RedisServer
-from tests.server.serving import tiny_model, tiny_settings
 from tests.store.crash_work import (
     ALONE,
     DISK_BYTES,

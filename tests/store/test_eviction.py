@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.eviction import LEAST_SHARE, MOST_REUSE, PINNED_SHARE, EvictionIndex, use_weight
-from kvlinker.types.chunks import Eviction
 
 KEYS = st.sampled_from("abcdefgh")
 WEIGHTS = st.sampled_from([0.0, 1.0, 1.5, 16.0, 200.0])

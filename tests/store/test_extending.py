@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvlinker import registry
-from kvlinker.errors import InvalidRequestError
+from kvlinker.base import registry
+from kvlinker.base.errors import InvalidRequestError
 from kvlinker.store import ChunkKV, ChunkStore, LayerKV, open_store
 from kvlinker.store.format.codecs import base, find_codec, known_codecs
 from kvlinker.store.tiers import configured

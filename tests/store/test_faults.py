@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from kvlinker.events import ChunkEvicted, Events
+from kvlinker.base.events import ChunkEvicted, Events
 from kvlinker.store import Catalog, DiskTier, StoreError
 from kvlinker.store.tiers.chunk_folder import SPARE_SHARE
 from tests.store.crash_work import CONTENTS, State, check, chunk_of, kv_of, open_state, start, work

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from kvlinker.events import ChunkDamaged, ChunkEvicted, PrefixSpilled
+from kvlinker.base.events import ChunkDamaged, ChunkEvicted, PrefixSpilled
 from kvlinker.store import ChunkKV, ChunkStore, DiskTier, HostTier
 from kvlinker.store.chunk_kv import LayerKV
 from kvlinker.store.format.chunk_file import encode_chunk

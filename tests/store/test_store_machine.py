@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvlinker.events import ChunkDamaged
+from kvlinker.base.events import ChunkDamaged
 from kvlinker.store import ChunkStore, open_store
 from kvlinker.store.format.chunk_file import encode_chunk
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv, sized

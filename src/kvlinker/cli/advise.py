@@ -10,12 +10,12 @@ import typer
 from kvlinker.cli.bench.common import MODEL_OPTIONS, Json, Shape, command_line, require_folders, show
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, progress_display, warn
 from kvlinker.cli.options import settings_options
-from kvlinker.config import SHARED_TIER_SETTINGS, Settings
-from kvlinker.research.advice.recommendation import EXAMPLE_PRICES, parse_prices
+from kvlinker.quality.advice.recommendation import EXAMPLE_PRICES, parse_prices
+from kvlinker.settings import SHARED_TIER_SETTINGS, Settings
 
 if TYPE_CHECKING:
-    from kvlinker.research.advice.recommendation import TierFigures
-    from kvlinker.research.bench.harness.report import Row
+    from kvlinker.quality.advice.recommendation import TierFigures
+    from kvlinker.quality.bench.harness.report import Row
 
 TIER_OPTIONS = ("state_dir", "host_memory", "disk_space", "disk_codec", *SHARED_TIER_SETTINGS)
 CODEC_OPTIONS = ("redis_codec", "object_codec")
@@ -65,9 +65,9 @@ def advise(
     Samples are written to each configured tier, beside what it holds, read as a prompt's chunks are, and removed.
     """
     from kvlinker.linking import parse_policy
-    from kvlinker.research.advice.probing import advise as measure
-    from kvlinker.research.advice.recommendation import explain_recommendation, recommended
-    from kvlinker.research.bench.harness.subject import make_subject
+    from kvlinker.quality.advice.probing import advise as measure
+    from kvlinker.quality.advice.recommendation import explain_recommendation, recommended
+    from kvlinker.quality.bench.harness.subject import make_subject
 
     with failures(BAD_USAGE), progress_display() as progress:
         require_folders(json)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, output_console
 from kvlinker.cli.options import MetadataPairs, parse_pairs, settings_options
-from kvlinker.config import SHARED_TIER_SETTINGS, Settings
+from kvlinker.settings import SHARED_TIER_SETTINGS, Settings
 
 if TYPE_CHECKING:
     from kvlinker.store import Catalog, ChunkStore, ContextCache
@@ -203,8 +203,8 @@ def rekey_caches(
 @contextmanager
 def _opened(settings: Settings) -> Iterator[tuple[Catalog, ChunkStore]]:
     """Open the catalog and the store of a state directory; the command ends where nothing is stored there."""
-    from kvlinker.events import Events
-    from kvlinker.startup import open_state
+    from kvlinker.base.events import Events
+    from kvlinker.service.startup import open_state
 
     if not (settings.state_dir / "catalog.sqlite").is_file():
         raise fail(f"nothing is stored in {settings.state_dir}", FAILURE)

@@ -10,7 +10,7 @@ import typer
 from kvlinker.cli.bench.common import MODEL_OPTIONS, QUALITY_OPTIONS, command_line, require_folders
 from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_display
 from kvlinker.cli.options import settings_options
-from kvlinker.config import Settings
+from kvlinker.settings import Settings
 
 EMBEDDED_OPTIONS = tuple(name for name in MODEL_OPTIONS if name not in ("engine", "vllm_options"))
 STORE_OPTIONS = ("policy", "state_dir", "host_memory", "disk_space", "encryption_key")
@@ -42,10 +42,10 @@ def certify(
     The self-test, answers on data sets, and answers about chunks that the store holds are compared with the full
     computation. Ends with 1 where the agreement's exact 95% interval does not lie above the target.
     """
-    from kvlinker.audit.certificate import certificate_path
-    from kvlinker.research.certification.certifying import CertifyOptions
-    from kvlinker.research.certification.certifying import certify as measure
-    from kvlinker.research.certification.page import certificate_page
+    from kvlinker.quality.certification.certifying import CertifyOptions
+    from kvlinker.quality.certification.certifying import certify as measure
+    from kvlinker.quality.certification.page import certificate_page
+    from kvlinker.service.audit.certificate import certificate_path
 
     require_folders(out)
     options = CertifyOptions(

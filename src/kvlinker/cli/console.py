@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kvlinker.errors import KVLinkerError, in_words_of
-from kvlinker.research.progress import Progress
+from kvlinker.base.errors import KVLinkerError, in_words_of
+from kvlinker.quality.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,8 +11,8 @@ import typer
 from kvlinker.cli.bench.common import MODEL_OPTIONS
 from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_display
 from kvlinker.cli.options import settings_options
-from kvlinker.config import Settings, load_settings
-from kvlinker.engine.model_place import check_model
+from kvlinker.engines.contract.model_place import check_model
+from kvlinker.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from kvlinker.linking import Policy
@@ -31,9 +31,9 @@ def check(
     with failures():
         check_model(settings)
 
-    from kvlinker.embedded.model.anatomy import context_window
-    from kvlinker.embedded.selftest import refusal_after, self_test
-    from kvlinker.engine.model_files import read_model
+    from kvlinker.engines.contract.model_files import read_model
+    from kvlinker.engines.embedded.model.anatomy import context_window
+    from kvlinker.engines.embedded.selftest import refusal_after, self_test
 
     with failures():
         transformer, _ = read_model(settings)
@@ -82,7 +82,7 @@ def _unsupported_by(engine: str) -> Callable[[Policy], str | None]:
     """Return the function that says why the engine of this name cannot follow a policy; the embedded one follows
     all."""
     if engine == "vllm":
-        from kvlinker.vllm.protocol.transfer_plan import unsupported
+        from kvlinker.engines.vllm.protocol.transfer_plan import unsupported
 
         return unsupported
     return lambda policy: None
@@ -115,11 +115,11 @@ def calibrate(
     from rich.console import Console
     from rich.table import Table
 
-    from kvlinker.research.bench.harness.subject import make_subject
-    from kvlinker.research.evaluation.calibration import calibrate, candidates_of, trial_values
-    from kvlinker.research.evaluation.contexts import ContextSplit, ContextSplitter
-    from kvlinker.research.evaluation.datasets import load_dataset
-    from kvlinker.research.evaluation.examiner import Examiner
+    from kvlinker.quality.bench.harness.subject import make_subject
+    from kvlinker.quality.evaluation.calibration import calibrate, candidates_of, trial_values
+    from kvlinker.quality.evaluation.contexts import ContextSplit, ContextSplitter
+    from kvlinker.quality.evaluation.datasets import load_dataset
+    from kvlinker.quality.evaluation.examiner import Examiner
 
     with failures(BAD_USAGE):
         policies = candidates_of(policy, trial_values(policy) if values is None else values.split(","))

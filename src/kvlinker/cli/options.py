@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from rich.markup import escape
 
 from kvlinker.cli.console import BAD_USAGE, fail, failures
-from kvlinker.config import CONFIG_FILE_VARIABLE, Settings, read_settings
+from kvlinker.settings import CONFIG_FILE_VARIABLE, Settings, read_settings
 
 Command = Callable[..., None]
 

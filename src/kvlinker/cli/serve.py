@@ -14,9 +14,9 @@ from rich.table import Table
 
 from kvlinker.cli.console import BAD_USAGE, ENGINE_FAILED, fail, failures
 from kvlinker.cli.options import settings_options
-from kvlinker.config import Settings
-from kvlinker.engine.model_place import check_model
-from kvlinker.server.edge.address import bind, check_address, url_of
+from kvlinker.doors.http.edge.address import bind, check_address, url_of
+from kvlinker.engines.contract.model_place import check_model
+from kvlinker.settings import Settings
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -41,8 +41,8 @@ def serve(settings: Settings) -> None:
 def _serve(settings: Settings, listener: socket.socket) -> None:
     console = Console(stderr=True, highlight=False, quiet=settings.log_format == "json")
     with console.status("Starting"):
-        from kvlinker.server.edge.access_log import logging_to_stderr
-        from kvlinker.server.tracing import provider_from_environment
+        from kvlinker.doors.http.edge.access_log import logging_to_stderr
+        from kvlinker.doors.http.tracing import provider_from_environment
     with logging_to_stderr(settings.log_level, settings.log_format):
         provider = provider_from_environment()
         while (served := _serve_until_failure(settings, listener, console, provider)) is not None:
@@ -62,16 +62,16 @@ def _serve_until_failure(
 
     ``provider`` takes the traces.
     """
+    from kvlinker.doors.http.app import create_app
+    from kvlinker.doors.http.edge.connections import EngineServer, server_config
     from kvlinker.llm import LLM
-    from kvlinker.server.app import create_app
-    from kvlinker.server.edge.connections import EngineServer, server_config
 
     with console.status(f"Loading and checking {escape(settings.model)}"):
         llm = LLM.from_settings(settings)
 
     app = create_app(llm, settings, provider)
     if settings.engine == "vllm":
-        from kvlinker.vllm.other_routes import add_other_routes
+        from kvlinker.doors.vllm_server.other_routes import add_other_routes
 
         add_other_routes(app, llm.engine, settings)
     listener.listen()  # whoever reads the address and connects at once is not refused

@@ -20,9 +20,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from kvlinker.base.errors import KVLinkerError, in_words_of
 from kvlinker.cli.console import failures, output_console
-from kvlinker.client import Client, ServerUnreachableError
-from kvlinker.errors import KVLinkerError, in_words_of
+from kvlinker.doors.client import Client, ServerUnreachableError
 
 WINDOW_SECONDS = 60.0
 """The time over which a live view counts: long enough for figures to stand still, short enough to see what changes."""

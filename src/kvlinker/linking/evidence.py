@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.prompt.segments import Prompt
-from kvlinker.types.chunk_scores import ChunkScores, Contextualization
-from kvlinker.types.chunks import Chunk
+from kvlinker.base.types.chunk_scores import ChunkScores, Contextualization
+from kvlinker.base.types.chunks import Chunk
+from kvlinker.prompting.segments import Prompt
 
 
 class Evidence(Protocol):

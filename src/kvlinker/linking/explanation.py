@@ -9,12 +9,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.base.types.answers import Usage
 from kvlinker.linking.evidence import Forecast
 from kvlinker.linking.plan import DroppedTokens, LinkPlan, Range, layer_masks, probe_plan, ranges, takes_first_pass
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.selection import Score
-from kvlinker.prompt.segments import CachedSegment, Prompt
-from kvlinker.types.answers import Usage
+from kvlinker.prompting.segments import CachedSegment, Prompt
 
 ATTENTION_DIGITS = 3
 """The number of significant digits of attention weights in JSON, of which there are many."""

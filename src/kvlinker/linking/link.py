@@ -11,7 +11,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.errors import KVLinkerError
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.base.types.answers import Usage
+from kvlinker.base.types.chunk_scores import ChunkScores
+from kvlinker.base.types.chunks import Chunk
 from kvlinker.linking.evidence import Forecast, Library, NoVariants, PromptEvidence
 from kvlinker.linking.explanation import Explanation, PromptCost, explain_plan
 from kvlinker.linking.plan import (
@@ -29,10 +32,7 @@ from kvlinker.linking.plan import (
 from kvlinker.linking.policies.baselines import Full
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.refinement import ChunkAttention, Refinement
-from kvlinker.prompt.segments import Prompt, ReusedPrefix
-from kvlinker.types.answers import Usage
-from kvlinker.types.chunk_scores import ChunkScores
-from kvlinker.types.chunks import Chunk
+from kvlinker.prompting.segments import Prompt, ReusedPrefix
 
 logger = logging.getLogger(__name__)
 

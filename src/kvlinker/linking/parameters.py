@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import product
 from typing import Any
 
-from kvlinker.errors import PolicyError
+from kvlinker.base.errors import PolicyError
 
 _KEY = "kvlinker"
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")

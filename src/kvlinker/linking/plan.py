@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.base.types.chunks import Chunk
 from kvlinker.linking.evidence import Evidence
 from kvlinker.linking.policy import Policy
-from kvlinker.prompt.segments import Prompt
-from kvlinker.types.chunks import Chunk
+from kvlinker.prompting.segments import Prompt
 
 Range = tuple[int, int]
 """Positions [begin, end)."""

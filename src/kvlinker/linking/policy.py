@@ -13,7 +13,7 @@ from kvlinker.linking import parameters
 from kvlinker.linking.evidence import Evidence, Forecast, LayerEvidence, Library
 from kvlinker.linking.needs import NOTHING, Needs
 from kvlinker.linking.selection import Score
-from kvlinker.prompt.segments import Prompt
+from kvlinker.prompting.segments import Prompt
 
 
 @dataclass_transform(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvlinker.linking.plan import DroppedTokens, LinkPlan
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.selection import Score
-from kvlinker.prompt.segments import Prompt
+from kvlinker.prompting.segments import Prompt
 
 
 class Deviations(Protocol):

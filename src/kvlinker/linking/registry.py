@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from kvlinker.errors import PolicyError, did_you_mean
+from kvlinker.base.errors import PolicyError, did_you_mean
+from kvlinker.base.registry import Registry
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.union import SIGN, joined
-from kvlinker.registry import Registry
 
 P = TypeVar("P", bound=type[Policy])
 

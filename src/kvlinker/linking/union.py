@@ -9,12 +9,12 @@ from operator import or_
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlinker.errors import PolicyError
+from kvlinker.base.errors import PolicyError
 from kvlinker.linking.evidence import Evidence, Forecast, Library
 from kvlinker.linking.needs import Needs
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.selection import Score
-from kvlinker.prompt.segments import Prompt
+from kvlinker.prompting.segments import Prompt
 
 SIGN = "+"
 

@@ -6,8 +6,10 @@ from collections.abc import Set
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from kvlinker.errors import StoreError
-from kvlinker.events import Events
+from kvlinker.base.errors import StoreError
+from kvlinker.base.events import Events
+from kvlinker.base.types.chunks import Eviction
+from kvlinker.base.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged, new_context_cache_id
 from kvlinker.store.catalog.catalog import Catalog
 from kvlinker.store.catalog.limits import Limits, TenantUsage
 from kvlinker.store.catalog.room import Room
@@ -16,17 +18,13 @@ from kvlinker.store.chunk_store import ChunkStore
 from kvlinker.store.format.encryption import Cipher, load_cipher
 from kvlinker.store.speeds import Speeds
 from kvlinker.store.tiers.base import Tier, TierCheck, TierUsage
-from kvlinker.store.tiers.configured import TierSetup, configured_tiers
+from kvlinker.store.tiers.configured import StoreSettings, TierSetup, configured_tiers
 from kvlinker.store.tiers.device import DeviceTier
 from kvlinker.store.tiers.disk import DiskTier
 from kvlinker.store.tiers.host import HostTier
-from kvlinker.types.chunks import Eviction
-from kvlinker.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged, new_context_cache_id
 
 if TYPE_CHECKING:
     import torch
-
-    from kvlinker.config import Settings
 
 __all__ = [
     "UNCHANGED",
@@ -57,7 +55,7 @@ __all__ = [
 
 
 def open_store(
-    settings: Settings,
+    settings: StoreSettings,
     events: Events,
     *,
     host_bytes: int | None = None,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from kvlinker.types.chunk_scores import ChunkScores
+from kvlinker.base.types.chunk_scores import ChunkScores
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from kvlinker.events import ChunkLoaded, ChunkLookup, Events
+from kvlinker.base.events import ChunkLoaded, ChunkLookup, Events
 from kvlinker.store.chunk_kv import AsComputed, ChunkKV, ResidentForm, changed
 from kvlinker.store.eviction import use_weight
 from kvlinker.store.holds import Hold, Holds

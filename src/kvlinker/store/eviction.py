@@ -9,7 +9,7 @@ from typing import Protocol
 
 from sortedcontainers import SortedDict
 
-from kvlinker.types.chunks import Eviction
+from kvlinker.base.types.chunks import Eviction
 
 PINNED_SHARE = 0.8
 """The share of a tier's budget that pinned chunks may keep. Beyond it they are evicted like others, so that a small

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-from kvlinker.errors import StoreError
-from kvlinker.events import Events, PrefixSpilled
+from kvlinker.base.errors import StoreError
+from kvlinker.base.events import Events, PrefixSpilled
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.loading.arriving import KV
 from kvlinker.store.loading.bandwidths import Bandwidths

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from kvlinker.errors import StoreError
+from kvlinker.base.errors import StoreError
 from kvlinker.store.catalog.database import Database, StateLock
 from kvlinker.store.catalog.encryption import change_key
 from kvlinker.store.format.byte_source import Bytes, FileSource

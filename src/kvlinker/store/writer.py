@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvlinker.base.threads import compute_serially
 from kvlinker.store.chunk_kv import ChunkKV
 from kvlinker.store.throttle import Throttle
 from kvlinker.store.tiers.base import Tier, lacks_scores
-from kvlinker.threads import compute_serially
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlinker.errors import ContextCacheNotFoundError
+from kvlinker.base.errors import ContextCacheNotFoundError
+from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.store import Catalog, ContextCache, StoreError, new_context_cache_id
 from kvlinker.store.catalog.catalog import POSITION_SECONDS
 from kvlinker.store.catalog.schema import SCHEMA_VERSION
-from kvlinker.types.chunks import Chunk, chunk_key
 from tests.store.store_chunks import run_threads
 
 NOW = 1000.0

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.store import Catalog, ContextCache, StoreError, TenantUsage, new_context_cache_id
-from kvlinker.types.chunks import Chunk, chunk_key
 
 NOW = 1000.0
 

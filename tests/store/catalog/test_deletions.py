@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvlinker.base.types.tenants import Quota, Quotas
 from kvlinker.store import StoreError
-from kvlinker.store.catalog.releases import LONGEST_REQUEST_SECONDS, LONGEST_TRANSACTION_SECONDS
-from kvlinker.types.tenants import Quota, Quotas
+from kvlinker.store.deletions import LONGEST_REQUEST_SECONDS, LONGEST_TRANSACTION_SECONDS
 from tests.redis_server import RedisServer
 from tests.store.crash_work import CLOCKED, Shared, State, chunk_of, open_state
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvlinker.errors import PinLimitError, QuotaExceededError
+from kvlinker.base.errors import PinLimitError, QuotaExceededError
+from kvlinker.base.types.tenants import Quota, Quotas
 from kvlinker.store import Catalog, ContextCache, Limits, Room
 from kvlinker.store.catalog.database import Database
-from kvlinker.types.tenants import Quota, Quotas
 from tests.store.catalog.test_catalog_check import harm, record
 
 NOW = 1000.0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvlinker.errors import ContextCacheNotFoundError
+from kvlinker.base.errors import ContextCacheNotFoundError
+from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.store import Catalog, ContextCache, new_context_cache_id
-from kvlinker.types.chunks import Chunk, chunk_key
 
 NOW = 1000.0
 

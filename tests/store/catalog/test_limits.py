@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlinker.errors import PinLimitError, QuotaExceededError
+from kvlinker.base.errors import PinLimitError, QuotaExceededError
+from kvlinker.base.types.chunks import Chunk, chunk_key
+from kvlinker.base.types.tenants import SHARED_TENANT, Quota, Quotas
 from kvlinker.store import Catalog, ContextCache, Limits, TenantUsage, new_context_cache_id
-from kvlinker.types.chunks import Chunk, chunk_key
-from kvlinker.types.tenants import SHARED_TENANT, Quota, Quotas
 from tests.store.store_chunks import run_threads
 
 NOW = 1000.0

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.store import Catalog, TenantUsage
 from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.schema import _FIFTH, _FIRST, _FOURTH, _SECOND, _THIRD, SCHEMA_VERSION, index_metadata
-from kvlinker.types.chunks import Chunk, chunk_key
 
 NOW = 1000.0
 KEYS = {

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvlinker.errors import InvalidRequestError
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.chunks import Chunk, chunk_key
+from kvlinker.base.types.texts import SearchHit
 from kvlinker.store import Catalog, Cipher, ContextCache, new_context_cache_id
 from kvlinker.store.catalog.search import MOST_WORDS
-from kvlinker.types.chunks import Chunk, chunk_key
-from kvlinker.types.texts import SearchHit
 
 NOW = 1000.0
 TEXTS = (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvlinker.base.types.chunk_scores import Contextualization
 from kvlinker.store import Catalog
 from kvlinker.store.catalog.variants import StoredVariant, VariantIndex, VariantOwner
 from kvlinker.store.eviction import MOST_REUSE
-from kvlinker.types.chunk_scores import Contextualization
 from tests.store.catalog.test_catalog import record
 
 HELD = record(1)

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from kvlinker.events import ChunkDamaged
+from kvlinker.base.events import ChunkDamaged
+from kvlinker.base.types.chunk_scores import ChunkScores, Contextualization
 from kvlinker.store import ChunkKV, DiskTier, LayerKV
 from kvlinker.store.format import header as chunk_header
 from kvlinker.store.format.byte_source import BufferSource
@@ -23,7 +24,6 @@ from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk, open_ch
 from kvlinker.store.format.codecs import RAW, Codec, known_codecs
 from kvlinker.store.format.compression import MissingLibraryError
 from kvlinker.store.format.header import ChunkFileError
-from kvlinker.types.chunk_scores import ChunkScores, Contextualization
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 KEY = key_of(1)

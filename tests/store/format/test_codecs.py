@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.config import load_settings
-from kvlinker.errors import InvalidRequestError
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.settings import load_settings
 from kvlinker.store.format.codecs import Layout, Parts, Room, base, find_codec, known_codecs, register
 
 PLAIN = [name for name, codec in known_codecs().items() if not codec.compresses]

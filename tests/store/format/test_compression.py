@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from kvlinker.events import ChunkDamaged
+from kvlinker.base.events import ChunkDamaged
 from kvlinker.store import ChunkKV, DiskTier, LayerKV, StoreError
 from kvlinker.store.format import compression
 from kvlinker.store.format.byte_source import BufferSource, Bytes

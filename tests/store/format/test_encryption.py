@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from kvlinker.events import ChunkDamaged
+from kvlinker.base.events import ChunkDamaged
+from kvlinker.base.types.chunks import Chunk, chunk_key
 from kvlinker.store import Catalog, ContextCache, DiskTier, StoreError, load_cipher, new_context_cache_id
 from kvlinker.store.format import encryption as module
 from kvlinker.store.format.byte_source import BufferSource
 from kvlinker.store.format.encryption import NOT_SEALED, Cipher, SealedDataError, Sealing
 from kvlinker.store.tiers import BlobTier, object_tier
-from kvlinker.types.chunks import Chunk, chunk_key
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv
 
 pytest.importorskip("cryptography")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.events import Events
+from kvlinker.base.events import Events
 from kvlinker.store import DiskTier, Speeds
 from kvlinker.store.format.codecs import find_codec
 from kvlinker.store.format.encryption import Cipher, Sealing

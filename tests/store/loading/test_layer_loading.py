@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlinker.events import ChunkDamaged, ChunkLoaded, ChunkLookup
+from kvlinker.base.events import ChunkDamaged, ChunkLoaded, ChunkLookup
 from kvlinker.store import ChunkKV, ChunkStore, DiskTier, HostTier, LayerKV, Speeds
 from kvlinker.store.chunk_kv import ChunkReader, LayerLostError
 from kvlinker.store.loading import bandwidths as bandwidth

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from kvlinker.errors import InvalidRequestError
-from kvlinker.events import ChunkEvicted, ChunkLookup
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.events import ChunkEvicted, ChunkLookup
 from kvlinker.store import ChunkKV, ChunkStore, DeviceTier, HostTier, TierUsage, open_store
 from kvlinker.store.loading.bandwidths import LoadTime
 from kvlinker.store.loading.prompt_load import Urgency

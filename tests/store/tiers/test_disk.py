@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from kvlinker.events import ChunkDamaged
+from kvlinker.base.events import ChunkDamaged
 from kvlinker.store import ChunkKV, DiskTier, StoreError
 from kvlinker.store.tiers import others
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, run_threads, same_kv

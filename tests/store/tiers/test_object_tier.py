@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from kvlinker.events import ChunkDamaged, ChunkEvicted, TierUnavailable
+from kvlinker.base.events import ChunkDamaged, ChunkEvicted, TierUnavailable
 from kvlinker.store import StoreError
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.tiers import BlobTier, object_tier

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from pydantic import ByteSize
 
-from kvlinker.events import ChunkDamaged, ChunkEvicted, Events, TierUnavailable
+from kvlinker.base.events import ChunkDamaged, ChunkEvicted, Events, TierUnavailable
 from kvlinker.store import StoreError
 from kvlinker.store.format.chunk_file import encode_chunk
 from kvlinker.store.tiers import BlobTier, object_tier, redis_tier

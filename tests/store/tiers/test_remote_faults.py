@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvlinker.events import ChunkDamaged, ChunkEvicted, TierUnavailable
+from kvlinker.base.events import ChunkDamaged, ChunkEvicted, TierUnavailable
 from kvlinker.store import ChunkStore, DiskTier, HostTier
 from kvlinker.store.chunk_store import SHARED_TIERS_CLOSE_SECONDS
 from kvlinker.store.tiers import redis_tier

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvlinker.events import ChunkEvicted
+from kvlinker.base.events import ChunkEvicted
 from kvlinker.store import DiskTier, HostTier, Tier
 from kvlinker.store.format.chunk_file import encode_chunk
 from tests.store.store_chunks import Recorder, chunk_kv, key_of, same_kv

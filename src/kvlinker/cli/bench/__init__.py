@@ -5,9 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvlinker.cli.bench.command import BenchmarkGroup
-from kvlinker.cli.bench.figure import figure
 
 app = typer.Typer(
     help="Benchmarks: every competitor in one run, medians and ratios.", no_args_is_help=True, cls=BenchmarkGroup
 )
-app.command()(figure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -21,56 +21,55 @@ from kvlinker.cli.bench.common import (
 )
 from kvlinker.cli.console import BAD_USAGE, FAILURE, failures, progress_display
 from kvlinker.cli.options import settings_options
-from kvlinker.config import Settings
-
-if TYPE_CHECKING:
-    from kvlinker.research.bench.harness.benchmark import Benchmark
+from kvlinker.quality.bench.harness.benchmark import (
+    PACKAGE,
+    Benchmark,
+    Setup,
+    declared_benchmarks,
+    find_benchmark,
+)
+from kvlinker.settings import Settings
 
 
 class BenchmarkGroup(TyperGroup):
-    """Lists the benchmarks beside its own commands, and imports each when it is asked for."""
+    """Lists the benchmarks of a package beside its own commands, and imports each when it is run."""
+
+    program: ClassVar = "kvlinker"
+    package: ClassVar = PACKAGE
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands."""
-        from kvlinker.research.bench.harness.benchmark import declared_benchmarks
-
-        return sorted({*super().list_commands(ctx), *declared_benchmarks()})
+        return sorted({*super().list_commands(ctx), *declared_benchmarks(self.package)})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command to be listed: of a benchmark only its name and summary."""
-        from kvlinker.research.bench.harness.benchmark import declared_benchmarks
-
-        declared = declared_benchmarks().get(cmd_name)
+        declared = declared_benchmarks(self.package).get(cmd_name)
         return super().get_command(ctx, cmd_name) if declared is None else TyperCommand(cmd_name, help=declared.summary)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command to be run."""
-        from kvlinker.research.bench.harness.benchmark import declared_benchmarks, find_benchmark
-
         name, command, rest = super().resolve_command(ctx, args)
-        if name is not None and name in declared_benchmarks():
+        if name is not None and name in declared_benchmarks(self.package):
             with failures():
-                command = _typer_command(find_benchmark(name))
+                command = _typer_command(find_benchmark(name, self.package), self.program)
         return name, command, rest
 
 
-def _typer_command(benchmark: Benchmark) -> Any:
+def _typer_command(benchmark: Benchmark, program: str) -> Any:
     """Make the command of a benchmark, as typer does."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(benchmark.name)(_function(benchmark))
+    app.command(benchmark.name)(_function(benchmark, program))
     return typer.main.get_command(app)
 
 
-def _function(benchmark: Benchmark) -> Callable[..., None]:
+def _function(benchmark: Benchmark, program: str) -> Callable[..., None]:
     """Make the function of a benchmark's command, whose signature tells its options."""
 
     def run(settings: Settings, *, shape: str | None, json: Path | None, plot: Path | None = None, **own: Any) -> None:
-        from kvlinker.research.bench.harness.benchmark import Setup
-
         with failures(BAD_USAGE):
             require_folders(json, plot)
             with progress_display() as progress:
-                report = benchmark.run(Setup(settings, shape, command_line(), progress), **own)
+                report = benchmark.run(Setup(settings, shape, command_line(program), progress), **own)
         rows = report.rows if benchmark.shown is None else benchmark.shown(report.rows)
         show(report, json, rows)
         if benchmark.plot is not None and plot is not None:

@@ -14,7 +14,7 @@ from kvlinker.cli.console import warn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvlinker.research.bench.harness.report import Report, Row
+    from kvlinker.quality.bench.harness.report import Report, Row
 
 Shape = Annotated[str | None, typer.Option(help="Random weights of this shape (tiny, 285m, 8b) in place of --model.")]
 Json = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
@@ -42,13 +42,13 @@ def show(report: Report, json: Path | None, rows: Sequence[Row] | None = None) -
 
 def require_folders(*files: Path | None) -> None:
     """Raise InvalidRequestError when one of the files to write lies in no folder, rather than after a long run."""
-    from kvlinker.errors import InvalidRequestError
+    from kvlinker.base.errors import InvalidRequestError
 
     for file in files:
         if file is not None and not file.absolute().parent.is_dir():
             raise InvalidRequestError(f"Cannot write {file}: there is no folder {file.parent}.")
 
 
-def command_line() -> str:
-    """Return the command line that reproduces this run."""
-    return shlex.join(["kvlinker", *sys.argv[1:]])
+def command_line(program: str = "kvlinker") -> str:
+    """Return the command line that reproduces this run of ``program``."""
+    return shlex.join([program, *sys.argv[1:]])

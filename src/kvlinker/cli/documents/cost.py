@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import typer
 from pydantic import ByteSize
 
+from kvlinker.base.types.texts import Piece
 from kvlinker.cli.console import warn
 from kvlinker.cli.documents.library import Storage
-from kvlinker.types.texts import Piece
 
 WORTH_A_CODEC_BYTES = 64 * 2**20
 """The size of KV from which another codec is suggested."""

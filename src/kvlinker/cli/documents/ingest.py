@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvlinker.base.errors import did_you_mean
+from kvlinker.base.types.context_cache import LONGEST_NAME
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures, warn
 from kvlinker.cli.documents.cost import tell_cost, tell_taken
 from kvlinker.cli.documents.files import find_files
@@ -17,9 +19,7 @@ from kvlinker.cli.documents.library import MODEL_SETTINGS, Library, open_library
 from kvlinker.cli.documents.plan import Document, Plan, Splitting, plan_ingestion
 from kvlinker.cli.documents.progress import Advance, show_progress
 from kvlinker.cli.options import ApiKey, Url, settings_options
-from kvlinker.config import SHARED_TIER_SETTINGS, Settings
-from kvlinker.errors import did_you_mean
-from kvlinker.types.context_cache import LONGEST_NAME
+from kvlinker.settings import SHARED_TIER_SETTINGS, Settings
 
 BATCH_TOKENS = 2048
 """Chunks of about so many tokens are cached, entered in the catalog, and printed together."""
@@ -70,7 +70,7 @@ def ingest(
 
 def _check_method(method: str) -> None:
     """End the command for an unknown method before the model is loaded; a server knows its own."""
-    from kvlinker.splitting import splitters
+    from kvlinker.prompting.splitting import splitters
 
     if method not in (known := splitters()):
         allowed = f"it must be one of {', '.join(known)}.{did_you_mean(method, known)}"

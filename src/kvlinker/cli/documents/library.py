@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from kvlinker.config import Settings
-from kvlinker.engine.model_place import check_model
-from kvlinker.errors import ContextCacheNotFoundError
-from kvlinker.types.texts import Piece, SearchHit
+from kvlinker.base.errors import ContextCacheNotFoundError
+from kvlinker.base.types.texts import Piece, SearchHit
+from kvlinker.engines.contract.model_place import check_model
+from kvlinker.settings import Settings
 
 if TYPE_CHECKING:
-    from kvlinker.client import Client
+    from kvlinker.doors.client import Client
     from kvlinker.llm import LLM
 
 MODEL_SETTINGS = (
@@ -194,15 +194,15 @@ def open_library(settings: Settings, *, url: str | None, api_key: str | None) ->
     Raises what ``LLM`` and ``Client`` raise.
     """
     if url is not None:
-        from kvlinker.client import Client
+        from kvlinker.doors.client import Client
 
         with Client(url, api_key) as client:
             yield RemoteLibrary(client)
         return
     check_model(settings)
     with Console(stderr=True).status(f"Loading and checking {escape(settings.model)}"):
+        from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
         from kvlinker.llm import LLM
-        from kvlinker.types.tenants import DEFAULT_TENANT, tenant_of_key
 
         llm = LLM.from_settings(settings)
     with llm:

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.context_cache import LONGEST_VALUE
+from kvlinker.base.types.texts import Piece
 from kvlinker.cli.console import warn
 from kvlinker.cli.documents.conversion import MissingLibraryError
 from kvlinker.cli.documents.files import File, NoTextError
 from kvlinker.cli.documents.library import Cached, Library
-from kvlinker.errors import InvalidRequestError
-from kvlinker.types.context_cache import LONGEST_VALUE
-from kvlinker.types.texts import Piece
 
 ORIGIN = {"origin": "kvlinker ingest"}
 """The pair of metadata that all context caches of ingestions have."""

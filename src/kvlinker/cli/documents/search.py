@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
+from kvlinker.base.errors import ContextLengthError
+from kvlinker.base.types.texts import SearchHit
 from kvlinker.cli.console import BAD_USAGE, FAILURE, fail, failures
 from kvlinker.cli.documents.library import MODEL_SETTINGS, Library, open_library
 from kvlinker.cli.options import ApiKey, MetadataPairs, Url, parse_pairs, settings_options
-from kvlinker.config import SHARED_TIER_SETTINGS, Settings
-from kvlinker.errors import ContextLengthError
-from kvlinker.types.texts import SearchHit
+from kvlinker.settings import SHARED_TIER_SETTINGS, Settings
 
 _SETTINGS = (*MODEL_SETTINGS, "disk_space", *SHARED_TIER_SETTINGS)
 

@@ -7,12 +7,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.base.types.chunks import Chunk
 from kvlinker.linking.evidence import Evidence, Library
 from kvlinker.linking.needs import Needs
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
-from kvlinker.prompt.segments import Prompt
-from kvlinker.types.chunks import Chunk
+from kvlinker.prompting.segments import Prompt
 
 
 @register

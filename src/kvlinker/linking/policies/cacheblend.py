@@ -13,7 +13,7 @@ from kvlinker.linking.policies.baselines import Full
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
 from kvlinker.linking.selection import highest, share
-from kvlinker.prompt.segments import Prompt
+from kvlinker.prompting.segments import Prompt
 
 
 @register

@@ -9,15 +9,15 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlinker.base.types.chunk_scores import Contextualization
+from kvlinker.base.types.chunks import Chunk
 from kvlinker.linking.evidence import Evidence, LayerEvidence, Library, Variant
 from kvlinker.linking.needs import EVERY_LAYER, Needs
 from kvlinker.linking.parameters import choice, number
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
 from kvlinker.linking.selection import Score, highest
-from kvlinker.prompt.segments import Prompt
-from kvlinker.types.chunk_scores import Contextualization
-from kvlinker.types.chunks import Chunk
+from kvlinker.prompting.segments import Prompt
 
 
 def context_impact(chunk: Contextualization) -> float:

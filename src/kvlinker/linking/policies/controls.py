@@ -11,7 +11,7 @@ from kvlinker.linking.parameters import percentage
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
 from kvlinker.linking.selection import Score, highest, share
-from kvlinker.prompt.segments import Prompt
+from kvlinker.prompting.segments import Prompt
 
 
 @register

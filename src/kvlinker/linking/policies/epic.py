@@ -9,7 +9,7 @@ from kvlinker.linking.evidence import Evidence
 from kvlinker.linking.parameters import number
 from kvlinker.linking.policy import Policy
 from kvlinker.linking.registry import register
-from kvlinker.prompt.segments import Prompt
+from kvlinker.prompting.segments import Prompt
 
 
 @register

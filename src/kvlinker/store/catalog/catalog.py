@@ -12,7 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from kvlinker.errors import ContextCacheNotFoundError
+from kvlinker.base.errors import ContextCacheNotFoundError
+from kvlinker.base.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
+from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.check import check_catalog
 from kvlinker.store.catalog.database import Database, StateLock
 from kvlinker.store.catalog.encryption import TokenBlobs, open_encrypted
@@ -43,8 +45,6 @@ from kvlinker.store.catalog.schema import index_metadata
 from kvlinker.store.catalog.search import SearchIndex
 from kvlinker.store.catalog.variants import VariantIndex
 from kvlinker.store.format.encryption import Cipher
-from kvlinker.types.context_cache import UNCHANGED, ContextCache, Page, Unchanged
-from kvlinker.types.tenants import SHARED_TENANT
 
 POSITION_SECONDS = 3600
 """The time for which a listing can go on behind a context cache that was removed."""

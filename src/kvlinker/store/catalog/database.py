@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvlinker.errors import StoreError
+from kvlinker.base.errors import StoreError
 from kvlinker.store.catalog.schema import SCHEMA_VERSION, upgrade
 from kvlinker.store.format.durability import synchronize
 

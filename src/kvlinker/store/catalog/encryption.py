@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvlinker.errors import StoreError
+from kvlinker.base.errors import StoreError
 from kvlinker.store.catalog.database import PATIENCE_SECONDS, TRY_AGAIN_SECONDS, Database, StateLock
 from kvlinker.store.catalog.text_tables import remove_all_texts
 from kvlinker.store.format.encryption import KEY_VARIABLE, Cipher, SealedDataError

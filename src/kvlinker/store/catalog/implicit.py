@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from kvlinker.errors import QuotaExceededError
+from kvlinker.base.errors import QuotaExceededError
+from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.database import Database
 from kvlinker.store.catalog.encryption import TokenBlobs
 from kvlinker.store.catalog.limits import Limits
@@ -22,8 +24,6 @@ from kvlinker.store.catalog.rows import (
     read_genuine,
     read_tokens,
 )
-from kvlinker.types.context_cache import ContextCache
-from kvlinker.types.tenants import SHARED_TENANT
 
 
 class Entered(NamedTuple):

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvlinker.errors import PinLimitError, QuotaExceededError, WayOut
-from kvlinker.types.context_cache import ContextCache
-from kvlinker.types.tenants import NO_QUOTAS, Quotas
+from kvlinker.base.errors import PinLimitError, QuotaExceededError, WayOut
+from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.base.types.tenants import NO_QUOTAS, Quotas
 
 TENANT_USAGE = "SELECT caches, chunks, tokens, nbytes FROM tenants WHERE name = :tenant"
 PINNED_BYTES = """SELECT tenant, sum(nbytes) FROM chunks

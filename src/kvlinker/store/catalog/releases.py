@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import sqlite3
-import threading
-from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from kvlinker.store.catalog.database import Database
 from kvlinker.store.catalog.text_tables import remove_text
 from kvlinker.store.catalog.variants import note_released, release_variants
-
-if TYPE_CHECKING:
-    from kvlinker.store.catalog.catalog import Catalog
-    from kvlinker.store.chunk_store import ChunkStore
-
-LONGEST_REQUEST_SECONDS = 600.0
-"""The seconds after a chunk's deletion during which a request that was under way may compute and store its KV again."""
-
-LONGEST_TRANSACTION_SECONDS = 15.0
-"""The most seconds between the time that another process notes for a deletion and the moment the catalog shows it."""
-
-MADE_UP_AT_ONCE = 1000
-"""The most failed deletions that one call tries again."""
 
 
 def release(connection: sqlite3.Connection, chunk_keys: Iterable[str], now: float) -> tuple[str, ...]:
@@ -68,66 +51,3 @@ def forget_released(database: Database, chunk_keys: Iterable[str], until: float)
             " OR EXISTS (SELECT 1 FROM variants WHERE key = r.key))",
             {"until": until, "gone": json.dumps(list(chunk_keys))},
         )
-
-
-class Deletions:
-    """Deletes from the store what the catalog released, whichever process released it. Methods may be called from any
-    thread.
-
-    What is being created in this process is spared until the catalog says that it is held: its KV may be in the store
-    from before a deletion, or be there again already.
-    """
-
-    def __init__(self, catalog: Catalog, store: ChunkStore) -> None:
-        self._catalog = catalog
-        self._store = store
-        self._changed = threading.Condition()  # guards the two that follow
-        self._spared: Counter[str] = Counter()
-        self._deleting: Counter[str] = Counter()
-        self._following = threading.Lock()
-        self._followed_until = -math.inf
-        self._recent: dict[str, float] = {}  # when they were released, for LONGEST_REQUEST_SECONDS
-
-    def spare(self, keys: Collection[str]) -> None:
-        """Delete none of these chunks until ``spare_no_longer`` gets the same keys; waits for those that are just being
-        deleted."""
-        with self._changed:
-            self._spared.update(keys)
-            self._changed.wait_for(lambda: self._deleting.keys().isdisjoint(keys))
-
-    def spare_no_longer(self, keys: Collection[str]) -> None:
-        """End what one call of ``spare`` began."""
-        with self._changed:
-            self._spared -= Counter(keys)
-
-    def drop(self, keys: Iterable[str]) -> frozenset[str]:
-        """Delete these chunks, but for those that are spared or held by now; returns those whose bytes are gone from
-        all tiers."""
-        return frozenset(key for key in keys if self._dropped(key))
-
-    def follow(self, now: float) -> None:
-        """Delete what was released since the last call (by other processes, or before a crash), what requests under
-        way stored again, and what a tier could not let go of earlier. ``now``: Unix seconds."""
-        with self._following:
-            after = min(self._followed_until, now) - LONGEST_TRANSACTION_SECONDS
-            released = self._catalog.released(after, math.inf)  # also before the clock was set back
-            self.drop(key for key, at in released.items() if self._recent.get(key) != at)
-            settled = now - LONGEST_REQUEST_SECONDS
-            recent = {key: at for key, at in self._recent.items() if at > settled}
-            self.drop(self._store.stored_here(recent.keys()))
-            self._recent = recent | released
-            unfinished = self._catalog.released(-math.inf, settled, limit=MADE_UP_AT_ONCE)
-            self._catalog.forget_released(self.drop(unfinished), settled)
-            self._followed_until = now
-
-    def _dropped(self, key: str) -> bool:
-        with self._changed:
-            if key in self._spared or not self._catalog.unheld([key]):
-                return False
-            self._deleting[key] += 1
-        try:
-            return self._store.delete(key)
-        finally:
-            with self._changed:
-                self._deleting -= Counter([key])
-                self._changed.notify_all()

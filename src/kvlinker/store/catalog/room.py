@@ -7,10 +7,10 @@ import sqlite3
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from kvlinker.errors import PinLimitError, QuotaExceededError
+from kvlinker.base.errors import PinLimitError, QuotaExceededError
+from kvlinker.base.types.context_cache import ContextCache
 from kvlinker.store.catalog.limits import Limits, check_added
 from kvlinker.store.catalog.releases import release
-from kvlinker.types.context_cache import ContextCache
 
 
 class Room(NamedTuple):

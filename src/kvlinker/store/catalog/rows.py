@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvlinker.errors import StoreError
+from kvlinker.base.errors import StoreError
+from kvlinker.base.types.chunks import Chunk, packed_chunk_key
+from kvlinker.base.types.context_cache import ContextCache
+from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.encryption import TokenBlobs, changed_entry, prefix_of, tokens_of
 from kvlinker.store.catalog.schema import index_metadata
-from kvlinker.types.chunks import Chunk, packed_chunk_key
-from kvlinker.types.context_cache import ContextCache
-from kvlinker.types.tenants import SHARED_TENANT
 
 COLUMNS = """c.id, c.tenant, c.model, c.name, c.metadata, c.created_at, c.expires_at, c.pinned, c.chunk_key,
     c.implicit_ttl, k.fingerprint, k.tokens, k.prefix, k.nbytes"""

@@ -6,7 +6,7 @@ import json
 import sqlite3
 from collections.abc import Iterable, Mapping
 
-from kvlinker.types.chunks import content_of
+from kvlinker.base.types.chunks import content_of
 
 SCHEMA_VERSION = 6
 

@@ -6,11 +6,11 @@ import json
 import re
 from collections.abc import Mapping
 
-from kvlinker.errors import InvalidRequestError
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.texts import SearchHit
 from kvlinker.store.catalog.database import Database
 from kvlinker.store.catalog.rows import LIVE, with_pairs
 from kvlinker.store.catalog.text_tables import insert_text, remove_all_texts, table_name
-from kvlinker.types.texts import SearchHit
 
 MOST_WORDS = 1000
 """The most words of a query that are searched for, the first ones: the time to parse it grows with their square, and

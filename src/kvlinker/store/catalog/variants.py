@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from kvlinker.base.types.chunk_scores import Contextualization
+from kvlinker.base.types.tenants import SHARED_TENANT
 from kvlinker.store.catalog.database import Database
 from kvlinker.store.catalog.encryption import TokenBlobs, variant_of
 from kvlinker.store.eviction import MOST_REUSE, use_weight
-from kvlinker.types.chunk_scores import Contextualization
-from kvlinker.types.tenants import SHARED_TENANT
 
 
 @dataclass(frozen=True, slots=True)

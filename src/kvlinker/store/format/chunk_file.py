@@ -30,6 +30,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
+from kvlinker.base.types.chunk_scores import ChunkScores
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV, LayerLostError
 from kvlinker.store.format.byte_source import ByteSource, FileSource
 from kvlinker.store.format.codecs import COMPRESSED_RAW, RAW, Codec
@@ -50,7 +51,6 @@ from kvlinker.store.format.header import (
     read_header,
 )
 from kvlinker.store.throttle import Rest, no_rest
-from kvlinker.types.chunk_scores import ChunkScores
 
 Pieces = Iterable[memoryview]
 

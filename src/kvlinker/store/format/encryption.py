@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import SecretStr
 
-from kvlinker.errors import StoreError
+from kvlinker.base.errors import StoreError
 from kvlinker.store.format.byte_source import Bytes, ByteSource
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import xxhash
 
+from kvlinker.base.types.chunk_scores import Contextualization
 from kvlinker.store.format.byte_source import ByteSource
 from kvlinker.store.format.codecs import Codec, known_codecs
 from kvlinker.store.format.compression import MOST_EXPANSION, MissingLibraryError, UnreadableHereError
 from kvlinker.store.throttle import Rest, no_rest
-from kvlinker.types.chunk_scores import Contextualization
 
 FORMAT = "kvlinker-chunk"
 FORMAT_VERSION = 3

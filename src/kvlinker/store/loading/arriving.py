@@ -6,8 +6,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from kvlinker.base.types.chunk_scores import ChunkScores
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
-from kvlinker.types.chunk_scores import ChunkScores
 
 logger = logging.getLogger(__name__)
 

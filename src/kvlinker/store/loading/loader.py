@@ -17,10 +17,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from kvlinker.base.threads import compute_serially
 from kvlinker.store.loading.bandwidths import Bandwidths, Read
 from kvlinker.store.loading.prompt_load import ChunkLoad, PromptLoad, Urgency
 from kvlinker.store.loading.reading import Form, Found, Reading, ReadLayer, Turn
-from kvlinker.threads import compute_serially
 
 logger = logging.getLogger(__name__)
 

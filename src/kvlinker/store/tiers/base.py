@@ -7,10 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvlinker.events import ChunkDamaged
+from kvlinker.base.events import ChunkDamaged
+from kvlinker.base.types.chunks import CHUNK_KEY
 from kvlinker.store.chunk_kv import ChunkKV, ChunkReader
 from kvlinker.store.throttle import Rest, no_rest
-from kvlinker.types.chunks import CHUNK_KEY
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from kvlinker.base.types.chunks import CHUNK_KEY
 from kvlinker.store.format.durability import TEMPORARY_SUFFIX, synchronize, write_beside
 from kvlinker.store.tiers.base import checked_key
-from kvlinker.types.chunks import CHUNK_KEY
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
-from kvlinker.errors import InvalidRequestError, did_you_mean
-from kvlinker.events import Events
-from kvlinker.registry import Registry
+from kvlinker.base.errors import InvalidRequestError, did_you_mean
+from kvlinker.base.events import Events
+from kvlinker.base.registry import Registry
+from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.format.codecs import RAW, Codec
 from kvlinker.store.format.encryption import Cipher, Sealing
 from kvlinker.store.tiers.base import Tier
@@ -21,17 +23,61 @@ from kvlinker.store.tiers.base import Tier
 if TYPE_CHECKING:
     import torch
 
-    from kvlinker.config import Settings
-
 SCRATCH = "advise"
 """The name of the folders for samples, beside those of the configured tiers: ``kvlinker advise`` writes them."""
+
+
+class StoreSettings(Protocol):
+    """The settings that a store reads; ``kvlinker.settings.Settings`` says what each is."""
+
+    @property
+    def state_dir(self) -> Path: ...
+
+    @property
+    def device_memory(self) -> int | None: ...
+
+    @property
+    def host_memory(self) -> int: ...
+
+    @property
+    def disk_space(self) -> int: ...
+
+    @property
+    def disk_codec(self) -> str: ...
+
+    @property
+    def eviction(self) -> Eviction: ...
+
+    @property
+    def redis_url(self) -> SecretStr | None: ...
+
+    @property
+    def redis_space(self) -> int: ...
+
+    @property
+    def redis_codec(self) -> str: ...
+
+    @property
+    def redis_prefix(self) -> str: ...
+
+    @property
+    def object_url(self) -> SecretStr | None: ...
+
+    @property
+    def object_space(self) -> int: ...
+
+    @property
+    def object_codec(self) -> str: ...
+
+    @property
+    def tiers(self) -> Mapping[str, Mapping[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TierSetup:
     """The arguments that tiers are opened with."""
 
-    settings: Settings
+    settings: StoreSettings
     events: Events
     host_bytes: int
     """The budget of host memory in bytes; 0 where no engine in this process uses it."""

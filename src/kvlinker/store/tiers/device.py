@@ -7,14 +7,14 @@ from collections.abc import Set
 
 import torch
 
-from kvlinker.errors import InvalidRequestError
-from kvlinker.events import Events
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.events import Events
+from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.chunk_kv import ChunkKV, LayerKV
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier
 from kvlinker.store.tiers.configured import ConfiguredTier, register
 from kvlinker.store.tiers.host import HostTier
-from kvlinker.types.chunks import Eviction
 
 logger = logging.getLogger(__name__)
 

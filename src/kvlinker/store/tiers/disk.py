@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from functools import partial
 from pathlib import Path
 
-from kvlinker.errors import StoreError
-from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
+from kvlinker.base.errors import StoreError
+from kvlinker.base.events import ChunkDamaged, ChunkEvicted, Events
+from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.chunk_kv import ChunkKV, ChunkReader
 from kvlinker.store.format.byte_source import FileSource
 from kvlinker.store.format.chunk_file import (
@@ -34,7 +35,6 @@ from kvlinker.store.tiers.base import Tier, TierCheck
 from kvlinker.store.tiers.chunk_folder import ChunkFolder
 from kvlinker.store.tiers.configured import SCRATCH, ConfiguredTier, register
 from kvlinker.store.tiers.indexed_folder import IndexedFolder
-from kvlinker.types.chunks import Eviction
 
 logger = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Set
 
-from kvlinker.events import ChunkEvicted, Events
+from kvlinker.base.events import ChunkEvicted, Events
+from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.chunk_kv import ChunkKV, ChunkReader, LayerKV
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.throttle import Rest, no_rest
 from kvlinker.store.tiers.base import Tier, TierCheck
 from kvlinker.store.tiers.configured import ConfiguredTier, register
-from kvlinker.types.chunks import Eviction
 
 
 class HostTier:

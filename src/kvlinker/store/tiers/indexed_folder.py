@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvlinker.base.types.chunks import Eviction
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.tiers.chunk_folder import ChunkFolder, set_last_use
 from kvlinker.store.tiers.others import Others
-from kvlinker.types.chunks import Eviction
 
 logger = logging.getLogger(__name__)
 

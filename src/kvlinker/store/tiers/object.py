@@ -13,8 +13,9 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from kvlinker.errors import StoreError
-from kvlinker.events import Events
+from kvlinker.base.errors import StoreError
+from kvlinker.base.events import Events
+from kvlinker.base.types.chunks import CHUNK_KEY
 from kvlinker.store.eviction import EvictionIndex
 from kvlinker.store.format.codecs import RAW, Codec, find_codec
 from kvlinker.store.format.durability import TEMPORARY_SUFFIX
@@ -32,7 +33,6 @@ from kvlinker.store.tiers.medium import (
     redacted,
 )
 from kvlinker.store.tiers.remote import EXCHANGE_SECONDS, BlobTier, emptied, missing_library
-from kvlinker.types.chunks import CHUNK_KEY
 
 LISTING_SECONDS = 300.0
 """The time from one listing of what other servers wrote and removed to the next."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from kvlinker.events import Events, TierUnavailable
+from kvlinker.base.events import Events, TierUnavailable
 from kvlinker.store.tiers.medium import BlobDamaged, BlobGone, MediumRefused, MediumUnavailable
 
 logger = logging.getLogger(__name__)

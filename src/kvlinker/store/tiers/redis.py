@@ -9,8 +9,9 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from kvlinker.errors import StoreError
-from kvlinker.events import Events
+from kvlinker.base.errors import StoreError
+from kvlinker.base.events import Events
+from kvlinker.base.types.chunks import CHUNK_KEY
 from kvlinker.store.format.codecs import RAW, Codec, find_codec
 from kvlinker.store.format.encryption import Cipher, Sealing
 from kvlinker.store.tiers import redis_scripts
@@ -27,7 +28,6 @@ from kvlinker.store.tiers.medium import (
     redacted,
 )
 from kvlinker.store.tiers.remote import EXCHANGE_SECONDS, BlobTier, emptied, missing_library
-from kvlinker.types.chunks import CHUNK_KEY
 
 PART_BYTES = 1 << 20
 """The bytes of a blob that one field of its hash holds."""

@@ -11,8 +11,8 @@ from itertools import islice
 
 import numpy as np
 
-from kvlinker.errors import StoreError
-from kvlinker.events import ChunkDamaged, ChunkEvicted, Events
+from kvlinker.base.errors import StoreError
+from kvlinker.base.events import ChunkDamaged, ChunkEvicted, Events
 from kvlinker.store.chunk_kv import ChunkKV, ChunkReader, LayerLostError
 from kvlinker.store.format.byte_source import AheadSource, BufferSource, Bytes
 from kvlinker.store.format.chunk_file import TierReader, decode_chunk, encode_chunk, open_chunk

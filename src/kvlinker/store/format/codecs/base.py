@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvlinker.errors import InvalidRequestError, StoreError, did_you_mean
-from kvlinker.registry import Registry
+from kvlinker.base.errors import InvalidRequestError, StoreError, did_you_mean
+from kvlinker.base.registry import Registry
 from kvlinker.store.format.compression import MissingLibraryError, require_zstd
 
 Parts = Mapping[str, Tensor]

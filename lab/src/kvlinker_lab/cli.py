@@ -1,0 +1,34 @@
+"""The ``kvlinker-lab`` command."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import typer
+
+from kvlinker.cli.bench.command import BenchmarkGroup
+from kvlinker_lab.figures.command import figure
+
+
+class LabGroup(BenchmarkGroup):
+    """Lists the laboratory's benchmarks."""
+
+    program: ClassVar = "kvlinker-lab"
+    package: ClassVar = "kvlinker_lab"
+
+
+app = typer.Typer(
+    name="kvlinker-lab",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    cls=LabGroup,
+)
+
+
+@app.callback()
+def main() -> None:
+    """Measure what only researchers need: the papers' figures, peers, long runs under load, and parts alone."""
+
+
+app.command()(figure)

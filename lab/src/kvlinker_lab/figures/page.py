@@ -1,0 +1,101 @@
+"""Writes the page that shows figures: a part for each, replaced without touching what stands around it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.quality.bench.harness.report import Report, Row, empty_figure, save_figure
+from kvlinker_lab.figures.figure import Figure
+
+_INTRODUCTION = "# Reproduction\n\nThe papers' figures, measured with kvlinker.\n"
+
+
+def write_figure(page: Path, figure: Figure, report: Report, order: Sequence[str]) -> None:
+    """Write plot and rows into the folder named like the page, and the figure's part into the page.
+
+    A part that is there is replaced; a new one stands where ``order``, the names of all figures, puts it.
+    """
+    folder = page.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    report.write_json(folder / f"{figure.name}.json")
+    show_figure(page, figure, order)
+
+
+def show_figure(page: Path, figure: Figure, order: Sequence[str]) -> None:
+    """Draw the stored rows of a figure, and write its part of the page.
+
+    Raises InvalidRequestError if there are none.
+    """
+    folder = page.with_suffix("")
+    stored = folder / f"{figure.name}.json"
+    try:
+        content: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8"))
+        rows: list[Row] = content["results"]
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidRequestError(f"{stored} has no results of a figure: run it without --redraw.") from error
+    canvas = empty_figure(*figure.size)
+    figure.draw(canvas, rows)
+    save_figure(canvas, folder / f"{figure.name}.png")
+    text = page.read_text(encoding="utf-8") if page.exists() else _INTRODUCTION
+    part = _part(figure, rows, content, f"{folder.name}/{figure.name}.png")
+    page.write_text(_placed(text, figure.name, part, order), encoding="utf-8")
+
+
+def _part(figure: Figure, rows: Sequence[Row], content: Mapping[str, Any], image: str) -> str:
+    machine = content["machine"]
+    return "\n\n".join(
+        [
+            f"## {figure.title}",
+            f"**{figure.source}**: {figure.claim}",
+            f"**Here**: {figure.finding(rows)}",
+            f"![{figure.title}]({image})",
+            _table(figure.printed(rows), figure.columns),
+            f"`{content['command']}`; {content['settings']['model']} in {content['settings']['dtype']}, "
+            f"{machine['processor']}, {machine['threads']} threads, kvlinker {content['versions']['kvlinker']}, "
+            f"torch {content['versions']['torch']}.",
+        ]
+    )
+
+
+def _table(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """Make a Markdown table; numbers stand on the right."""
+    numeric = [all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns]
+    lines = [
+        "| " + " | ".join(column.replace("_", " ") for column in columns) + " |",
+        "|" + "|".join("---:" if right else "---" for right in numeric) + "|",
+    ]
+    lines += ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+def _placed(text: str, name: str, part: str, order: Sequence[str]) -> str:
+    """Return ``text`` with the figure's part between its two comments."""
+    block = f"{_begin(name)}\n{part}\n{_end(name)}"
+    there = re.compile(f"{re.escape(_begin(name))}.*?{re.escape(_end(name))}", re.DOTALL)
+    if there.search(text):
+        return there.sub(lambda _: block, text)
+    for later in order[order.index(name) + 1 :]:
+        if _begin(later) in text:
+            return text.replace(_begin(later), f"{block}\n\n{_begin(later)}")
+    return f"{text.rstrip()}\n\n{block}\n"
+
+
+def _begin(name: str) -> str:
+    return f"<!-- {name}: written by kvlinker-lab figure {name} -->"
+
+
+def _end(name: str) -> str:
+    return f"<!-- end of {name} -->"

@@ -1,0 +1,131 @@
+"""Judges what was seen of a server that was soaked: nothing grows, nothing fails, and all figures agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from kvlinker.quality.bench.harness.report import Check
+from kvlinker_lab.soak.clients import Tally
+from kvlinker_lab.soak.readings import Figures
+
+_MOST_FAILURES = 3
+"""Kinds of failures that are told."""
+
+
+def bounded(name: str, values: Sequence[float], *, growth: float, slack: float) -> Check:
+    """Check that a quantity does not grow.
+
+    The first third of the values, in which caches fill, does not count: the median of the last third may exceed that
+    of the middle third by the share ``growth``, or by ``slack`` where that is more.
+    """
+    third = len(values) // 3
+    middle, last = median(values[third : 2 * third]), median(values[2 * third :])
+    allowed = max(growth * middle, slack)
+    return Check(
+        name,
+        last - middle <= allowed,
+        f"{middle:.1f} in the middle third, {last:.1f} in the last, which may be {allowed:.1f} more",
+    )
+
+
+def nothing_failed(tally: Tally) -> Check:
+    """Check that everything was answered, but for what was aborted on purpose, and for what had been deleted."""
+    told = "".join(f"; {count} × {what}" for what, count in tally.failures.most_common(_MOST_FAILURES))
+    return Check(
+        "failed requests",
+        not tally.failures,
+        f"{tally.failures.total()} beside {tally.complete} complete answers, {tally.aborted} aborted on purpose and "
+        f"{tally.not_found} that asked for what was deleted{told}",
+    )
+
+
+def nothing_lost(tally: Tally, statuses: Sequence[int], refused: int) -> Check:
+    """Check that no request was lost which a server had accepted and had time to finish, in restarts that ended with
+    these exit ``statuses``; ``refused`` requests were sent again."""
+    wrong = sorted({status for status in statuses if status})
+    return Check(
+        "restarts",
+        not (tally.lost or wrong),
+        f"{tally.lost} requests lost and {tally.cut} cut off in {len(statuses)} restarts, beside {refused} refusals of "
+        "requests that were sent again" + (f"; exit status {wrong}" if wrong else ""),
+    )
+
+
+def requests_counted(tally: Tally, since: Figures, now: Figures) -> Check:
+    """Check that the server counted each request once; one that was aborted may have ended before it noticed, or not
+    have begun."""
+    ended, failed = (
+        now.total("requests_total", **labels) - since.total("requests_total", **labels)
+        for labels in ({}, {"reason": "failed"})
+    )
+    return Check(
+        "requests counted",
+        tally.complete <= ended <= tally.complete + tally.aborted and not failed,
+        f"{ended} by the server, {failed} of them failed; by clients {tally.complete} complete and {tally.aborted} "
+        "aborted",
+    )
+
+
+def tokens_counted(calm: Tally, before: Figures, after: Figures) -> Check:
+    """Check that server and clients count the same tokens, where no request was aborted."""
+    counted = {
+        source: after.total("prompt_tokens_total", source=source) - before.total("prompt_tokens_total", source=source)
+        for source in ("cached", "recomputed", "fresh")
+    }
+    counted["output"] = after.total("output_tokens_total") - before.total("output_tokens_total")
+    got = {
+        "cached": calm.cached_tokens,
+        "recomputed": calm.recomputed_tokens,
+        "fresh": calm.prompt_tokens - calm.cached_tokens - calm.recomputed_tokens,
+        "output": calm.output_tokens,
+    }
+    shown = ", ".join(f"{name} {counted[name]} and {got[name]}" for name in got)
+    return Check("tokens counted", counted == got, f"by the server and by clients, of {calm.complete} answers: {shown}")
+
+
+def nothing_held(figures: Figures) -> Check:
+    """Check that a server which nobody asks holds nothing for requests."""
+    running, waiting, slots = map(figures.total, ("requests_running", "requests_waiting", "kv_slots_used"))
+    return Check(
+        "held by requests",
+        not (running or waiting or slots),
+        f"{slots} slots used, {running} requests running and {waiting} waiting when all were answered",
+    )
+
+
+def audit_done(figures: Figures) -> Check:
+    """Check that every answer that the audit took was compared."""
+    pending, failed = figures.total("audit_pending"), figures.total("audit_skipped_total", reason="failed")
+    return Check(
+        "audit",
+        not (pending or failed),
+        f"{figures.total('audit_samples_total')} answers compared, {pending} pending, {failed} failed; "
+        f"{figures.total('audit_skipped_total')} skipped",
+    )
+
+
+def disk_indexed(figures: Figures, sizes: Sequence[int]) -> Check:
+    """Check that the disk tier knows just what lies there; ``sizes`` are those of the chunk files in bytes."""
+    chunks, nbytes = (figures.total(name, tier="disk") for name in ("store_chunks", "store_bytes"))
+    return Check(
+        "disk index",
+        (chunks, nbytes) == (len(sizes), sum(sizes)),
+        f"{chunks} chunks of {nbytes} bytes in the index, {len(sizes)} files of {sum(sizes)} bytes on the disk",
+    )
+
+
+def nothing_kept(caches: int, figures: Figures, files: int) -> Check:
+    """Check that no chunk outlives the deletion of all context caches."""
+    chunks = figures.total("store_chunks")
+    return Check(
+        "deleted",
+        not (caches or chunks or files),
+        f"{caches} context caches, {chunks} chunks in tiers and {files} chunk files once all were deleted",
+    )
+
+
+def log_clean(log: str) -> Check:
+    """Check that a server logged no error."""
+    errors = [line for line in log.splitlines() if " ERROR " in line or line.startswith("Traceback")]
+    return Check("log", not errors, f"{len(errors)} errors" + "".join(f"; {line:.200}" for line in errors[:1]))

@@ -1,0 +1,220 @@
+"""Soaks one server: mixed traffic with samples on the way, then calm, then the deletion of everything."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from kvlinker.doors.client import AsyncClient
+from kvlinker.quality.bench.harness.report import Check, Row
+from kvlinker.quality.bench.load.endpoint import Endpoint
+from kvlinker.quality.bench.load.servers import COMMAND, Server
+from kvlinker_lab.soak import checks
+from kvlinker_lab.soak.clients import Clients
+from kvlinker_lab.soak.library import Library
+from kvlinker_lab.soak.plan import SoakPlan
+from kvlinker_lab.soak.readings import Figures, Taken, file_sizes
+from kvlinker_lab.soak.retrying import RetryingTransport
+
+QUIET_SECONDS = 300.0
+"""The longest wait for audits, writers and deletions to end."""
+_CALM_CONVERSATIONS = 4
+"""Conversations of each user in which nothing else happens."""
+_POLL_SECONDS = 0.2
+_SLACK: Mapping[str, float] = {"memory_mb": 16.0, "descriptors": 12, "threads": 12, "disk_mb": 8.0}
+"""The growth that says nothing, by the column of the rows: pools of threads and connections follow the load."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoakResult:
+    """Holds the samples that were taken on the way as rows, and the checks of the end."""
+
+    rows: list[Row] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+
+def run_soak(
+    server: Server, plan: SoakPlan, *, disk_space: str, told: Callable[[Row], None] = lambda _: None
+) -> SoakResult:
+    """Soak a server of this machine, which nobody else uses.
+
+    ``told`` gets each row as soon as it is there. ``disk_space`` is the server's setting, for the check of its state
+    directory. Raises ServerFailedError where it does not answer, and what the client raises at the first uploads.
+    """
+    endpoint = Endpoint.find(server.url)
+    characters = endpoint.characters_per_token()
+    return asyncio.run(_soak(server, endpoint, plan, characters, disk_space, told))
+
+
+async def _soak(
+    server: Server,
+    endpoint: Endpoint,
+    plan: SoakPlan,
+    characters: float,
+    disk_space: str,
+    told: Callable[[Row], None],
+) -> SoakResult:
+    transport = RetryingTransport()
+    async with (
+        AsyncClient(endpoint.url) as client,
+        httpx.AsyncClient(base_url=endpoint.url, timeout=None, transport=transport) as http,
+    ):
+        library = Library(client, plan.library, round(plan.chunk_tokens * characters), seed=plan.seed)
+        clients = Clients(endpoint, http, client, library, plan, characters_per_token=characters)
+        soak = _Soak(server, client, clients, transport, library, plan, disk_space, told)
+        await library.fill()
+        return await soak.run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Soak:
+    """Soaks a server whose library is filled."""
+
+    server: Server
+    client: AsyncClient
+    clients: Clients
+    transport: RetryingTransport
+    library: Library
+    plan: SoakPlan
+    disk_space: str
+    told: Callable[[Row], None]
+    result: SoakResult = field(default_factory=SoakResult)
+    statuses: list[int] = field(default_factory=list)
+    """The exit statuses of restarted servers."""
+    up: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever needs a server that runs, and while it is restarted."""
+
+    async def run(self) -> SoakResult:
+        """Send the traffic, and judge what was seen."""
+        begin = await self._figures()
+        sampling = asyncio.create_task(self._sample_forever())
+        over = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._restart_until(over))
+            await self.clients.send_mixed(self.plan.seconds)
+            over.set()
+        sampling.cancel()
+        mixed = await self._quiet_figures()
+        calm = await self.clients.send_calm(_CALM_CONVERSATIONS * self.plan.users)
+        end = await self._quiet_figures()
+        tally = self.clients.tally
+        found = self.result.checks
+        found += [
+            checks.bounded(column, [row[column] for row in self.result.rows], growth=self.plan.growth, slack=slack)
+            for column, slack in _SLACK.items()
+        ]
+        found.append(checks.nothing_failed(tally))
+        if self.plan.restart_every:
+            found.append(checks.nothing_lost(tally, self.statuses, self._refused))
+        else:  # a server counts from its start on
+            found.append(checks.requests_counted(tally, begin, mixed))
+        found.append(checks.tokens_counted(calm, mixed, end))
+        found.append(checks.nothing_held(end))
+        found.append(checks.audit_done(end))
+        found.append(await self._settled(self._disk_indexed))
+        found.append(await asyncio.to_thread(self._state_checked))
+        await self.library.clear()
+        found.append(await self._settled(self._nothing_kept))
+        if self.server.log is not None:
+            found.append(checks.log_clean(self.server.log.read_text(encoding="utf-8", errors="replace")))
+        return self.result
+
+    @property
+    def _refused(self) -> int:
+        return self.transport.refused + self.clients.tally.refused
+
+    async def _restart_until(self, over: asyncio.Event) -> None:
+        """Restart the server every so often."""
+        while self.plan.restart_every and not over.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), self.plan.restart_every)
+            if not over.is_set():
+                async with self.up:
+                    self.statuses.append(await asyncio.to_thread(self.server.restart))
+
+    async def _sample_forever(self) -> None:
+        """Add a row every so often."""
+        clock = asyncio.get_running_loop().time
+        begin = clock()
+        while True:
+            await asyncio.sleep(begin + (len(self.result.rows) + 1) * self.plan.every - clock())
+            async with self.up:
+                row = await self._row(clock() - begin)
+            self.result.rows.append(row)
+            self.told(row)
+
+    async def _row(self, seconds: float) -> dict[str, Any]:
+        taken = await asyncio.to_thread(Taken.by, self.server)
+        figures = await self._figures()
+        tally = self.clients.tally
+        return {
+            "minutes": seconds / 60,
+            "memory_mb": taken.memory_bytes / 1e6,
+            "descriptors": taken.descriptors,
+            "threads": taken.threads,
+            "disk_mb": taken.disk_bytes / 1e6,
+            "chunks": figures.total("store_chunks", tier="disk"),
+            "complete": tally.complete,
+            "aborted": tally.aborted,
+            "not_found": tally.not_found,
+            "failed": tally.failures.total(),
+            "restarts": len(self.statuses),
+            "refused": self._refused,
+            "cut": tally.cut,
+            "lost": tally.lost,
+            "replaced": tally.replaced,
+            "evicted": figures.total("evictions_total"),
+            "audited": figures.total("audit_samples_total"),
+        }
+
+    async def _figures(self) -> Figures:
+        return Figures.read(await self.client.server_metrics())
+
+    async def _quiet_figures(self) -> Figures:
+        """Return the figures once the server has nothing to do, or ``QUIET_SECONDS`` are over."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + QUIET_SECONDS
+        while (figures := await self._figures()).busy and clock() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+        return figures
+
+    async def _settled(self, check: Callable[[], Any]) -> Check:
+        """Return a check once it passes, for writers and deletions may be under way, or ``QUIET_SECONDS`` are over."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + QUIET_SECONDS
+        while True:
+            found: Check = await check()
+            if found.passed or clock() >= deadline:
+                return found
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _disk_indexed(self) -> Check:
+        return checks.disk_indexed(await self._figures(), self._chunk_files())
+
+    async def _nothing_kept(self) -> Check:
+        caches = (await self.client.caches_usage())["caches"]
+        return checks.nothing_kept(caches, await self._figures(), len(self._chunk_files()))
+
+    def _chunk_files(self) -> list[int]:
+        """Return the sizes of all chunk files in bytes."""
+        assert self.server.state_dir is not None
+        return file_sizes(self.server.state_dir / "chunks", "*.safetensors")
+
+    def _state_checked(self) -> Check:
+        """Have ``kvlinker caches check`` read the state directory."""
+        command = [
+            *COMMAND,
+            "caches",
+            "check",
+            f"--state-dir={self.server.state_dir}",
+            f"--disk-space={self.disk_space}",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        said = "; ".join((done.stdout + done.stderr).strip().splitlines())
+        return Check("kvlinker caches check", done.returncode == 0, said)

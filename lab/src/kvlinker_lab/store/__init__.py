@@ -1,0 +1,1 @@
+"""Measures the chunk store: the parts of ``kvlinker-lab store``."""

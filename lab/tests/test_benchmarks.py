@@ -1,0 +1,89 @@
+"""The laboratory's benchmarks run on a tiny model and report what they promise; their figures are not looked at."""
+
+from itertools import pairwise
+
+import pytest
+from typer.testing import CliRunner
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.quality.bench.harness.benchmark import declared_benchmarks, find_benchmark
+from kvlinker.quality.bench.harness.measurement import Workload
+from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker_lab.cli import app
+from kvlinker_lab.conversation import conversation_prompts, run_conversation
+from kvlinker_lab.isolation import run_isolation
+from kvlinker_lab.memory import run_memory
+from kvlinker_lab.neighbour import run_neighbour
+from kvlinker_lab.overhead import run_overhead
+from tests.toy_models import loaded_model
+
+
+@pytest.fixture
+def subject():
+    return Subject("llama", "kvlinker-lab …", loaded_model("llama"), {"repeat": 1})
+
+
+def test_benchmarks_are_commands_and_listed_without_being_imported() -> None:
+    names = "codecs conversation creation isolation memory neighbour overhead peers recognition soak store"
+    declared = declared_benchmarks("kvlinker_lab")
+    assert " ".join(declared) == names
+    listed = CliRunner().invoke(app, ["--help"])
+    for name, one in declared.items():
+        assert name in listed.output
+        assert find_benchmark(name, "kvlinker_lab").summary == one.summary
+    with pytest.raises(InvalidRequestError, match="Unknown benchmark 'ttft'; known are codecs, conversation"):
+        find_benchmark("ttft", "kvlinker_lab")
+
+
+def test_conversations_are_held_in_every_way(subject):
+    rows = run_conversation(subject, Workload(2, 20, 30), turns=3, policy="naive", repeat=1).rows
+    assert [(row["case"], row["way"]) for row in rows] == [
+        ("3 turns of 30 tokens", "reuse"),
+        ("3 turns of 30 tokens", "no reuse"),
+        ("3 turns of 30 tokens", "each token once"),
+        ("the same prompt again", "reuse"),
+        ("the same prompt again", "no reuse"),
+        ("the same prompt again", "its fresh tokens alone"),
+        ("new documents", "reuse"),
+        ("new documents", "no reuse"),
+    ]
+    assert all(row["seconds"] > 0 for row in rows)
+    assert rows[0]["ratio_to_reuse"] == rows[3]["ratio_to_reuse"] == 1
+
+
+def test_turns_of_a_conversation_begin_with_the_one_before():
+    prompts = conversation_prompts(Workload(2, 20, 30), 3, 300, seed=1)
+    assert [len(prompt) for prompt in prompts] == [70, 100, 130]
+    for before, after in pairwise(prompts):
+        assert after.tokens[: len(before)].tolist() == before.tokens.tolist()
+        assert after.chunks == before.chunks
+
+
+def test_memory_is_set_against_the_kv(subject):
+    (row,) = run_memory(subject, Workload(4, 100, 5), ["naive"]).rows
+    assert row["kv_mb"] == pytest.approx(405 * subject.loaded.kv_bytes_per_token / 1e6)
+    assert row["ratio_to_kv"] == pytest.approx(row["peak_mb"] / row["kv_mb"])
+    own = row["own_kv_mb"] * 1e6 / subject.loaded.kv_bytes_per_token
+    assert 5 + 1 <= own < 405 / 2  # fresh tokens and its answer's, but not the chunks'
+
+
+def test_a_neighbour_is_measured_alone_and_beside_a_prompt(subject):
+    whole, cut = (run_neighbour(subject, [300], most_tokens=most, slo_tpot=1e-3).rows[0] for most in (10_000, 2))
+    assert whole["prefill_s"] > 0
+    assert whole["worst_ms"] >= whole["beside_p99_ms"] >= whole["beside_p50_ms"] > 0
+    assert whole["worst_ratio"] == pytest.approx(whole["worst_ms"] / whole["idle_ms"])
+    assert cut["prefill_s"] is None or cut["steps"] <= 2
+
+
+def test_overhead_asks_the_same_both_ways(subject):
+    rows = run_overhead(subject, Workload(2, 40, 5), "naive", repeat=2).rows
+    assert [row["case"] for row in rows] == ["python", "http"]
+    assert rows[0]["over_python_ms"] == 0
+
+
+def test_isolation_compares_what_others_have_with_nothing(subject):
+    rows = run_isolation(subject, lookups=12).rows
+    assert len(rows) == 4
+    for row in rows:
+        assert row["unknown_us"] > 0 < row["foreign_us"]
+        assert 0 <= row["p"] <= 1

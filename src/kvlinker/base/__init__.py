@@ -1,0 +1,1 @@
+"""What everyone knows: plain values, errors, events, threads and the machine. No torch, no model."""

@@ -1,0 +1,59 @@
+"""Sees to it that one thread of the process computes in parallel, the engine's, in as many threads as it may use.
+
+GNU's OpenMP, which comes with PyTorch, gives a pool of workers to every thread that computes in parallel, and keeps it
+until that thread ends. As soon as the pools have more threads together than there are processors, their workers stop
+spinning between the regions of parallel code and sleep. Waking them in each of the several hundred regions of a decode
+step takes a large part of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from kvlinker.base import machine
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def set_threads(count: int | None) -> None:
+    """Have PyTorch compute in ``count`` threads. None means as many as it takes by itself, but no more than there are
+    processors for this process, unless the variable ``OMP_NUM_THREADS`` says how many."""
+    import torch
+
+    if count is None and "OMP_NUM_THREADS" not in os.environ:
+        count = min(torch.get_num_threads(), machine.processors())
+    if count is not None:
+        torch.set_num_threads(count)
+
+
+def compute_serially() -> None:
+    """Have PyTorch, and MKL in it, use one processor in the calling thread, and in no other: it makes no pool there.
+
+    What PyTorch was built without, or hides, is left as it is.
+    """
+    import torch
+
+    torch.get_num_threads()  # a thread's first question sets its number of threads; ours is to stay
+    libraries = ctypes.CDLL(torch._C.__file__)  # what it was linked with, too
+    for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
+        set_threads = getattr(libraries, name, None)
+        if set_threads is not None:
+            set_threads(1)
+
+
+def in_own_thread(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap ``function`` so that it runs in a thread of its own, which has ended, its pool with it, when the call
+    returns."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ThreadPoolExecutor(1, thread_name_prefix="kvlinker-alone") as thread:
+            return thread.submit(function, *args, **kwargs).result()
+
+    return call

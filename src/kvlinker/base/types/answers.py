@@ -1,0 +1,131 @@
+"""Answers as plain values: pieces of output, and what they say, log probabilities, usage and timing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.base.types.tools import ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Holds the log probability of one token before any sampling filter, in nats."""
+
+    token_id: int
+
+    text: str
+    """The token alone, decoded."""
+
+    logprob: float
+
+    top: tuple[TokenLogprob, ...] = ()
+    """The most likely tokens in its place, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts prompt tokens by what became of them: cached + recomputed + fresh is the prompt's length."""
+
+    cached_tokens: int
+    recomputed_tokens: int
+    fresh_tokens: int
+    output_tokens: int = 0
+
+    exact_cached_tokens: int = 0
+    """Those of ``cached_tokens`` that were computed in a sequence that began as this one does, not in chunks."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.cached_tokens + self.recomputed_tokens + self.fresh_tokens
+
+    def without(self, missed: int) -> Usage:
+        """Return the usage if so many tokens, computed by an earlier request, are gone and have to be computed."""
+        return replace(
+            self,
+            cached_tokens=self.cached_tokens - missed,
+            exact_cached_tokens=self.exact_cached_tokens - missed,
+            fresh_tokens=self.fresh_tokens + missed,
+        )
+
+    @property
+    def recomputed_fraction(self) -> float:
+        """The share of tokens computed again among all that chunk caches held."""
+        held = self.cached_tokens + self.recomputed_tokens
+        return self.recomputed_tokens / held if held else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Tells how likely the tokens behind a prompt's last chunk are, each after all that stands before it, in nats.
+
+    The first of them is left out: what stands before it is a chunk, whose last token a policy may not compute. Prompts
+    without chunks are scored from their second token on. ``token_ids`` and ``logprobs`` are [scored]; ``top_ids`` and
+    ``top_logprobs`` [scored, top] are the most likely tokens, best first, as many as were asked for.
+    """
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    top_ids: NDArray[np.int64]
+    top_logprobs: NDArray[np.float32]
+    usage: Usage
+
+    @property
+    def loss(self) -> float:
+        """The mean negative log probability, in nats per token."""
+        return -float(self.logprobs.mean(dtype=np.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Tells where a request's time went, in seconds."""
+
+    queue: float = 0.0
+    """Seconds until its first step, without loading."""
+
+    load: float = 0.0
+    """Seconds of fetching its chunks' KV, or computing it again."""
+
+    link: float = 0.0
+    """Seconds from the first step to the first token."""
+
+    decode: float = 0.0
+    """Seconds from the first token to the last."""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds until the first token."""
+        return self.queue + self.load + self.link
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Brings new output; ``text`` may be empty while a character or a possible stop string is incomplete."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPiece:
+    """Brings new output of an answer in a conversation, told apart by what it is."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    @classmethod
+    def joined(cls, pieces: Sequence[AnswerPiece]) -> AnswerPiece:
+        """Return pieces as one, which does not tell their order."""
+        return cls(
+            "".join(piece.content for piece in pieces),
+            "".join(piece.reasoning for piece in pieces),
+            tuple(call for piece in pieces for call in piece.calls),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)

@@ -1,0 +1,98 @@
+"""Chunks are token ids cached as one unit; here are the contexts they are computed in, and the keys of their KV."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+import numpy as np
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.tenants import SHARED_TENANT
+
+CHUNK_KEY = re.compile(r"[0-9a-f]{64}")
+"""Matches what ``chunk_key`` returns."""
+
+Eviction = Literal["lru", "reuse"]
+"""The eviction policy: ``lru`` evicts the least recently used chunks first, ``reuse`` the least reused ones."""
+
+
+class GenerationContext(StrEnum):
+    """Names what stands before a chunk while its KV is computed."""
+
+    ALONE = "alone"
+    """Nothing stands before it."""
+
+    BOS = "bos"
+    """The model's BOS token stands before it, as a part of the chunk itself (EPIC's public code)."""
+
+    PREFIX = "prefix"
+    """The server's prefix stands before it (BOS and chat header, or a system prompt), whose own KV is dropped."""
+
+
+def parse_context(name: str) -> GenerationContext:
+    """Return the generation context of this name. Raises InvalidRequestError for others."""
+    try:
+        return GenerationContext(name)
+    except ValueError as error:
+        known = ", ".join(GenerationContext)
+        raise InvalidRequestError(f"Unknown context {name!r}; known are {known}.", param="context") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Holds token ids that are cached as one unit."""
+
+    tokens: tuple[int, ...]
+    """The ids that appear in a prompt; in context ``BOS``, the BOS token is the first of them."""
+
+    prefix: tuple[int, ...] = ()
+    """The ids that stood before them when their KV was computed, and do not appear with them."""
+
+    shared: bool = False
+    """True if all tenants share its KV."""
+
+    scored: bool = field(default=True, compare=False)
+    """False if attention scores are collected with its KV only where the policy that links it needs them: a text that a
+    prompt brought is computed while its answer waits."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def content(self) -> str:
+        """The SHA-256 (hex) of the token ids alone, which is the same for all variants of a chunk."""
+        return content_of(np.asarray(self.tokens, dtype="<u4").tobytes())
+
+
+def content_of(tokens: bytes) -> str:
+    """Compute the SHA-256 (hex) of token ids as little-endian uint32."""
+    return hashlib.sha256(tokens).hexdigest()
+
+
+def chunk_key(chunk: Chunk, *, fingerprint: str, tenant: str) -> str:
+    """Compute the key of a chunk's KV: SHA-256 (hex) over model fingerprint, tenant, prefix and token ids.
+
+    A shared chunk's tenant is SHARED_TENANT, whoever asks.
+    """
+    return packed_chunk_key(
+        np.asarray(chunk.tokens, dtype="<u4").tobytes(),
+        np.asarray(chunk.prefix, dtype="<u4").tobytes(),
+        fingerprint=fingerprint,
+        owner=SHARED_TENANT if chunk.shared else tenant,
+    )
+
+
+def packed_chunk_key(tokens: bytes, prefix: bytes, *, fingerprint: str, owner: str) -> str:
+    """Compute the ``chunk_key`` of token ids as little-endian uint32.
+
+    Every part is length-prefixed, so that no two different inputs share their bytes.
+    """
+    digest = hashlib.sha256(b"kvlinker-chunk-1")
+    for part in (fingerprint.encode(), owner.encode(), prefix, tokens):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,144 @@
+"""Sampling parameters say how a request wants its tokens chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.grammars import AnswerGrammar
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "max_tokens": (0, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "logprobs": (0, 1000),
+    "prompt_logprobs": (0, 1000),
+}
+_WHOLE = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs")
+COLDEST = 1e-5
+"""Lower temperatures are greedy: logits divided by less would overflow."""
+
+TOKEN_IDS = 2**31
+"""No model has so many tokens: ids are below."""
+
+MOST_BIAS = 100
+"""The largest number that ``logit_bias`` adds to a logit, or takes from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Says how tokens are chosen and when to stop; the names and defaults are OpenAI's and vLLM's.
+
+    ``temperature`` 0 is greedy, and so is one below ``COLDEST``. ``top_k`` 0 and ``min_p`` 0 are off.
+    ``logprobs`` None gives none, k gives the sampled token's and the k best alternatives'; ``prompt_logprobs`` does so
+    for the tokens behind the prompt's last context cache. ``max_tokens`` None means up to the context window. Before
+    ``min_tokens``, nothing but a full window ends the answer.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """The tokens that end the answer, beside the model's own; they are not part of its text."""
+
+    bad_words: tuple[str, ...] = ()
+    """The texts that the answer must not contain, as they are encoded, with or without a space before them."""
+
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """The numbers, from -100 to 100, that are added to the logits of these tokens."""
+
+    prompt_logprobs: int | None = None
+    shown_tokens: frozenset[int] = frozenset()
+    """The special tokens that the answer's text shows; all others are left out."""
+
+    grammar: AnswerGrammar | None = None
+    """The grammar that the answer follows, which then also decides where it may end."""
+
+    @property
+    def greedy(self) -> bool:
+        """True if no token is drawn: each is the likeliest of those that may come."""
+        return self.temperature < COLDEST
+
+    @property
+    def takes_the_most_likely(self) -> bool:
+        """True if each token is the one that the model finds the most likely, with nothing changed or forbidden."""
+        penalised = self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+        forbids = self.grammar is not None or bool(self.bad_words or self.min_tokens)
+        return self.greedy and not (penalised or forbids or self.logit_bias)
+
+    def __post_init__(self) -> None:
+        """Check the values. Raises InvalidRequestError, naming the parameter, for those out of range."""
+        self._check_types()
+        for name in _RANGES:
+            self._check_number(name)
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            if not all(isinstance(text, str) and text for text in texts):
+                raise InvalidRequestError(f"{name} is {texts!r}, but must be texts that are not empty.", param=name)
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(self, name):
+                if type(token) is not int or not 0 <= token < TOKEN_IDS:
+                    raise InvalidRequestError(
+                        f"{token!r} in {name} is no token id, a whole number from 0 to {TOKEN_IDS - 1}.", param=name
+                    )
+        for token, bias in self.logit_bias.items():
+            if not isinstance(bias, int | float) or not -MOST_BIAS <= bias <= MOST_BIAS:
+                raise InvalidRequestError(
+                    f"The logit_bias of token {token} is {bias!r}, but must be from {-MOST_BIAS} to {MOST_BIAS}.",
+                    param="logit_bias",
+                )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}, but max_tokens, {self.max_tokens}, ends the answer before.",
+                param="min_tokens",
+            )
+
+    def _check_types(self) -> None:
+        """Check what is no number, and keep it as values that do not change."""
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            value = getattr(self, name)
+            if not isinstance(value, Iterable):
+                raise InvalidRequestError(
+                    f"{name} is {value!r}, but must be a list; leave it out for none.", param=name
+                )
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequestError(
+                f"logit_bias is {self.logit_bias!r}, but must be a mapping from token ids to numbers.",
+                param="logit_bias",
+            )
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if not isinstance(self.seed, Integral | None):
+            raise InvalidRequestError(f"seed is {self.seed!r}, but must be a whole number.", param="seed")
+
+    def _check_number(self, name: str) -> None:
+        """Check the parameter ``name`` against its range, and make it a float where it need not be whole."""
+        low, high = _RANGES[name]
+        value = getattr(self, name)
+        if value is None and name in _OPTIONAL:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise InvalidRequestError(f"{name} is {value!r}, but must be from {low} to {high}.", param=name)
+        if name in _WHOLE and not isinstance(value, int):
+            raise InvalidRequestError(f"{name} is {value!r}, but must be a whole number.", param=name)
+        if name not in _WHOLE:
+            object.__setattr__(self, name, float(value))

@@ -1,6 +1,0 @@
-"""Clients of a kvlinker server: the calls of ``LLM`` over HTTP, sync and async. They import no torch."""
-
-from kvlinker.client.clients import AsyncClient, Client
-from kvlinker.client.wire import RemoteAnswer, RemoteContextCache, RemotePage, ServerUnreachableError
-
-__all__ = ["AsyncClient", "Client", "RemoteAnswer", "RemoteContextCache", "RemotePage", "ServerUnreachableError"]

@@ -1,8 +1,0 @@
-"""Context caches as users hold them: created, found, changed and deleted; their texts read and searched."""
-
-from kvlinker.context_caches.caches import CachesUsage, ContextCaches
-from kvlinker.context_caches.calls import ContextCacheCalls
-from kvlinker.context_caches.creation import Metadata
-from kvlinker.context_caches.texts import ChunkTexts
-
-__all__ = ["CachesUsage", "ChunkTexts", "ContextCacheCalls", "ContextCaches", "Metadata"]

@@ -1,0 +1,236 @@
+"""The calls of a kvlinker server: each is described once, as a request and the reader of its answer.
+
+``Client`` and ``AsyncClient`` send what these functions describe; the functions themselves do no input or output. Their
+signatures and docstrings are those of the clients' methods.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+from urllib.parse import quote
+
+import httpx
+
+from kvlinker.base.errors import InvalidRequestError, UnknownArgumentError, did_you_mean
+from kvlinker.base.types.texts import CacheContent, Piece, SearchHit
+from kvlinker.doors.client.wire import (
+    RemoteAnswer,
+    RemoteContextCache,
+    RemotePage,
+    error_of,
+    read_answer,
+    read_caches,
+    read_content,
+    read_context_cache,
+    read_hits,
+    read_page,
+    read_pieces,
+)
+
+T = TypeVar("T")
+
+CACHES = "v1/context_caches"
+CHAT = "v1/chat/completions"
+EXPLAIN = "v1/link/explain"
+
+_CHAT_ARGUMENTS = ("messages", "policy", "stream")
+
+
+class HasId(Protocol):
+    """A context cache, from the client or from ``LLM``."""
+
+    @property
+    def id(self) -> str: ...
+
+
+Message = Mapping[str, Any]
+"""``role`` and ``content``, which is text or a list of texts, context caches and the API's own parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """Describes a request, and how its answer is read.
+
+    ``named``: the values that an error's ``param`` may name, where they are not in the body.
+    """
+
+    method: str
+    path: str
+    read: Callable[[httpx.Response], T]
+    body: Mapping[str, Any] | None = None
+    query: Mapping[str, str] | None = None
+    named: Mapping[str, Any] | None = None
+
+    def request(self) -> dict[str, Any]:
+        """Return the arguments of httpx's ``request``. Raises InvalidRequestError for what is not JSON."""
+        return {
+            "method": self.method,
+            "url": self.path,
+            "params": self.query,
+            "content": None if self.body is None else _encoded(self.body),
+            "headers": {"Content-Type": "application/json"},
+        }
+
+    def result(self, response: httpx.Response) -> T:
+        """Return the call's result. Raises the error that the response describes."""
+        if response.is_error:
+            raise error_of(response, self.named or self.body or {})
+        return self.read(response)
+
+
+def generate_context_cache(chunks: str | Sequence[str], **options: Any) -> Call[tuple[RemoteContextCache, ...]]:
+    """Create one context cache per chunk, in order. A string is one chunk.
+
+    ``options``: ``ttl``, ``name``, ``metadata`` (of all, or a list with one for each), ``context``, ``pinned``,
+    ``scope``.
+    """
+    return Call(
+        "POST", CACHES, read_caches, {"chunks": [chunks] if isinstance(chunks, str) else list(chunks), **options}
+    )
+
+
+def cache_text(
+    text: str, *, method: str = "passage", max_tokens: int = 512, **options: Any
+) -> Call[tuple[RemoteContextCache, ...]]:
+    """Have the server split a text, and cache its chunks. ``options`` are those of ``generate_context_cache``."""
+    split = {"method": method, "max_tokens": max_tokens}
+    return Call("POST", CACHES, read_caches, {"input": text, "split": split, **options})
+
+
+def split_text(text: str, *, method: str = "passage", max_tokens: int = 512) -> Call[tuple[Piece, ...]]:
+    """Have the server tell into which chunks it would split a text; nothing is cached."""
+    body = {"input": text, "split": {"method": method, "max_tokens": max_tokens}}
+    return Call("POST", f"{CACHES}/split", lambda response: read_pieces(response, text), body)
+
+
+def search(
+    query: str, *, limit: int = 10, metadata: Mapping[str, str] | None = None, scope: str = "private"
+) -> Call[tuple[SearchHit, ...]]:
+    """Find context caches by words of their texts (BM25), the best match first; the hits stand in message content.
+
+    Only those with all pairs of ``metadata``; ``scope``: one's own ("private"), or the shared ones ("shared").
+    """
+    body = {"query": query, "limit": limit, "metadata": dict(metadata or {}), "scope": scope}
+    return Call("POST", f"{CACHES}/search", read_hits, body)
+
+
+def read_cache(cache: HasId | str) -> Call[CacheContent]:
+    """Read a context cache's text and token ids."""
+    return Call("GET", f"{_cache_path(cache)}/content", read_content, named={"id": _id_of(cache)})
+
+
+def server_status() -> Call[dict[str, Any]]:
+    """Tell how busy and how full the server is, in the fields of the HTTP API."""
+    return Call("GET", "status", _read_json)
+
+
+def server_metrics() -> Call[str]:
+    """Tell the server's metrics, in Prometheus' text format."""
+    return Call("GET", "metrics", lambda response: response.text)
+
+
+def chat_completion(messages: Sequence[Message], *, policy: str | None = None, **sampling: Any) -> Call[RemoteAnswer]:
+    """Answer a conversation. ``sampling`` are fields of the HTTP API, such as ``max_tokens``."""
+    return Call("POST", CHAT, read_answer, _chat_body(messages, policy, sampling))
+
+
+def stream_chat_completion(messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]) -> Call[None]:
+    """Answer a conversation as a stream of events, which the clients read themselves."""
+    return Call("POST", CHAT, lambda _: None, _chat_body(messages, policy, sampling) | {"stream": True})
+
+
+def explain(messages: Sequence[Message], *, policy: str | None = None) -> Call[dict[str, Any]]:
+    """Tell how a conversation is linked, without answering it; the fields are those of the HTTP API."""
+    return Call("POST", EXPLAIN, _read_json, _chat_body(messages, policy, {}))
+
+
+def expire_cache(cache: HasId | str) -> Call[None]:
+    """Delete a context cache."""
+    return Call("DELETE", _cache_path(cache), lambda _: None, named={"id": _id_of(cache)})
+
+
+def expire_caches(metadata: Mapping[str, str], *, scope: str = "private") -> Call[int]:
+    """Delete all context caches that have all these pairs of metadata; return how many."""
+    query = _metadata_query(metadata) | {"scope": scope}
+    return Call("DELETE", CACHES, lambda response: int(response.json()["deleted"]), query=query)
+
+
+def update_cache(cache: HasId | str, **changes: Any) -> Call[RemoteContextCache]:
+    """Change ``ttl``, ``expires_at``, ``name``, ``metadata`` or ``pinned``; None removes."""
+    return Call("PATCH", _cache_path(cache), read_context_cache, changes, named={"id": _id_of(cache)})
+
+
+def list_caches(
+    *,
+    limit: int = 20,
+    after: HasId | str | None = None,
+    order: str = "desc",
+    metadata: Mapping[str, str] | None = None,
+    scope: str = "private",
+) -> Call[RemotePage]:
+    """List at most ``limit`` context caches by time of creation, those behind ``after``.
+
+    Only those with all pairs of ``metadata``; ``scope``: one's own ("private"), or the shared ones ("shared").
+    """
+    query = {"limit": str(limit), "order": order, "scope": scope, **_metadata_query(metadata or {})}
+    if after is not None:
+        query["after"] = _id_of(after)
+    return Call("GET", CACHES, read_page, query=query)
+
+
+def caches_usage(*, scope: str = "private") -> Call[dict[str, Any]]:
+    """Tell how many context caches there are, what their KV takes, and the quota, in the fields of the HTTP API."""
+    return Call("GET", f"{CACHES}/usage", _read_json, query={"scope": scope})
+
+
+def _chat_body(messages: Sequence[Message], policy: str | None, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of a chat request. ``sampling`` are the server's fields, which it checks itself, so that only a
+    misspelt argument of the call is refused here."""
+    for name in sampling:
+        if did_you_mean(name, _CHAT_ARGUMENTS):
+            raise UnknownArgumentError.of(chat_completion.__name__, name, _CHAT_ARGUMENTS)
+    body: dict[str, Any] = {"messages": [_plain(message) for message in messages], **sampling}
+    return body if policy is None else body | {"link": {"policy": policy}}
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(
+            f"A message is {message!r}, but must be a mapping with a 'role' and a 'content'.", param="messages"
+        )
+    content = message.get("content")
+    parts = content if content is None or isinstance(content, str) else [_part(part) for part in content]
+    return {**message, "content": parts}
+
+
+def _part(part: str | HasId | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return part if isinstance(part, Mapping) else {"type": "context_cache", "id": part.id}
+
+
+def _id_of(cache: HasId | str) -> str:
+    return cache if isinstance(cache, str) else cache.id
+
+
+def _cache_path(cache: HasId | str) -> str:
+    return f"{CACHES}/{quote(_id_of(cache), safe='')}"
+
+
+def _metadata_query(metadata: Mapping[str, str]) -> dict[str, str]:
+    return {f"metadata[{key}]": value for key, value in metadata.items()}
+
+
+def _read_json(response: httpx.Response) -> dict[str, Any]:
+    body: dict[str, Any] = response.json()
+    return body
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise InvalidRequestError(f"The request cannot be sent as JSON: {error}") from error

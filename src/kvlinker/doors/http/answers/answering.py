@@ -1,0 +1,317 @@
+"""Answers of both completion routes: from prompts to a response, whole or as server-sent events.
+
+An ``AnswerFormat`` makes a route's bodies; usage, timing, streaming and its end are here. The routes of other APIs
+(``kvlinker.doors.http.answers.dialects``) share how choices begin and how events are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from sse_starlette import EventSourceResponse
+from starlette.types import Receive, Scope, Send
+
+from kvlinker.base.types.answers import Delta, Timing, Usage
+from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.doors.http.answers.choices import Choices
+from kvlinker.doors.http.edge.access_log import note_tokens
+from kvlinker.doors.http.edge.errors import error_body, error_responses, failure_of
+from kvlinker.doors.http.fields.bodies import ResponseBody, SamplingBody
+from kvlinker.doors.http.fields.explanations import LinkExplanation
+from kvlinker.doors.http.models import Service
+from kvlinker.engines.contract.contract import Finished
+from kvlinker.llm import LLM, Answer, Explanation, Prompt, ReadPrompt
+
+IGNORED_HEADER = "X-Ignored-Fields"
+"""Names the fields of a request that have no effect with the model that is served."""
+
+LEAST_LOGPROB = -9999.0
+"""OpenAI's value for the log probability of an impossible token: JSON has no infinity."""
+
+
+class PromptTokensDetails(ResponseBody):
+    """The prompt tokens whose KV was there and was kept, and those of chunks that were computed again; all others were
+    fresh. ``exact_cached_tokens`` are those of the former that an earlier request computed in just this sequence."""
+
+    cached_tokens: int
+    exact_cached_tokens: int
+    recomputed_tokens: int
+
+
+class UsageBody(ResponseBody):
+    """The tokens of a request: each prompt counts once, all choices count."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class LinkedCacheBody(ResponseBody):
+    """A context cache in the prompt; ``created`` is true if this request brought its text first."""
+
+    id: str
+    tokens: int
+    created: bool
+
+
+class LinkBody(ResponseBody):
+    """How the prompt was linked: the policy, and the context caches in it in the order in which they stand there.
+    ``explanation`` is there where the request asked for it."""
+
+    policy: str
+    context_caches: list[LinkedCacheBody]
+    explanation: LinkExplanation | None = None
+
+
+class Asked(NamedTuple):
+    """What a request asks the engine for: ``prompts``, by the fields that they come from, and how to answer them."""
+
+    prompts: Mapping[str, ReadPrompt]
+    sampling: SamplingParams
+    explains: bool = False
+    shows_attention: bool = False
+
+
+class AnswerFormat(Protocol):
+    """The bodies of one route; one instance serves one request. What is not set in a chunk is not sent."""
+
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        """Take note of the prompts, before any other call."""
+        ...
+
+    def opening(self, index: int) -> BaseModel | None:
+        """The choice that a stream begins with, if there is one."""
+        ...
+
+    def delta(self, index: int, delta: Delta) -> BaseModel | None:
+        """A choice with new output; None where there is nothing to tell yet."""
+        ...
+
+    def closing(self, index: int, finished: Finished) -> BaseModel:
+        """A choice that is finished."""
+        ...
+
+    def chunk(self, choices: Sequence[Any]) -> BaseModel:
+        """A chunk of a stream with these choices, and a field ``usage`` that is not set."""
+        ...
+
+    def answer(self, answers: Sequence[Answer], usage: UsageBody) -> BaseModel:
+        """The whole answer."""
+        ...
+
+
+def completion_responses(chunk: str, *, ignores: bool = False) -> dict[int | str, dict[str, Any]]:
+    """Describe the answers of a completion route; ``chunk`` names the schema of a stream's events. ``ignores``: they
+    may tell of fields without effect."""
+    events = {"schema": {"$ref": f"#/components/schemas/{chunk}"}}
+    timing = {"description": "Milliseconds: queue, load, link, decode.", "schema": {"type": "string"}}
+    headers: dict[str, Any] = {"Server-Timing": timing}
+    if ignores:
+        headers[IGNORED_HEADER] = {
+            "description": "Fields of the request that have no effect with this model.",
+            "required": False,
+            "schema": {"type": "string"},
+        }
+    answered = {
+        "description": "The answer; with `stream`, a server-sent event per chunk, then `[DONE]`. A stream that fails "
+        "half way has the error's body as its last event.",
+        "headers": headers,
+        "content": {"text/event-stream": events},
+    }
+    return {200: answered, **error_responses(400, 404, 429, 503)}
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    body: SamplingBody,
+    build: Callable[[], Asked],
+    answer_format: AnswerFormat,
+    *,
+    ignored: Sequence[str] = (),
+    tenant: str,
+) -> Response:
+    """Generate and respond. A client that goes away has its choices cancelled. ``ignored`` are the paths of fields
+    that have no effect.
+
+    ``build`` makes the prompts; like all that takes long, it runs in a thread.
+    """
+
+    def begin() -> Asked:
+        asked = build()
+        answer_format.begin([read.prompt for read in asked.prompts.values()])
+        return asked
+
+    choices = await begin_choices(service, request, begin, n=body.choices, tenant=tenant)
+    if body.stream:
+        events = _chunks(service.llm, choices, answer_format, request.scope, include_usage=body.include_usage)
+        return EventStream(choices, events, ignored_header(ignored))
+    async with choices.cancelled_on_disconnect(request.receive):
+        answers = await choices.answers()
+    usage = usage_body([answer.usage for answer in answers], choices.n)
+    note_tokens(request.scope, usage.prompt_tokens, usage.completion_tokens)
+
+    def tell() -> dict[str, Any]:
+        link = explained_body(service.llm, choices, answers[0].explanation) or link_body(choices.prompts.values())
+        answer = answer_format.answer(answers, usage).model_dump(exclude={"link"})
+        return answer if link is None else answer | {"link": link.model_dump(exclude_unset=True)}
+
+    told = await run_in_threadpool(tell)  # log probabilities of a long prompt take a while
+    timing = server_timing([answer.timing for answer in answers])
+    return JSONResponse(told, headers={"Server-Timing": timing, **ignored_header(ignored)})
+
+
+async def begin_choices(
+    service: Service, request: Request, build: Callable[[], Asked], *, n: int, tenant: str
+) -> Choices:
+    """Build the prompts and queue their choices, in a thread. Raises what both raise."""
+    loop = asyncio.get_running_loop()
+    trace = None if service.tracing is None else service.tracing.begin(request.headers)
+
+    def begin() -> Choices:
+        asked = build()
+        return Choices(
+            service.llm,
+            asked.prompts,
+            asked.sampling,
+            n=n,
+            explains=asked.explains,
+            shows_attention=asked.shows_attention,
+            tenant=tenant,
+            loop=loop,
+            trace=trace,
+        )
+
+    choices = await service.encoding.run(request, begin)
+    service.drain.add(choices)
+    return choices
+
+
+class EventStream(EventSourceResponse):
+    """Sends the events of choices as they go, and cancels the choices as soon as the client is gone.
+
+    A comment every few seconds keeps the connection open while nothing is said. A server that shuts down lets streams
+    go on for as long as it waits for requests.
+    """
+
+    def __init__(
+        self, choices: Choices, events: AsyncIterator[str | dict[str, str]], headers: Mapping[str, str]
+    ) -> None:
+        """``events`` are texts, or have a name (``event``) beside it (``data``)."""
+        super().__init__(events, sep="\n", headers=headers, shutdown_grace_period=math.inf)
+        self._choices = choices
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._choices.cancel()  # also where the client left before the first event
+
+
+async def _chunks(
+    llm: LLM, choices: Choices, answer_format: AnswerFormat, scope: Scope, *, include_usage: bool
+) -> AsyncIterator[str]:
+    """Yield the chunks of a completion's stream, and its end."""
+    link = link_body(choices.prompts.values())
+
+    def chunk(choice: BaseModel) -> str:
+        nonlocal link
+        added: dict[str, Any] = {"usage": None} if include_usage else {}
+        if link is not None:  # the first chunk tells it, and once more one with an explanation
+            added["link"], link = link, None
+        return _encoded(answer_format.chunk([choice]).model_copy(update=added))
+
+    finished: dict[int, Usage] = {}
+    try:
+        for index in range(len(choices)):
+            if opening := answer_format.opening(index):
+                yield chunk(opening)
+        async for index, event in choices.events():
+            if isinstance(event, Finished):
+                finished[index] = event.usage
+                link = await run_in_threadpool(explained_body, llm, choices, event.explanation) or link
+                yield chunk(answer_format.closing(index, event))
+            elif (event.text or event.logprobs) and (choice := answer_format.delta(index, event)):
+                yield chunk(choice)
+        usage = usage_body([finished[index] for index in sorted(finished)], choices.n)
+        note_tokens(scope, usage.prompt_tokens, usage.completion_tokens)
+        if include_usage:
+            yield _encoded(answer_format.chunk([]).model_copy(update={"usage": usage}))
+    except Exception as error:
+        yield _encoded(error_body(failure_of(error, scope), scope))
+    yield "[DONE]"
+
+
+def usage_body(usages: Sequence[Usage], n: int) -> UsageBody:
+    """Add up the usage of an answer's choices, ``n`` to a prompt, whose tokens are those of its first choice."""
+    prompts = usages[::n]
+    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+    output_tokens = sum(usage.output_tokens for usage in usages)
+    return UsageBody(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=output_tokens,
+        total_tokens=prompt_tokens + output_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=sum(usage.cached_tokens for usage in prompts),
+            exact_cached_tokens=sum(usage.exact_cached_tokens for usage in prompts),
+            recomputed_tokens=sum(usage.recomputed_tokens for usage in prompts),
+        ),
+    )
+
+
+def link_body(prompts: Iterable[ReadPrompt]) -> LinkBody | None:
+    """Tell how prompts were linked; None where no chunk took part. Each context cache is told of once."""
+    linked = [prompt for prompt in prompts if prompt.linked]
+    caches: dict[str, LinkedCacheBody] = {}
+    for cache in (each for prompt in linked for each in prompt.linked):
+        body = LinkedCacheBody(id=cache.id, tokens=cache.tokens, created=cache.created)
+        caches.setdefault(cache.id, body)
+    return LinkBody(policy=linked[0].policy.name, context_caches=list(caches.values())) if linked else None
+
+
+def explained_body(llm: LLM, choices: Choices, explanation: Explanation | None) -> LinkBody | None:
+    """Tell how the only prompt was linked, and explain it; None where there is no explanation. It may take a while."""
+    if explanation is None:
+        return None
+    (read,) = choices.prompts.values()
+    told = LinkExplanation.model_validate(llm.described(explanation, read).to_json())
+    caches = link_body([read])
+    return LinkBody(
+        policy=read.policy.name, context_caches=[] if caches is None else caches.context_caches, explanation=told
+    )
+
+
+def created_tokens(read: ReadPrompt, usage: Usage) -> int:
+    """Return the number of a prompt's tokens that its request cached as chunks of their own, and that were not read."""
+    created = sum(cache.tokens for cache in read.linked if cache.created)
+    return min(created, usage.prompt_tokens - usage.cached_tokens)
+
+
+def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
+    """Return the header that names fields without effect; none where there are none."""
+    return {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+
+
+def server_timing(timings: Sequence[Timing]) -> str:
+    """Return the value of the ``Server-Timing`` header, in milliseconds: for each phase, the longest time of any
+    choice."""
+    phases = ("queue", "load", "link", "decode")
+    longest = {phase: max(getattr(timing, phase) for timing in timings) for phase in phases}
+    return ", ".join(f"{phase};dur={seconds * 1000:.3f}" for phase, seconds in longest.items())
+
+
+def finite(logprob: float) -> float:
+    """Return the log probability as a number that JSON can represent."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _encoded(body: BaseModel) -> str:
+    return body.model_dump_json(exclude_unset=True)

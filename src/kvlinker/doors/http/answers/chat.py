@@ -1,0 +1,345 @@
+"""POST /v1/chat/completions: conversations as OpenAI's API has them, with context caches in the content."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field, JsonValue, model_validator
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.answers import AnswerPiece, Delta, TokenLogprob
+from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
+from kvlinker.base.types.messages import TemplateOptions
+from kvlinker.base.types.tools import Tool
+from kvlinker.doors.http.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
+from kvlinker.doors.http.edge.access import TenantParam
+from kvlinker.doors.http.edge.errors import blaming
+from kvlinker.doors.http.edge.long_bodies import BodyRoute
+from kvlinker.doors.http.fields.bodies import DocumentBody, JsonObject, ResponseBody, has_entries, is_true, where
+from kvlinker.doors.http.fields.decoding import DecodingBody
+from kvlinker.doors.http.fields.messages import MessageBody
+from kvlinker.doors.http.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body
+from kvlinker.doors.http.fields.reasoning import ReasoningFields
+from kvlinker.doors.http.fields.tools import (
+    CALLS,
+    NamedToolBody,
+    ToolBody,
+    ToolCallDelta,
+    ToolCallObject,
+    ToolChoiceBody,
+    call_deltas,
+    call_objects,
+)
+from kvlinker.doors.http.models import ServiceParam
+from kvlinker.engines.contract.contract import Finished
+from kvlinker.llm import LLM, Answer, Prompt, ReadPrompt
+from kvlinker.prompting.answer_forms.reader import AnswerReader
+from kvlinker.prompting.conversing import Conversing
+from kvlinker.service.answer import finish_reason
+
+router = APIRouter(tags=["completions"], route_class=BodyRoute)
+
+
+class ChatCompletionRequest(ReasoningFields):
+    """A conversation to answer. OpenAI's fields that would change the answer and are not supported are refused."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = ReasoningFields.refused | {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        "echo": (False,),
+        "add_special_tokens": (False,),
+    }
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        *DecodingBody.rules,
+        where({"top_logprobs": {"type": "integer", "minimum": 1}}, is_true("logprobs")),
+        where({"tool_choice": CALLS}, has_entries("tools")),
+        where(
+            {"continue_final_message": {"const": True}},
+            {"properties": {"add_generation_prompt": {"not": {"const": True}}}},
+        ),
+    )
+
+    messages: list[MessageBody] = Field(min_length=1, max_length=MOST_MESSAGES)
+    documents: list[DocumentBody] | None = Field(default=None, max_length=MOST_DOCUMENTS)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: list[ToolBody] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_choice: ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: JsonObject | None = Field(
+        default=None, description="Variables of the model's chat template, such as `enable_thinking`."
+    )
+
+    @model_validator(mode="after")
+    def _check_ending(self) -> ChatCompletionRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "'continue_final_message' goes on with the last message, and 'add_generation_prompt' begins another: "
+                "give one of them.",
+                param="continue_final_message",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _check_results(self) -> ChatCompletionRequest:
+        called: set[str] = set()
+        for index, message in enumerate(self.messages):
+            called.update(call.id for call in message.tool_calls or ())
+            if message.role == "tool" and message.tool_call_id not in called:
+                raise InvalidRequestError(
+                    f"{message.tool_call_id!r} is the id of no call in 'tool_calls' of a message before.",
+                    param=f"messages.{index}.tool_call_id",
+                )
+        return self
+
+    def read(self, llm: LLM, tools: Sequence[Tool], *, keeps: bool = True, tenant: str) -> ReadPrompt:
+        """Make the prompt, which shows ``tools``. Raises what ``LLM.read_chat`` does."""
+        return llm.read_chat(
+            [message.message() for message in self.messages],
+            documents=[document.document() for document in self.documents or ()],
+            options=TemplateOptions(
+                tools=tuple(tools),
+                variables={**self.reasoning_effect(llm).variables, **(self.chat_template_kwargs or {})},
+                add_generation_prompt=self.add_generation_prompt is not False,
+                continue_final_message=bool(self.continue_final_message),
+            ),
+            policy=self.policy,
+            implicit=self.implicit,
+            keeps=keeps,
+            tenant=tenant,
+        )
+
+    def conversing(self, llm: LLM) -> Conversing:
+        """Return how answers may use the tools. Raises InvalidRequestError for a choice of tools that are not
+        offered."""
+        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedToolBody) else self.tool_choice
+        tools = [tool.tool() for tool in self.tools or ()]
+        return llm.conversing(tools, choice, several=self.parallel_tool_calls is not False)
+
+    def asked(self, llm: LLM, conversing: Conversing, *, tenant: str) -> Asked:
+        """Return the prompt, which shows the tools, and how to answer it. It takes long for long conversations: call it
+        in a thread. Raises InvalidRequestError, and what ``LLM.read_chat`` does."""
+        read = self.read(llm, conversing.tools, tenant=tenant)
+        fields = conversing.sampling_fields(read.prompt, self.sampling_fields())
+        return Asked({"messages": read}, llm.sampling_params(**fields), self.explains, self.shows_attention)
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that are given, by name."""
+        given = super().sampling_fields()
+        if limit := self.max_completion_tokens or self.max_tokens:
+            given["max_tokens"] = limit
+        if self.logprobs:
+            given["logprobs"] = self.top_logprobs or 0
+        return given
+
+
+class TopLogprob(ResponseBody):
+    """A token and its log probability, in nats; ``bytes`` are its text in UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    """The token that was sampled, and the most likely ones in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(ResponseBody):
+    """Log probabilities of the tokens in ``content``."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(ResponseBody):
+    """The message that the model answers with. Its reasoning and calls of tools are told apart from ``content``, which
+    is null where there are calls alone."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallObject] | None = None
+
+
+class ChatChoice(ResponseBody):
+    """One answer; ``finish_reason`` is ``stop``, ``tool_calls``, ``length`` or ``cancelled``."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatCompletion(ResponseBody):
+    """The whole answer; ``link`` is there where chunks took part."""
+
+    id: str
+    created: int
+    model: str
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: UsageBody
+    link: LinkBody | None = None
+    prompt_logprobs: PromptLogprobsBody | None = None
+
+
+class ChatDelta(ResponseBody):
+    """New output of a choice; its first delta has the role, its last one nothing."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[ToolCallDelta] = Field(default=[])
+
+
+class ChatChunkChoice(ResponseBody):
+    """A piece of one answer; ``finish_reason`` is null but in the last."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatCompletionChunk(ResponseBody):
+    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null but in the last;
+    ``link`` is in the first, where chunks took part, and again in the last with an explanation that was asked for."""
+
+    id: str
+    created: int
+    model: str
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: UsageBody | None = None
+    link: LinkBody | None = None
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses=completion_responses(ChatCompletionChunk.__name__, ignores=True),
+)
+async def create_chat_completion(
+    body: ChatCompletionRequest, request: Request, service: ServiceParam, tenant: TenantParam
+) -> Response:
+    """Answer a conversation; message content mixes text and context caches, in any order."""
+    service.check_model(body.model)
+    conversing = body.conversing(service.llm)
+    answer_format = ChatFormat(service.llm, conversing, logprobs=bool(body.logprobs))
+    length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    with blaming("messages", length=length):
+        build = partial(body.asked, service.llm, conversing, tenant=tenant)
+        ignored = body.reasoning_effect(service.llm).ignored
+        return await respond(service, request, body, build, answer_format, ignored=ignored, tenant=tenant)
+
+
+class ChatFormat:
+    """An ``AnswerFormat``."""
+
+    def __init__(self, llm: LLM, conversing: Conversing, *, logprobs: bool) -> None:
+        self._head: dict[str, Any] = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": llm.model_name,
+        }
+        self._llm = llm
+        self._conversing = conversing
+        self._logprobs = logprobs
+        self._readers: dict[int, AnswerReader] = {}
+        self._calls: defaultdict[int, int] = defaultdict(int)
+
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        (self._prompt,) = prompts
+
+    def opening(self, index: int) -> ChatChunkChoice:
+        return _choice(index, ChatDelta(role="assistant", content=""))
+
+    def delta(self, index: int, delta: Delta) -> ChatChunkChoice | None:
+        logprobs = self._logprobs_body(delta.logprobs)
+        piece = AnswerPiece.joined(self._reader(index).feed(delta.text))
+        return _choice(index, self._told(index, piece), logprobs=logprobs) if piece or logprobs else None
+
+    def closing(self, index: int, finished: Finished) -> ChatChunkChoice:
+        told = self._told(index, AnswerPiece.joined(self._reader(index).finish()))
+        return _choice(index, told, finish_reason=finish_reason(finished.reason, self._calls[index]))
+
+    def chunk(self, choices: Sequence[ChatChunkChoice]) -> ChatCompletionChunk:
+        return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=list(choices))
+
+    def answer(self, answers: Sequence[Answer], usage: UsageBody) -> ChatCompletion:
+        choices = [self._whole(index, answer) for index, answer in enumerate(answers)]
+        scored = prompt_logprobs_body(self._prompt, answers[0].prompt_logprobs, self._llm.token_text)
+        return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_logprobs=scored)
+
+    def _whole(self, index: int, answer: Answer) -> ChatChoice:
+        told = answer.read_by(self._reader(index))
+        message = AssistantMessage(
+            content=None if told.tool_calls and not told.text else told.text,
+            reasoning_content=told.reasoning or None,
+            tool_calls=call_objects(told.tool_calls) or None,
+        )
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=self._logprobs_body(answer.logprobs),
+            finish_reason=told.finish_reason,
+        )
+
+    def _reader(self, index: int) -> AnswerReader:
+        """Return the reader of a choice."""
+        if index not in self._readers:
+            self._readers[index] = self._conversing.reader(self._prompt)
+        return self._readers[index]
+
+    def _told(self, index: int, piece: AnswerPiece) -> ChatDelta:
+        """Return a piece of an answer as streams tell it."""
+        told: dict[str, Any] = {}
+        if piece.content:
+            told["content"] = piece.content
+        if piece.reasoning:
+            told["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            told["tool_calls"] = call_deltas(piece.calls, first=self._calls[index])
+            self._calls[index] += len(piece.calls)
+        return ChatDelta(**told)
+
+    def _logprobs_body(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+        if not self._logprobs:
+            return None
+        content = [
+            ChatLogprob(**_entry(entry), top_logprobs=[TopLogprob(**_entry(other)) for other in entry.top])
+            for entry in entries
+        ]
+        return ChatLogprobs(content=content, refusal=None)
+
+
+def _choice(
+    index: int, delta: ChatDelta, *, logprobs: ChatLogprobs | None = None, finish_reason: str | None = None
+) -> ChatChunkChoice:
+    return ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)
+
+
+def _entry(entry: TokenLogprob) -> dict[str, Any]:
+    return {"token": entry.text, "logprob": finite(entry.logprob), "bytes": list(entry.text.encode())}

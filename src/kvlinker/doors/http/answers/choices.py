@@ -1,0 +1,131 @@
+"""The choices of one HTTP request while they are generated: events pass from the engine's thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+from starlette.types import Receive
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.base.types.answers import Delta
+from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.doors.http.edge.errors import blaming
+from kvlinker.doors.http.tracing import RequestTrace
+from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, RequestHandle
+from kvlinker.llm import LLM, Answer, ChoiceSink, ReadPrompt
+
+
+class Choices:
+    """Merges ``n`` choices for each prompt, numbered prompt by prompt, into one series of events.
+
+    ``len(choices)`` counts them over all prompts.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: Mapping[str, ReadPrompt],
+        sampling: SamplingParams,
+        *,
+        n: int,
+        explains: bool = False,
+        shows_attention: bool = False,
+        tenant: str,
+        loop: asyncio.AbstractEventLoop,
+        trace: RequestTrace | None = None,
+    ) -> None:
+        """Queue all choices, or none; events go to ``loop``, and ends to ``trace``. Raises what ``LLM.submit`` raises.
+
+        ``prompts`` are by the request's fields that they come from, which errors name. With ``explains``, the first
+        choice of each tells how it was linked.
+
+        Planning takes a while for long prompts: call it in a thread.
+        """
+        self.n = n
+        self.prompts = prompts
+        self._count = len(prompts) * n
+        self._loop = loop
+        self._events: asyncio.Queue[tuple[int, GenerationEvent]] = asyncio.Queue()
+        self._handles: list[RequestHandle] = []
+        with self._cancelled_on_error():
+            for number, (field, prompt) in enumerate(prompts.items()):
+                sink = self._sink(number * n, prompt, trace)
+                with blaming(field):
+                    handle = llm.submit(
+                        prompt, sampling, sink, n=n, explains=explains, shows_attention=shows_attention, tenant=tenant
+                    )
+                    self._handles.append(handle)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def cancel(self) -> None:
+        """Free what the engine holds for choices that are not finished. Idempotent."""
+        for handle in self._handles:
+            handle.cancel()
+
+    def fail(self, error: KVLinkerError) -> None:
+        """Have ``events`` end with an error. Belongs to the event loop."""
+        self._events.put_nowait((0, Failed(error)))
+        self.cancel()
+
+    async def events(self) -> AsyncIterator[tuple[int, Delta | Finished]]:
+        """Yield the choice's number and its next event, until all are finished. Raises the error of one that failed."""
+        missing = self._count
+        with self._cancelled_on_error():
+            while missing:
+                index, event = await self._events.get()
+                if isinstance(event, Failed):
+                    raise event.error
+                missing -= isinstance(event, Finished)
+                yield index, event
+
+    async def answers(self) -> tuple[Answer, ...]:
+        """Return all choices, once they are finished. Raises the error of one that failed."""
+        deltas: list[list[Delta]] = [[] for _ in range(self._count)]
+        finished: dict[int, Finished] = {}
+        async for index, event in self.events():
+            if isinstance(event, Finished):
+                finished[index] = event
+            else:
+                deltas[index].append(event)
+        return tuple(Answer.from_events(deltas[index], finished[index]) for index in range(self._count))
+
+    @asynccontextmanager
+    async def cancelled_on_disconnect(self, receive: Receive) -> AsyncIterator[None]:
+        """Cancel as soon as the client is gone; the request's body must have been read."""
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    @contextmanager
+    def _cancelled_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _sink(self, first: int, prompt: ReadPrompt, trace: RequestTrace | None) -> ChoiceSink:
+        """Return a sink for the events of one prompt's choices, the first of which has the number ``first``."""
+
+        def take(index: int, event: GenerationEvent) -> None:
+            self._events.put_nowait((first + index, event))
+            if trace is not None and not isinstance(event, Delta):
+                trace.ended(index, prompt, event)
+
+        def sink(index: int, event: GenerationEvent) -> None:
+            with suppress(RuntimeError):  # the loop was closed while the engine still cancelled
+                self._loop.call_soon_threadsafe(take, index, event)
+
+        return sink

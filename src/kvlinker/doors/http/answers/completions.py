@@ -1,0 +1,310 @@
+"""POST /v1/completions: texts, token ids, or parts of text and context caches to be continued; no chat template."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag, WithJsonSchema, model_validator
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.answers import Delta, PromptLogprobs, TokenLogprob
+from kvlinker.base.types.limits import MAX_CHOICES, MOST_PARTS
+from kvlinker.base.types.messages import CachedPart, CompletionPrompt, ContextCacheReference, MarkedText, TokenIds
+from kvlinker.doors.http.answers.answering import Asked, LinkBody, UsageBody, completion_responses, finite, respond
+from kvlinker.doors.http.edge.access import TenantParam
+from kvlinker.doors.http.edge.errors import blaming
+from kvlinker.doors.http.edge.long_bodies import BodyRoute
+from kvlinker.doors.http.fields.bodies import Part, ResponseBody, Text, TokenId, content_of
+from kvlinker.doors.http.fields.decoding import DecodingBody
+from kvlinker.doors.http.fields.prompt_logprobs import PromptLogprobsBody, prompt_logprobs_body, scored_tokens
+from kvlinker.doors.http.models import ServiceParam
+from kvlinker.engines.contract.contract import Finished
+from kvlinker.llm import LLM, Answer, Prompt
+
+router = APIRouter(tags=["completions"], route_class=BodyRoute)
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default for ``max_tokens``."""
+
+_Tokens = Annotated[list[TokenId], Field(min_length=1)]
+
+_PromptText = Annotated[Text, WithJsonSchema({"type": "string", "minLength": 1})]
+"""A text of a prompt; the prompt's maker refuses an empty one."""
+
+ONE_PROMPT: dict[str, JsonValue] = {
+    "properties": {"prompt": {"if": {"type": "array", "items": {"type": ["string", "array"]}}, "then": {"maxItems": 1}}}
+}
+"""The rule of routes that take only one prompt."""
+
+
+def _prompt_kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else 0
+    if isinstance(first, str):
+        return "<texts>"
+    if isinstance(first, list):
+        return "<token lists>"
+    return "<parts>" if isinstance(first, dict | BaseModel) else "<tokens>"
+
+
+PromptBody = Annotated[
+    Annotated[_PromptText, Tag("<text>")]
+    | Annotated[list[_PromptText], Field(min_length=1, max_length=MAX_CHOICES), Tag("<texts>")]
+    | Annotated[_Tokens, Tag("<tokens>")]
+    | Annotated[list[_Tokens], Field(min_length=1, max_length=MAX_CHOICES), Tag("<token lists>")]
+    | Annotated[list[Part], Field(min_length=1, max_length=MOST_PARTS), Tag("<parts>")],
+    Discriminator(
+        _prompt_kind,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be text, token ids, a list of these, or a list of parts",
+    ),
+]
+
+
+def prompts_of(body: PromptBody) -> list[CompletionPrompt[CachedPart]]:
+    """Return the prompts as the library takes them: one, unless it is a list of texts or a list of lists of token
+    ids."""
+    if isinstance(body, str):
+        return [(body,)]
+    if has_several(body):
+        return [(one,) if isinstance(one, str) else TokenIds(tuple(cast(list[int], one))) for one in body]
+    if isinstance(body[0], int):
+        return [TokenIds(tuple(body))]
+    return [content_of(cast(list[Part], body))]
+
+
+def has_several(body: PromptBody) -> bool:
+    """Return whether the body is a list of prompts, which may hold only one."""
+    return isinstance(body, list) and isinstance(body[0], str | list)
+
+
+def single_prompt(body: PromptBody) -> CompletionPrompt[CachedPart]:
+    """Return the prompt of a body that takes only one. Raises InvalidRequestError for several."""
+    if has_several(body) and len(body) > 1:
+        raise InvalidRequestError("'prompt' must be one prompt here.", param="prompt")
+    return prompts_of(body)[0]
+
+
+class CompletionRequest(DecodingBody):
+    """A prompt to continue. Several prompts give n choices each, in order."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = DecodingBody.refused | {
+        "best_of": (1,),
+        "suffix": ("",),
+        "add_special_tokens": (True,),
+    }
+
+    prompt: PromptBody
+    max_tokens: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = Field(default=None, description="Put the prompt before its continuation.")
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> CompletionRequest:
+        choices = (len(self.prompt) if has_several(self.prompt) else 1) * self.choices
+        if choices > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"'prompt' and 'n' ask for {choices} choices; at most {MAX_CHOICES} are given in one request.",
+                param="n",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_explained(self) -> CompletionRequest:
+        if self.explains and has_several(self.prompt):
+            raise InvalidRequestError(
+                "One prompt is explained at a time: send them one by one, or leave out 'link.explain'.",
+                param="link.explain",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        if self.echo and self.stream and self.logprobs is not None:
+            raise InvalidRequestError("'logprobs' of an 'echo' are not told in streams.", param="echo")
+        return self
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that are given, by name."""
+        given = super().sampling_fields()
+        given["max_tokens"] = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.logprobs is not None:
+            given["logprobs"] = self.logprobs
+            if self.echo:
+                given["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return given
+
+
+class CompletionLogprobs(ResponseBody):
+    """One entry per token; ``top_logprobs`` by token, ``text_offset`` in characters from the choice's beginning. Null
+    stands for tokens of an echoed prompt that are not scored."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(ResponseBody):
+    """A continuation, or a piece of one; ``finish_reason`` is ``stop``, ``length`` or ``cancelled``, null before."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    prompt_logprobs: PromptLogprobsBody | None = None
+
+
+class Completion(ResponseBody):
+    """The whole answer; ``link`` is there where chunks took part."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody
+    link: LinkBody | None = None
+
+
+class CompletionChunk(ResponseBody):
+    """A piece of a streamed answer; ``usage`` is there with ``stream_options.include_usage``, null but in the last;
+    ``link`` is in the first, where chunks took part, and again in the last with an explanation that was asked for."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | None = None
+    link: LinkBody | None = None
+
+
+@router.post("/v1/completions", response_model=Completion, responses=completion_responses(CompletionChunk.__name__))
+async def create_completion(
+    body: CompletionRequest, request: Request, service: ServiceParam, tenant: TenantParam
+) -> Response:
+    """Continue a text, token ids, or parts of text and context caches; no chat template."""
+    service.check_model(body.model)
+    given = prompts_of(body.prompt)
+    answer_format = CompletionFormat(service.llm, body, given)
+
+    def build() -> Asked:
+        built = {}
+        for index, prompt in enumerate(given):
+            field = f"prompt.{index}" if has_several(body.prompt) else "prompt"
+            with blaming(field):
+                built[field] = service.llm.read_completion(
+                    prompt, policy=body.policy, implicit=body.implicit, tenant=tenant
+                )
+        sampling = service.llm.sampling_params(**body.sampling_fields())
+        return Asked(built, sampling, body.explains, body.shows_attention)
+
+    return await respond(service, request, body, build, answer_format, tenant=tenant)
+
+
+class CompletionFormat:
+    """Is the ``AnswerFormat`` of this route."""
+
+    def __init__(self, llm: LLM, body: CompletionRequest, prompts: Sequence[CompletionPrompt[CachedPart]]) -> None:
+        self._head: dict[str, Any] = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": llm.model_name,
+        }
+        self._llm = llm
+        self._body = body
+        self._given = prompts
+        self._prompts: Sequence[Prompt] = ()
+        self._offsets: defaultdict[int, int] = defaultdict(int)
+
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+
+    def opening(self, index: int) -> CompletionChoice | None:
+        return self._choice(index, self._echo(index), (), None) if self._body.echo else None
+
+    def delta(self, index: int, delta: Delta) -> CompletionChoice:
+        return self._choice(index, delta.text, delta.logprobs, None)
+
+    def closing(self, index: int, finished: Finished) -> CompletionChoice:
+        return self._choice(index, "", (), finished.reason)
+
+    def chunk(self, choices: Sequence[CompletionChoice]) -> CompletionChunk:
+        return CompletionChunk(**self._head, choices=list(choices))
+
+    def answer(self, answers: Sequence[Answer], usage: UsageBody) -> Completion:
+        choices = []
+        for index, answer in enumerate(answers):
+            text, entries = answer.text, list(answer.logprobs)
+            scored = answer.prompt_logprobs
+            if self._body.echo:
+                text = self._echo(index) + text
+                entries = [*self._prompt_entries(index, scored), *entries]
+            choice = self._choice(index, text, entries, answer.finish_reason)
+            if (most := self._body.prompt_logprobs) is not None:
+                told = prompt_logprobs_body(self._prompt(index), scored, self._llm.token_text, most=most)
+                choice = choice.model_copy(update={"prompt_logprobs": told})
+            choices.append(choice)
+        return Completion(**self._head, choices=choices, usage=usage)
+
+    def _prompt(self, index: int) -> Prompt:
+        """Return the prompt of a choice."""
+        return self._prompts[index // self._body.choices]
+
+    def _echo(self, index: int) -> str:
+        """Return the text of a choice's prompt, as it was given, or decoded where that was not text alone."""
+        given = self._given[index // self._body.choices]
+        if not isinstance(given, TokenIds) and not any(isinstance(part, ContextCacheReference) for part in given):
+            return "".join(part.text if isinstance(part, MarkedText) else cast(str, part) for part in given)
+        return self._llm.text_of(self._prompt(index))
+
+    def _prompt_entries(self, index: int, scored: PromptLogprobs | None) -> list[TokenLogprob]:
+        """Return an entry for each token of a choice's prompt, without a log probability (NaN) where none is known."""
+        prompt = self._prompt(index)
+        text_of = self._llm.token_text
+        entries = scored_tokens(prompt, scored, text_of, most=self._body.logprobs)
+        return [
+            TokenLogprob(token, text_of(token), math.nan) if entry is None else entry
+            for token, entry in zip(prompt.tokens.tolist(), entries, strict=True)
+        ]
+
+    def _choice(
+        self, index: int, text: str, entries: Sequence[TokenLogprob], finish_reason: str | None
+    ) -> CompletionChoice:
+        return CompletionChoice(
+            index=index, text=text, logprobs=self._logprobs_body(index, entries), finish_reason=finish_reason
+        )
+
+    def _logprobs_body(self, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
+        """Return the log probabilities' body. Offsets count the characters of all tokens of the choice before, over all
+        chunks."""
+        if self._body.logprobs is None:
+            return None
+        offsets = []
+        for entry in entries:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(entry.text)
+        return CompletionLogprobs(
+            tokens=[entry.text for entry in entries],
+            token_logprobs=[_told(entry) for entry in entries],
+            top_logprobs=[
+                None if math.isnan(entry.logprob) else {one.text: finite(one.logprob) for one in (entry, *entry.top)}
+                for entry in entries
+            ],
+            text_offset=offsets,
+        )
+
+
+def _told(entry: TokenLogprob) -> float | None:
+    return None if math.isnan(entry.logprob) else finite(entry.logprob)

@@ -1,0 +1,240 @@
+"""Answers conversations in the words of APIs other than chat completions: each is a translator from its bodies to a
+``ChatCompletionRequest``, and from the one answer to its own bodies and events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.types import Scope
+
+from kvlinker.base.errors import InvalidRequestError, KVLinkerError
+from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockReader, BlockStep
+from kvlinker.doors.http.answers.answering import Asked, EventStream, begin_choices, ignored_header, server_timing
+from kvlinker.doors.http.answers.chat import ChatCompletionRequest
+from kvlinker.doors.http.answers.choices import Choices
+from kvlinker.doors.http.edge.access_log import note_tokens
+from kvlinker.doors.http.edge.errors import as_invalid_request, failure_of
+from kvlinker.doors.http.fields.bodies import Part, TextPart
+from kvlinker.doors.http.models import Service
+from kvlinker.engines.contract.contract import Finished
+from kvlinker.llm import ReadPrompt
+
+
+@dataclass
+class Translation:
+    """A request of another API as a chat request."""
+
+    values: dict[str, Any] = field(default_factory=lambda: {"messages": []})
+    """The chat request's fields."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    """Paths of fields of the chat request, with those of the caller's fields that they come from, where those have
+    other names; the longest beginning of a path counts."""
+
+    cuts_max_tokens: bool = False
+    """True if ``max_tokens``, which the caller has to give, is cut to what there is room for."""
+
+    def request(self) -> ChatCompletionRequest:
+        """Return the chat request. Raises what its validation does."""
+        given = {name: value for name, value in self.values.items() if value is not None}
+        given["messages"] = [
+            {**message, "content": None if message["content"] == [] else message["content"]}
+            for message in given["messages"]
+        ]
+        return ChatCompletionRequest.model_validate(given)
+
+    def add_message(self, role: str, **fields: Any) -> dict[str, Any]:
+        """Add a message with an empty content, and return it."""
+        message = {"role": role, "content": [], **fields}
+        self.values["messages"].append(message)
+        return message
+
+    def add_result(self, call_id: str, *, origin: str) -> None:
+        """Add a message for the result of a call, with an empty content; ``origin`` is the path of the call's id."""
+        self.add_message("tool", tool_call_id=call_id)
+        self.fields[f"{self._last_path}.tool_call_id"] = origin
+
+    def add_content(self, content: str | Sequence[Part], *, origin: str) -> None:
+        """Add a text, or parts, to the content of the last message; ``origin`` is the path that they come from."""
+        if isinstance(content, str):
+            self.add_part(TextPart(type="text", text=content), origin=origin)
+            return
+        for index, part in enumerate(content):
+            self.add_part(part, origin=f"{origin}.{index}")
+
+    def add_part(self, part: Part, *, origin: str) -> None:
+        """Add a part to the content of the last message; ``origin`` is the path that it comes from."""
+        content = self.last["content"]
+        self.fields[f"{self._last_path}.content.{len(content)}"] = origin
+        content.append(part)
+
+    def add_call(self, call_id: str, name: str, arguments: str, *, origin: str) -> None:
+        """Add a call to the last message, with its arguments as JSON; ``origin`` is the path that it comes from."""
+        calls = self.last.setdefault("tool_calls", [])
+        self.fields[f"{self._last_path}.tool_calls.{len(calls)}.function"] = origin
+        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+
+    def add_reasoning(self, text: str) -> None:
+        """Add to the reasoning of the last message."""
+        if text:
+            self.last["reasoning_content"] = self.last.get("reasoning_content", "") + text
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last message."""
+        message: dict[str, Any] = self.values["messages"][-1]
+        return message
+
+    @property
+    def _last_path(self) -> str:
+        return f"messages.{len(self.values['messages']) - 1}"
+
+    def told_path(self, path: str) -> str:
+        """Return the path of the caller's field that a field of the chat request comes from."""
+        names = path.split(".")
+        for length in range(len(names), 0, -1):
+            if own := self.fields.get(".".join(names[:length])):
+                return ".".join((own, *names[length:]))
+        return path
+
+    @contextmanager
+    def renaming(self) -> Iterator[None]:
+        """Have errors name the caller's fields."""
+        try:
+            yield
+        except ValidationError as error:
+            raise as_invalid_request(error, self._renamed) from error
+        except KVLinkerError as error:
+            error.param = self._renamed(error.param)
+            raise
+
+    def _renamed(self, path: str | None) -> str | None:
+        return None if path is None else self.told_path(path)
+
+
+class EventBody(Protocol):
+    """An event of a stream, which is sent under its ``type``."""
+
+    @property
+    def type(self) -> str: ...
+
+    def model_dump_json(self, *, exclude_unset: bool) -> str: ...
+
+
+class DialectAnswer(Protocol):
+    """One answer in the words of an API; what is not set in its bodies is not sent."""
+
+    def opening(self, read: ReadPrompt) -> Iterable[EventBody]:
+        """Take note of the prompt, and return the events with which a stream begins."""
+        ...
+
+    def told(self, step: BlockStep) -> Iterable[EventBody]:
+        """Return the events of a step."""
+        ...
+
+    def ended(self, blocks: Sequence[AnswerBlock], finished: Finished) -> None:
+        """Take note of the end, with all blocks; steps that end the last of them may yet be told."""
+        ...
+
+    def closing(self) -> Iterable[EventBody]:
+        """Return the events with which a stream ends. It takes long for long answers: call it in a thread."""
+        ...
+
+    def failure(self, error: KVLinkerError, scope: Scope) -> Iterable[EventBody]:
+        """Return the events of a stream that fails half way; ``scope`` is its request's."""
+        ...
+
+    def whole(self) -> BaseModel:
+        """Return the whole answer, which has ended. It takes long for long answers: call it in a thread."""
+        ...
+
+
+async def respond_in_dialect(
+    service: Service,
+    request: Request,
+    translation: Translation,
+    answer: DialectAnswer,
+    *,
+    tenant: str,
+) -> Response:
+    """Answer a conversation, whole or as a stream."""
+    with translation.renaming():
+        chat = await service.encoding.run(request, translation.request)
+        if chat.explains:
+            raise InvalidRequestError(
+                "'link.explain' is for /v1/chat/completions and /v1/completions; /v1/link/explain explains a prompt "
+                "without answering it.",
+                param="link.explain",
+            )
+        service.check_model(chat.model)
+        conversing = chat.conversing(service.llm)
+        reader: BlockReader
+
+        def build() -> Asked:
+            nonlocal reader
+            asked = chat.asked(service.llm, conversing, tenant=tenant)
+            (read,) = asked.prompts.values()
+            if translation.cuts_max_tokens:
+                asked = asked._replace(sampling=service.llm.fitting(asked.sampling, read.prompt))
+            reader = BlockReader(conversing.reader(read.prompt))
+            return asked
+
+        headers = ignored_header([translation.told_path(path) for path in chat.reasoning_effect(service.llm).ignored])
+        choices = await begin_choices(service, request, build, n=1, tenant=tenant)
+    (read,) = choices.prompts.values()
+    if chat.stream:
+        return EventStream(choices, _events(choices, reader, answer, read, request), headers)
+    answer.opening(read)
+    async with choices.cancelled_on_disconnect(request.receive):
+        async for _, event in choices.events():
+            if isinstance(event, Finished):
+                finished = event
+            else:
+                _drain(reader.feed(event.text))
+    _drain(reader.finish())
+    answer.ended(reader.blocks, finished)
+    note_tokens(request.scope, finished.usage.prompt_tokens, finished.usage.output_tokens)
+    told = await run_in_threadpool(
+        lambda: answer.whole().model_dump(mode="json", exclude_unset=True, by_alias=True),
+    )
+    return JSONResponse(told, headers={"Server-Timing": server_timing([finished.timing]), **headers})
+
+
+async def _events(
+    choices: Choices, reader: BlockReader, answer: DialectAnswer, read: ReadPrompt, request: Request
+) -> AsyncIterator[dict[str, str]]:
+    """Yield the events of a stream, each with its name."""
+    try:
+        for event in answer.opening(read):
+            yield _named(event)
+        async for _, output in choices.events():
+            if isinstance(output, Finished):
+                note_tokens(request.scope, output.usage.prompt_tokens, output.usage.output_tokens)
+                steps = list(reader.finish())  # all of them, so that the answer knows which block is its last
+                answer.ended(reader.blocks, output)
+            else:
+                steps = list(reader.feed(output.text))
+            for step in steps:
+                for event in answer.told(step):
+                    yield _named(event)
+        for event in await run_in_threadpool(lambda: list(answer.closing())):
+            yield _named(event)
+    except Exception as error:
+        for event in answer.failure(failure_of(error, request.scope), request.scope):
+            yield _named(event)
+
+
+def _named(event: EventBody) -> dict[str, str]:
+    return {"event": event.type, "data": event.model_dump_json(exclude_unset=True)}
+
+
+def _drain(steps: Iterable[Any]) -> None:
+    for _ in steps:
+        pass

@@ -1,0 +1,204 @@
+"""The application: routes, errors, access, its description, and the task that runs beside it; for the CLI and tests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Depends, FastAPI
+from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.cors import CORSMiddleware
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.doors.http import audit, context_caches, link, models, pages, status, tokenize
+from kvlinker.doors.http.answers import chat, completions
+from kvlinker.doors.http.answers.answering import IGNORED_HEADER
+from kvlinker.doors.http.edge.access import OPEN_PATHS, HostCheck, KeyCheck, hosts_to_check
+from kvlinker.doors.http.edge.access_log import AccessLog
+from kvlinker.doors.http.edge.connections import BodyTimeout
+from kvlinker.doors.http.edge.draining import PROBES, Drain, Draining
+from kvlinker.doors.http.edge.errors import (
+    REQUEST_ID_HEADER,
+    BodyLimit,
+    RequestIds,
+    UnexpectedErrors,
+    add_error_handlers,
+    error_model,
+    error_responses,
+    prompt_body_bytes,
+)
+from kvlinker.doors.http.edge.framing import Framing
+from kvlinker.doors.http.edge.routing import HeadRequests, refuse_unknown_query
+from kvlinker.doors.http.fields.bodies import UnknownPart
+from kvlinker.doors.http.messages import routes as messages
+from kvlinker.doors.http.messages.answers import MessageStreamEvent
+from kvlinker.doors.http.messages.blocks import UnknownBlock
+from kvlinker.doors.http.metrics import Metrics
+from kvlinker.doors.http.models import Service
+from kvlinker.doors.http.responses import routes as responses
+from kvlinker.doors.http.responses.events import ResponseStreamEvent
+from kvlinker.doors.http.responses.items import UnknownItem
+from kvlinker.doors.http.tracing import Tracing, telemetry_options
+from kvlinker.llm import LLM
+from kvlinker.service.context_caches import ContextCaches
+from kvlinker.settings import Settings
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+SWEEP_SECONDS = 5.0
+
+PROMPT_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/link/explain",
+    "/tokenize",
+)
+"""The routes whose bodies hold prompts, and need not be larger than those."""
+
+BROWSER_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST")
+"""The methods that pages of other origins may use, where they may call the server at all (CORS)."""
+
+BROWSER_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "Retry-After", "Server-Timing")
+"""The headers of answers that these pages may read."""
+
+logger = logging.getLogger(__name__)
+
+_SCHEMA = "#/components/schemas/{model}"
+_STREAMED: tuple[type[BaseModel], ...] = (
+    chat.ChatCompletionChunk,
+    completions.CompletionChunk,
+    MessageStreamEvent,
+    ResponseStreamEvent,
+)
+_CATCH_ALLS = (UnknownPart, UnknownBlock, UnknownItem)
+
+
+def create_app(llm: LLM, settings: Settings, tracer_provider: TracerProvider | None = None) -> FastAPI:
+    """Make an app that serves ``llm`` and closes it when it shuts down.
+
+    ``tracer_provider`` takes the requests' traces; None for OpenTelemetry's global one, if there is any.
+    The framework's documentation pages are off, for they load scripts from elsewhere: /docs is kvlinker's own.
+    """
+    metrics = Metrics(llm)
+    llm.events.subscribe(metrics.count)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await run_in_threadpool(llm.oversight.resume)
+        sweeper = asyncio.create_task(sweep_forever(llm.caches))
+        try:
+            yield
+        finally:
+            sweeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await sweeper
+            await run_in_threadpool(llm.close)
+
+    app = _App(
+        title="kvlinker",
+        version=version("kvlinker"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        dependencies=[Depends(refuse_unknown_query)],
+        telemetry=telemetry_options(tracer_provider),
+    )
+    drain = Drain(settings.drain_timeout)
+    app.state.service = Service(llm, settings, metrics, drain, tracing=Tracing.if_installed(tracer_provider))
+    app.state.keyed = bool(settings.accepted_keys)
+    hosts = hosts_to_check(settings)
+    app.state.hosts_checked = hosts is not None
+    add_error_handlers(app)
+    # from the innermost to the outermost
+    app.add_middleware(BodyTimeout, seconds=settings.request_timeout)
+    app.add_middleware(BodyLimit, limits=dict.fromkeys(PROMPT_PATHS, prompt_body_bytes(llm.max_model_len)))
+    app.add_middleware(HeadRequests)
+    app.add_middleware(KeyCheck, api_keys=settings.accepted_keys, admin_keys=settings.admin_keys)
+    if hosts is not None:
+        app.add_middleware(HostCheck, names=hosts)
+    app.add_middleware(UnexpectedErrors)
+    app.add_middleware(Draining, drain=drain)
+    if settings.cors_origins:  # keys go in headers, so there are no credentials of the browser's own to be allowed
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=BROWSER_METHODS,
+            allow_headers=["*"],
+            expose_headers=BROWSER_HEADERS,
+        )
+    app.add_middleware(Framing)
+    app.add_middleware(AccessLog)
+    app.add_middleware(RequestIds)
+    resources = (audit, chat, completions, messages, responses, context_caches, link, models, status, tokenize, pages)
+    for resource in resources:
+        app.include_router(resource.router)
+    return app
+
+
+async def sweep_forever(caches: ContextCaches, interval: float = SWEEP_SECONDS) -> None:
+    """Delete expired context caches every ``interval`` seconds until cancelled.
+
+    A sweep that fails is tried again, and logged unless the one before failed alike.
+    """
+    known = None
+    while True:
+        await asyncio.sleep(interval)
+        try:
+            await run_in_threadpool(caches.sweep)
+            known = None
+        except KVLinkerError as error:
+            if error.message != known:
+                known = error.message
+                logger.error("Expired context caches are not deleted for now: %s", error.message)
+        except Exception:
+            logger.exception("Expired context caches could not be deleted; trying again in %s s", interval)
+
+
+class _App(FastAPI):
+    """Describes what the framework does not know of: keys, errors that all routes share, and the events of streams."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            document = super().openapi()
+            schemas = document["components"]["schemas"]
+            for unused in ("HTTPValidationError", "ValidationError", *(model.__name__ for model in _CATCH_ALLS)):
+                schemas.pop(unused, None)
+            chunks = models_json_schema([(model, "validation") for model in _STREAMED], ref_template=_SCHEMA)[1]
+            schemas |= chunks["$defs"]
+            for path, operations in document["paths"].items():
+                for operation in operations.values():
+                    self._complete(path, operation)
+            if self.state.keyed:
+                document["components"]["securitySchemes"] = {
+                    "key": {"type": "http", "scheme": "bearer"},
+                    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                }
+        return self.openapi_schema or {}
+
+    def _complete(self, path: str, operation: dict[str, Any]) -> None:
+        """Add the errors that middlewares answer, and drop the framework's own, which nobody gets to see."""
+        responses = operation["responses"]
+        responses.pop("422", None)
+        shared = [400, 500] if path in PROBES else [400, 500, 503]
+        if "requestBody" in operation:
+            shared += [408, 413]
+        if self.state.hosts_checked:
+            shared.append(421)
+        if self.state.keyed and path not in OPEN_PATHS:
+            operation["security"] = [{"key": []}, {"x-api-key": []}]
+            shared.append(401)
+        for code, response in error_responses(*shared, model=error_model(path)).items():
+            schema = {"$ref": _SCHEMA.format(model=response.pop("model").__name__)}
+            responses[str(code)] = {**response, "content": {"application/json": {"schema": schema}}}
+        operation["responses"] = dict(sorted(responses.items()))

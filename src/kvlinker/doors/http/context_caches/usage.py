@@ -1,0 +1,75 @@
+"""/v1/context_caches/usage: what the caller has, and may have."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter
+from fastapi.concurrency import run_in_threadpool
+
+from kvlinker.base.types.tenants import Scope
+from kvlinker.doors.http.context_caches.objects import ScopeQuery
+from kvlinker.doors.http.edge.access import TenantParam
+from kvlinker.doors.http.edge.errors import error_responses
+from kvlinker.doors.http.fields.bodies import ResponseBody
+from kvlinker.doors.http.models import ServiceParam
+
+router = APIRouter(prefix="/v1/context_caches", tags=["context caches"])
+
+
+class QuotaBody(ResponseBody):
+    """Tells how much one tenant may keep; null is no limit."""
+
+    bytes: int | None
+    caches: int | None
+    pinned_bytes: int | None
+
+
+class TierShare(ResponseBody):
+    """Tells what a tenant's KV takes up in a tier; null where the tier does not answer."""
+
+    name: str
+    bytes: int | None
+    chunks: int | None
+    reachable: bool
+
+
+class ContextCacheUsage(ResponseBody):
+    """Tells what context caches take up. ``tokens`` and ``bytes`` (of KV as computed) count each chunk once."""
+
+    object: Literal["context_cache.usage"] = "context_cache.usage"
+    scope: Scope
+    caches: int
+    chunks: int
+    tokens: int
+    bytes: int
+    pinned_bytes: int
+    quota: QuotaBody
+    tiers: list[TierShare]
+
+
+@router.get("/usage", responses=error_responses(400))
+async def read_usage(
+    service: ServiceParam, tenant: TenantParam, scope: ScopeQuery = Scope.PRIVATE
+) -> ContextCacheUsage:
+    """Tell what the caller's context caches, or the shared ones, take, and the quota."""
+    usage = await run_in_threadpool(lambda: service.llm.caches.usage(tenant=tenant, scope=scope))
+    quota = usage.quota
+    return ContextCacheUsage(
+        scope=scope,
+        caches=usage.kept.caches,
+        chunks=usage.kept.chunks,
+        tokens=usage.kept.tokens,
+        bytes=usage.kept.bytes,
+        pinned_bytes=usage.pinned_bytes,
+        quota=QuotaBody(bytes=quota.bytes, caches=quota.caches, pinned_bytes=quota.pinned_bytes),
+        tiers=[
+            TierShare(
+                name=tier.name,
+                bytes=tier.used_bytes if tier.reachable else None,
+                chunks=tier.chunks if tier.reachable else None,
+                reachable=tier.reachable,
+            )
+            for tier in usage.tiers
+        ],
+    )

@@ -1,0 +1,147 @@
+"""Access control: host names, API keys, the tenant that each key stands for, and whether it is an admin's; for the app
+and routes.
+
+Without configured keys every caller is the default tenant, and an admin (see ``kvlinker.doors.http.edge.address``).
+With keys, every route asks for ``Authorization: Bearer <key>`` or ``x-api-key: <key>``, but for probes, which have
+no keys (``/health``, ``/live``), the pages and their files (without any data in them: ``/`` asks its reader for a key) and
+``/openapi.json``. Any valid key reads ``/metrics`` and ``/status``, which hold sums over all tenants and name none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvlinker.base.errors import AuthenticationError, KVLinkerError, WayOut
+from kvlinker.base.types.tenants import DEFAULT_TENANT, tenant_of_key
+from kvlinker.doors.http.edge.address import is_loopback
+from kvlinker.doors.http.edge.draining import PROBES
+from kvlinker.doors.http.edge.errors import error_response
+from kvlinker.doors.http.pages import PAGE_PATHS
+from kvlinker.settings import Settings
+
+_HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[0-9A-Za-z._-]+))(?::[0-9]*)?")
+"""Matches a ``Host`` as it must be written: an IPv6 address in brackets or a name, and perhaps a port."""
+
+OPEN_PATHS = PAGE_PATHS | PROBES | {"/openapi.json"}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Describes who sends a request: the ``tenant``, and whether it is an ``admin``, who may write shared caches."""
+
+    tenant: str
+    admin: bool
+
+
+OPERATOR = Caller(DEFAULT_TENANT, admin=True)
+"""The caller of all requests where there are no keys: whoever reaches a loopback address is on the server's own
+machine."""
+
+
+async def _caller(request: Request) -> Caller:
+    """Return the caller that ``KeyCheck`` found."""
+    caller: Caller = request.scope["state"]["caller"]
+    return caller
+
+
+async def _tenant(request: Request) -> str:
+    return (await _caller(request)).tenant
+
+
+CallerParam = Annotated[Caller, Depends(_caller)]
+TenantParam = Annotated[str, Depends(_tenant)]
+
+
+class UnknownHostError(KVLinkerError):
+    """Raised for a request to a host name that is not the server's."""
+
+    status = 421
+    type = "invalid_request_error"
+    code = "unknown_host"
+
+
+class HostCheck:
+    """ASGI middleware: answers 421 to requests whose ``Host`` is neither loopback nor among ``names``.
+
+    A page of any site may let its own name point to 127.0.0.1 (DNS rebinding); a browser then takes a server on the
+    reader's machine for that site's, and hands the page its answers.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+        self._app = app
+        self._names = frozenset(map(str.lower, names))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = Headers(scope=scope).get("host")
+            if host is not None and not self._is_known(host):  # browsers always send one
+                error = UnknownHostError(
+                    f"This server does not answer for the host {host[:100]!r}. Call it localhost, or add the name to "
+                    "its setting allowed_hosts (KVLINKER_ALLOWED_HOSTS)."
+                )
+                return await error_response(error, scope)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _is_known(self, host: str) -> bool:
+        written = _HOST.fullmatch(host)
+        name = (written["address"] or written["name"]).lower() if written else ""
+        return name in self._names or is_loopback(name)
+
+
+def hosts_to_check(settings: Settings) -> tuple[str, ...] | None:
+    """Return the names that requests may call the server by beside loopback's; None for any.
+
+    Only those that are set, where any are; otherwise the bound host on a server without keys that is on loopback: any
+    other can be reached under names that it does not know, and asks for keys.
+    """
+    if settings.allowed_hosts:
+        return None if "*" in settings.allowed_hosts else (*settings.allowed_hosts, settings.host)
+    return None if settings.accepted_keys or not is_loopback(settings.host) else (settings.host,)
+
+
+class KeyCheck:
+    """ASGI middleware: answers 401 before a body is read, and notes the caller in the request's state."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], admin_keys: Sequence[str]) -> None:
+        """``api_keys`` are all that are accepted; ``admin_keys`` are those of them that are admins'."""
+        self._app = app
+        self._callers = {
+            hashlib.sha256(key.encode()).digest(): Caller(tenant_of_key(key), key in admin_keys) for key in api_keys
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            caller = self._caller(Headers(scope=scope))
+            if caller is None and scope["path"] not in OPEN_PATHS:
+                return await error_response(_UNKNOWN_KEY, scope)(scope, receive, send)
+            scope.setdefault("state", {})["caller"] = caller
+        return await self._app(scope, receive, send)
+
+    def _caller(self, headers: Headers) -> Caller | None:
+        """Return the caller by the key; None for a missing or unknown one. ``Authorization`` goes before
+        ``x-api-key``. Compares with every key, in constant time."""
+        if not self._callers:
+            return OPERATOR
+        key = headers.get("x-api-key", "")
+        if "authorization" in headers:
+            scheme, _, key = headers["authorization"].partition(" ")
+            if scheme.lower() != "bearer":
+                return None
+        given = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        found = None
+        for digest, caller in self._callers.items():
+            if hmac.compare_digest(digest, given):
+                found = caller
+        return found
+
+
+_UNKNOWN_KEY = AuthenticationError(f"Missing or unknown API key. {WayOut.KEY}")

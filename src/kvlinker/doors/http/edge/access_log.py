@@ -1,0 +1,137 @@
+"""The access log: a line for each request, without any of its content; and the thread that writes a server's log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from logging.handlers import QueueHandler
+from queue import Full, Queue
+from threading import Thread
+from typing import Literal, TextIO
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvlinker.doors.http.edge.errors import request_id_of
+
+logger = logging.getLogger(__name__)
+
+QUEUED_LINES = 10_000
+"""The most lines that wait for a log that nobody reads; others are dropped."""
+
+FLUSH_SECONDS = 1.0
+"""The time that a server which ends gives to lines that wait."""
+
+
+def note_tokens(scope: Scope, prompt: int, output: int = 0) -> None:
+    """Note for the access log how many tokens a request brought, and how many it was answered with."""
+    scope["state"]["tokens"] = (prompt, output)
+
+
+class AccessLog:
+    """ASGI middleware: logs method, route, status, tokens, milliseconds and the request's id once it is answered.
+
+    The route is the template, such as ``/v1/context_caches/{cache_id}``, or ``-`` where there is none: paths are
+    callers' text. The status is ``-`` for clients that leave before the answer begins. ``JsonLines`` writes null there.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not logger.isEnabledFor(logging.INFO):
+            return await self._app(scope, receive, send)
+        began = time.perf_counter()
+        status: int | None = None
+        left = False
+
+        async def watching() -> Message:
+            nonlocal left
+            message = await receive()
+            left = left or (message["type"] == "http.disconnect" and status is None)
+            return message
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = None if left else message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, watching, noting)
+        finally:
+            prompt, output = scope["state"].get("tokens", (0, 0))
+            request = {
+                "method": scope["method"][:16],
+                "route": getattr(scope.get("route"), "path_format", None),
+                "status": status,
+                "prompt_tokens": prompt,
+                "output_tokens": output,
+                "ms": round((time.perf_counter() - began) * 1000, 1),
+                "id": request_id_of(scope),
+            }
+            text = ("-" if value is None else value for value in request.values())
+            logger.info("%s %s %s prompt_tokens=%d output_tokens=%d ms=%.1f id=%s", *text, extra={"request": request})
+
+
+class JsonLines(logging.Formatter):
+    """Formats a record as a line of JSON: ``time`` (UTC), ``level``, ``logger`` and ``message``; for a request also
+    what the access log tells of it, each figure in a field of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": super().format(record),
+        }
+        return json.dumps(fields | getattr(record, "request", {}))
+
+
+@contextmanager
+def logging_to_stderr(level: str, form: Literal["text", "json"] = "text") -> Iterator[None]:
+    """Write the server's log to stderr, from ``level`` on, until the block ends: as lines of text, or of JSON.
+
+    A thread writes it, so that nobody waits for a terminal or a pipe that takes no more.
+    """
+    lines: Queue[logging.LogRecord | None] = Queue(QUEUED_LINES)
+    output = _QuietOutput(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    output.setFormatter(JsonLines() if form == "json" else text)
+
+    def write() -> None:
+        while (record := lines.get()) is not None:
+            output.handle(record)
+
+    handler = _DroppingHandler(lines)
+    levels = {"kvlinker": level.upper(), "uvicorn": "WARNING"}
+    before = {name: logging.getLogger(name).level for name in levels}
+    writer = Thread(target=write, name="kvlinker-log", daemon=True)
+    writer.start()
+    for name in levels:
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).setLevel(levels[name])
+    try:
+        yield
+    finally:
+        for name in levels:
+            logging.getLogger(name).removeHandler(handler)
+            logging.getLogger(name).setLevel(before[name])
+        with suppress(Full):
+            lines.put(None, timeout=FLUSH_SECONDS)
+        writer.join(FLUSH_SECONDS)
+
+
+class _QuietOutput(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Do nothing: what cannot be written cannot be complained about in the same place."""
+
+
+class _DroppingHandler(QueueHandler):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with suppress(Full):
+            super().enqueue(record)

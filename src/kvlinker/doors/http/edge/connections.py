@@ -1,0 +1,221 @@
+"""Connections of clients that send slowly or not at all, which must not stay open for ever; uvicorn's settings, and how
+it ends: drained when it is told to stop, or when the engine has failed.
+
+Headers are timed by uvicorn's protocol, which alone sees them; bodies by a middleware, which works in any server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import signal
+import socket
+from collections.abc import Callable
+from http import HTTPStatus
+from types import FrameType
+
+import h11
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvlinker.doors.http.edge.draining import LAST_SECONDS, Drain
+from kvlinker.doors.http.edge.slow_readers import ReadTimedProtocol
+
+LEAST_BYTES_PER_SECOND = 10_000
+"""The rate below which a body is too slow, once its first seconds are over."""
+
+SHUTDOWN_SECONDS = 10
+"""The time that uvicorn gives to what is under way when it stops without having drained."""
+
+FAILED_SECONDS = 1.0
+"""The time that a server whose engine has failed goes on with the connections that are open."""
+
+_POLL_SECONDS = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+def server_config(app: ASGIApp, *, request_timeout: float) -> uvicorn.Config:
+    """Return uvicorn's settings to serve ``app``; ``request_timeout`` is the time for a request's headers in seconds.
+
+    Logging is left as it is: whoever starts the server sets it up.
+    """
+
+    class Protocol(_TimedProtocol):
+        timeout = request_timeout
+
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+
+
+class EngineServer(uvicorn.Server):
+    """A server that drains when it is told to stop, and ends by itself when its engine has failed.
+
+    SIGTERM and SIGINT are the same: the first begins to drain, the second ends the process at once.
+
+    When the engine has failed, requests on open connections are answered for ``FAILED_SECONDS`` more, each with the end
+    of its connection, so that none is cut off without an answer. New connections are left to whoever listens next on
+    the socket.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, listener: socket.socket, *, healthy: Callable[[], bool], drain: Drain
+    ) -> None:
+        """``listener`` is the socket that another server may take over, when the engine has failed; ``healthy`` returns
+        whether the engine serves; ``drain`` is the application's."""
+        super().__init__(config)
+        self.engine_failed = False
+        self._listener = listener
+        self._healthy = healthy
+        self._end = 0.0
+        self._drain = drain
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._drain.began:
+            _end_at_once(sig)
+        self._drain.begin()
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        super().run(sockets or [self._listener.dup()])  # which is closed at the end, whether another takes over or not
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._drain.began:
+            if self._draining is None:
+                self._draining = asyncio.create_task(self._end_well())
+            if self._draining.done():
+                self._draining.result()
+                return True
+            return await super().on_tick(counter)
+        now = asyncio.get_running_loop().time()
+        if not self.engine_failed and not self._healthy():
+            self.engine_failed = True
+            self._end = now + FAILED_SECONDS
+            for listening in self.servers:
+                listening.close()
+            self.config.encoded_headers.append((b"connection", b"close"))
+        return await super().on_tick(0 if self.engine_failed else counter) or (self.engine_failed and now >= self._end)
+
+    async def _end_well(self) -> None:
+        """Finish the requests, have the application write what is to be written, and only then close the port."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._drain.timeout
+        if self._drain.running:
+            logger.info(
+                "Told to stop. %d requests may finish within %g s; a second signal ends at once.",
+                self._drain.running,
+                self._drain.timeout,
+            )
+        drained = await self._drain.finish()
+        level = logging.WARNING if drained.cut else logging.INFO
+        logger.log(level, "Stopping: %d requests were finished, %d were cut off.", *drained)
+        await self.lifespan.shutdown()
+        for listening in self.servers:
+            listening.close()
+        self._listener.close()
+        soon = clock() + LAST_SECONDS
+        while (self._sending() and clock() < max(deadline, soon)) or (self._unanswered() and clock() < soon):
+            await asyncio.sleep(_POLL_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    def _sending(self) -> bool:
+        """Return whether clients have yet to take what was answered."""
+        return any(connection.transport.get_write_buffer_size() for connection in self.server_state.connections)
+
+    def _unanswered(self) -> bool:
+        """Return whether there are connections whose first request is on its way, or not answered to its end."""
+        connections = [each for each in self.server_state.connections if isinstance(each, ReadTimedProtocol)]
+        return any(each.cycle is None or not each.cycle.response_complete for each in connections)
+
+
+def _end_at_once(number: int) -> None:
+    """End this process by a signal, and those that it has started."""
+    for process in multiprocessing.active_children():
+        process.kill()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
+class BodyTimeout:
+    """ASGI middleware: answers 408 to a body that is not there within ``seconds``, and one more for every
+    ``LEAST_BYTES_PER_SECOND`` bytes that have come."""
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self._app = app
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began = asyncio.get_running_loop().time()
+        received = 0
+        complete = False
+
+        async def timed() -> Message:
+            nonlocal received, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(began + self._seconds + received / LEAST_BYTES_PER_SECOND):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(
+                    HTTPStatus.REQUEST_TIMEOUT, f"{received} bytes came in time", headers={"Connection": "close"}
+                ) from None
+            received += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            return message
+
+        return await self._app(scope, timed, send)
+
+
+class _TimedProtocol(ReadTimedProtocol):
+    """Closes connections on which a request's headers do not arrive in time, however many bytes of them do, and those
+    whose body goes on when the answer has been sent."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def _watch(self) -> None:
+        """Begin to wait for the client where it owes the rest of a request, and end where it does not."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering or self.transport.is_closing():
+            self._stop_watching()
+        elif self._deadline is None and self.timeout_keep_alive_task is None:
+            self._deadline = self.loop.call_later(self.timeout, self._close)
+
+    def _stop_watching(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _close(self) -> None:
+        if not self.transport.is_closing():
+            if self.conn.our_state is not h11.ERROR:
+                self.conn.send(h11.ConnectionClosed())
+            self.transport.close()

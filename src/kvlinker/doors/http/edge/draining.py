@@ -1,0 +1,175 @@
+"""The end of a server that is told to stop: it refuses new requests, finishes those under way, and cuts off what takes
+longer than ``drain_timeout``.
+
+``EngineServer`` begins and awaits it at a signal, ``Draining`` stands before all routes, ``/health`` tells of it, and
+streams register with it, so that each of them ends with an event of its API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.doors.http.edge.errors import error_response
+from kvlinker.engines.contract.limits import engine_closed
+
+PROBES = frozenset({"/health", "/live"})
+"""The routes that are answered to the very end."""
+
+FIGURES = frozenset({"/metrics", "/status"})
+"""The routes that are answered as long as requests are being finished."""
+
+LAST_SECONDS = 1.0
+"""The time that is given to what is only a matter of sending: last events, and answers of refused requests."""
+
+
+class Answer(Protocol):
+    """An answer that is being generated."""
+
+    def fail(self, error: KVLinkerError) -> None:
+        """End with an error, told in the words of the request's API. Called in the event loop."""
+        ...
+
+
+class Drained(NamedTuple):
+    """Counts the requests that were under way when a server was told to stop."""
+
+    finished: int
+    cut: int
+
+
+class Drain:
+    """Counts the requests of one server, and ends them when it is told to stop. All methods but ``begin`` belong to the
+    server's event loop."""
+
+    def __init__(self, timeout: float) -> None:
+        """``timeout`` is the time in which requests may finish, in seconds."""
+        self.timeout = timeout
+        self.began = False
+        """True from the signal on."""
+        self.ended = False
+        """True when all requests have been finished or cut off."""
+        self._running: set[asyncio.Future[None]] = set()
+        self._answers: WeakSet[Answer] = WeakSet()
+        self._idle = asyncio.Event()
+        self._finished = 0
+        self._cuts = False
+
+    @property
+    def running(self) -> int:
+        """The number of requests under way."""
+        return len(self._running)
+
+    def begin(self) -> None:
+        """Refuse requests from now on. May be called by a signal's handler."""
+        self.began = True
+
+    def add(self, answer: Answer) -> None:
+        """Have an answer fail when its request is cut off."""
+        self._answers.add(answer)
+        if self._cuts:
+            answer.fail(engine_closed())
+
+    @contextmanager
+    def request(self) -> Iterator[asyncio.Future[None]]:
+        """Count a request as under way until the block ends; what is yielded is done when it is cut off."""
+        cut = asyncio.get_running_loop().create_future()
+        self._running.add(cut)
+        try:
+            yield cut
+        finally:
+            self._running.remove(cut)
+            self._finished += self.began and not self._cuts
+            if not self._running:
+                self._idle.set()
+
+    async def finish(self) -> Drained:
+        """Wait until all requests are finished, and cut off those that are not after ``timeout``."""
+        await self._wait_until_idle(self.timeout)
+        left = list(self._running)
+        self._cuts = True
+        for cut in left:
+            cut.set_result(None)
+        for answer in list(self._answers):
+            answer.fail(engine_closed())
+        await self._wait_until_idle(LAST_SECONDS)
+        self.ended = True
+        return Drained(self._finished, len(left))
+
+    async def _wait_until_idle(self, seconds: float) -> None:
+        self._idle.clear()
+        if self._running:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), seconds)
+
+
+class Draining:
+    """ASGI middleware: counts requests, and while the server drains answers new ones 503, and those that are cut off,
+    where their answer has not begun.
+
+    Every answer that begins from then on is the last of its connection.
+    """
+
+    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+        self._app = app
+        self._drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+
+        async def closing(message: Message) -> None:
+            if self._drain.began and message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Connection"] = "close"
+            await send(message)
+
+        if scope["path"] in PROBES or (scope["path"] in FIGURES and not self._drain.ended):
+            return await self._app(scope, receive, closing)
+        if self._drain.began:
+            await _read(receive)
+            return await error_response(engine_closed(), scope)(scope, receive, closing)
+        with self._drain.request() as cut:
+            return await self._answer(scope, receive, closing, cut)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, cut: asyncio.Future[None]) -> None:
+        """Let the application answer until ``cut`` is done, in a task of its own: what it waits for may end later than
+        the request does."""
+        begun = refused = False
+
+        async def noting(message: Message) -> None:
+            nonlocal begun
+            if not refused:
+                begun = True
+                await send(message)
+
+        answering = asyncio.ensure_future(self._app(scope, receive, noting))
+        try:
+            await asyncio.wait({answering, cut}, return_when=asyncio.FIRST_COMPLETED)
+            if begun or answering.done():
+                return await answering
+            refused = True
+            await error_response(engine_closed(), scope)(scope, receive, send)
+        finally:
+            answering.cancel()
+            answering.add_done_callback(_forget)
+
+
+async def _read(receive: Receive) -> None:
+    """Read a body to its end, for a client that is still sending does not see the answer of a closed connection."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LAST_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
+
+
+def _forget(task: asyncio.Future[None]) -> None:
+    """Take note of how a task ended that nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()

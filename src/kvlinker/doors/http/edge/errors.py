@@ -1,0 +1,327 @@
+"""Errors as OpenAI shapes them, or Anthropic on its routes: every exception that can reach the edge of the server
+becomes one here.
+
+The middlewares that belong to errors are here, too: ids by which a request is found in the log, the limit of bodies,
+and the last resort for bugs.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvlinker.base.errors import (
+    AuthenticationError,
+    EngineClosedError,
+    InvalidRequestError,
+    KVLinkerError,
+    OverloadedError,
+    in_words_of,
+    shortened,
+)
+from kvlinker.base.types.limits import BYTES_PER_TOKEN, LEAST_PROMPT_BODY_BYTES, MAX_BODY_BYTES, MAX_MESSAGE_CHARACTERS
+from kvlinker.doors.http.edge.routing import allowed_methods
+from kvlinker.doors.http.fields.bodies import ResponseBody
+from kvlinker.doors.http.messages.errors import MessagesError, messages_error, speaks_messages
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "X-Request-Id"
+
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large"}
+
+_RETRY_AFTER = {"description": "Seconds to wait before trying again.", "schema": {"type": "integer"}}
+
+_MEANINGS = {
+    400: "The request is wrong: `param` names the field, `code` the mistake.",
+    401: "The API key is missing or unknown (`invalid_api_key`).",
+    403: "Not permitted: `quota_exceeded`, `pin_limit_exceeded` or `permission_denied`.",
+    404: "Not found: `context_cache_not_found` or `model_not_found`.",
+    408: "The body did not come in time (`request_timeout`).",
+    413: "The body is too large (`body_too_large`).",
+    421: "The host name is not the server's (`unknown_host`).",
+    429: "Too many requests wait already (`overloaded`): try again later.",
+    500: "The server failed; its log says why under the request's id.",
+    503: "The server is shutting down, or its engine has failed (`engine_closed`).",
+}
+
+
+class ErrorDetails(ResponseBody):
+    """Tells what went wrong. ``param`` is the path of the field at fault, such as ``messages.0.content.1.id``."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(ResponseBody):
+    """Every error is answered by this body, and a stream that fails has it as its last event."""
+
+    error: ErrorDetails
+
+
+def error_responses(*statuses: int, model: type[ResponseBody] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    """Describe the error answers that a route can give, for its ``responses``; the app adds those that all share."""
+    described: dict[int | str, dict[str, Any]] = {}
+    for status in statuses:
+        described[status] = {"model": model, "description": _MEANINGS[status]}
+        if status in (OverloadedError.status, EngineClosedError.status):
+            described[status]["headers"] = {"Retry-After": _RETRY_AFTER}
+    return described
+
+
+def error_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
+    """Make the body for an error. What is not the caller's fault is logged, and the body says only where to look."""
+    if error.status == KVLinkerError.status:
+        logger.error("Request %s failed: %s", request_id_of(scope), error.message)
+        return _inner_body(error, scope)
+    return _body(error.message, error.type, error.param, error.code)
+
+
+def failure_of(error: Exception, scope: Scope) -> KVLinkerError:
+    """Return what a stream that failed half way is to tell: a bug is logged with its trace, and told as none of the
+    caller's business."""
+    if isinstance(error, KVLinkerError):
+        return error
+    logger.error("The stream of request %s failed", request_id_of(scope), exc_info=error)
+    return KVLinkerError(f"{type(error).__name__} in a stream")
+
+
+def as_messages_error(body: ErrorBody, status: int, scope: Scope) -> MessagesError:
+    """Return the body of an error with this HTTP status in the words of Anthropic's API."""
+    return messages_error(body.error.message, status, request_id_of(scope))
+
+
+def error_model(path: str) -> type[ResponseBody]:
+    """Return the body of the errors of a route."""
+    return MessagesError if speaks_messages(path) else ErrorBody
+
+
+def as_invalid_request(error: ValidationError, rename: Callable[[str | None], str | None]) -> InvalidRequestError:
+    """Return the error of a value that is wrong, with the path of its field renamed."""
+    complaint = error.errors(include_url=False)[0]
+    path = rename(_path(("body", *complaint["loc"])))
+    message, param, code = _describe({**complaint, "loc": ("body", *(path or "").split("."))})
+    return InvalidRequestError(message, param=param, code=code)
+
+
+def error_response(error: KVLinkerError, scope: Scope) -> JSONResponse:
+    """Make the answer for an error, with the headers that go with it."""
+    headers = {}
+    if isinstance(error, OverloadedError | EngineClosedError):
+        headers["Retry-After"] = str(error.retry_after)
+    if isinstance(error, AuthenticationError):
+        headers["WWW-Authenticate"] = "Bearer"
+    return _response(error_body(error, scope), error.status, scope, headers)
+
+
+@contextmanager
+def blaming(field: str, *, length: str = "max_tokens") -> Iterator[None]:
+    """Have errors about a whole prompt name the request's ``field`` that the prompt comes from, and those about the
+    answer's length the field ``length``."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param in ("messages", "prompt"):
+            error.param = field
+        elif error.param == "max_tokens":
+            error.param = length
+        raise
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Have the app answer exceptions by the error body."""
+    app.add_exception_handler(KVLinkerError, _on_kvlinker_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+
+
+def request_id_of(scope: Scope) -> str:
+    """Return the id that ``RequestIds`` gave the request."""
+    request_id: str = scope["state"]["request_id"]
+    return request_id
+
+
+class RequestIds:
+    """ASGI middleware around all others: names every request, in its answer's ``X-Request-Id`` and in the log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        request_id = f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def naming(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        return await self._app(scope, receive, naming)
+
+
+class UnexpectedErrors:
+    """ASGI middleware: bugs become a 500 that says nothing of the inside, with the traceback in the log.
+
+    The framework's own handler raises the error again, whereupon the connection is closed under the client.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except Exception:
+            if scope["type"] != "http" or started:
+                raise
+            logger.exception("Request %s (%s %s) failed", request_id_of(scope), scope["method"], scope["path"])
+            body = _inner_body(KVLinkerError(""), scope)
+            await _response(body, KVLinkerError.status, scope)(scope, receive, send)
+
+
+def prompt_body_bytes(max_tokens: int) -> int:
+    """Return the limit of bodies that hold nothing but a prompt, or several, for a window of ``max_tokens`` tokens."""
+    return min(MAX_BODY_BYTES, max(LEAST_PROMPT_BODY_BYTES, BYTES_PER_TOKEN * max_tokens))
+
+
+class BodyLimit:
+    """ASGI middleware: answers 413 to bodies that are too large, and reads none of one that announces it.
+
+    ``limits`` are in bytes by path; those of other paths have ``MAX_BODY_BYTES``.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Mapping[str, int]) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        limit = self._limits.get(scope["path"], MAX_BODY_BYTES)
+        announced = int(Headers(scope=scope).get("content-length", 0))
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            if announced <= limit:
+                message = await receive()
+                received += len(message.get("body", b""))
+                if received <= limit:
+                    return message
+            raise HTTPException(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {limit:,} bytes", headers={"Connection": "close"}
+            )
+
+        return await self._app(scope, limited, send)
+
+
+async def _on_kvlinker_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, KVLinkerError)
+    return error_response(error, request.scope)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
+    """Answer with the first complaint, and the path of its field, such as ``messages.0.content.1.id``."""
+    assert isinstance(error, RequestValidationError)
+    message, param, code = _describe(error.errors()[0])
+    return _invalid_request(400, message, request.scope, param=param, code=code)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    """Answer unknown routes, wrong methods, and bodies that are too large, too slow or not text."""
+    assert isinstance(error, HTTPException)
+    code = _HTTP_CODES.get(error.status_code, "invalid_json")
+    path = request.url.path
+    headers = error.headers
+    if code == "method_not_allowed":
+        headers = {"Allow": ", ".join(allowed_methods(request.app, request.scope["path"]))}
+    slash = " Leave the slash at its end out." if path.endswith("/") else ""
+    messages = {
+        "not_found": f"No such route: {request.method} {path}.{slash}",
+        "method_not_allowed": f"{path} does not take {request.method}.",
+        "request_timeout": f"The body did not come in time: {error.detail}. Send it again, faster.",
+        "body_too_large": f"The body is too large: {error.detail}. Send less at once.",
+        "invalid_json": "The body is not JSON in UTF-8.",
+    }
+    return _invalid_request(error.status_code, messages[code], request.scope, param=None, code=code, headers=headers)
+
+
+def _invalid_request(
+    status: int,
+    message: str,
+    scope: Scope,
+    *,
+    param: str | None,
+    code: str,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    return _response(_body(message, "invalid_request_error", param, code), status, scope, headers)
+
+
+def _response(body: ErrorBody, status: int, scope: Scope, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """Return the answer for an error, in the words of the route's API."""
+    told = as_messages_error(body, status, scope) if speaks_messages(scope["path"]) else body
+    return JSONResponse(told.model_dump(), status_code=status, headers=headers)
+
+
+def _inner_body(error: KVLinkerError, scope: Scope) -> ErrorBody:
+    """Make the body for a failure of the server's own, which is none of the caller's business."""
+    message = f"{error.summary} Its log says why, under {request_id_of(scope)}."
+    return _body(message, error.type, error.param, error.code)
+
+
+def _body(message: str, kind: str, param: str | None, code: str) -> ErrorBody:
+    told = shortened(in_words_of("http", message), MAX_MESSAGE_CHARACTERS)
+    return ErrorBody(error=ErrorDetails(message=told, type=kind, param=param, code=code))
+
+
+def _describe(complaint: Mapping[str, Any]) -> tuple[str, str | None, str]:
+    """Return message, param and code for one of pydantic's complaints."""
+    param = _path(complaint["loc"])
+    match complaint["type"]:
+        case "json_invalid":
+            position = complaint["loc"][-1]
+            return f"The body is not valid JSON: {complaint['ctx']['error']} at {position}.", None, "invalid_json"
+        case "missing" if param is None:
+            return "The request needs a JSON body.", None, "missing_required_parameter"
+        case "missing":
+            return f"Missing required parameter: {param!r}.", param, "missing_required_parameter"
+        case "extra_forbidden":
+            meant = complaint.get("ctx", {}).get("meant", "")
+            return f"Unknown parameter: {param!r}.{meant}", param, "unknown_parameter"
+        case "unsupported_parameter":
+            return f"{param!r} is not supported. Leave it out.", param, "unsupported_parameter"
+        case "model_attributes_type" if param is None:
+            return "The body must be a JSON object, sent as application/json.", None, "invalid_type"
+        case kind:
+            subject = "Invalid body" if param is None else f"Invalid {param!r}"
+            code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+            return f"{subject}: {complaint['msg']}.", param, code
+
+
+def _path(location: Sequence[str | int]) -> str | None:
+    """Return the field's path, without the source in front and without the tags of unions and keys."""
+    return ".".join(str(part) for part in location[1:] if not str(part).startswith(("<", "["))) or None

@@ -1,0 +1,74 @@
+"""Handles what all routes share: HEAD requests, the methods that a path takes, and unknown query parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvlinker.base.errors import InvalidRequestError, did_you_mean
+
+_METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
+
+
+class HeadRequests:
+    """ASGI middleware: HEAD is answered as GET is, without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            return await self._app(scope, receive, send)
+
+        async def bodiless(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        read = {**scope, "method": "GET"}
+        try:
+            await self._app(read, receive, bodiless)
+        finally:
+            scope["route"] = read.get("route")
+
+
+def allowed_methods(app: FastAPI, path: str) -> tuple[str, ...]:
+    """Return the methods that the routes of ``path`` take together, sorted."""
+    asked: Scope = {"type": "http", "path": path, "root_path": "", "headers": []}
+    found = {
+        method
+        for method in _METHODS
+        if any(route.matches({**asked, "method": method})[0] is Match.FULL for route in app.router.routes)
+    }
+    return tuple(sorted(found | {"HEAD"} if "GET" in found else found))
+
+
+async def refuse_unknown_query(request: Request) -> None:
+    """Check the query's parameters against those that the OpenAPI document has of the route, as a dependency of all
+    routes. Raises InvalidRequestError for the first unknown one."""
+    if not request.query_params:
+        return
+    operations = request.app.openapi()["paths"].get(request.scope["route"].path_format, {})
+    documented = [
+        parameter
+        for parameter in operations.get(request.method.lower(), {}).get("parameters", ())
+        if parameter["in"] == "query"
+    ]
+    for name in request.query_params:
+        if not any(_is_named(parameter, name) for parameter in documented):
+            known = [parameter["name"] for parameter in documented]
+            takes = f"This route takes {', '.join(known)}." if known else "This route takes none."
+            raise InvalidRequestError(
+                f"Unknown query parameter: {name!r}. {takes}{did_you_mean(name, known)}",
+                param=name,
+                code="unknown_parameter",
+            )
+
+
+def _is_named(parameter: Mapping[str, Any], name: str) -> bool:
+    """Return whether a query's ``name`` is the parameter's, or means to be a pair of it, such as
+    ``metadata[project]``."""
+    known: str = parameter["name"]
+    return name.startswith(known) if parameter.get("style") == "deepObject" else name == known

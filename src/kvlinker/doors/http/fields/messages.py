@@ -1,0 +1,93 @@
+"""Messages of conversations as OpenAI's API has them, for every route that takes some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from kvlinker.base.types.limits import MOST_CALLS
+from kvlinker.base.types.messages import CachedPart, ChatMessage
+from kvlinker.doors.http.fields.bodies import RequestBody, Text, TextOrParts, content_of, is_given, where
+from kvlinker.doors.http.fields.tools import ToolCallBody
+
+
+def unless_role(role: str, others: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return a schema that holds messages of all other roles to the schema ``others``."""
+    return where({"role": {"not": {"const": role}}}, others)
+
+
+class MessageBody(RequestBody):
+    """One turn of a conversation; only an assistant's may have no content. The assistant's ``reasoning_content`` is
+    shown by chat templates that know it. A message of role ``tool`` is the result of the call ``tool_call_id``."""
+
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        unless_role("assistant", is_given("content")),
+        unless_role("assistant", {"properties": {"tool_calls": {"enum": [None, []]}}}),
+        unless_role("assistant", {"properties": {"reasoning_content": {"enum": [None, ""]}}}),
+        unless_role("tool", {"properties": {"tool_call_id": {"enum": [None, ""]}}}),
+        where(
+            {"role": {"const": "tool"}},
+            {"required": ["tool_call_id"], "properties": {"tool_call_id": {"minLength": 1, "type": "string"}}},
+        ),
+    )
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "function_call": (),
+        "refusal": ("",),
+        "annotations": ([],),
+        "audio": (),
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: TextOrParts | None = None
+    name: Text | None = None
+    reasoning_content: Text | None = None
+    tool_calls: list[ToolCallBody] | None = Field(default=None, max_length=MOST_CALLS)
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_roles(cls, data: Any) -> Any:
+        """Refuse what belongs to another role, and a result without the id of its call."""
+        if not isinstance(data, dict):
+            return data
+        for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+            if data.get(name) and data.get("role", role) != role:
+                kind = PydanticCustomError("unsupported_parameter", "not supported; leave it out")
+                error: InitErrorDetails = {"type": kind, "loc": (name,), "input": data[name]}
+                raise ValidationError.from_exception_data(cls.__name__, [error])
+        if data.get("role") == "tool" and not data.get("tool_call_id"):
+            missing: InitErrorDetails = {"type": "missing", "loc": ("tool_call_id",), "input": data}
+            raise ValidationError.from_exception_data(cls.__name__, [missing])
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_content(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("content") is None and data.get("role", "assistant") != "assistant":
+            kind = PydanticCustomError("content_type", "Input should be text or a list of parts")
+            missing: InitErrorDetails = {"type": "missing", "loc": ("content",), "input": data}
+            null: InitErrorDetails = {"type": kind, "loc": ("content",), "input": None}
+            raise ValidationError.from_exception_data(cls.__name__, [null if "content" in data else missing])
+        return data
+
+    def message(self) -> ChatMessage[CachedPart]:
+        """Return the message as the library takes it. ``developer`` becomes ``system``, since few chat templates know
+        that newer role."""
+        content = (self.content,) if isinstance(self.content, str) else content_of(self.content or ())
+        role = "system" if self.role == "developer" else self.role
+        return ChatMessage(role, content, self.name, self._fields())
+
+    def _fields(self) -> Mapping[str, Any]:
+        """Return what else chat templates may show of the message."""
+        fields: dict[str, Any] = {}
+        if self.reasoning_content is not None:
+            fields["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            fields["tool_calls"] = [call.template_call() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        return fields

@@ -1,0 +1,130 @@
+"""Tools in requests and answers, as OpenAI's API has them: definitions, choices and calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Discriminator, JsonValue, StringConstraints, Tag
+from pydantic_core import PydanticCustomError
+
+from kvlinker.base.types.limits import LONGEST_ARGUMENTS
+from kvlinker.base.types.tools import Tool, ToolCall, shown_tool, template_call
+from kvlinker.doors.http.fields.bodies import JsonObject, MarkableBody, RequestBody, ResponseBody, Text
+
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+
+
+class FunctionBody(RequestBody):
+    """A function that the model may call; ``parameters`` is a JSON schema. With ``strict``, arguments are enforced to
+    be valid whenever it is called."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class ToolBody(MarkableBody):
+    """A tool that the model may use. With one of the marks, its definition is a chunk where the prompt shows it."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+    def tool(self) -> Tool:
+        """Return the tool as the library takes it."""
+        return {"type": self.type, "function": self.function.model_dump(exclude_none=True), **self.marks()}
+
+
+def shown_tools(tools: Sequence[ToolBody] | None) -> tuple[Tool, ...]:
+    """Return definitions as prompts are made of them."""
+    return tuple(shown_tool(tool.tool()) for tool in tools or ())
+
+
+class NamedFunctionBody(RequestBody):
+    """The function that is to be called."""
+
+    name: FunctionName
+
+
+class NamedToolBody(RequestBody):
+    """The tool that is to be used."""
+
+    type: Literal["function"]
+    function: NamedFunctionBody
+
+
+ToolChoiceBody = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedToolBody, Tag("<tool>")],
+    Discriminator(lambda value: "<tool>" if isinstance(value, dict | NamedToolBody) else "<word>"),
+]
+
+
+CALLS: JsonValue = {"anyOf": [{"const": "required"}, {"type": "object"}]}
+"""A schema of the choices that ask for a call."""
+
+
+def _check_arguments(text: str) -> str:
+    try:
+        is_object = isinstance(json.loads(text or "{}"), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise PydanticCustomError("json_object", "Input should be a JSON object, as text")
+    return text
+
+
+class CalledFunctionBody(RequestBody):
+    """A function that was called, with its arguments as JSON."""
+
+    name: FunctionName
+    arguments: Annotated[Text, StringConstraints(max_length=LONGEST_ARGUMENTS), AfterValidator(_check_arguments)]
+
+
+class ToolCallBody(RequestBody):
+    """A call of the assistant's, earlier in the conversation."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"index"})
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunctionBody
+
+    def template_call(self) -> dict[str, Any]:
+        """Return the call as chat templates take it, with its arguments as an object."""
+        return template_call(self.model_dump())
+
+
+class FunctionCall(ResponseBody):
+    """The function that the model calls; ``arguments`` is a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallObject(ResponseBody):
+    """A call that the model asks for; its result comes back in a message of role ``tool`` with its id."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ToolCallDelta(ToolCallObject):
+    """A call in a stream, whole; ``index`` counts the calls of a choice."""
+
+    index: int
+
+
+def call_objects(calls: Sequence[ToolCall]) -> list[ToolCallObject]:
+    """Return calls as answers tell them."""
+    return [
+        ToolCallObject(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
+        for call in calls
+    ]
+
+
+def call_deltas(calls: Sequence[ToolCall], *, first: int) -> list[ToolCallDelta]:
+    """Return calls as streams tell them, numbered from ``first`` on."""
+    return [ToolCallDelta(**call.model_dump(), index=first + index) for index, call in enumerate(call_objects(calls))]

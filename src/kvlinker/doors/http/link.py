@@ -1,0 +1,152 @@
+"""/v1/policies and /v1/link/explain: which policies there are, and what one does to a prompt."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from pydantic import Field, JsonValue, model_validator
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
+from kvlinker.base.types.messages import TemplateOptions
+from kvlinker.doors.http.answers.completions import ONE_PROMPT, PromptBody, single_prompt
+from kvlinker.doors.http.edge.access import TenantParam
+from kvlinker.doors.http.edge.errors import blaming, error_responses
+from kvlinker.doors.http.edge.long_bodies import BodyRoute
+from kvlinker.doors.http.fields.bodies import (
+    NONEMPTY_LIST,
+    DocumentBody,
+    LinkOptions,
+    RequestBody,
+    ResponseBody,
+    Text,
+    exactly_one,
+    is_given,
+    where,
+)
+from kvlinker.doors.http.fields.explanations import LinkExplanation
+from kvlinker.doors.http.fields.messages import MessageBody
+from kvlinker.doors.http.fields.tools import ToolBody, shown_tools
+from kvlinker.doors.http.models import Service, ServiceParam
+from kvlinker.llm import Explanation
+
+router = APIRouter(prefix="/v1", tags=["linking"], route_class=BodyRoute)
+
+
+class NumberParameter(ResponseBody):
+    """A number in a policy's name; ``meaning`` is its unit, ``prefix`` stands before it. Null: it has no default."""
+
+    name: str
+    meaning: str
+    type: Literal["integer", "number"]
+    minimum: float
+    maximum: float
+    prefix: str
+    default: float | None
+
+
+class ChoiceParameter(ResponseBody):
+    """One of several words in a policy's name."""
+
+    name: str
+    meaning: str
+    type: Literal["choice"]
+    values: list[str]
+    default: str | None
+
+
+class PolicyObject(ResponseBody):
+    """A linking policy; ``usage`` is how its name is written with its parameters.
+
+    ``supported`` tells whether this engine can follow it, with some of its parameters at least; ``restriction`` why it
+    cannot, or not with all of them.
+    """
+
+    object: Literal["policy"]
+    name: str
+    usage: str
+    description: str
+    supported: bool
+    restriction: str | None
+    parameters: list[Annotated[NumberParameter | ChoiceParameter, Field(discriminator="type")]]
+
+
+class PolicyList(ResponseBody):
+    """All linking policies; ``default`` is the one for requests that name none."""
+
+    object: Literal["list"]
+    data: list[PolicyObject]
+    default: str
+
+
+class ExplainRequest(RequestBody):
+    """One of ``messages``, as a chat has them, and ``prompt``, as a completion has it; and how to link."""
+
+    model_config = exactly_one("messages", "prompt")
+
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        where({"tools": NONEMPTY_LIST}, is_given("messages")),
+        ONE_PROMPT,
+    )
+
+    model: Text | None = None
+    messages: list[MessageBody] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)
+    documents: list[DocumentBody] | None = Field(default=None, max_length=MOST_DOCUMENTS)
+    tools: list[ToolBody] | None = Field(default=None, max_length=MOST_TOOLS)
+    prompt: PromptBody | None = None
+    link: LinkOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_source(self) -> ExplainRequest:
+        if (self.messages is None) == (self.prompt is None):
+            raise InvalidRequestError("Give exactly one of 'messages' and 'prompt'.", param="messages")
+        if self.tools and self.messages is None:
+            raise InvalidRequestError("'tools' go with 'messages' only.", param="tools")
+        return self
+
+
+class PromptExplanation(LinkExplanation):
+    """The link of a prompt, and the model for which it is made."""
+
+    model: str
+
+
+@router.get("/policies", response_model=PolicyList)
+async def list_policies(service: ServiceParam, tenant: TenantParam) -> Response:
+    """List all linking policies with their parameters, and the one for requests that name none."""
+    data = [{"object": "policy", **policy} for policy in service.llm.policies()]
+    return JSONResponse({"object": "list", "data": data, "default": service.llm.default_policy(tenant).name})
+
+
+@router.post("/link/explain", response_model=PromptExplanation, responses=error_responses(400, 404, 429, 503))
+async def explain_link(body: ExplainRequest, request: Request, service: ServiceParam, tenant: TenantParam) -> Response:
+    """Tell tokens, segments, recomputed tokens by layer, scores and cost of linking ``messages`` or a ``prompt``; no
+    answer."""
+    service.check_model(body.model)
+    explanation = await service.encoding.run(request, lambda: _explain(service, body, tenant))
+    return JSONResponse(await run_in_threadpool(explanation.to_json) | {"model": service.llm.model_name})
+
+
+def _explain(service: Service, body: ExplainRequest, tenant: str) -> Explanation:
+    policy = body.link.policy if body.link else None
+    implicit = body.link.implicit if body.link else None
+    attention = bool(body.link and body.link.attention)
+    if body.messages is not None:
+        messages = [message.message() for message in body.messages]
+        documents = [document.document() for document in body.documents or ()]
+        with blaming("messages"):
+            return service.llm.explain(
+                messages,
+                documents=documents,
+                options=TemplateOptions(tools=shown_tools(body.tools)),
+                policy=policy,
+                implicit=implicit,
+                attention=attention,
+                tenant=tenant,
+            )
+    prompt = single_prompt(body.prompt or "")
+    with blaming("prompt"):
+        return service.llm.explain(prompt=prompt, policy=policy, implicit=implicit, attention=attention, tenant=tenant)

@@ -1,0 +1,263 @@
+"""Answers of /v1/messages: bodies, and the events of streams."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, RootModel
+from starlette.types import Scope
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockStep
+from kvlinker.doors.http.answers.answering import LinkBody, created_tokens, link_body
+from kvlinker.doors.http.edge.errors import as_messages_error, error_body
+from kvlinker.doors.http.fields.bodies import ResponseBody
+from kvlinker.doors.http.messages.errors import MessagesError
+from kvlinker.engines.contract.contract import Finished
+from kvlinker.llm import LLM, ReadPrompt
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class TextBlockBody(ResponseBody):
+    """What the model says."""
+
+    type: Literal["text"]
+    text: str
+    citations: None
+
+
+class ThinkingBlockBody(ResponseBody):
+    """What the model thought before it spoke; there is no signature to check."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlockBody(ResponseBody):
+    """A call that the model asks for; its result comes back in a ``tool_result`` with its id."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, JsonValue]
+
+
+BlockBody = Annotated[TextBlockBody | ThinkingBlockBody | ToolUseBlockBody, Field(discriminator="type")]
+
+
+class MessageUsage(ResponseBody):
+    """The tokens of a request: those of the prompt were read from caches, were cached by this request as chunks of
+    their own (``cache_creation_input_tokens``), or neither (``input_tokens``); the three add up to its length."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageObject(ResponseBody):
+    """The whole answer; ``link`` is there where chunks took part."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[BlockBody]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    link: LinkBody | None = None
+
+
+class MessageStart(ResponseBody):
+    """Begins a stream. Nothing is known yet of what is cached: all of the prompt is ``input_tokens`` here."""
+
+    type: Literal["message_start"]
+    message: MessageObject
+
+
+class ContentBlockStart(ResponseBody):
+    """Begins a block."""
+
+    type: Literal["content_block_start"]
+    index: int
+    content_block: BlockBody
+
+
+class TextDelta(ResponseBody):
+    """More of a text."""
+
+    type: Literal["text_delta"]
+    text: str
+
+
+class ThinkingDelta(ResponseBody):
+    """More of what the model thinks."""
+
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
+class InputJsonDelta(ResponseBody):
+    """The arguments of a call, as JSON."""
+
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+class ContentBlockDelta(ResponseBody):
+    """More of a block."""
+
+    type: Literal["content_block_delta"]
+    index: int
+    delta: Annotated[TextDelta | ThinkingDelta | InputJsonDelta, Field(discriminator="type")]
+
+
+class ContentBlockStop(ResponseBody):
+    """Ends a block."""
+
+    type: Literal["content_block_stop"]
+    index: int
+
+
+class StopDelta(ResponseBody):
+    """Why the answer ended."""
+
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(ResponseBody):
+    """The end of the answer, with its usage."""
+
+    type: Literal["message_delta"]
+    delta: StopDelta
+    usage: MessageUsage
+
+
+class MessageStop(ResponseBody):
+    """Ends a stream."""
+
+    type: Literal["message_stop"]
+
+
+class MessageStreamEvent(
+    RootModel[
+        Annotated[
+            MessageStart
+            | ContentBlockStart
+            | ContentBlockDelta
+            | ContentBlockStop
+            | MessageDelta
+            | MessageStop
+            | MessagesError,
+            Field(discriminator="type"),
+        ]
+    ]
+):
+    """An event of a stream, which has the name of its ``type``."""
+
+
+class MessageAnswer:
+    """A ``DialectAnswer``."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._id = f"msg_{secrets.token_hex(12)}"
+        self._model = llm.model_name
+
+    def opening(self, read: ReadPrompt) -> Iterable[MessageStart]:
+        self._read = read
+        usage = MessageUsage(
+            input_tokens=len(read.prompt), cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
+        )
+        return [MessageStart(type="message_start", message=self._message([], None, None, usage))]
+
+    def told(self, step: BlockStep) -> Iterator[ContentBlockStart | ContentBlockDelta | ContentBlockStop]:
+        index = step.block.index
+        match step.what:
+            case "begin":
+                yield ContentBlockStart(type="content_block_start", index=index, content_block=_begun(step.block))
+            case "go on":
+                yield ContentBlockDelta(type="content_block_delta", index=index, delta=_delta(step))
+            case "end":
+                yield ContentBlockStop(type="content_block_stop", index=index)
+
+    def ended(self, blocks: Sequence[AnswerBlock], finished: Finished) -> None:
+        self._blocks = blocks
+        self._finished = finished
+
+    def closing(self) -> Iterable[MessageDelta | MessageStop]:
+        stop = StopDelta(stop_reason=self._reason(), stop_sequence=self._finished.stop_string)
+        return [
+            MessageDelta(type="message_delta", delta=stop, usage=self._usage()),
+            MessageStop(type="message_stop"),
+        ]
+
+    def failure(self, error: KVLinkerError, scope: Scope) -> Iterable[MessagesError]:
+        return [as_messages_error(error_body(error, scope), error.status, scope)]
+
+    def whole(self) -> MessageObject:
+        blocks = [_body(block) for block in self._blocks]
+        return self._message(blocks, self._reason(), self._finished.stop_string, self._usage())
+
+    def _message(
+        self, content: list[Any], reason: StopReason | None, stop: str | None, usage: MessageUsage
+    ) -> MessageObject:
+        link = link_body([self._read])
+        return MessageObject(
+            id=self._id,
+            type="message",
+            role="assistant",
+            model=self._model,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=stop,
+            usage=usage,
+            **({} if link is None else {"link": link}),
+        )
+
+    def _reason(self) -> StopReason:
+        if self._finished.stop_string is not None:
+            return "stop_sequence"
+        if self._finished.reason != "stop":
+            return "max_tokens"
+        return "tool_use" if any(block.call for block in self._blocks) else "end_turn"
+
+    def _usage(self) -> MessageUsage:
+        usage = self._finished.usage
+        created = created_tokens(self._read, usage)
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - usage.cached_tokens - created,
+            cache_creation_input_tokens=created,
+            cache_read_input_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+        )
+
+
+def _begun(block: AnswerBlock) -> TextBlockBody | ThinkingBlockBody | ToolUseBlockBody:
+    """Return a block as it begins, without its text."""
+    if block.call is not None:
+        return ToolUseBlockBody(type="tool_use", id=block.call.id, name=block.call.name, input={})
+    if block.kind == "reasoning":
+        return ThinkingBlockBody(type="thinking", thinking="", signature="")
+    return TextBlockBody(type="text", text="", citations=None)
+
+
+def _body(block: AnswerBlock) -> TextBlockBody | ThinkingBlockBody | ToolUseBlockBody:
+    """Return a block with its text."""
+    field = {"reasoning": "thinking", "text": "text", "call": "input"}[block.kind]
+    return _begun(block).model_copy(update={field: json.loads(block.text) if block.call else block.text})
+
+
+def _delta(step: BlockStep) -> TextDelta | ThinkingDelta | InputJsonDelta:
+    match step.block.kind:
+        case "reasoning":
+            return ThinkingDelta(type="thinking_delta", thinking=step.text)
+        case "call":
+            return InputJsonDelta(type="input_json_delta", partial_json=step.text)
+    return TextDelta(type="text_delta", text=step.text)

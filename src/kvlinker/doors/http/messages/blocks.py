@@ -1,0 +1,155 @@
+"""Blocks of content in requests, as Anthropic's API has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
+
+from kvlinker.base.types.limits import MOST_PARTS
+from kvlinker.doors.http.fields.bodies import (
+    CacheControl,
+    ContextCachePart,
+    JsonObject,
+    NonemptyText,
+    Part,
+    RequestBody,
+    Text,
+    TextOr,
+    TextPart,
+)
+from kvlinker.doors.http.fields.tools import FunctionName
+from kvlinker.prompting.sections import document_parts
+
+
+class TextBlock(TextPart):
+    """A text, as Anthropic's API names it."""
+
+    type: Literal["text"]
+
+
+Texts = TextOr[Annotated[list[Part], Field(max_length=MOST_PARTS)]]
+"""A text, or texts and context caches, of which there may be none."""
+
+
+class ToolUseBlock(RequestBody):
+    """A call of the assistant's, earlier in the conversation."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": ({"type": "direct"},), "toolset_name": ()}
+
+    type: Literal["tool_use"]
+    id: Text
+    name: FunctionName
+    input: JsonObject
+
+
+class ToolResultBlock(RequestBody):
+    """The result of a call; the prompt shows one that ``is_error`` behind ``Error: ``. With ``cache_control``, those
+    of its texts that have no mark of their own are chunks, too."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"toolset_name": ()}
+
+    type: Literal["tool_result"]
+    tool_use_id: NonemptyText
+    content: Texts | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+    def parts(self) -> list[Part]:
+        """Return the content as parts of a chat message."""
+        content = self.content or ""
+        parts = [TextPart(type="text", text=content)] if isinstance(content, str) else content
+        error = [TextPart(type="text", text="Error: ")] if self.is_error else []
+        return [*error, *map(self._marked, parts)]
+
+    def _marked(self, part: Part) -> Part:
+        """Return a part with the result's mark, unless it is marked itself."""
+        if self.cache_control is None or not isinstance(part, TextPart) or part.marks():
+            return part
+        return part.model_copy(update={"cache_control": self.cache_control})
+
+
+class ThinkingBlock(RequestBody):
+    """The assistant's reasoning, earlier in the conversation; chat templates that know it show it."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"signature", "cache_control"})
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class DocumentTextBody(RequestBody):
+    """Holds the text of a document."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: Text
+
+
+class Citations(RequestBody):
+    """Asks for citations of a document, which are not supported."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"enabled": (False,)}
+
+
+class DocumentBlock(RequestBody):
+    """A document, whose text becomes a chunk behind its title."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"context": ("",)}
+
+    type: Literal["document"]
+    source: DocumentTextBody
+    title: Text | None = None
+    citations: Citations | None = None
+    cache_control: CacheControl | None = None
+
+    def parts(self) -> list[TextPart]:
+        """Return the document as parts of a chat message."""
+        mark = self.cache_control or CacheControl(type="ephemeral")
+        marked = TextPart(type="text", text=self.source.data, cache_control=mark)
+        return [
+            TextPart(type="text", text=part) if isinstance(part, str) else part
+            for part in document_parts(self.title or "", marked)
+        ]
+
+
+class UnknownBlock(BaseModel):
+    """The catch-all for blocks of other types, which are all invalid: its error lists the types that exist."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "context_cache", "tool_use", "tool_result", "thinking", "document"]
+
+
+_TAGS = ("text", "context_cache", "tool_use", "tool_result", "thinking", "document")
+
+
+def _block_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if kind in _TAGS else "<unknown>"
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ContextCachePart, Tag("<context_cache>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[SkipJsonSchema[UnknownBlock], Tag("<unknown>")],
+    Discriminator(_block_kind),
+]
+
+Blocks = TextOr[Annotated[list[Block], Field(min_length=1, max_length=MOST_PARTS)]]
+
+
+def located(content: Any, path: str) -> Iterator[tuple[Any, str]]:
+    """Yield the blocks of a content, and their paths in the request."""
+    if isinstance(content, str):
+        yield TextPart(type="text", text=content), path
+        return
+    for index, block in enumerate(content):
+        yield block, f"{path}.{index}"

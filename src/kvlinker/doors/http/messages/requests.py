@@ -1,0 +1,267 @@
+"""Request bodies of /v1/messages, and their translation to chat requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.limits import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
+from kvlinker.doors.http.answers.dialects import Translation
+from kvlinker.doors.http.fields.bodies import (
+    ATTENTION_IS_EXPLAINED,
+    NOTHING_EXPLAINED,
+    CacheControl,
+    JsonObject,
+    LinkOptions,
+    MarkableBody,
+    RequestBody,
+    StopText,
+    Text,
+    has_entries,
+    where,
+)
+from kvlinker.doors.http.fields.messages import unless_role
+from kvlinker.doors.http.fields.reasoning import Effort, ReasoningBody
+from kvlinker.doors.http.fields.tools import FunctionName
+from kvlinker.doors.http.messages.blocks import (
+    Blocks,
+    DocumentBlock,
+    Texts,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    located,
+)
+
+
+def _without(*types: str) -> dict[str, JsonValue]:
+    """Return a schema of messages that have no blocks of these types."""
+    return {"properties": {"content": {"items": {"properties": {"type": {"not": {"enum": list(types)}}}}}}}
+
+
+class MessageParam(RequestBody):
+    """One turn of a conversation; turns of the same role that follow one another are one."""
+
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        unless_role("assistant", _without("tool_use", "thinking")),
+        unless_role("user", _without("tool_result")),
+    )
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+    @model_validator(mode="after")
+    def _check_role(self) -> MessageParam:
+        for block in () if isinstance(self.content, str) else self.content:
+            role = {ToolUseBlock: "assistant", ThinkingBlock: "assistant", ToolResultBlock: "user"}.get(type(block))
+            if role not in (None, self.role):
+                raise InvalidRequestError(
+                    f"A block of type {block.type!r} stands in messages of role {role!r}, not {self.role!r}.",
+                    param="messages",
+                )
+        return self
+
+
+class MessageTool(MarkableBody):
+    """A function that the model may call; ``input_schema`` is a JSON schema. With ``strict``, arguments are enforced to
+    be valid whenever it is called. With ``cache_control``, its definition is a chunk where the prompt shows it."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"eager_input_streaming"})
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "allowed_callers": (["direct"],),
+        "defer_loading": (False,),
+        "input_examples": ([],),
+    }
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: Text | None = None
+    input_schema: JsonObject
+    strict: bool | None = None
+
+    def chat_tool(self) -> dict[str, Any]:
+        """Return the definition as chat requests have it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": {**function, "strict": self.strict}, **self.marks()}
+
+
+class AnyToolChoice(RequestBody):
+    """Whether a tool is called: if the model likes, in any case, or not at all."""
+
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class NamedToolChoice(RequestBody):
+    """The tool that is to be called."""
+
+    type: Literal["tool"]
+    name: FunctionName
+    disable_parallel_tool_use: bool | None = None
+
+
+_ToolChoice = Annotated[
+    Annotated[AnyToolChoice, Tag("<any>")] | Annotated[NamedToolChoice, Tag("<named>")],
+    Discriminator(lambda value: "<named>" if isinstance(value, dict) and value.get("type") == "tool" else "<any>"),
+]
+
+
+class ThinkingBody(RequestBody):
+    """Says whether the model is to reason; ``disabled`` counts for those that can do without."""
+
+    type: Literal["adaptive", "disabled"]
+    display: Literal["summarized"] | None = None
+
+
+class ThinkingBudget(RequestBody):
+    """Asks for reasoning of so many tokens at most, which cannot be kept: it is refused for a model that reasons."""
+
+    type: Literal["enabled"]
+    budget_tokens: int = Field(ge=1, le=2**31 - 1)
+    display: Literal["summarized"] | None = None
+
+
+_Thinking = Annotated[
+    Annotated[ThinkingBody, Tag("<usual>")] | Annotated[ThinkingBudget, Tag("<enabled>")],
+    Discriminator(
+        lambda value: "<enabled>" if isinstance(value, dict) and value.get("type") == "enabled" else "<usual>"
+    ),
+]
+
+
+class OutputFormat(RequestBody):
+    """A JSON schema that the answer is to be valid under."""
+
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
+class OutputConfig(RequestBody):
+    """The form of the answer, and how much the model is to reason for it."""
+
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+
+
+_CALLED_TOOL_IS_THERE = where(
+    {"tool_choice": {"required": ["type"], "properties": {"type": {"enum": ["any", "tool"]}}, "type": "object"}},
+    has_entries("tools"),
+)
+
+
+class CountTokensRequest(RequestBody):
+    """A conversation whose tokens are to be counted."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "context_management": (),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+    }
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (_CALLED_TOOL_IS_THERE, ATTENTION_IS_EXPLAINED)
+
+    model: Text | None = None
+    messages: list[MessageParam] = Field(min_length=1, max_length=MOST_MESSAGES)
+    system: Texts | None = None
+    tools: list[MessageTool] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_choice: _ToolChoice | None = None
+    thinking: _Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = Field(
+        default=None, description="Means nothing: what begins as an earlier prompt did is reused in any case."
+    )
+    link: LinkOptions | None = None
+
+    def translated(self) -> Translation:
+        """Return the chat request."""
+        made = Translation(
+            fields={
+                "response_format.json_schema": "output_config.format",
+                "stop": "stop_sequences",
+                "reasoning.effort": "thinking.type",
+                "reasoning.max_tokens": "thinking.budget_tokens",
+                "reasoning_effort": "output_config.effort",
+            },
+            cuts_max_tokens=True,
+        )
+        made.values |= {"model": self.model, "link": self.link}
+        if self.system:
+            made.add_message("system")
+            made.add_content(self.system, origin="system")
+        for index, message in enumerate(self.messages):
+            _translate(message, made, f"messages.{index}")
+        made.values["continue_final_message"] = made.last["role"] == "assistant" and "tool_calls" not in made.last
+        if self.tools:
+            made.values["tools"] = [tool.chat_tool() for tool in self.tools]
+        if self.tool_choice is not None:
+            made.values["tool_choice"] = _chat_choice(self.tool_choice)
+            made.values["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        match self.thinking:
+            case ThinkingBudget(budget_tokens=most):
+                made.values["reasoning"] = ReasoningBody(max_tokens=most)
+            case ThinkingBody(type="disabled"):
+                made.values["reasoning"] = ReasoningBody(effort="none")
+        if self.output_config is not None:
+            made.values["reasoning_effort"] = self.output_config.effort
+            if self.output_config.format is not None:
+                schema = {"schema": self.output_config.format.schema_}
+                made.values["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return made
+
+
+class MessagesRequest(CountTokensRequest):
+    """A conversation to answer. Fields that would change the answer and are not supported are refused."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"metadata", "diagnostics"})
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = CountTokensRequest.refused | {"container": (), "inference_geo": ()}
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (_CALLED_TOOL_IS_THERE, NOTHING_EXPLAINED)
+
+    max_tokens: int = Field(ge=1, le=2**31 - 1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
+    stop_sequences: list[StopText] | None = Field(default=None, max_length=MOST_STOPS)
+    stream: bool | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    def translated(self) -> Translation:
+        made = super().translated()
+        names = ("max_tokens", "temperature", "top_p", "top_k", "stream")
+        made.values |= {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
+        return made
+
+
+def _translate(message: MessageParam, made: Translation, path: str) -> None:
+    """Add a message to the chat request: one, or several where results of calls are in it."""
+    for block, origin in located(message.content, f"{path}.content"):
+        if isinstance(block, ToolResultBlock):
+            made.add_result(block.tool_use_id, origin=f"{origin}.tool_use_id")
+            for part in block.parts():
+                made.add_part(part, origin=f"{origin}.content")
+            continue
+        _begin_turn(message.role, made)
+        match block:
+            case ToolUseBlock():
+                made.add_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False), origin=origin)
+            case ThinkingBlock():
+                made.add_reasoning(block.thinking)
+            case DocumentBlock():
+                for part in block.parts():
+                    made.add_part(part, origin=origin)
+            case _:
+                made.add_part(block, origin=origin)
+
+
+def _begin_turn(role: str, made: Translation) -> None:
+    """Begin a message, unless the last one is of the same role; those of the system are never one."""
+    if not made.values["messages"] or not (made.last["role"] == role != "system"):
+        made.add_message(role)
+
+
+def _chat_choice(choice: AnyToolChoice | NamedToolChoice) -> Any:
+    """Return a choice of tools as chat requests have it."""
+    if isinstance(choice, NamedToolChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]

@@ -1,0 +1,107 @@
+"""The model that an app serves, as all routes reach it, and the threads that encode texts for it; GET /v1/models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeVar
+
+import anyio.to_thread
+from fastapi import APIRouter, Depends, Request
+
+from kvlinker.base.errors import ModelNotFoundError
+from kvlinker.doors.http.edge.draining import Drain
+from kvlinker.doors.http.edge.errors import error_responses
+from kvlinker.doors.http.fields.bodies import ResponseBody
+from kvlinker.doors.http.metrics import Metrics
+from kvlinker.doors.http.tracing import Tracing
+from kvlinker.llm import LLM
+from kvlinker.settings import Settings
+
+router = APIRouter(prefix="/v1/models", tags=["models"])
+
+
+T = TypeVar("T")
+
+LONG_BODY_BYTES = 256 * 2**10
+"""The length of a body from which on its texts take noticeable time and memory to encode."""
+
+LONG_AT_ONCE = 2
+"""The most requests with long bodies that are encoded at the same time."""
+
+
+class EncodingThreads:
+    """Runs what encodes a request's texts: short ones in the threads that all routes share, long ones a few at a time
+    in threads of their own."""
+
+    def __init__(self) -> None:
+        self._long = anyio.CapacityLimiter(LONG_AT_ONCE)
+
+    async def run(self, request: Request, function: Callable[[], T]) -> T:
+        """Return what ``function`` returns, for a request whose body has been read."""
+        is_long = len(await request.body()) >= LONG_BODY_BYTES
+        return await anyio.to_thread.run_sync(function, limiter=self._long if is_long else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Holds one model, as one app serves it."""
+
+    llm: LLM
+    settings: Settings
+    metrics: Metrics
+    drain: Drain
+    encoding: EncodingThreads = field(default_factory=EncodingThreads)
+    tracing: Tracing | None = None
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFoundError unless a request's ``model`` is the served name, ``default`` or absent."""
+        if name not in (None, "default", self.llm.model_name):
+            raise ModelNotFoundError(
+                f"The model {name!r} is not served here. Use {self.llm.model_name!r}, or leave 'model' out.",
+                param="model",
+            )
+
+
+async def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceParam = Annotated[Service, Depends(_service)]
+
+
+class ModelObject(ResponseBody):
+    """A model that is served. ``max_model_len``: tokens that prompt and answer may have together."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["kvlinker"] = "kvlinker"
+    max_model_len: int
+
+
+class ModelList(ResponseBody):
+    """All models that are served."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelObject]
+
+
+@router.get("")
+async def list_models(service: ServiceParam) -> ModelList:
+    """List the one model that is served."""
+    return ModelList(data=[_model(service)])
+
+
+@router.get("/{name:path}", responses=error_responses(404))
+async def read_model(name: str, service: ServiceParam) -> ModelObject:
+    """Describe the model of this name."""
+    service.check_model(name)
+    return _model(service)
+
+
+def _model(service: Service) -> ModelObject:
+    return ModelObject(
+        id=service.llm.model_name, created=int(service.llm.created_at), max_model_len=service.llm.max_model_len
+    )

@@ -1,0 +1,230 @@
+"""Tells an answer as /v1/responses does, whole or in events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+from starlette.types import Scope
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.base.types.answers import Usage
+from kvlinker.base.types.messages import MARKS
+from kvlinker.doors.http.answers.answer_blocks import AnswerBlock, BlockStep
+from kvlinker.doors.http.answers.answering import created_tokens, link_body
+from kvlinker.doors.http.edge.errors import error_body
+from kvlinker.doors.http.responses.events import (
+    AnyEvent,
+    ArgumentsDelta,
+    ArgumentsDone,
+    ContentPartEvent,
+    OutputItemEvent,
+    OutputTextDelta,
+    OutputTextDone,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    ResponseEvent,
+)
+from kvlinker.doors.http.responses.objects import (
+    CalledFunctionItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    MessageOutput,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningOutput,
+    ReasoningTextBody,
+    ResponseFailure,
+    ResponseObject,
+    ResponseUsage,
+    Status,
+)
+from kvlinker.doors.http.responses.requests import ResponsesRequest
+from kvlinker.engines.contract.contract import Finished
+from kvlinker.llm import LLM, ReadPrompt
+
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+
+
+class ResponseAnswer:
+    """A ``DialectAnswer``."""
+
+    def __init__(self, llm: LLM, body: ResponsesRequest) -> None:
+        self._llm = llm
+        self._body = body
+        self._id = f"resp_{secrets.token_hex(12)}"
+        self._created_at = int(time.time())
+        self._ids: dict[int, str] = {}
+        self._numbers = 0
+        self._blocks: Sequence[AnswerBlock] = ()
+        self._finished: Finished | None = None
+
+    def opening(self, read: ReadPrompt) -> Iterable[AnyEvent]:
+        self._read = read
+        return [
+            ResponseEvent(type=kind, response=self._response("in_progress"), **self._number())
+            for kind in ("response.created", "response.in_progress")
+        ]
+
+    def told(self, step: BlockStep) -> Iterator[AnyEvent]:
+        block = step.block
+        place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
+        match step.what:
+            case "begin":
+                item = self._item(block, "in_progress")
+                yield OutputItemEvent(
+                    type="response.output_item.added", output_index=block.index, item=item, **self._number()
+                )
+                if block.call is None:
+                    yield self._part("response.content_part.added", block, place)
+            case "go on":
+                yield self._more(block, step.text, place)
+            case "end":
+                yield self._done(block, place)
+                if block.call is None:
+                    yield self._part("response.content_part.done", block, place)
+                yield OutputItemEvent(
+                    type="response.output_item.done",
+                    output_index=block.index,
+                    item=self._item(block, self._status_of(block)),
+                    **self._number(),
+                )
+
+    def ended(self, blocks: Sequence[AnswerBlock], finished: Finished) -> None:
+        self._blocks, self._finished = blocks, finished
+
+    def closing(self) -> Iterable[AnyEvent]:
+        whole = self.whole()
+        kind: Any = f"response.{whole.status}"
+        return [ResponseEvent(type=kind, response=whole, **self._number())]
+
+    def failure(self, error: KVLinkerError, scope: Scope) -> Iterable[AnyEvent]:
+        told = error_body(error, scope).error
+        code = "server_error" if told.code == KVLinkerError.code else told.code  # OpenAI's word for it
+        failed = self._response("failed").model_copy(update={"error": ResponseFailure(code=code, message=told.message)})
+        return [ResponseEvent(type="response.failed", response=failed, **self._number())]
+
+    def whole(self) -> ResponseObject:
+        assert self._finished is not None
+        return self._response("completed" if self._finished.reason == "stop" else "incomplete")
+
+    def _number(self) -> dict[str, int]:
+        """Return the number of the next event."""
+        self._numbers += 1
+        return {"sequence_number": self._numbers - 1}
+
+    def _item_id(self, block: AnswerBlock) -> str:
+        return self._ids.setdefault(block.index, f"{_PREFIXES[block.kind]}_{secrets.token_hex(12)}")
+
+    def _more(self, block: AnswerBlock, text: str, place: dict[str, Any]) -> AnyEvent:
+        place = place | self._number()
+        match block.kind:
+            case "call":
+                return ArgumentsDelta(type="response.function_call_arguments.delta", delta=text, **place)
+            case "reasoning":
+                return ReasoningTextDelta(type="response.reasoning_text.delta", content_index=0, delta=text, **place)
+        return OutputTextDelta(type="response.output_text.delta", content_index=0, delta=text, logprobs=[], **place)
+
+    def _done(self, block: AnswerBlock, place: dict[str, Any]) -> AnyEvent:
+        place = place | self._number()
+        if block.call is not None:
+            return ArgumentsDone(
+                type="response.function_call_arguments.done", name=block.call.name, arguments=block.text, **place
+            )
+        if block.kind == "reasoning":
+            return ReasoningTextDone(type="response.reasoning_text.done", content_index=0, text=block.text, **place)
+        return OutputTextDone(type="response.output_text.done", content_index=0, text=block.text, logprobs=[], **place)
+
+    def _part(
+        self,
+        kind: Literal["response.content_part.added", "response.content_part.done"],
+        block: AnswerBlock,
+        place: dict[str, Any],
+    ) -> ContentPartEvent:
+        text = "" if kind == "response.content_part.added" else block.text
+        part = _reasoning(text) if block.kind == "reasoning" else _text(text)
+        return ContentPartEvent(type=kind, content_index=0, part=part, **(place | self._number()))
+
+    def _item(
+        self, block: AnswerBlock, status: Literal["in_progress", "completed", "incomplete"]
+    ) -> MessageOutput | ReasoningOutput | CalledFunctionItem:
+        """Return an item; one in progress is empty."""
+        begins = status == "in_progress"
+        item_id = self._item_id(block)
+        if block.call is not None:
+            return CalledFunctionItem(
+                type="function_call",
+                id=item_id,
+                call_id=block.call.id,
+                name=block.call.name,
+                arguments="" if begins else block.text,
+                status=status,
+            )
+        if block.kind == "reasoning":
+            thoughts = [] if begins else [_reasoning(block.text)]
+            return ReasoningOutput(type="reasoning", id=item_id, status=status, summary=[], content=thoughts)
+        texts = [] if begins else [_text(block.text)]
+        return MessageOutput(type="message", id=item_id, role="assistant", status=status, content=texts)
+
+    def _response(self, status: Status) -> ResponseObject:
+        body, params = self._body, self._llm.sampling_params(**self._body.sampling_fields())
+        link = link_body([self._read])
+        return ResponseObject(
+            id=self._id,
+            object="response",
+            created_at=self._created_at,
+            completed_at=int(time.time()) if status == "completed" else None,
+            status=status,
+            background=False,
+            error=None,
+            incomplete_details=IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=self._llm.model_name,
+            output=[self._item(block, self._status_of(block)) for block in self._blocks],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=None,
+            reasoning=body.told_reasoning(),
+            service_tier="default",
+            store=False,
+            temperature=params.temperature,
+            text=body.told_text(),
+            tool_choice=body.told_choice(),
+            tools=[tool.model_dump(exclude=set(MARKS)) | tool.marks() for tool in body.tools or ()],
+            top_p=params.top_p,
+            truncation="disabled",
+            usage=None if self._finished is None else self._usage(self._finished.usage),
+            **({} if link is None else {"link": link}),
+        )
+
+    def _status_of(self, block: AnswerBlock) -> Literal["completed", "incomplete"]:
+        """Return how a block ended: the last one of an answer that was cut is not complete, unless it is a call."""
+        cut = self._finished is not None and self._finished.reason != "stop"
+        return "incomplete" if cut and block is self._blocks[-1] and block.call is None else "completed"
+
+    def _usage(self, usage: Usage) -> ResponseUsage:
+        thoughts = "".join(block.text for block in self._blocks if block.kind == "reasoning")
+        thought = len(self._llm.token_ids(thoughts)) if thoughts else 0
+        return ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(
+                cached_tokens=usage.cached_tokens,
+                exact_cached_tokens=usage.exact_cached_tokens,
+                recomputed_tokens=usage.recomputed_tokens,
+                cache_write_tokens=created_tokens(self._read, usage),
+            ),
+            output_tokens=usage.output_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=min(thought, usage.output_tokens)),
+            total_tokens=usage.prompt_tokens + usage.output_tokens,
+        )
+
+
+def _text(text: str) -> OutputText:
+    return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
+
+
+def _reasoning(text: str) -> ReasoningTextBody:
+    return ReasoningTextBody(type="reasoning_text", text=text)

@@ -1,0 +1,137 @@
+"""Bodies of /v1/responses' answers: the response, its items, and its usage."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue
+
+from kvlinker.doors.http.answers.answering import LinkBody
+from kvlinker.doors.http.fields.bodies import ResponseBody
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputText(ResponseBody):
+    """What the model says."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[JsonValue]
+    logprobs: list[JsonValue]
+
+
+class ReasoningTextBody(ResponseBody):
+    """What the model thought before it spoke."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+PartBody = Annotated[OutputText | ReasoningTextBody, Field(discriminator="type")]
+
+
+class MessageOutput(ResponseBody):
+    """A message of the assistant's."""
+
+    type: Literal["message"]
+    id: str
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class ReasoningOutput(ResponseBody):
+    """The assistant's reasoning."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[JsonValue]
+    content: list[ReasoningTextBody]
+
+
+class CalledFunctionItem(ResponseBody):
+    """A call that the model asks for; its result comes back in a ``function_call_output`` with its ``call_id``."""
+
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+OutputItem = Annotated[MessageOutput | ReasoningOutput | CalledFunctionItem, Field(discriminator="type")]
+
+
+class InputTokensDetails(ResponseBody):
+    """The prompt tokens whose KV was there and was kept, those of chunks that were computed again, and those that this
+    request cached as chunks of their own; all others were fresh. ``exact_cached_tokens`` are those of the first that
+    an earlier request computed in just this sequence."""
+
+    cached_tokens: int
+    exact_cached_tokens: int
+    recomputed_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(ResponseBody):
+    """The tokens of the answer that are reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(ResponseBody):
+    """The tokens of a request."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(ResponseBody):
+    """Why an answer is not complete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFailure(ResponseBody):
+    """Why an answer failed."""
+
+    code: str
+    message: str
+
+
+class ResponseObject(ResponseBody):
+    """The whole answer, with the request's fields; ``link`` is there where chunks took part. It cannot be fetched
+    again."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Status
+    background: Literal[False]
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, str | None]
+    service_tier: str
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    link: LinkBody | None = None

@@ -1,0 +1,185 @@
+"""The request body of /v1/responses, and its translation to a chat request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, JsonValue, Tag
+
+from kvlinker.base.types.limits import MOST_MESSAGES, MOST_TOOLS
+from kvlinker.base.types.messages import MARKS
+from kvlinker.doors.http.answers.dialects import Translation
+from kvlinker.doors.http.fields.bodies import (
+    NOTHING_EXPLAINED,
+    JsonObject,
+    LinkOptions,
+    MarkableBody,
+    Metadata,
+    RequestBody,
+    StreamOptions,
+    Text,
+    TextOr,
+    has_entries,
+    where,
+)
+from kvlinker.doors.http.fields.reasoning import ReasoningBody, Verbosity
+from kvlinker.doors.http.fields.tools import CALLS, FunctionName
+from kvlinker.doors.http.responses.items import Item, MessageItem, add_items
+
+
+class ResponseTool(MarkableBody):
+    """A function that the model may call; ``parameters`` is a JSON schema. With ``strict``, arguments are enforced to
+    be valid whenever it is called. With one of the marks, its definition is a chunk where the prompt shows it."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {"defer_loading": (False,)}
+
+    type: Literal["function"]
+    name: FunctionName
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(RequestBody):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+_ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedFunction, Tag("<function>")],
+    Discriminator(lambda value: "<function>" if isinstance(value, dict | NamedFunction) else "<word>"),
+]
+
+
+class TextFormat(RequestBody):
+    """Any text, or a JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class JsonSchemaFormat(RequestBody):
+    """JSON that is valid under a schema, with and without ``strict``."""
+
+    type: Literal["json_schema"]
+    name: Text | None = None
+    description: Text | None = None
+    schema_: JsonObject = Field(alias="schema")
+    strict: bool | None = None
+
+
+_Format = Annotated[
+    Annotated[TextFormat, Tag("<text>")] | Annotated[JsonSchemaFormat, Tag("<json_schema>")],
+    Discriminator(
+        lambda value: "<json_schema>" if isinstance(value, dict) and value.get("type") == "json_schema" else "<text>"
+    ),
+]
+
+
+class TextBody(RequestBody):
+    """The form of the answer, and how long it is to be."""
+
+    verbosity: Verbosity | None = None
+    format: _Format | None = None
+
+
+class ResponsesRequest(RequestBody):
+    """A conversation to answer; all of it, for nothing is kept. Fields that would change the answer and are not
+    supported are refused."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+        | {"max_tool_calls"}
+    )
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "store": (False,),
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (False,),
+        "prompt": (),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+        "context_management": ([],),
+        "moderation": (),
+    }
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        where({"tool_choice": CALLS}, has_entries("tools")),
+        NOTHING_EXPLAINED,
+    )
+
+    model: Text | None = None
+    input: TextOr[Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]]
+    instructions: Text | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    tools: list[ResponseTool] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_choice: _ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextBody | None = None
+    reasoning: ReasoningBody | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
+    link: LinkOptions | None = None
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that answers tell of, as far as they are given."""
+        return {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
+
+    def told_text(self) -> dict[str, Any]:
+        """Return the form of the answer, as answers tell it."""
+        asked = self.text.format if self.text else None
+        return {"format": {"type": "text"} if asked is None else asked.model_dump(by_alias=True, exclude_none=True)}
+
+    def told_reasoning(self) -> dict[str, str | None]:
+        """Return what was asked for about reasoning, as answers tell it."""
+        asked = self.reasoning or ReasoningBody()
+        return {"effort": asked.effort, "summary": asked.summary}
+
+    def told_choice(self) -> str | dict[str, str]:
+        """Return the choice of tools, as answers tell it."""
+        if isinstance(self.tool_choice, NamedFunction):
+            return self.tool_choice.model_dump()
+        return self.tool_choice or "auto"
+
+    def translated(self) -> Translation:
+        """Return the chat request."""
+        made = Translation(
+            fields={
+                "messages": "input",
+                "max_tokens": "max_output_tokens",
+                "response_format": "text.format",
+                "response_format.json_schema": "text.format",
+                "verbosity": "text.verbosity",
+            }
+        )
+        names = ("model", "link", "temperature", "top_p", "parallel_tool_calls", "reasoning", "stream", "service_tier")
+        made.values |= {name: getattr(self, name) for name in names} | {"max_tokens": self.max_output_tokens}
+        made.values["verbosity"] = self.text.verbosity if self.text else None
+        if self.instructions is not None:
+            made.add_message("system")
+            made.add_content(self.instructions, origin="instructions")
+        if isinstance(self.input, str):
+            add_items([MessageItem(role="user", content=self.input)], made)
+        else:
+            add_items(self.input, made)
+        if self.tools:
+            made.values["tools"] = [
+                {"type": "function", "function": tool.model_dump(exclude={"type", *MARKS}), **tool.marks()}
+                for tool in self.tools
+            ]
+        if isinstance(self.tool_choice, NamedFunction):
+            made.values["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        else:
+            made.values["tool_choice"] = self.tool_choice
+        match self.text.format if self.text else None:
+            case TextFormat(type=kind):
+                made.values["response_format"] = {"type": kind}
+            case JsonSchemaFormat() as form:
+                schema = form.model_dump(by_alias=True, exclude={"type"})
+                made.values["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return made

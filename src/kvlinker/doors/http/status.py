@@ -1,0 +1,136 @@
+"""Tells how the server is doing: /health and /live for probes, /metrics for Prometheus, /status for people."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import APIRouter, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import PlainTextResponse
+
+from kvlinker.doors.http.fields.bodies import ResponseBody
+from kvlinker.doors.http.metrics import CONTENT_TYPE
+from kvlinker.doors.http.models import ServiceParam
+
+router = APIRouter(tags=["status"])
+
+
+class Health(ResponseBody):
+    """Tells whether the server can answer."""
+
+    status: Literal["ok", "draining", "engine failed"]
+
+
+class Liveness(ResponseBody):
+    """Tells that the server runs."""
+
+    status: Literal["alive"] = "alive"
+
+
+class RequestCounts(ResponseBody):
+    """Requests that run and wait now, and that ended since the start."""
+
+    running: int
+    waiting: int
+    finished: int
+
+
+class SlotCounts(ResponseBody):
+    """Slots of the KV pool; one slot holds one token."""
+
+    used: int
+    total: int
+
+
+class PromptTokenCounts(ResponseBody):
+    """Prompt tokens since the start, by what became of them."""
+
+    cached: int
+    recomputed: int
+    fresh: int
+
+
+class TierStatus(ResponseBody):
+    """A tier's fill level and measured bandwidth; null where nothing was measured yet."""
+
+    name: str
+    used_bytes: int
+    budget_bytes: int
+    chunks: int
+    bytes_per_second: float | None
+
+
+class ServerStatus(ResponseBody):
+    """The server's figures: sums over all tenants. ``started_at`` is in Unix seconds.
+
+    ``kv_bytes_per_token`` is what the model's KV takes as computed; ``disk_codec`` is how it is written to disk.
+    """
+
+    model: str
+    max_model_len: int
+    policy: str
+    started_at: int
+    requests: RequestCounts
+    kv_slots: SlotCounts
+    prompt_tokens: PromptTokenCounts
+    output_tokens: int
+    prefill_tokens_per_second: float | None
+    kv_bytes_per_token: int
+    disk_codec: str
+    tiers: list[TierStatus]
+
+
+_UNHEALTHY: dict[int | str, dict[str, Any]] = {
+    503: {"model": Health, "description": "The server is told to stop, or its engine has failed: ask another."}
+}
+
+
+@router.get("/health", responses=_UNHEALTHY)
+async def health(service: ServiceParam, response: Response) -> Health:
+    """Tell whether the server takes requests: 503 from the signal to stop on, and once the engine has failed."""
+    if service.llm.healthy and not service.drain.began:
+        return Health(status="ok")
+    response.status_code = 503
+    return Health(status="draining" if service.drain.began else "engine failed")
+
+
+@router.get("/live")
+async def live() -> Liveness:
+    """Tell that the server runs, also while it finishes its last requests."""
+    return Liveness()
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(service: ServiceParam) -> Response:
+    """Tell all metrics in Prometheus' text format."""
+    return Response(await run_in_threadpool(service.metrics.exposition), media_type=CONTENT_TYPE)
+
+
+@router.get("/status")
+def status(service: ServiceParam) -> ServerStatus:
+    """Tell the page's figures. Runs in the thread pool: a remote tier may take its time to answer."""
+    llm = service.llm
+    load, bandwidths = llm.load(), llm.bandwidths()
+    return ServerStatus(
+        model=llm.model_name,
+        max_model_len=llm.max_model_len,
+        policy=llm.default_policy().name,
+        started_at=int(llm.created_at),
+        requests=RequestCounts(running=load.running, waiting=load.waiting, finished=service.metrics.finished()),
+        kv_slots=SlotCounts(used=load.slots_used, total=load.slots_total),
+        prompt_tokens=PromptTokenCounts(**service.metrics.prompt_tokens()),
+        output_tokens=service.metrics.output_tokens(),
+        prefill_tokens_per_second=llm.prefill_rate(),
+        kv_bytes_per_token=llm.engine.kv_bytes_per_token,
+        disk_codec=service.settings.disk_codec,
+        tiers=[
+            TierStatus(
+                name=tier.name,
+                used_bytes=tier.used_bytes,
+                budget_bytes=tier.budget_bytes,
+                chunks=tier.chunks,
+                bytes_per_second=bandwidths.get(tier.name),
+            )
+            for tier in llm.tiers()
+        ],
+    )

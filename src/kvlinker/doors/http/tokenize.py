@@ -1,0 +1,106 @@
+"""POST /tokenize: token ids as a request would have them, for budgets and for debugging."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import Field, JsonValue, model_validator
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.limits import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
+from kvlinker.base.types.messages import TemplateOptions
+from kvlinker.doors.http.answers.completions import ONE_PROMPT, PromptBody, single_prompt
+from kvlinker.doors.http.edge.access import TenantParam
+from kvlinker.doors.http.edge.access_log import note_tokens
+from kvlinker.doors.http.edge.errors import error_responses
+from kvlinker.doors.http.edge.long_bodies import BodyRoute
+from kvlinker.doors.http.fields.bodies import (
+    NONEMPTY_LIST,
+    DocumentBody,
+    LinkOptions,
+    RequestBody,
+    ResponseBody,
+    Text,
+    exactly_one,
+    is_given,
+    where,
+)
+from kvlinker.doors.http.fields.messages import MessageBody
+from kvlinker.doors.http.fields.tools import ToolBody, shown_tools
+from kvlinker.doors.http.models import Service, ServiceParam
+from kvlinker.llm import Prompt
+
+router = APIRouter(tags=["models"], route_class=BodyRoute)
+
+
+class TokenizeRequest(RequestBody):
+    """One of: ``text``, encoded as it is; ``prompt``, as a completion has it; ``messages``, as a chat has them, with
+    ``documents`` and ``tools``. ``link`` says which texts of the latter two become chunks, whose seams the tokens
+    show."""
+
+    model_config = exactly_one("text", "prompt", "messages")
+
+    rules: ClassVar[tuple[dict[str, JsonValue], ...]] = (
+        where({"tools": NONEMPTY_LIST}, is_given("messages")),
+        ONE_PROMPT,
+    )
+
+    model: Text | None = None
+    text: Text | None = None
+    prompt: PromptBody | None = None
+    messages: list[MessageBody] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)
+    documents: list[DocumentBody] | None = Field(default=None, max_length=MOST_DOCUMENTS)
+    tools: list[ToolBody] | None = Field(default=None, max_length=MOST_TOOLS)
+    link: LinkOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_source(self) -> TokenizeRequest:
+        given = [name for name in ("text", "prompt", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                "Give exactly one of 'text', 'prompt' and 'messages'.", param=given[1] if given else "text"
+            )
+        if self.tools and self.messages is None:
+            raise InvalidRequestError("'tools' go with 'messages' only.", param="tools")
+        return self
+
+
+class Tokens(ResponseBody):
+    """Token ids, how many, and how many prompt and answer may have together."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+@router.post("/tokenize", response_model=Tokens, responses=error_responses(400, 404))
+async def tokenize(body: TokenizeRequest, request: Request, service: ServiceParam, tenant: TenantParam) -> Response:
+    """Tell the ids of a ``text`` as a chunk has them, of a ``prompt`` or of ``messages``.
+
+    They may be more than the context window takes, but texts that are far too long for it are refused.
+    """
+    service.check_model(body.model)
+    tokens = await service.encoding.run(request, lambda: _token_ids(service, body, tenant))
+    note_tokens(request.scope, len(tokens))
+    told = Tokens(tokens=tokens, count=len(tokens), max_model_len=service.llm.max_model_len)
+    return JSONResponse(told.model_dump())
+
+
+def _token_ids(service: Service, body: TokenizeRequest, tenant: str) -> list[int]:
+    llm, link = service.llm, body.link or LinkOptions()
+    if body.text is not None:
+        return list(llm.token_ids(body.text))
+    how: dict[str, Any] = {"policy": link.policy, "implicit": link.implicit, "keeps": False, "tenant": tenant}
+    if body.messages is not None:
+        messages = [message.message() for message in body.messages]
+        documents = [document.document() for document in body.documents or ()]
+        options = TemplateOptions(tools=shown_tools(body.tools))
+        return _ids(llm.read_chat(messages, documents=documents, options=options, **how).prompt)
+    return _ids(llm.read_completion(single_prompt(body.prompt or ""), **how).prompt)
+
+
+def _ids(prompt: Prompt) -> list[int]:
+    ids: list[int] = prompt.tokens.tolist()
+    return ids

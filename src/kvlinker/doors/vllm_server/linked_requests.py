@@ -1,0 +1,289 @@
+"""Linked requests in vLLM's own server: kvlinker makes the prompt and its plan, and vLLM's handlers do all else.
+
+They get the prompt's token ids, the signed transfer plan and a salt in fields that vLLM has for them, and every other
+field as it came: sampling, forms of answers, tools, reasoning and streams are vLLM's, by its own parsers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.types import Receive, Scope, Send
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMValidationError
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.events import RequestFinished
+from kvlinker.base.types.limits import MAX_CHOICES
+from kvlinker.base.types.messages import MARKS, ContextCacheReference, MarkedText, TemplateOptions, TokenIds
+from kvlinker.doors.http.answers.answering import link_body
+from kvlinker.doors.http.answers.completions import PromptBody, has_several, prompts_of
+from kvlinker.doors.http.edge.access import TenantParam
+from kvlinker.doors.http.edge.errors import blaming
+from kvlinker.doors.http.fields.bodies import DocumentBody, LinkOptions
+from kvlinker.doors.http.fields.messages import MessageBody
+from kvlinker.doors.http.models import ServiceParam
+from kvlinker.doors.vllm_server.diversion import OUTER, Diversion
+from kvlinker.doors.vllm_server.forwarding import Answer, AnswerEditor, json_bytes, replayed, with_length
+from kvlinker.engines.contract.contract import GenerationRequest
+from kvlinker.engines.vllm.frontend.engine import VLLMEngine
+from kvlinker.engines.vllm.frontend.linker import PreparedPrompt
+from kvlinker.llm import LLM, ReadPrompt
+
+DEFAULT_MODEL = "default"
+"""The name that kvlinker's server takes for its model whatever it is called; vLLM takes requests without one."""
+
+UNLINKABLE: Mapping[str, str] = {
+    "use_beam_search": "beams are prompts of their own, which have no plan",
+    "prompt_logprobs": "vLLM tells log probabilities of prompts only where it computes all of them",
+    "truncate_prompt_tokens": "a plan holds for the whole prompt",
+    "kv_transfer_params": "kvlinker's plan stands there",
+    "prompt_embeds": "a plan holds for tokens",
+    "suffix": "vLLM would put it into the prompt, for which the plan holds",
+}
+"""vLLM's fields that do not go with linking, and why."""
+
+_OF_CHAT = {
+    "echo": "vLLM would render the messages itself",
+    "chat_template": "context caches are placed by the server's own template",
+}
+
+
+class LinkedChatBody(BaseModel):
+    """The fields of a conversation that linking looks at."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    messages: list[MessageBody] = Field(min_length=1)
+    documents: list[DocumentBody] | None = None
+    link: LinkOptions | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+
+
+class LinkedCompletionBody(BaseModel):
+    """The fields of a completion that linking looks at."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    prompt: PromptBody
+    link: LinkOptions | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+
+
+class LinkedRequests:
+    """Routes that take the places of kvlinker's own in vLLM's server."""
+
+    def __init__(self, diversion: Diversion, llm: LLM, renderer: Any) -> None:
+        """``renderer`` is the ``OnlineRenderer`` of vLLM's server, ``llm`` is over a ``VLLMEngine``."""
+        self._diversion = diversion
+        self._llm = llm
+        self._engine = cast(VLLMEngine, llm.engine)
+        self._renderer = renderer
+        self.router = APIRouter()
+        self.router.post("/v1/chat/completions")(self.chat)
+        self.router.post("/v1/completions")(self.complete)
+
+    async def chat(
+        self, body: LinkedChatBody, request: Request, service: ServiceParam, tenant: TenantParam
+    ) -> Response:
+        """Link the context caches and marked texts of a conversation, and have vLLM answer it."""
+        fields = json.loads(await request.body())
+        plain = _plain_fields(fields)
+        plain["messages"] = [_plain_message(message) for message in fields["messages"]]
+        if isinstance(fields.get("tools"), list):
+            plain["tools"] = [_unmarked(tool) for tool in fields["tools"]]
+        try:
+            asked = ChatCompletionRequest.model_validate(copy.deepcopy(plain))
+        except (ValidationError, VLLMValidationError):
+            return _Forwarded(self._diversion, plain)  # vLLM says what is wrong
+        messages = [message.message() for message in body.messages]
+        documents = [document.document() for document in body.documents or ()]
+        options, link = self._template_options(asked, fields.get("tools") or ()), body.link or LinkOptions()
+
+        def read() -> ReadPrompt:
+            return service.llm.read_chat(
+                messages,
+                documents=documents,
+                options=options,
+                policy=link.policy,
+                implicit=link.implicit,
+                tenant=tenant,
+            )
+
+        with blaming("messages"):
+            found = await service.encoding.run(request, read)
+            if not found.prompt.chunks:
+                return _Forwarded(self._diversion, plain)
+            _check_linkable(fields, {**UNLINKABLE, **_OF_CHAT})
+            prepared = await self._prepare(found, link, tenant, n=body.n or 1, salt=fields.get("cache_salt"))
+        plain.pop("documents", None)
+        plain["kv_transfer_params"] = {**prepared.params, "prompt_token_ids": prepared.tokens}
+        return self._linked(plain, found, prepared, tenant)
+
+    async def complete(
+        self, body: LinkedCompletionBody, request: Request, service: ServiceParam, tenant: TenantParam
+    ) -> Response:
+        """Link the context caches and marked texts of a prompt, and have vLLM go on with it."""
+        fields = json.loads(await request.body())
+        plain = _plain_fields(fields)
+        (given, *others) = prompts_of(body.prompt)
+        if others or has_several(body.prompt) or isinstance(given, TokenIds):
+            return _Forwarded(self._diversion, plain)
+
+        link = body.link or LinkOptions()
+
+        def read() -> ReadPrompt:
+            return service.llm.read_completion(given, policy=link.policy, implicit=link.implicit, tenant=tenant)
+
+        with blaming("prompt"):
+            found = await service.encoding.run(request, read)
+            if not found.prompt.chunks:
+                texts = [part.text if isinstance(part, MarkedText) else part for part in given]
+                plain["prompt"] = "".join(text for text in texts if not isinstance(text, ContextCacheReference))
+                return _Forwarded(self._diversion, plain)
+            scored = {"logprobs": "an echo tells the prompt's, too"} if fields.get("echo") else {}
+            _check_linkable(fields, {**UNLINKABLE, **scored})
+            prepared = await self._prepare(found, link, tenant, n=body.n or 1, salt=fields.get("cache_salt"))
+        plain["prompt"] = prepared.tokens
+        plain["kv_transfer_params"] = dict(prepared.params)
+        return self._linked(plain, found, prepared, tenant)
+
+    def _template_options(self, asked: ChatCompletionRequest, given: Sequence[Mapping[str, Any]]) -> TemplateOptions:
+        """Return how vLLM would render the chat template for a request, with the marks of the tools as ``given``."""
+        hidden = asked.tool_choice == "none" and self._renderer.exclude_tools_when_tool_choice_none
+        variables = self._renderer.effective_chat_template_kwargs(asked)
+        tools = zip(asked.tools or (), given, strict=True)
+        return TemplateOptions(
+            tools=() if hidden else tuple(tool.model_dump() | _marks(each) for tool, each in tools),
+            variables={
+                name: value
+                for name, value in variables.items()
+                if value is not None and self._llm.builder.has_variable(name)
+            },
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+        )
+
+    async def _prepare(
+        self, read: ReadPrompt, link: LinkOptions, tenant: str, *, n: int, salt: str | None
+    ) -> PreparedPrompt:
+        request = GenerationRequest(read.prompt, read.policy, tenant=tenant, n=n, explains=bool(link.explain))
+        return await asyncio.wrap_future(self._engine.prepare(request, salt=salt))
+
+    def _linked(self, plain: dict[str, Any], read: ReadPrompt, prepared: PreparedPrompt, tenant: str) -> Response:
+        plain["cache_salt"] = prepared.salt
+        return _Forwarded(self._diversion, plain, _LinkedAnswer(self._llm, read, prepared, tenant))
+
+
+class _LinkedAnswer:
+    """What kvlinker adds to vLLM's answer to a linked request, whole or in chunks."""
+
+    def __init__(self, llm: LLM, read: ReadPrompt, prepared: PreparedPrompt, tenant: str) -> None:
+        self._llm = llm
+        self._read = read
+        self._prepared = prepared
+        self._tenant = tenant
+        self._link: Any = link_body([read])
+        self._reason = "cancelled"
+        self._output_tokens = 0
+        self._transfer: Mapping[str, Any] | None = None
+
+    def edit(self, answer: Answer) -> None:
+        """Add how the prompt was linked to the first chunk, and to every usage what came from context caches."""
+        if self._link is not None:
+            answer["link"], self._link = self._link.model_dump(), None
+        if "kv_transfer_params" in answer:
+            self._transfer, answer["kv_transfer_params"] = answer["kv_transfer_params"], None
+        self._reason = next((c["finish_reason"] for c in answer["choices"] if c.get("finish_reason")), self._reason)
+        if usage := answer.get("usage"):
+            self._output_tokens = usage.get("completion_tokens") or 0
+            counted = self._prepared.usage(self._transfer, self._output_tokens)
+            usage["prompt_tokens_details"] = {
+                **(usage.get("prompt_tokens_details") or {}),
+                "cached_tokens": counted.cached_tokens,
+                "exact_cached_tokens": counted.exact_cached_tokens,
+                "recomputed_tokens": counted.recomputed_tokens,
+            }
+
+    def note(self) -> None:
+        """Tell the store and listeners of an answer that has ended."""
+        cast(VLLMEngine, self._llm.engine).note_uses(self._prepared, self._tenant)
+        counted = self._prepared.usage(self._transfer, self._output_tokens)
+        self._llm.events.publish(
+            RequestFinished(
+                policy=self._read.policy.name,
+                reason=self._reason,
+                cached_tokens=counted.cached_tokens,
+                exact_cached_tokens=counted.exact_cached_tokens,
+                recomputed_tokens=counted.recomputed_tokens,
+                fresh_tokens=counted.fresh_tokens,
+                output_tokens=counted.output_tokens,
+            )
+        )
+
+
+class _Forwarded(Response):
+    """The answer of vLLM's own route to a request with another body."""
+
+    def __init__(self, diversion: Diversion, body: Mapping[str, Any], linked: _LinkedAnswer | None = None) -> None:
+        super().__init__()
+        self._diversion = diversion
+        self._content = json_bytes(body)
+        self._answer = linked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outer = with_length(scope[OUTER], len(self._content))
+        receive = replayed(self._content, receive)
+        if self._answer is None:
+            return await self._diversion.pass_on(outer, receive, send)
+        editor = AnswerEditor(send, self._answer.edit)
+        try:
+            await self._diversion.pass_on(outer, receive, editor)
+        finally:
+            if editor.succeeded:
+                self._answer.note()
+        return None
+
+
+def _plain_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request's fields without what only kvlinker knows: how to link, and a name for any model."""
+    plain = {name: value for name, value in fields.items() if name != "link"}
+    if plain.get("model") == DEFAULT_MODEL:
+        del plain["model"]
+    return plain
+
+
+def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without what only kvlinker knows; the prompt is made of the original."""
+    content = message.get("content")
+    return {**message, "content": [_plain_part(part) for part in content]} if isinstance(content, list) else message
+
+
+def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "text", "text": ""} if part["type"] == "context_cache" else _unmarked(part)
+
+
+def _unmarked(given: Any) -> Any:
+    """Return a part or a tool without its marks."""
+    return {name: value for name, value in given.items() if name not in MARKS} if isinstance(given, dict) else given
+
+
+def _marks(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the marks of a tool alone."""
+    return {name: given[name] for name in MARKS if name in given}
+
+
+def _check_linkable(fields: Mapping[str, Any], refused: Mapping[str, str]) -> None:
+    """Raises InvalidRequestError for a field that does not go with linking."""
+    for name, cause in refused.items():
+        if fields.get(name) is not None and fields[name] is not False:
+            raise InvalidRequestError(
+                f"{name!r} does not go with context caches: {cause}. Leave it out, or write the texts themselves.",
+                param=name,
+            )

@@ -1,0 +1,183 @@
+"""The contract of engines, the only part of them that the rest of kvlinker uses: requests in, events out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.base.errors import InvalidRequestError, KVLinkerError
+from kvlinker.base.types.answers import Delta, PromptLogprobs, Timing, Usage
+from kvlinker.base.types.chunks import Chunk
+from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.linking.explanation import Explanation
+from kvlinker.linking.policy import Policy
+from kvlinker.prompting.segments import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A prompt to link, and the number of answers to generate from it.
+
+    ``tenant`` decides whose chunk caches may be linked. The prompt is linked once for all ``n`` choices, which are then
+    independent of one another.
+    """
+
+    prompt: Prompt
+    policy: Policy
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    tenant: str = "default"
+    n: int = 1
+
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """The sequences of tokens that ``sampling.bad_words`` are encoded as."""
+
+    explains: bool = False
+    """True if the first choice's ``Finished`` is to explain how the prompt was linked."""
+
+    shows_attention: bool = False
+    """True if explanations are to have the question's attention in each layer, where the engine can measure it."""
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise InvalidRequestError(f"n is {self.n}, but must be at least 1.", param="n")
+
+    def sampling_of(self, choice: int) -> SamplingParams:
+        """Return the sampling parameters of this choice (0 to n - 1): with a seed, choice i uses seed + i."""
+        seed = self.sampling.seed
+        return self.sampling if seed is None else replace(self.sampling, seed=seed + choice)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Is the last event of a choice that was served. ``reason`` is ``stop``, ``length`` or ``cancelled``."""
+
+    reason: str
+    usage: Usage
+    timing: Timing
+
+    prompt_logprobs: PromptLogprobs | None = None
+    """The log probabilities of the prompt's last tokens, where the request asked for them."""
+
+    stop_string: str | None = None
+    """The stop string that ended the answer; None where something else did."""
+
+    explanation: Explanation | None = None
+    """How the prompt was linked, where the request asked for it; the first choice tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last event of a choice that could not be served."""
+
+    error: KVLinkerError
+
+
+GenerationEvent = Delta | Finished | Failed
+
+Sink = Callable[[int, GenerationEvent], None]
+"""Takes the number of a choice (0 to n - 1) and its next event. An engine calls it from a thread of its own."""
+
+
+class RequestHandle(Protocol):
+    """A request under way, with all of its choices."""
+
+    def cancel(self) -> None:
+        """Stop computing and free the slots at once; each choice that has not ended is told ``Finished("cancelled")``.
+        Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The load of an engine: counts of requests (each choice is one), and KV slots (one slot holds one token)."""
+
+    running: int
+    waiting: int
+    slots_used: int
+    slots_total: int
+    slots_kept: int = 0
+    """Slots that no request holds, and whose KV later ones may reuse."""
+
+
+class Engine(Protocol):
+    """Creates chunk caches and generates from prompts. All methods may be called from any thread."""
+
+    fingerprint: str
+    """The hash of the model's weights, config, dtype and rotary parameters; it is a part of every chunk key."""
+
+    max_model_len: int
+    """The most tokens that a prompt and its answer may have together."""
+
+    kv_bytes_per_token: int
+    """The bytes of one token's KV over all layers, as it is computed."""
+
+    def unsupported(self, policy: Policy) -> str | None:
+        """Return why this engine cannot follow the policy, and the way out; None where it can.
+
+        Requests under such a policy are refused with PolicyError.
+        """
+        ...
+
+    def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
+        """Make sure that the store holds the chunk's KV; the result is its size in bytes.
+
+        Computed at most once however many callers ask at the same time.
+        """
+        ...
+
+    def generate(self, request: GenerationRequest, sink: Sink) -> RequestHandle:
+        """Queue a request, all of its choices or none. The events of each choice go to ``sink`` in order, ``Finished``
+        or ``Failed`` last; the prompt's usage is the same in all of them.
+
+        Raises PolicyError, ContextLengthError, OverloadedError or EngineClosedError at once.
+        """
+        ...
+
+    def explain(self, request: GenerationRequest) -> Future[Explanation]:
+        """Link the request's prompt like ``generate``, and explain how, without generating.
+
+        Raises PolicyError, ContextLengthError, OverloadedError or EngineClosedError at once; later errors are the
+        future's.
+        """
+        ...
+
+    def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
+        """Link the request's prompt like ``generate``, and return the log probabilities of its last tokens, without
+        generating.
+
+        ``request.sampling.logprobs`` is the number of alternatives per token. Raises InvalidRequestError when fewer
+        than two tokens stand behind the last chunk, and PolicyError, ContextLengthError, OverloadedError or
+        EngineClosedError at once; later errors are the future's.
+        """
+        ...
+
+    def score_whole(self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str) -> Future[PromptLogprobs]:
+        """Compute all of ``tokens`` [length], linking and reusing nothing, and return the log probabilities of those
+        from position ``first`` (at least 1) on, each with the ``top`` most likely tokens in its place.
+
+        It is computed while the engine has nothing else to do, so that it slows nobody down and may take any time.
+        Raises InvalidRequestError, ContextLengthError or EngineClosedError at once; later errors are the future's.
+        """
+        ...
+
+    def load(self) -> EngineLoad:
+        """Return the engine's current load."""
+        ...
+
+    def prefill_seconds(self, tokens: int) -> float | None:
+        """Return the expected seconds of computing a prompt of so many tokens; None where nothing was measured."""
+        ...
+
+    @property
+    def healthy(self) -> bool:
+        """True while the engine serves; False once it was closed or has failed for good."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine; what is under way fails with EngineClosedError. Idempotent."""
+        ...

@@ -1,0 +1,141 @@
+"""Grammars as both engines take them: what is refused before any is compiled, and one notation for all kinds."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from llguidance.gbnf_to_lark import any_to_lark
+
+from kvlinker.base.errors import InvalidRequestError, shortened
+from kvlinker.base.types.grammars import AnswerGrammar, json_style
+from kvlinker.base.types.limits import (
+    MOST_GRAMMAR_CHARACTERS,
+    MOST_PATTERN_CHARACTERS,
+    MOST_RULES,
+    MOST_SCHEMA_CHARACTERS,
+    MOST_SCHEMA_NODES,
+)
+
+_MOST_CHARACTERS = {
+    "json": MOST_SCHEMA_CHARACTERS,
+    "lark": MOST_SCHEMA_CHARACTERS,  # with the schemas of all tools in it
+    "choice": MOST_SCHEMA_CHARACTERS,
+    "grammar": MOST_GRAMMAR_CHARACTERS,
+    "regex": MOST_PATTERN_CHARACTERS,
+}
+
+_RULE = re.compile(r"^\s*[?!]?[\w-]+[^:\n\"/]*:", re.MULTILINE)
+"""Matches where a rule of Lark or GBNF begins."""
+
+_CAUSE_CHARACTERS = 300
+"""The most characters of what a compiler says of a grammar, in an error's message."""
+
+_NAMES = {"json": "JSON schema", "regex": "regular expression", "lark": "grammar"}
+
+
+def check_enforceable(grammar: AnswerGrammar) -> None:
+    """Check what compilers of grammars do not. Raises InvalidRequestError, which names the cause."""
+    _check_size(grammar, "characters", len(grammar.source), _MOST_CHARACTERS[grammar.kind])
+    if grammar.kind == "grammar":
+        _check_size(grammar, "rules", len(_RULE.findall(grammar.source)), MOST_RULES)
+    try:
+        fields = [field for schema in _schemas(grammar) for field in _fields(schema)]
+    except ValueError as error:
+        raise unenforceable(grammar, str(error)) from error
+    except RecursionError as error:
+        raise unenforceable(grammar, "it is nested too deeply") from error
+    nodes = len(fields) + sum(isinstance(value, dict) for _, value in fields)
+    _check_size(grammar, "fields, list entries and objects", nodes, MOST_SCHEMA_NODES)
+    _check_size(grammar, "references", sum(name == "$ref" for name, _ in fields), MOST_RULES)
+    patterns = sum(map(len, _patterns(fields)))
+    _check_size(grammar, "characters of patterns", patterns, MOST_PATTERN_CHARACTERS)
+    if any(name == "minProperties" and isinstance(least, int | float) and least > 1 for name, least in fields):
+        raise unenforceable(grammar, "minProperties above 1 cannot be, since names may come twice")
+
+
+def unenforceable(grammar: AnswerGrammar, cause: str) -> InvalidRequestError:
+    """Return the error of a grammar that answers cannot be made to follow."""
+    name = _NAMES.get(grammar.kind, grammar.kind)
+    told = shortened(cause, _CAUSE_CHARACTERS)
+    return InvalidRequestError(f"This {name} cannot be enforced: {told}", param=grammar.param)
+
+
+def _check_size(grammar: AnswerGrammar, what: str, count: int, most: int) -> None:
+    if count > most:
+        name = _NAMES.get(grammar.kind, grammar.kind)
+        raise InvalidRequestError(
+            f"The {name} has {count:,} {what}; at most {most:,} are taken. Ask for a simpler form.", param=grammar.param
+        )
+
+
+def as_lark(grammar: AnswerGrammar) -> str:
+    """Return the grammar, and the frame around it, as one text in llguidance's dialect of Lark.
+
+    Raises InvalidRequestError for one in GBNF that cannot be read.
+    """
+    if grammar.kind == "lark":
+        return grammar.source
+    start = grammar.frame.replace("@answer", "answer", 1) or "start: answer\n"
+    return start + _answer_rule(grammar)
+
+
+def _answer_rule(grammar: AnswerGrammar) -> str:
+    """Return the rule ``answer``, and the terminal that it may need."""
+    source = grammar.source
+    match grammar.kind:
+        case "json":
+            schema = json.loads(source)
+            styled = {**schema, "x-guidance": json_style()} if isinstance(schema, dict) else schema
+            return f"answer: %json {json.dumps(styled)}\n"
+        case "choice":
+            return f"answer: {' | '.join(map(json.dumps, json.loads(source)))}\n"
+        case "regex":
+            return f"answer: ANSWER\nANSWER: /(?:{_between_slashes(source)})/\n"
+    try:
+        nested = any_to_lark(source)
+    except Exception as error:  # the converter raises plain exceptions
+        raise unenforceable(grammar, str(error)) from error
+    return f"answer: %lark {{\n{nested}\n}}\n"
+
+
+def _between_slashes(pattern: str) -> str:
+    """Return a regular expression as it is written between slashes, on one line."""
+    escaped = re.sub(r"\\.|/", lambda found: found[0] if len(found[0]) > 1 else r"\/", pattern, flags=re.DOTALL)
+    return escaped.replace("\\\n", r"\n").replace("\n", r"\n")
+
+
+def _schemas(grammar: AnswerGrammar) -> Iterator[Any]:
+    """Yield the JSON schemas in a grammar: the one that it is, or those of calls of tools, which stand in it behind
+    ``%json``. Raises ValueError for one that is no JSON."""
+    if grammar.kind == "json":
+        yield json.loads(grammar.source)
+    for text in (grammar.frame, grammar.source if grammar.kind in ("lark", "grammar") else ""):
+        for found in re.finditer(r"%json\s*", text):
+            with suppress(ValueError):  # the compiler says what is wrong there
+                yield json.JSONDecoder().raw_decode(text, found.end())[0]
+
+
+def _fields(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all fields of a schema and of what is in it, with their values, and list entries under an empty name."""
+    found = [schema]
+    while found:
+        match found.pop():
+            case dict(fields):
+                yield from fields.items()
+                found += fields.values()
+            case list(entries):
+                yield from (("", entry) for entry in entries)
+                found += entries
+
+
+def _patterns(fields: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Yield the regular expressions among a schema's fields."""
+    for name, value in fields:
+        if name == "pattern" and isinstance(value, str):
+            yield value
+        elif name == "patternProperties" and isinstance(value, dict):
+            yield from value

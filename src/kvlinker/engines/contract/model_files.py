@@ -1,0 +1,186 @@
+"""Reads models and tokenizers from files, and computes the fingerprint of their content."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from blake3 import blake3
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
+
+from kvlinker.base.errors import ModelLoadError
+from kvlinker.base.threads import set_threads
+from kvlinker.engines.contract.model_place import CONFIG, WANTED, check_model, unreachable
+from kvlinker.settings import Settings, WeightFormat
+from kvlinker.store.format.durability import replace_file
+
+logger = logging.getLogger(__name__)
+
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The sampling parameters that a model's ``generation_config.json`` may recommend."""
+
+FINGERPRINTS = "fingerprints.json"
+"""The file in the state directory that remembers the hashes of weight files, by path, size and time."""
+
+VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
+"""The entries of a model's configuration that change nothing that it computes."""
+
+WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.gguf")
+"""The names of weight files, in the order in which they are looked for: a folder may hold the same weights twice."""
+
+
+def read_model(settings: Settings) -> tuple[Any, Any]:
+    """Read the model, in the dtype and on the device that the settings ask for, and its tokenizer.
+
+    Raises ModelLoadError when either cannot be loaded.
+    """
+    set_threads(settings.threads)
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device, settings.weights)
+    tokenizer = read_tokenizer(settings)
+    model = _read(AutoModelForCausalLM, settings, dtype=dtype)
+    return model.to(device).eval(), tokenizer
+
+
+def read_tokenizer(settings: Settings, **options: Any) -> Any:
+    """Read the tokenizer of ``settings.model``; ``options`` are transformers', such as ``revision``. Raises
+    ModelLoadError when it cannot be loaded."""
+    tokenizer = _read(AutoTokenizer, settings, **options)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ModelLoadError(f"The tokenizer of {settings.model!r} has no tokenizer.json; kvlinker needs one.")
+    return tokenizer
+
+
+def sampling_defaults(generation_config: Any) -> dict[str, float]:
+    """Return the sampling parameters that the model's authors recommend, by name. ``do_sample`` is none of them:
+    requests choose greedy decoding by temperature 0."""
+    found = {name: getattr(generation_config, name, None) for name in RECOMMENDED}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _read(kind: Any, settings: Settings, **options: Any) -> Any:
+    check_model(settings)
+    transformers_logging.disable_progress_bar()
+    try:
+        return kind.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code, **options)
+    except Exception as error:  # transformers raises whatever it meets
+        if _is_offline(error):
+            raise unreachable(settings.model) from error
+        raise ModelLoadError(f"Cannot load {settings.model!r}: {error} {WANTED}") from error
+
+
+def _is_offline(error: BaseException | None) -> bool:
+    """Tell if an error comes from a hub that cannot be reached."""
+    causes = (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError)
+    return error is not None and (isinstance(error, causes) or _is_offline(error.__cause__ or error.__context__))
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the named device; ``auto`` is CUDA where present, else the CPU. Raises ModelLoadError for others."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ModelLoadError(f"Unknown device {name!r}: use auto, cpu, cuda or cuda:<index>.") from error
+
+
+def choose_dtype(name: str, device: torch.device, weights: WeightFormat = "auto") -> torch.dtype:
+    """Return the named dtype; ``auto`` is bfloat16 where the hardware multiplies it or weights are to be in it, else
+    float32."""
+    if weights == "bf16":
+        return torch.bfloat16
+    if name != "auto":
+        chosen: torch.dtype = getattr(torch, name)
+        return chosen
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    multiplies_bf16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if multiplies_bf16 else torch.float32
+
+
+def fingerprint(model: Any) -> str:
+    """Compute the fingerprint of a model that comes from no files: BLAKE3 (hex) over its config, rotary parameters
+    included, and every weight in the dtype that it runs in."""
+    digest = blake3(max_threads=blake3.AUTO)
+    config = model.config.to_dict()
+    for name in VOLATILE:
+        config.pop(name, None)
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        content = weight.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def fingerprint_with(name: str, weights: WeightFormat) -> str:
+    """Return the fingerprint of the model ``name`` with weights in a format, which changes the KV that it computes."""
+    return name if weights in ("auto", "bf16") else blake3(f"{name} weights in {weights}".encode()).hexdigest()
+
+
+def fingerprint_of_files(folder: Path, dtype: torch.dtype, *, state_dir: Path) -> str | None:
+    """Compute the fingerprint of the model in ``folder`` as it runs in this dtype: BLAKE3 (hex) over its config.json
+    and the content of its weight files, which no memory holds at once. Returns None where it has no such files.
+
+    A file's hash is remembered in ``state_dir`` until its size or time changes, so that it is read once.
+    """
+    weights = weight_files(folder)
+    if not weights or not (folder / CONFIG).is_file():
+        return None
+    config = json.loads((folder / CONFIG).read_text())
+    for name in VOLATILE:
+        config.pop(name, None)
+    hashes = [(path.name, name) for path, name in zip(weights, _file_hashes(weights, state_dir), strict=True)]
+    return blake3(json.dumps([config, str(dtype), hashes], sort_keys=True).encode()).hexdigest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files in ``folder`` that hold the model's weights, of the first kind of which there are some."""
+    found = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
+    return next((files for files in found if files), [])
+
+
+def model_folder(name: str, *, revision: str | None = None, cache_dir: str | None = None) -> Path:
+    """Return the folder with the files of a model, which may be a hub's that have been downloaded. Raises
+    ModelLoadError."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(cached_file(name, CONFIG, revision=revision, cache_dir=cache_dir, local_files_only=True)).parent
+    except OSError as error:
+        raise ModelLoadError(f"The files of {name!r} are not found: {error}") from error
+
+
+def _file_hashes(files: Sequence[Path], state_dir: Path) -> list[str]:
+    """Return each file's BLAKE3 (hex), from ``state_dir`` where size and time are as they were."""
+    place = state_dir / FINGERPRINTS
+    try:
+        known = json.loads(place.read_text())
+    except (OSError, ValueError):
+        known = {}
+    known = known if isinstance(known, dict) else {}
+    is_new = False
+    hashes = []
+    for path in files:
+        status = path.stat()
+        name = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+        if not isinstance(known.get(name), str):
+            known[name] = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+            is_new = True
+        hashes.append(known[name])
+    if is_new:
+        try:
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(place, json.dumps(known).encode())
+        except OSError as error:
+            logger.warning("The model's weight files are hashed again next time: %s", error)
+    return hashes

@@ -1,0 +1,62 @@
+"""Finds out whether there is a model where the settings say. It loads no torch, so that commands may fail at once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from kvlinker.base.errors import ModelLoadError
+from kvlinker.settings import Settings
+
+WANTED = "Give the path of a folder with a transformers model, or the id of one on the Hugging Face hub."
+
+CONFIG = "config.json"
+
+HUB_SECONDS = 3.0
+"""The longest wait for the hub to answer, before a model that is not on this machine is given up."""
+
+
+def check_model(settings: Settings) -> None:
+    """Raise ModelLoadError for a path where there is no model of transformers, for GGUF, and for a hub id whose model
+    is not on this machine while the hub cannot be reached."""
+    model = settings.model
+    path = Path(model)
+    if (path / CONFIG).is_file():
+        return
+    if "gguf" in path.name.lower() or any(path.glob("*.gguf")):
+        raise ModelLoadError(
+            f"{model} is GGUF, the format of llama.cpp, which kvlinker does not read. Give the model that it was made "
+            "of, as a folder with config.json and *.safetensors, or by its hub id; weights=int4 holds it in 4 bits."
+        )
+    if path.is_file():
+        raise ModelLoadError(f"{model} is a file. {WANTED}")
+    if path.is_dir():
+        raise ModelLoadError(f"{model} has no config.json. {WANTED}")
+    if os.path.isabs(model) or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ModelLoadError(f"No model at {model}: there is no such folder.")
+    options = settings.vllm_options
+    _check_hub(model, options.get("download_dir"), options.get("revision"))
+
+
+def _check_hub(model: str, cache_dir: Any, revision: Any) -> None:
+    """Check that the hub answers where its model is not on this machine: whoever loads it tries for a minute. Raises
+    ModelLoadError. What the hub says is left to the loading."""
+    try:
+        if not isinstance(try_to_load_from_cache(model, CONFIG, cache_dir=cache_dir, revision=revision), str):
+            get_hf_file_metadata(hf_hub_url(model, CONFIG, revision=revision), timeout=HUB_SECONDS)
+    except (HfHubHTTPError, HFValidationError):
+        return
+    except Exception as error:  # connections fail in many ways, by errors of the library beneath the hub's
+        raise unreachable(model) from error
+
+
+def unreachable(model: str) -> ModelLoadError:
+    """Return the error of a model that only the hub has, which cannot be reached."""
+    return ModelLoadError(
+        f"{model!r} is not on this machine, and the Hugging Face hub cannot be reached. Where it can be, run "
+        f"`hf download {model} --local-dir FOLDER`; copy the folder, and give its path."
+    )

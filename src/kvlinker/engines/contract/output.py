@@ -1,0 +1,251 @@
+"""Turns the tokens of a choice into events for its sink: text, stop strings, timing, and the reason of its end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.base.events import Events, FirstToken, RequestFinished
+from kvlinker.base.types.answers import Delta, PromptLogprobs, Timing, TokenLogprob, Usage
+from kvlinker.engines.contract.contract import Failed, Finished, GenerationEvent, GenerationRequest, Sink
+from kvlinker.linking.explanation import Explanation
+
+logger = logging.getLogger(__name__)
+
+End = tuple[str, Delta]
+"""The reason why an answer ends, and its last piece."""
+
+
+class RequestClock:
+    """Records when a request reaches each stage, in seconds of ``time.perf_counter``.
+
+    All choices of a request share ``submitted``, ``loaded`` and ``started``; each has a first token of its own.
+    """
+
+    def __init__(self) -> None:
+        self.submitted = time.perf_counter()
+        self.loaded: float | None = None
+        """When the KV of all its chunks was there."""
+
+        self.started: float | None = None
+        """When the engine began to compute its prompt."""
+
+    def mark_loaded(self) -> None:
+        """Note that the KV of all its chunks is there now."""
+        self.loaded = time.perf_counter()
+
+    def mark_started(self) -> None:
+        """Note that the engine begins to compute its prompt now."""
+        self.started = time.perf_counter()
+
+    def timing(self, first_token: float | None) -> Timing:
+        """Return the time spent in each stage until now; ``first_token`` is the time of that token, None if there was
+        none."""
+        now = time.perf_counter()
+        loaded = self.submitted if self.loaded is None else self.loaded
+        first = now if first_token is None else first_token
+        started = now if self.started is None else self.started
+        started = max(loaded, min(started, first))
+        return Timing(
+            load=loaded - self.submitted, queue=started - loaded, link=max(first - started, 0.0), decode=now - first
+        )
+
+
+class TextStream:
+    """Decodes the tokens of one answer; ``stopped`` becomes true once a stop string has appeared.
+
+    Text that could be the beginning of a stop string is held back until it is clear.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str],
+        *,
+        min_tokens: int = 0,
+        shown_tokens: Collection[int] = (),
+    ) -> None:
+        """``stop`` strings are not looked for in the text of the first ``min_tokens`` tokens. Special tokens are left
+        out of the text, but for ``shown_tokens``."""
+        self._tokenizer = tokenizer
+        self._min_tokens = min_tokens
+        self._skips_special = not shown_tokens
+        self._skipped = _special_tokens(tokenizer).difference(shown_tokens) if shown_tokens else frozenset[int]()
+        self._stream = DecodeStream(skip_special_tokens=self._skips_special)
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._count = 0
+        self._decoded = ""
+        self._held = ""
+        self.stopped_by: str | None = None
+        """The stop string that has appeared."""
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string has appeared: no more tokens are wanted."""
+        return self.stopped_by is not None
+
+    def push(self, token: int) -> str:
+        """Add a token, and return the text that is certain now."""
+        self._count += 1
+        if token in self._skipped:
+            return ""
+        self._ids.append(token)
+        piece = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        self._decoded += piece
+        return self._release(piece)
+
+    def finish(self) -> str:
+        """Return the rest of the text, with incomplete characters as U+FFFD: no more tokens come."""
+        if self.stopped:
+            return ""
+        whole = self._tokenizer.decode(
+            self._ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False
+        )
+        tail = whole[len(self._decoded) :] if whole.startswith(self._decoded) else ""
+        text = self._release(tail)
+        if self.stopped:
+            return text
+        text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, piece: str) -> str:
+        if self._count <= self._min_tokens:
+            return piece
+        text = self._held + piece
+        found = [(index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
+        if found:
+            index, self.stopped_by = min(found)
+            self._held = ""
+            return text[:index]
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of the special tokens."""
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return frozenset(index for index, token in added.items() if token.special)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of ``text`` that is a beginning of ``stop``."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+class Output:
+    """Turns the tokens of one choice into events for its request's sink. One thread at a time may use it."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sink: Sink,
+        *,
+        choice: int = 0,
+        clock: RequestClock,
+        tokenizer: Any,
+        events: Events,
+        broken: Callable[[], None],
+    ) -> None:
+        """``broken`` is called when the sink raises, since the caller has then gone."""
+        self.tokens = 0
+        """The number of generated tokens."""
+
+        self.first_token: float | None = None
+        """The time of the first token, in seconds of ``time.perf_counter``; None before."""
+
+        self._policy = request.policy.name
+        self._sink = sink
+        self._choice = choice
+        self._clock = clock
+        self._tokenizer = tokenizer
+        self._events = events
+        self._broken = broken
+        sampling = request.sampling
+        self._text = TextStream(
+            tokenizer, sampling.stop, min_tokens=sampling.min_tokens, shown_tokens=sampling.shown_tokens
+        )
+
+    def push(self, token: int, logprobs: tuple[TokenLogprob, ...] = (), *, ends: str | None = None) -> End | None:
+        """Pass on the next token, unless the answer ends with it: ``finish`` then takes what is returned.
+
+        ``ends`` is ``stop`` for a token that ends the answer and is no text, and ``length`` for the last token that
+        there is room for.
+        """
+        self.tokens += 1
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+            self._events.publish(FirstToken(self.first_token - self._clock.submitted, self._policy))
+        if ends == "stop":
+            return "stop", Delta(self._text.finish(), (token,))
+        text = self._text.push(token)
+        if self._text.stopped:
+            return "stop", Delta(text, (token,), logprobs)
+        if ends == "length":
+            text += self._text.finish()
+            return "stop" if self._text.stopped else "length", Delta(text, (token,), logprobs)
+        self._send(Delta(text, (token,), logprobs))
+        return None
+
+    def rest(self) -> Delta | None:
+        """Return the text that was held back, where no further token will come; None if there is none."""
+        text = self._text.finish()
+        return Delta(text, ()) if text else None
+
+    def finish(
+        self,
+        reason: str,
+        usage: Usage,
+        last: Delta | None = None,
+        *,
+        prompt_logprobs: PromptLogprobs | None = None,
+        explanation: Explanation | None = None,
+    ) -> None:
+        """Send the last event, after the ``last`` piece of text."""
+        if last is not None:
+            self._send(last)
+        self._publish(reason, usage)
+        timing = self._clock.timing(self.first_token)
+        self._send(Finished(reason, usage, timing, prompt_logprobs, self._text.stopped_by, explanation))
+
+    def fail(self, error: KVLinkerError) -> None:
+        """Send the last event of a choice that could not be served."""
+        self._publish("failed", Usage(0, 0, 0))
+        self._send(Failed(error))
+
+    def token_text(self, token: int) -> str:
+        """Return the token alone, decoded."""
+        text: str = self._tokenizer.decode([token])
+        return text
+
+    def _publish(self, reason: str, usage: Usage) -> None:
+        """Publish the end to listeners; the prompt, which all choices share, is counted with the first of them."""
+        if self._choice:
+            usage = Usage(0, 0, 0, usage.output_tokens)
+        self._events.publish(
+            RequestFinished(
+                policy=self._policy,
+                reason=reason,
+                cached_tokens=usage.cached_tokens,
+                exact_cached_tokens=usage.exact_cached_tokens,
+                recomputed_tokens=usage.recomputed_tokens,
+                fresh_tokens=usage.fresh_tokens,
+                output_tokens=usage.output_tokens,
+            )
+        )
+
+    def _send(self, event: GenerationEvent) -> None:
+        try:
+            self._sink(self._choice, event)
+        except Exception:
+            logger.exception("The receiver of a request's events failed; the request is cancelled.")
+            self._broken()

@@ -1,0 +1,80 @@
+"""Chooses what computes attention: PyTorch's kernels, or one of our own where the CPU multiplies bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlinker.engines.contract.attention import AttentionOptions
+from kvlinker.engines.embedded import native
+from kvlinker.engines.embedded.attention.native_check import require_right
+from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
+from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
+from kvlinker.engines.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
+from kvlinker.engines.embedded.model.anatomy import LayerShape
+from kvlinker.engines.embedded.model.rotary import Rotary
+
+
+class AttentionKernel(Protocol):
+    """Computes the attention of a step's queries over the segments that they see."""
+
+    def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> AttentionPlan:
+        """Prepare what is the same in all layers; ``positions`` [queries] are those of all queries of the step."""
+        ...
+
+    def write(
+        self, plan: AttentionPlan, key: Tensor, value: Tensor, slots: Tensor, rotary: Rotary | None, into: KeyValue
+    ) -> None:
+        """Write the step's new keys, which are rotated on the way, and values to ``slots`` [queries] of a pool.
+
+        ``key`` and ``value`` are [kv_heads, queries, dim], those of the pool, ``into``, [kv_heads, slots, dim].
+        """
+        ...
+
+    def attend(
+        self,
+        plan: AttentionPlan,
+        query: Tensor,
+        segments: Segments,
+        rotary: Rotary | None,
+        options: AttentionOptions,
+        *,
+        output: Tensor,
+    ) -> None:
+        """Compute one layer into ``output`` [queries, heads, value_dim], zero where a query sees nothing.
+
+        ``query`` [heads, queries, key_dim] has no rotary embedding; query heads share key heads in equal groups,
+        neighbours first. Without ``rotary``, the segments' keys have none either. The plan is one of this kernel.
+        """
+        ...
+
+
+def choose_kernel(
+    layers: Sequence[LayerShape], *, dtype: torch.dtype, device: torch.device, use_native: bool = True
+) -> AttentionKernel:
+    """Return the quickest kernel for a model with these layers. Native code is compiled when it is first wanted."""
+    fits = device.type == "cpu" and dtype == torch.bfloat16 and all(_fits_native(layer) for layer in layers)
+    kernel = native_attention() if fits and use_native else None
+    return kernel or TorchAttention()
+
+
+def _fits_native(layer: LayerShape) -> bool:
+    return layer.key_dim % 2 == 0 and (layer.rotary is None or layer.rotary.pairing is not None)
+
+
+@cache
+def native_attention() -> NativeAttention | None:
+    """Return the native kernel, compiled when first asked for; None where there is none, and the log says why."""
+    return native.or_fall_back(_checked, "Attention takes PyTorch's kernels")
+
+
+def _checked() -> NativeAttention:
+    kernel = NativeAttention()
+    require_right(kernel)
+    return kernel

@@ -1,0 +1,158 @@
+"""Attention over segments by ``native/attention.cpp``: bf16 on CPUs with AVX512-BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlinker.engines.contract.attention import AttentionOptions
+from kvlinker.engines.embedded import native
+from kvlinker.engines.embedded.attention.bundles import Bundle, bundle_views
+from kvlinker.engines.embedded.attention.native_call import Call, Heads, Rotation, Write, heads
+from kvlinker.engines.embedded.attention.views import AttentionPlan, KeyValue, Segments, View
+from kvlinker.engines.embedded.model.rotary import Rotary
+from kvlinker.engines.embedded.native import NativeUnavailableError
+
+
+class NativeAttention:
+    """Implements ``AttentionKernel`` with native code: keys of even width, rotary embedding whose pairing is known.
+
+    Reads keys and values where they lie, and needs no mask however the queries are scattered. There is no fp32
+    variant: models run in fp32 where the CPU does not multiply bf16, and there this code does not run either.
+    """
+
+    def __init__(self) -> None:
+        """Raises NativeUnavailableError."""
+        if torch.cpu._is_amx_tile_supported():
+            raise NativeUnavailableError("the CPU has AMX, which PyTorch's kernels use")
+        functions = native.functions("attention.cpp", {"kvlinker_attention": Call, "kvlinker_write": Write})
+        self._compute, self._write = functions["kvlinker_attention"], functions["kvlinker_write"]
+
+    def plan(self, views: Sequence[View], positions: NDArray[np.int64]) -> NativePlan:
+        seen = AttentionPlan.of(views, positions)
+        positions = np.ascontiguousarray(positions)
+        return NativePlan(
+            seen.views,
+            positions,
+            _Table(bundle_views(seen.views), positions),
+            farthest=max((_farthest(view, positions) for view in seen.views), default=0),
+            last=int(positions.max(initial=0)),
+        )
+
+    def write(
+        self, plan: AttentionPlan, key: Tensor, value: Tensor, slots: Tensor, rotary: Rotary | None, into: KeyValue
+    ) -> None:
+        assert isinstance(plan, NativePlan), plan
+        rotation = Rotation.of(rotary, plan.last + 1)
+        self._write(
+            Write(
+                key=Heads(*heads(key)),
+                value=Heads(*heads(value)),
+                pool_key=Heads(*heads(into[0])),
+                pool_value=Heads(*heads(into[1])),
+                positions=plan.table.positions,
+                slots=slots.data_ptr(),
+                rotation=rotation,
+                threads=torch.get_num_threads(),
+            )
+        )
+
+    def attend(
+        self,
+        plan: AttentionPlan,
+        query: Tensor,
+        segments: Segments,
+        rotary: Rotary | None,
+        options: AttentionOptions,
+        *,
+        output: Tensor,
+    ) -> None:
+        assert isinstance(plan, NativePlan), plan
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        rotation = Rotation.of(rotary, plan.farthest + 1)
+        table = plan.table
+        layer = np.array([heads(key) + heads(value) for key, value in segments], np.int64)
+        call = Call(
+            query=Heads(*heads(query)),
+            output=Heads(*heads(output.transpose(0, 1))),
+            positions=plan.table.positions,
+            rotation=rotation,
+            segments=layer.ctypes.data,
+            views=table.views,
+            visits=table.visits,
+            members=table.members,
+            bundles=table.bundles,
+            bundle_count=table.bundle_count,
+            sinks=None if sinks is None else sinks.data_ptr(),
+            scale=options.scale,
+            softcap=options.softcap or 0.0,
+            window=options.window or 0,
+            threads=torch.get_num_threads(),
+        )
+        self._compute(call)
+
+
+@dataclass(frozen=True)
+class NativePlan(AttentionPlan):
+    """Holds what attention.cpp reads besides keys, values and queries."""
+
+    table: _Table
+    """The bundles and positions, in memory."""
+
+    farthest: int
+    """The most positions, in either direction, by which a query is rotated."""
+
+    last: int
+    """The last position of a query."""
+
+
+def _farthest(view: View, positions: NDArray[np.int64]) -> int:
+    first, last = int(positions[view.rows.start]), int(positions[view.rows.stop - 1])
+    return max(abs(first - view.offset), abs(last - view.offset))
+
+
+class _Table:
+    """Lays out bundles as attention.cpp reads them: structures of call.h, whose members all have 64 bits.
+
+    It holds the memory that they point to; all attributes are addresses, but for the number of bundles.
+    """
+
+    def __init__(self, bundles: Sequence[Bundle], positions: NDArray[np.int64]) -> None:
+        self._held: list[NDArray[np.generic]] = []
+        self.positions = self._address(positions)
+        views: list[tuple[int, ...]] = []
+        visits: list[tuple[int, ...]] = []
+        members: list[tuple[int, ...]] = []
+        sizes: list[tuple[int, ...]] = []
+        for bundle in bundles:
+            sizes.append((len(members), len(bundle.members), len(visits), len(bundle.visits)))
+            members.extend((rows.start, rows.stop - rows.start) for rows in bundle.members)
+            for visit in bundle.visits:
+                first, last = min(view.first for view in visit), max(view.last for view in visit)
+                visits.append((visit[0].segment, first, last, len(views)))
+                views.extend(self._row(view) for view in visit)
+        self.views, self.visits, self.members, self.bundles = (
+            self._address(np.array(rows, np.int64)) for rows in (views, visits, members, sizes)
+        )
+        self.bundle_count = len(sizes)
+
+    def _row(self, view: View) -> tuple[int, ...]:
+        """Return the ``View`` of call.h."""
+        hidden = positions = 0
+        if view.hidden is not None:
+            bits = np.zeros(len(view.hidden) // 64 * 8 + 16, np.uint8)  # a word more than there are keys
+            packed = np.packbits(view.hidden, bitorder="little")
+            bits[: len(packed)] = packed
+            hidden = self._address(bits)
+        if view.positions is not None:
+            positions = self._address(np.ascontiguousarray(view.positions))
+        return view.start, view.offset, view.first, view.last, hidden, positions
+
+    def _address(self, array: NDArray[np.generic]) -> int:
+        self._held.append(array)
+        return array.ctypes.data

@@ -1,0 +1,124 @@
+"""Has chunks computed by the engine, and stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.base.errors import ContextLengthError
+from kvlinker.base.types.chunks import Chunk
+from kvlinker.engines.contract.sensitivity import UNRELATED_TEXT
+from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.requests.capture import ChunkRequest
+from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
+from kvlinker.prompting.segments import Prompt
+from kvlinker.store import ChunkStore
+from kvlinker.store.chunk_kv import ChunkKV
+
+
+class Building(NamedTuple):
+    """Chunks that are being computed."""
+
+    kvs: Future[tuple[ChunkKV, ...]]
+    """Their resident KV, once it is computed and stored."""
+
+    begun: bool
+    """False where somebody else had begun it already, and both wait for the same computation."""
+
+
+class ChunkBuilder:
+    """Has chunks computed by the engine, and stored. Methods may be called from any thread."""
+
+    def __init__(
+        self, loaded: LoadedModel, store: ChunkStore, scheduler: Scheduler, *, longest: int, with_scores: bool
+    ) -> None:
+        """``longest`` is the most tokens that a chunk and its generation context may have together. Without
+        ``with_scores``, attention scores are never collected, whoever asks for them."""
+        self._loaded = loaded
+        self._store = store
+        self._scheduler = scheduler
+        self._longest = longest
+        self._with_scores = with_scores
+        unrelated = loaded.tokenizer.encode(UNRELATED_TEXT, add_special_tokens=False)
+        self._unrelated: tuple[int, ...] = tuple(unrelated) if max(unrelated) < loaded.vocabulary else ()
+
+    @property
+    def collects_scores(self) -> bool:
+        """True if chunks get attention scores where they are asked for."""
+        return self._with_scores
+
+    def build(self, key: str, chunk: Chunk, *, tenant: str, urgent: bool = False, with_scores: bool = True) -> Building:
+        """Have the chunk computed, and stored under ``key``.
+
+        ``urgent`` says that an answer to ``tenant`` waits for it. Without ``with_scores``, which take more than half of
+        the time, none are collected; and without ``chunk.scored``, no sensitivity is measured.
+
+        Raises ContextLengthError and EngineClosedError.
+        """
+        tokens = np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64)
+        spans = [(len(chunk.prefix), len(tokens))]
+        return self._build(
+            (key,),
+            tokens,
+            spans,
+            [chunk.content],
+            tenant=tenant,
+            urgent=urgent,
+            with_scores=with_scores,
+            measures=chunk.scored,
+        )
+
+    def build_prompt(self, keys: Sequence[str], prompt: Prompt, *, tenant: str) -> Future[tuple[ChunkKV, ...]]:
+        """Return the KV of all chunks at their positions in ``prompt``, one key each, once it is computed and stored.
+        Their scores tell how much attention the chunks pay to one another.
+
+        Raises ContextLengthError and EngineClosedError.
+        """
+        spans = [(span.start, span.end) for span in prompt.spans]
+        return self._build(
+            tuple(keys),
+            prompt.tokens[: spans[-1][1]],
+            spans,
+            prompt.contents,
+            tenant=tenant,
+            urgent=False,
+            with_scores=True,
+            measures=False,
+        ).kvs
+
+    def _build(
+        self,
+        keys: tuple[str, ...],
+        tokens: NDArray[np.int64],
+        spans: Sequence[tuple[int, int]],
+        contents: Sequence[str],
+        *,
+        tenant: str,
+        urgent: bool,
+        with_scores: bool,
+        measures: bool,
+    ) -> Building:
+        if len(tokens) > self._longest:
+            raise ContextLengthError(
+                f"A chunk has {len(tokens)} tokens with what stands before it, but the model takes {self._longest}."
+            )
+        with_scores = with_scores and self._with_scores
+        fits = len(tokens) + len(self._unrelated) <= self._longest
+        wanted = ChunkRequest(
+            self._loaded,
+            self._store,
+            keys,
+            tokens,
+            spans,
+            contents,
+            with_scores=with_scores,
+            unrelated=self._unrelated if with_scores and measures and fits else (),
+            tenant=tenant,
+            urgent=urgent,
+        )
+        entered = self._scheduler.enter(wanted)
+        return Building(entered.future, entered is wanted)

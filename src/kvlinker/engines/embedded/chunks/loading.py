@@ -1,0 +1,210 @@
+"""Fetches the KV of chunks for the requests that link it, computes what the store lacks, and notes its use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.base.futures import gather, or_else, resolved
+from kvlinker.base.types.chunk_scores import SCORE_BYTES_PER_TOKEN
+from kvlinker.base.types.chunks import Chunk, chunk_key
+from kvlinker.engines.contract.contract import GenerationRequest
+from kvlinker.engines.embedded.chunks.building import ChunkBuilder
+from kvlinker.engines.embedded.chunks.variants import VariantLibrary
+from kvlinker.engines.embedded.kv_cache.spilling import compute_seconds
+from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.requests.linked import LinkedRequest
+from kvlinker.engines.embedded.requests.request import State
+from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
+from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput
+from kvlinker.linking.evidence import Forecast
+from kvlinker.linking.link import Link, no_reuse
+from kvlinker.linking.policy import Policy
+from kvlinker.linking.refinement import Refinement
+from kvlinker.prompting.segments import Prompt, ReusedPrefix, StoredKV
+from kvlinker.store import ChunkStore
+from kvlinker.store.loading.arriving import KV, ArrivingKV
+from kvlinker.store.loading.bandwidths import LoadTime
+from kvlinker.store.prefixes import SpilledPrefixes
+
+logger = logging.getLogger(__name__)
+
+
+class LinkLoader:
+    """Begins the links of requests and fetches the KV of their chunks. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        store: ChunkStore,
+        scheduler: Scheduler,
+        builder: ChunkBuilder,
+        throughput: ComputeThroughput,
+        *,
+        variants: VariantLibrary | None,
+        offer: Callable[[Prompt, str], object],
+        prefixes: SpilledPrefixes | None = None,
+        restored: Callable[[int], object] = lambda tokens: None,
+    ) -> None:
+        """``builder`` computes chunks that the store lacks; ``throughput`` predicts how long computing takes. ``offer``
+        is given prompts, with their tenants, some of whose ``variants`` may be missing. ``prefixes`` has what the pool
+        gave up; ``restored`` is told how many tokens' KV came back from there."""
+        self._fingerprint = loaded.fingerprint
+        self._token_bytes = loaded.kv_bytes_per_token
+        self._layers = len(loaded.layers)
+        self._store = store
+        self._scheduler = scheduler
+        self._builder = builder
+        self._throughput = throughput
+        self._variants = variants
+        self._offer = offer
+        self._prefixes = prefixes
+        self._restored = restored
+
+    def sizes(self, chunks: Sequence[Chunk], tenant: str) -> dict[str, int]:
+        """Return the bytes of the chunks in memory, KV and scores, by key."""
+        sizes = [len(chunk) * (self._token_bytes + SCORE_BYTES_PER_TOKEN) for chunk in chunks]
+        return dict(zip(self._keys(chunks, tenant), sizes, strict=True))
+
+    def load(self, request: LinkedRequest) -> None:
+        """Begin the request's link and fetch the KV of its chunks. The thread that gets the last chunk, maybe while
+        layers still arrive, makes the plan and reports to the scheduler. For a request that has ended, nothing is begun
+        any more."""
+        try:
+            _check_wanted(request)
+            link = self._begin(request)
+            hold = request.hold
+            if hold is not None:  # else the request has ended meanwhile
+                hold.extend(self.sizes(link.chunks, request.request.tenant))
+                hold.extend({part.key: part.last * self._token_bytes for part in _stored(link)})
+            prefix = gather(self._restore(link), list)
+            chunks = gather(self._fetch(request, link), list)
+            done = gather([chunks, prefix], partial(self._complete, request, link))
+        except Exception as error:
+            self._fail(request, error)
+        else:
+            done.add_done_callback(lambda done: self._fail(request, done.exception()))
+
+    def note_use(self, request: GenerationRequest, link: Link, refinement: Refinement | None) -> None:
+        """Tell the store what share of each chunk a request has computed again. To be called once per request."""
+        for use in link.uses(self._layers, refinement):
+            key = chunk_key(use.chunk, fingerprint=self._fingerprint, tenant=request.tenant)
+            self._store.note_use(key, use.recomputed)
+            if self._variants is not None and use.chunk not in request.prompt.chunks:
+                self._variants.note_use(key, use.recomputed)
+
+    def _begin(self, request: LinkedRequest) -> Link:
+        wanted = request.request
+        return Link.begin(
+            wanted.prompt,
+            wanted.policy,
+            library=None if self._variants is None else self._variants.of(wanted.tenant),
+            forecast=partial(self._forecast, wanted.tenant, resident_only=request.resident_only),
+            reuse=partial(self._reuse, wanted.tenant) if request.reuses else no_reuse,
+        )
+
+    def _reuse(self, tenant: str, prompt: Prompt, policy: Policy) -> ReusedPrefix | None:
+        """Return the beginning of the prompt that was computed before in the same way."""
+        keys = self._keys(prompt.chunks, tenant)
+        return self._scheduler.find_prefix(tenant, prompt, keys, policy)
+
+    def _restore(self, link: Link) -> list[Future[KV | None]]:
+        """Load what the link reuses from disk."""
+        stored = _stored(link)
+        if self._prefixes is None or not stored:
+            return [resolved(None) for _ in stored]
+        own = link.prompt.reused_own[-sum(map(len, stored)) :]
+        return self._prefixes.load([part.key for part in stored], compute_seconds(self._throughput.seconds, own))
+
+    def _fetch(self, request: LinkedRequest, link: Link) -> list[Future[KV]]:
+        """Fetch the KV of the link's chunks: of all of them, if the forecast says that loading pays. Chunks that the
+        plan computes instead, by its forecast, are read to memory for later prompts."""
+        tenant, forecast = request.request.tenant, link.forecast
+        keys = self._keys(link.chunks, tenant)
+        if link.plan is not None and forecast is not None and forecast.load != 0:
+            self._store.load_ahead(
+                self._keys([chunk for chunk in link.prompt.chunks if chunk not in link.chunks], tenant)
+            )
+        found: list[Future[KV | None]]
+        if request.resident_only:
+            found = [resolved(self._store.get_resident(key)) for key in keys]
+        else:
+            decided = forecast is not None and forecast.worth_loading
+            cached = sum(len(chunk) for chunk in link.chunks)
+            alone = self._scheduler.is_alone(request)
+            urgency = self._throughput.urgency(link.computed, cached=cached, decided=decided, alone=alone)
+            found = self._store.load(keys, urgency)
+        return [
+            or_else(kv, partial(self._build, request, link, key, chunk), accepts=partial(self._is_enough, link))
+            for kv, key, chunk in zip(found, keys, link.chunks, strict=True)
+        ]
+
+    def _is_enough(self, link: Link, kv: KV) -> bool:
+        """Return whether the KV has what the link's policy needs. That of a text that nobody named may have been stored
+        without scores."""
+        return kv.scores is not None or not (link.policy.needs.scores and self._builder.collects_scores)
+
+    def _build(self, request: LinkedRequest, link: Link, key: str, chunk: Chunk, stored: KV | None) -> Future[KV]:
+        """Have the chunk computed that the store lacks, or has without the scores that are needed. Raises KVLinkerError
+        where the request has ended while the store looked for it."""
+        if isinstance(stored, ArrivingKV):
+            stored.give_up()
+        _check_wanted(request)
+        with_scores = chunk.scored or link.policy.needs.scores
+        building = self._builder.build(key, chunk, tenant=request.request.tenant, urgent=True, with_scores=with_scores)
+        if building.begun:
+            request.made.add(chunk)
+        return gather([building.kvs], lambda built: built[0][0])
+
+    def _complete(self, request: LinkedRequest, begun: Link, loaded: tuple[list[KV], list[KV | None]]) -> None:
+        """Hand the request over to the scheduler with what was fetched. Where it does not take it, because it has ended
+        or its policy fails, the layers that still arrive are given up."""
+        kvs, restored = loaded
+        taken = False
+        try:
+            request.link = link = begun.with_scores([kv.scores for kv in kvs])
+            keys = self._keys(link.prompt.chunks, request.request.tenant)
+            taken = self._scheduler.loaded(request, request.make_sequence(link, kvs, keys, restored))
+        finally:
+            if not taken:
+                request.link = None
+                for arriving in (kv for kv in kvs if isinstance(kv, ArrivingKV)):
+                    arriving.give_up()
+        if not taken:
+            return
+        if tokens := sum(len(part) for part, kv in zip(_stored(link), restored, strict=True) if kv is not None):
+            self._restored(tokens)
+        if link.policy.needs.variants and not request.explains:
+            self._offer(link.prompt, request.request.tenant)
+
+    def _fail(self, request: LinkedRequest, error: BaseException | None) -> None:
+        if error is None:
+            return
+        if not isinstance(error, KVLinkerError):
+            logger.error("Loading a request's chunks failed.", exc_info=error)
+            error = KVLinkerError("The request's chunks could not be loaded; see the server's log.")
+        self._scheduler.failed(request, error)
+
+    def _forecast(self, tenant: str, prompt: Prompt, *, resident_only: bool) -> Forecast:
+        load = LoadTime() if resident_only else self._store.load_time(self._keys(prompt.chunks, tenant))
+        prefill = self._throughput.prefill_seconds(int(prompt.cached.sum()))
+        if load is None:
+            return Forecast(None, prefill)
+        return Forecast(load.seconds, prefill, overlaps=load.waits or not self._throughput.on_host)
+
+    def _keys(self, chunks: Sequence[Chunk], tenant: str) -> list[str]:
+        return [chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant) for chunk in chunks]
+
+
+def _check_wanted(request: LinkedRequest) -> None:
+    """Raise KVLinkerError if the request has ended: nobody wants its chunks any more."""
+    if request.state is State.FINISHED:
+        raise KVLinkerError("The request has ended before its chunks were there.")
+
+
+def _stored(link: Link) -> tuple[StoredKV, ...]:
+    """Return what the linked prompt reuses from disk."""
+    return () if link.prompt.reused is None else link.prompt.reused.stored

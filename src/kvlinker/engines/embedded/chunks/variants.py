@@ -1,0 +1,157 @@
+"""Variants of chunks: KV computed behind the chunks of real prompts, when the engine has nothing else to do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvlinker.base.errors import EngineClosedError
+from kvlinker.base.types.chunks import Chunk, chunk_key
+from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.requests.capture import CaptureRequest
+from kvlinker.engines.embedded.requests.request import Kind
+from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
+from kvlinker.linking.evidence import Variant
+from kvlinker.prompting.segments import Prompt
+from kvlinker.store import ChunkStore
+from kvlinker.store.catalog.variants import StoredVariant, VariantIndex, VariantOwner
+from kvlinker.store.chunk_kv import ChunkKV
+
+logger = logging.getLogger(__name__)
+
+Background = Callable[[Callable[[], object]], object]
+"""Runs a function that takes time in another thread."""
+
+
+class VariantLibrary:
+    """Keeps one model's variants, at most ``limit`` over all tenants. Methods may be called from any thread."""
+
+    def __init__(self, index: VariantIndex, store: ChunkStore, *, fingerprint: str, limit: int) -> None:
+        self._index = index
+        self._store = store
+        self._fingerprint = fingerprint
+        self._limit = limit
+
+    def of(self, tenant: str) -> TenantVariants:
+        """Return one tenant's ``Library``, for one request."""
+        return TenantVariants(self._index, self._store, self._fingerprint, tenant)
+
+    def missing(self, prompt: Prompt, tenant: str) -> list[int]:
+        """Return the indices of the prompt's chunks of which no exact KV is stored."""
+        library = self.of(tenant)
+        missing = []
+        for index, (chunk, span) in enumerate(zip(prompt.chunks, prompt.spans, strict=True)):
+            if not span.exact:
+                before = tuple(prompt.tokens_before(index))
+                if all(variant.chunk.prefix != before for variant in library.variants(chunk)):
+                    missing.append(index)
+        return missing
+
+    def note_use(self, key: str, recomputed: float) -> None:
+        """Note that a request used the variant under ``key``, and computed this share of its tokens again."""
+        self._index.note_use(key, recomputed)
+
+    def put(self, computed: Sequence[tuple[Chunk, ChunkKV]], tenant: str) -> None:
+        """Store variants with their scores, unless no context cache holds their chunks any more; the least reusable
+        variants are removed to make room."""
+        records = []
+        for chunk, kv in computed:
+            assert kv.scores is not None, "a variant is computed with scores"
+            key = chunk_key(chunk, fingerprint=self._fingerprint, tenant=tenant)
+            self._store.put(key, kv)
+            owner = VariantOwner(self._fingerprint, tenant, chunk.content)
+            records.append((owner, StoredVariant(key, chunk.prefix, kv.scores.contextualization)))
+        for key in self._index.add(records, limit=self._limit):
+            self._store.delete(key)
+
+
+class TenantVariants:
+    """The ``Library`` of one tenant's stored variants."""
+
+    def __init__(self, index: VariantIndex, store: ChunkStore, fingerprint: str, tenant: str) -> None:
+        self._index = index
+        self._store = store
+        self._fingerprint = fingerprint
+        self._tenant = tenant
+
+    def variants(self, chunk: Chunk) -> tuple[Variant, ...]:
+        found = []
+        for stored in self._index.find(VariantOwner(self._fingerprint, self._tenant, chunk.content)):
+            if self._store.tier_of(stored.key) is None:
+                self._index.forget(stored.key)
+                continue
+            found.append(Variant(Chunk(chunk.tokens, stored.prefix), stored.contextualization))
+        return tuple(found)
+
+
+class VariantRequest(CaptureRequest):
+    """Asks for the exact KV of a prompt's chunks, which one full prefill gives, and for their scores."""
+
+    kind = Kind.VARIANT
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        library: VariantLibrary,
+        background: Background,
+        prompt: Prompt,
+        tenant: str,
+        missing: Sequence[int],
+    ) -> None:
+        """``missing`` are the indices of the chunks of which the ``library`` lacks an exact variant."""
+        spans = [(span.start, span.end) for span in prompt.spans[: missing[-1] + 1]]
+        super().__init__(loaded, prompt.tokens[: spans[-1][1]], spans, prompt.contents, with_scores=True)
+        self.identity = (prompt, tenant)
+        self._library = library
+        self._background = background
+        self._prompt = prompt
+        self._tenant = tenant
+        self._missing = tuple(missing)
+
+    def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
+        computed = [(self._prompt.variant(index), kvs[index]) for index in self._missing]
+        self._background(partial(self._put, computed))
+        return tuple(kvs)
+
+    def _put(self, computed: Sequence[tuple[Chunk, ChunkKV]]) -> None:
+        try:
+            self._library.put(computed, self._tenant)
+        except Exception:
+            logger.exception("Variants could not be stored.")
+
+
+class VariantBuilder:
+    """Computes missing variants when the engine is idle. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        library: VariantLibrary,
+        scheduler: Scheduler,
+        background: Background,
+        *,
+        longest: int,
+    ) -> None:
+        """``longest`` is the most tokens that a prompt may have whose variants are computed."""
+        self.library = library
+        self._loaded = loaded
+        self._scheduler = scheduler
+        self._background = background
+        self._longest = longest
+
+    def offer(self, prompt: Prompt, tenant: str) -> None:
+        """Have the missing variants of this prompt computed, if any, for later requests. Returns at once."""
+        self._background(partial(self._offer, prompt, tenant))
+
+    def _offer(self, prompt: Prompt, tenant: str) -> None:
+        try:
+            missing = self.library.missing(prompt, tenant)
+            if missing and prompt.spans[missing[-1]].end <= self._longest:
+                self._scheduler.enter(
+                    VariantRequest(self._loaded, self.library, self._background, prompt, tenant, missing)
+                )
+        except EngineClosedError:
+            pass
+        except Exception:
+            logger.exception("Variants could not be looked up.")

@@ -1,0 +1,132 @@
+"""Guides answers through grammars, by llguidance: tells which tokens may come next.
+
+Masks of tokens are computed in a thread of their own, while the engine's thread runs the model.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+from torch import Tensor
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.threads import compute_serially
+from kvlinker.base.types.grammars import AnswerGrammar, json_style
+from kvlinker.engines.contract.grammars import check_enforceable, unenforceable
+from kvlinker.engines.contract.limits import engine_closed
+from kvlinker.engines.embedded.model.loaded import LoadedModel
+
+MOST_COMPILED = 32
+"""The number of grammars that are kept compiled, for requests that bring the same one again."""
+
+Mask = Tensor | None
+"""The tokens that may come next [vocabulary], as booleans on the CPU; None where the answer is complete."""
+
+
+class GrammarGuides:
+    """Makes guides for the answers of one model. Any thread may use it."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._preparing = threading.Lock()
+        self._compiled = lru_cache(MOST_COMPILED)(self._compile)
+        self._worker = ThreadPoolExecutor(1, "kvlinker-grammar", compute_serially)
+
+    def prepare(self, grammar: AnswerGrammar) -> Callable[[], GrammarGuide]:
+        """Compile a grammar, and return what makes a guide for one answer that follows it.
+
+        Raises InvalidRequestError, which names the cause, for a grammar that is invalid or cannot be enforced; and
+        EngineClosedError.
+        """
+        check_enforceable(grammar)
+        matcher = self._compiled(grammar)
+        return lambda: GrammarGuide(matcher.deep_copy(), self._loaded.vocabulary, self._submit)
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent."""
+        self._worker.shutdown()
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """The tokenizer as llguidance has it, which takes up to a second to make."""
+        backend = self._loaded.tokenizer.backend_tokenizer
+        size = max(self._loaded.vocabulary, 1 + max(backend.get_vocab(with_added_tokens=True).values()))
+        return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=sorted(self._loaded.eos_token_ids))
+
+    def _compile(self, grammar: AnswerGrammar) -> LLMatcher:
+        with self._preparing:
+            tokenizer = self._tokenizer
+        try:
+            if grammar.kind == "json":
+                style: Any = json_style()
+                compiled = LLMatcher.grammar_from_json_schema(grammar.source, overrides=style)
+            else:
+                compiled = grammar_from(grammar.kind, grammar.source)
+            if grammar.frame:
+                compiled = _framed(compiled, grammar.frame)
+        except ValueError as error:
+            raise unenforceable(grammar, str(error)) from error
+        except RecursionError as error:
+            raise unenforceable(grammar, "it is nested too deeply") from error
+        matcher = LLMatcher(tokenizer, compiled, log_level=0)
+        if matcher.is_error():
+            raise unenforceable(grammar, matcher.get_error())
+        return matcher
+
+    def _submit(self, work: Callable[[], Mask]) -> Future[Mask]:
+        try:
+            return self._worker.submit(work)
+        except RuntimeError:  # it was shut down
+            raise engine_closed() from None
+
+
+class GrammarGuide:
+    """Follows one answer through its grammar. Only the engine's thread uses it, once it is made."""
+
+    def __init__(
+        self, matcher: LLMatcher, vocabulary: int, submit: Callable[[Callable[[], Mask]], Future[Mask]]
+    ) -> None:
+        """``submit`` has the masks computed in another thread, one after the other."""
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._submit = submit
+        self._next = submit(self._mask)
+
+    def allowed(self) -> Mask:
+        """Return the tokens that may come next, as soon as they are known.
+
+        Raises InvalidRequestError where the answer has become too complex for the grammar's parser.
+        """
+        return self._next.result()
+
+    def accept(self, token: int) -> None:
+        """Note the token that came, which must be one of those allowed, and have the next mask computed."""
+        self._next = self._submit(partial(self._follow, token))
+
+    def _follow(self, token: int) -> Mask:
+        self._matcher.consume_token(token)
+        return self._mask()
+
+    def _mask(self) -> Mask:
+        mask = b"" if self._matcher.is_stopped() else self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise InvalidRequestError(f"The grammar cannot be followed any further: {self._matcher.get_error()}")
+        if self._matcher.is_stopped():
+            return None
+        bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+        return torch.from_numpy(bits[: self._vocabulary].view(np.bool_))
+
+
+def _framed(compiled: str, frame: str) -> str:
+    """Put a compiled grammar into a frame, in which it is called ``answer``."""
+    is_lark = not compiled.lstrip().startswith("{")
+    inner = {"lark_grammar": compiled} if is_lark else json.loads(compiled)["grammars"][0]
+    return json.dumps({"grammars": [{"lark_grammar": frame}, {**inner, "name": "answer"}]})

@@ -1,0 +1,281 @@
+"""The embedded engine: one model in this process, put together from its parts."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvlinker.base.errors import ModelLoadError
+from kvlinker.base.events import Events, PrefixRestored
+from kvlinker.base.futures import gather, resolved
+from kvlinker.base.machine import available_memory
+from kvlinker.base.threads import compute_serially
+from kvlinker.base.types.answers import PromptLogprobs
+from kvlinker.base.types.chunks import Chunk, chunk_key
+from kvlinker.engines.contract.contract import EngineLoad, GenerationRequest, Sink
+from kvlinker.engines.contract.limits import RequestLimits
+from kvlinker.engines.embedded.chunks.building import ChunkBuilder
+from kvlinker.engines.embedded.chunks.loading import LinkLoader
+from kvlinker.engines.embedded.chunks.variants import VariantBuilder, VariantLibrary
+from kvlinker.engines.embedded.decoding.grammars import GrammarGuides
+from kvlinker.engines.embedded.execution.runner import Runner
+from kvlinker.engines.embedded.kv_cache.pool import KVPool
+from kvlinker.engines.embedded.kv_cache.spilling import PoolSpill
+from kvlinker.engines.embedded.loop import EngineLoop
+from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.requests.generation import Generation
+from kvlinker.engines.embedded.requests.linked import Explaining, LinkedRequest
+from kvlinker.engines.embedded.requests.request import Request
+from kvlinker.engines.embedded.requests.scoring import Scoring, WholeScoring
+from kvlinker.engines.embedded.scheduling.admission import Admission
+from kvlinker.engines.embedded.scheduling.composition import StepComposer
+from kvlinker.engines.embedded.scheduling.scheduler import Scheduler
+from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
+from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, throughput_name
+from kvlinker.linking.explanation import Explanation
+from kvlinker.linking.policy import Policy
+from kvlinker.prompting.segments import Prompt
+from kvlinker.settings import Settings
+from kvlinker.store import ChunkStore, Speeds
+
+L = TypeVar("L", bound=LinkedRequest)
+
+POOL_SHARE = 0.25
+"""The share of the available memory that the pool takes."""
+
+POOL_WINDOWS = 16
+"""The most context windows that the pool is made to hold."""
+
+FEWEST_SLOTS = 1024
+"""The fewest slots that a pool may have, unless the context window is shorter still."""
+
+LOADERS = 2
+"""Threads that begin links and fetch chunks' KV. They never wait for other requests."""
+
+
+def default_slots(loaded: LoadedModel, window: int) -> int:
+    """Return the number of slots of the pool, for requests of up to ``window`` tokens. Raises ModelLoadError when
+    memory is too tight."""
+    available = available_memory()
+    if loaded.device.type == "cuda":
+        available = torch.cuda.mem_get_info(loaded.device)[0]
+    affordable = int(available * POOL_SHARE) // loaded.kv_bytes_per_token
+    if affordable < min(window, FEWEST_SLOTS):
+        raise ModelLoadError(
+            f"A quarter of the {available / 2**30:.1f} GiB of memory that is available holds the KV of {affordable} "
+            "tokens only. Free memory, or set kv_slots."
+        )
+    return min(affordable, POOL_WINDOWS * window)
+
+
+class EmbeddedEngine:
+    """``Engine`` over one model in this process. See ``kvlinker.engines.contract.contract`` for the contract.
+
+    A request is checked (``RequestLimits``) and enters the scheduler, which has its chunks' KV fetched in another
+    thread (``LinkLoader``). Then the engine's thread (``EngineLoop``) computes it step by step.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        store: ChunkStore,
+        events: Events,
+        settings: Settings,
+        variants: VariantLibrary | None = None,
+        speeds: Speeds | None = None,
+    ) -> None:
+        """``variants`` keeps variants of chunks, None to keep none; ``speeds`` remembers how fast the model
+        computes."""
+        self.fingerprint = loaded.fingerprint
+        self.kv_bytes_per_token = loaded.kv_bytes_per_token
+        self._loaded = loaded
+        self._store = store
+        self._events = events
+        self._cost = loaded.cost
+        store.keep_resident_as(loaded.resident_form)
+        window = min(loaded.context_window, settings.max_model_len or loaded.context_window)
+        slots = settings.kv_slots or default_slots(loaded, window)
+        longest = self.max_model_len = min(window, slots)
+        self._limits = RequestLimits(loaded.vocabulary, longest, settings.max_answer_tokens)
+        pool = KVPool(loaded.layers, slots, dtype=loaded.dtype, device=loaded.device)
+        self._runner = Runner(loaded.model, loaded.layers, pool, native_attention=settings.native_attention)
+        on_host = loaded.device.type == "cpu"
+        throughput = self._throughput = ComputeThroughput(self._cost, speeds, throughput_name(loaded), on_host=on_host)
+        self._loaders = ThreadPoolExecutor(LOADERS, "kvlinker-load", compute_serially)
+        self._grammars = GrammarGuides(loaded)
+        self._background = ThreadPoolExecutor(1, "kvlinker-background", compute_serially)
+        keeps_prefixes = settings.prefix_cache == "on"
+        prefixes = store.keep_prefixes() if keeps_prefixes else None
+        spill = None
+        if prefixes is not None:
+            spill = PoolSpill(
+                prefixes,
+                pool,
+                throughput.seconds,
+                fingerprint=loaded.fingerprint,
+                token_bytes=loaded.kv_bytes_per_token,
+            )
+        self._scheduler = Scheduler(
+            SequenceSlots(slots, keeps_prefixes=keeps_prefixes, spill=spill),
+            lambda request: self._loaders.submit(self._links.load, cast(LinkedRequest, request)),
+            hold=lambda request: store.hold(request.chunk_bytes),
+            is_resident=lambda request: all(map(store.is_resident, request.chunk_bytes)),
+            admission=Admission(throughput.seconds, max_waiting=settings.max_waiting, slo_ttft=settings.slo_ttft),
+            composer=StepComposer(
+                throughput,
+                max_step_tokens=settings.max_step_tokens,
+                seconds_per_token=None if settings.slo_tpot is None else settings.slo_tpot / 1e3,
+            ),
+            max_running=settings.max_running,
+        )
+        self._chunks = ChunkBuilder(loaded, store, self._scheduler, longest=longest, with_scores=settings.chunk_scores)
+        builder = None
+        if variants is not None:
+            builder = VariantBuilder(loaded, variants, self._scheduler, self._background.submit, longest=longest)
+        self._links = LinkLoader(
+            loaded,
+            store,
+            self._scheduler,
+            self._chunks,
+            throughput,
+            variants=variants,
+            offer=_ignore if builder is None else builder.offer,
+            prefixes=prefixes,
+            restored=lambda tokens: events.publish(PrefixRestored(tokens)),
+        )
+        computing = store.throttle.computing if on_host else nullcontext
+        self._loop = EngineLoop(self._scheduler, self._runner, throughput, computing=computing)
+        self._loop.start()
+        atexit.register(self.close)  # a thread inside torch when the interpreter goes would abort the process
+
+    @property
+    def healthy(self) -> bool:
+        return self._loop.healthy
+
+    @property
+    def runner(self) -> Runner:
+        """The runner, for benchmarks and tests while no request is under way."""
+        return self._runner
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler, for tests."""
+        return self._scheduler
+
+    def unsupported(self, policy: Policy) -> str | None:
+        """Return None: this engine supports everything that a policy can need."""
+        return None
+
+    def cache_chunk(self, chunk: Chunk, *, tenant: str) -> Future[int]:
+        self._limits.check_vocabulary(np.array([*chunk.prefix, *chunk.tokens], dtype=np.int64), param="chunks")
+        key = chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant)
+        stored = self._store.nbytes(key)
+        wants_scores = chunk.scored and self._chunks.collects_scores
+        if stored is not None and not (wants_scores and self._store.lacks_scores(key)):
+            return resolved(stored)
+        building = self._chunks.build(key, chunk, tenant=tenant, with_scores=wants_scores)
+        return gather([building.kvs], lambda computed: computed[0][0].nbytes)
+
+    def cache_prompt(self, prompt: Prompt, *, tenant: str) -> Future[Prompt]:
+        """Compute and store the KV of all chunks of ``prompt`` at their positions there, each behind the ones before
+        it, with scores that tell how much attention they pay to one another. The result is the prompt with these
+        variants for chunks.
+
+        Raises ContextLengthError and EngineClosedError at once; later errors are the future's.
+        """
+        self._limits.check_vocabulary(prompt.tokens, param="prompt")
+        known = prompt.with_chunks(prompt.variant(index) for index in range(len(prompt.chunks)))
+        keys = [chunk_key(chunk, fingerprint=self.fingerprint, tenant=tenant) for chunk in known.chunks]
+        return gather([self._chunks.build_prompt(keys, known, tenant=tenant)] if keys else [], lambda _: known)
+
+    def generate(self, request: GenerationRequest, sink: Sink) -> _Handle:
+        max_tokens = self._limits.max_tokens(request)
+        grammar = request.sampling.grammar
+        generation = Generation(
+            request,
+            sink,
+            loaded=self._loaded,
+            max_tokens=max_tokens,
+            cost=self._cost,
+            events=self._events,
+            linked=self._note_use,
+            cancel=self._scheduler.cancel,
+            head=None if request.sampling.prompt_logprobs is None else self._runner.head,
+            guide=None if grammar is None else self._grammars.prepare(grammar),
+        )
+        self._enter(generation)
+        return _Handle(self._scheduler, generation.choices)
+
+    def explain(self, request: GenerationRequest) -> Future[Explanation]:
+        self._limits.max_tokens(request)
+        explaining = Explaining(request, layers=len(self._loaded.layers), cost=self._cost)
+        return self._enter(explaining).future
+
+    def score(self, request: GenerationRequest) -> Future[PromptLogprobs]:
+        self._limits.check_scorable(request.prompt)
+        scoring = Scoring(
+            request,
+            layers=len(self._loaded.layers),
+            head=self._runner.head,
+            vocabulary=self._loaded.vocabulary,
+            linked=self._note_use,
+        )
+        return self._enter(scoring).future
+
+    def score_whole(self, tokens: NDArray[np.int64], *, first: int, top: int, tenant: str) -> Future[PromptLogprobs]:
+        self._limits.check_whole(tokens, first)
+        top = min(top, self._loaded.vocabulary)
+        return self._scheduler.enter(
+            WholeScoring(tokens, self._runner.head, first=first, top=top, tenant=tenant)
+        ).future
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting,
+            slots_used=self._scheduler.slots_used,
+            slots_kept=self._scheduler.slots_kept,
+            slots_total=self._runner.pool.slots,
+        )
+
+    def prefill_seconds(self, tokens: int) -> float | None:
+        return self._throughput.prefill_seconds(tokens)
+
+    def close(self) -> None:
+        self._loop.close()
+        self._grammars.close()
+        self._loaders.shutdown()
+        self._background.shutdown()
+        atexit.unregister(self.close)
+
+    def _enter(self, request: L) -> L:
+        request.chunk_bytes = self._links.sizes(request.request.prompt.chunks, request.tenant)
+        return self._scheduler.enter(request)
+
+    def _note_use(self, request: LinkedRequest) -> None:
+        assert request.link is not None
+        self._background.submit(self._links.note_use, request.request, request.link, request.refinement)
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """The ``RequestHandle`` of the embedded engine."""
+
+    _scheduler: Scheduler
+    _choices: Sequence[Request]
+
+    def cancel(self) -> None:
+        self._scheduler.cancel(self._choices)
+
+
+def _ignore(prompt: Prompt, tenant: str) -> None:
+    """Ignore the prompt, since no variants are kept."""

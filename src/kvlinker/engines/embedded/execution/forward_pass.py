@@ -1,0 +1,340 @@
+"""Computes one forward pass from the inside: writes the pool, attends over segments, layer by layer."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvlinker.engines.contract.attention import AttentionOptions
+from kvlinker.engines.embedded.attention.kernels import AttentionKernel
+from kvlinker.engines.embedded.attention.position_scores import position_weights
+from kvlinker.engines.embedded.attention.views import AttentionPlan, View
+from kvlinker.engines.embedded.execution.batch import Batch, Sight
+from kvlinker.engines.embedded.execution.deviations import LayerDeviations
+from kvlinker.engines.embedded.kv_cache.pool import KVPool
+from kvlinker.engines.embedded.model.anatomy import LayerShape
+from kvlinker.engines.embedded.model.interception import RotaryFunction
+from kvlinker.store.chunk_kv import LayerKV
+from kvlinker.store.loading.arriving import KV, ArrivingKV
+
+WaitInStep = Callable[[Callable[[], bool]], None]
+"""Waits until its argument returns true, or until a request outside the step could be computed."""
+
+
+def never_wait(came: Callable[[], bool]) -> None:
+    """Return at once, as if another request could be computed."""
+
+
+class NobodyLeftError(Exception):
+    """Raised when all requests have left the step."""
+
+
+class _Peeked(Exception):  # noqa: N818
+    """Raised to leave a layer once its un-rotated ``key`` and ``value`` [kv_heads, tokens, head_dim] are computed."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self.key = key
+        self.value = value
+
+
+class ForwardPass:
+    """Replaces rotary embedding and attention in one forward pass over a batch.
+
+    Tokens leave the hidden states between the layers: tokens that a policy drops, and all tokens of an owner whose
+    chunk lacks the layer that is to be attended to. The other owners' tokens are computed as if these had never been in
+    the batch.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[LayerShape, ...],
+        pool: KVPool,
+        batch: Batch,
+        *,
+        kernel: AttentionKernel,
+        profile: Profile | None,
+        wait: WaitInStep,
+        native: bool = True,
+    ) -> None:
+        """``native`` is False where observers are to be shown weights that PyTorch alone computes."""
+        self._layers = layers
+        self._pool = pool
+        self._kernel = kernel
+        self._profile = profile
+        self._wait = wait
+        self._native = native
+        self._device = pool.keys[0].device
+        self._asked: set[int] = set()
+        self._unnarrowed: Tensor | None = None
+        self._peeking = False
+        self.logit_rows = torch.tensor(batch.logit_rows, dtype=torch.long, device=self._device)
+        """The rows of the last layer's output that hold the wanted tokens, in the order of ``remaining.logit_owners``.
+        When tokens leave, the rows are updated in place; entries beyond the remaining owners are meaningless."""
+
+        self.remaining = batch
+        """The batch of the tokens that the hidden states still have."""
+
+        self.left: dict[object, int] = {}
+        """The owners that left, with the first layer that their chunks lacked."""
+
+        self._enter(batch)
+
+    def enter_layer(self, index: int, hidden: Tensor, compute: Callable[[Tensor], object]) -> Tensor:
+        """Return the layer's input [1, tokens, width] without the tokens that leave before it.
+
+        Policies that have dropped nothing yet are asked here, before the layer computes anything: where all tokens are
+        computed and few are kept, it is worth computing the layer's keys and values ahead. ``compute`` runs the layer
+        on an input. Raises NobodyLeftError.
+        """
+        if self._unnarrowed is not None:
+            hidden = self._narrowed(hidden, self._unnarrowed)
+            self._unnarrowed = None
+        hidden = self._without_late(index, hidden)
+        self._asked = {id(refinement) for refinement, _, _ in self._batch.refinements() if not refinement.dropped}
+        if not self._asked:
+            return hidden
+        with self._timed("select"):
+
+            def ahead(rows: slice) -> tuple[Tensor, Tensor]:
+                return self._peek(rows, hidden, compute)
+
+            kept = self._refine(index, ahead, at_entry=True)
+        return hidden if kept is None else self._narrowed(hidden, kept)
+
+    def rotary(self, apply: RotaryFunction, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Do nothing: the tables that were traced at load replace the model's own."""
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+        """Write and attend one layer; see ``Interceptor.attend``."""
+        if self._peeking:
+            raise _Peeked(key[0], value[0])
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        with self._timed("attention"):
+            return self._attend(index, query[0], key[0], value[0], AttentionOptions.of_call(query, options))[None]
+
+    def _enter(self, batch: Batch) -> None:
+        """Compute these runs from now on."""
+        self._batch = batch
+        self._slots = torch.from_numpy(batch.slots).to(self._device)
+        self._positions = batch.positions
+        self._sights = [(batch.sights[owner], rows) for owner, rows in batch.owner_rows()]
+        chunks = {id(chunk.kv): chunk.kv for _, chunk in batch.shared()}
+        contents = {name: _content(kv) for name, kv in chunks.items()}
+        self._chunks = {contents[name]: kv for name, kv in chunks.items()}
+        self._spans = tuple({span: None for sight, _ in self._sights for span in sight.spans})
+        numbers = {name: number for number, name in enumerate((*self._chunks, *self._spans))}
+        self._chunk_segments = {name: numbers[content] for name, content in contents.items()}
+        self._span_segments = {span: numbers[span] for span in self._spans}
+        self._plans: dict[tuple[int, ...], tuple[tuple[View, ...], AttentionPlan]] = {}
+
+    def _without_late(self, index: int, hidden: Tensor) -> Tensor:
+        """Return ``hidden`` without the tokens of owners whose chunks lack this layer. If all owners lack it and there
+        is nobody else to compute, wait for the layers first."""
+        while lacking := self._lacking(index):
+            late = {owner for owner, _ in lacking}
+            lost = {owner for owner, kv in lacking if kv.lost}
+            if late != self._batch.owners:
+                hidden = self._leave(late, index, hidden)
+            elif lost:
+                hidden = self._leave(lost, index, hidden)
+            else:
+                self._wait(partial(_changed, index, lacking))
+                if not _changed(index, lacking):
+                    hidden = self._leave(late, index, hidden)
+        return hidden
+
+    def _lacking(self, index: int) -> list[tuple[object, ArrivingKV]]:
+        """Return the owners that see KV whose layer has not arrived, each with the KV."""
+        return [
+            (owner, chunk.kv)
+            for owner, chunk in self._batch.shared()
+            if isinstance(chunk.kv, ArrivingKV) and chunk.kv.layer(index) is None
+        ]
+
+    def _leave(self, owners: set[object], index: int, hidden: Tensor) -> Tensor:
+        """Return ``hidden`` without the owners' tokens."""
+        self.left.update(dict.fromkeys(owners, index))
+        keep = self._batch.without(owners)
+        if not keep.any():
+            raise NobodyLeftError
+        self._enter(self._batch.narrowed(keep))
+        return self._narrowed(hidden, torch.from_numpy(np.flatnonzero(keep)).to(self._device))
+
+    def _attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """Compute attention of all runs: [tokens, heads, value_dim], zero for tokens that are dropped in this layer."""
+        tokens = query.shape[1]
+        for run, rows in self._batch.rows():
+            if run.capture is not None:
+                run.capture.record(index, run.start, key[:, rows], value[:, rows])
+        with self._timed("select"):
+            kept = self._refine(index, lambda rows: (key[:, rows], value[:, rows]), at_entry=False)
+        if kept is not None:
+            self._unnarrowed = kept
+            query, key, value = query[:, kept], key[:, kept], value[:, kept]
+        views, plan = self._plan(index)
+        pool = self._pool.keys[index], self._pool.values[index]
+        self._kernel.write(plan, key, value, self._slots, self._layers[index].rotary, pool)
+        segments = self._segments(index)
+        with self._timed("select"):
+            self._show(index, views, query, segments, options)
+        output = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
+        self._kernel.attend(plan, query, segments, self._layers[index].rotary, options, output=output)
+        if kept is not None:
+            return output.new_zeros(tokens, *output.shape[1:]).index_copy_(0, kept, output)
+        return output
+
+    def _plan(self, index: int) -> tuple[tuple[View, ...], AttentionPlan]:
+        """Return what all queries see in this layer; it is the same in all layers of the same epochs."""
+        epochs = tuple(sight.own.epoch(index) for sight, _ in self._sights)
+        if epochs not in self._plans:
+            views = [
+                view
+                for (sight, rows), epoch in zip(self._sights, epochs, strict=True)
+                for view in self._views(sight, rows, epoch)
+            ]
+            self._plans[epochs] = tuple(views), self._kernel.plan(views, self._positions)
+        return self._plans[epochs]
+
+    def _views(self, sight: Sight, rows: slice, epoch: int) -> Iterator[View]:
+        """Yield what one sequence's queries see in the layers of an epoch."""
+        for chunk, hidden in zip(sight.shared, sight.own.hidden(epoch), strict=True):
+            segment = self._chunk_segments[id(chunk.kv)]
+            yield View(segment, rows, chunk.start, chunk.offset, chunk.first, chunk.last, hidden)
+        gone = sight.own.gone(epoch, len(sight.positions))
+        end = 0
+        for span in sight.spans:
+            begin, end = end, end + span.size
+            positions = sight.positions[begin:end]
+            hidden = None if gone is None else gone[begin:end]
+            start = int(positions[0])
+            scattered = None if int(positions[-1]) + 1 - start == span.size else positions
+            yield View(self._span_segments[span], rows, start, 0, 0, span.size, hidden, scattered)
+
+    def _segments(self, index: int) -> list[tuple[Tensor, Tensor]]:
+        """Return key and value of all segments in this layer: the shared chunks, then spans of the pool."""
+        segments = []
+        for kv in self._chunks.values():
+            layer = _layer(kv, index)
+            segments.append((layer.key.to(self._device), layer.value.to(self._device)))
+        key, value = self._pool.keys[index], self._pool.values[index]
+        for slot, size in self._spans:
+            segments.append((key[:, slot : slot + size], value[:, slot : slot + size]))
+        return segments
+
+    def _show(
+        self,
+        index: int,
+        views: Sequence[View],
+        query: Tensor,
+        segments: Sequence[tuple[Tensor, Tensor]],
+        options: AttentionOptions,
+    ) -> None:
+        """Pass the attention that is about to be computed to the observers."""
+        rotary = self._layers[index].rotary
+        for run, rows in self._batch.rows():
+            if run.observer is None:
+                continue
+            mine = [view for view in views if view.rows.start <= rows.start < view.rows.stop]
+
+            def weights(first: int, last: int, run_rows: slice = rows, mine: list[View] = mine) -> Tensor:
+                positions = self._positions[run_rows][first:last]
+                part = query[:, run_rows][:, first:last]
+                length = int(positions[-1]) + 1
+                return position_weights(mine, positions, part, segments, rotary, options, length, native=self._native)
+
+            run.observer.observe(index, run.start, len(run.tokens), weights)
+
+    def _refine(
+        self, index: int, computed: Callable[[slice], tuple[Tensor, Tensor]], *, at_entry: bool
+    ) -> Tensor | None:
+        """Ask the policies whose turn it is, and continue with the tokens that they keep.
+
+        ``computed`` gives new keys, un-rotated, and values of rows of the batch. Returns the kept tokens' indices in
+        the batch as it was; None when nothing was dropped.
+        """
+        asked = [item for item in self._batch.refinements() if (id(item[0]) in self._asked) == at_entry]
+        if not asked:
+            return None
+        keep = np.ones(len(self._slots), dtype=np.bool_)
+        for refinement, rows, sight in asked:
+            positions = self._positions[rows]
+            deviations = LayerDeviations(
+                positions,
+                sight.shared,
+                [_layer(chunk.kv, index) for chunk in sight.shared],
+                self._layers[index].rotary,
+                new=partial(computed, rows),
+            )
+            keep[rows] = refinement.keep(index, positions, deviations)
+        if keep.all():
+            return None
+        narrowed = self._batch.narrowed(keep)
+        assert narrowed.logit_owners == self._batch.logit_owners, "a token whose logits are wanted was dropped"
+        self._enter(narrowed)
+        return torch.from_numpy(np.flatnonzero(keep)).to(self._device)
+
+    def _narrowed(self, hidden: Tensor, kept: Tensor) -> Tensor:
+        """Return ``hidden`` of the ``kept`` rows; ``_batch`` has been narrowed to them already."""
+        self.remaining = self._batch
+        moved = self._batch.logit_rows
+        self.logit_rows.zero_()
+        self.logit_rows[: len(moved)] = torch.tensor(moved, dtype=torch.long)
+        return hidden[:, kept]
+
+    def _peek(self, rows: slice, hidden: Tensor, compute: Callable[[Tensor], object]) -> tuple[Tensor, Tensor]:
+        """Return the layer's keys, un-rotated, and values of these rows, without the layer's attention and what follows
+        it."""
+        self._peeking = True
+        try:
+            compute(hidden[:, rows])
+        except _Peeked as peeked:
+            return peeked.key, peeked.value
+        finally:
+            self._peeking = False
+        raise RuntimeError("a layer computed no attention")
+
+    def _timed(self, part: str) -> AbstractContextManager[None]:
+        return self._profile.timed(part) if self._profile is not None else nullcontext()
+
+
+def _content(kv: KV) -> int:
+    """Return a name of the tensors: what arrives for two requests may be the same ones."""
+    return id(kv.layer(0) or kv)
+
+
+def _layer(kv: KV, index: int) -> LayerKV:
+    layer = kv.layer(index)
+    assert layer is not None, "its owner has left"
+    return layer
+
+
+def _changed(index: int, lacking: Sequence[tuple[object, ArrivingKV]]) -> bool:
+    return any(kv.layer(index) is not None or kv.lost for _, kv in lacking)
+
+
+class Profile:
+    """Adds up the wall time of named parts in ``seconds``; time in a nested part counts for the nested part only."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._inner = 0.0
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the wall time of the block to ``part``."""
+        before, self._inner = self._inner, 0.0
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - begin
+            self.seconds[part] += elapsed - self._inner
+            self._inner = before + elapsed

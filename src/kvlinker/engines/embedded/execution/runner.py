@@ -1,0 +1,120 @@
+"""Runs the model on a batch: one forward pass over the KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvlinker.engines.embedded.attention.kernels import choose_kernel
+from kvlinker.engines.embedded.decoding.logprobs import Head
+from kvlinker.engines.embedded.execution.batch import Batch, StepResult
+from kvlinker.engines.embedded.execution.forward_pass import (
+    ForwardPass,
+    NobodyLeftError,
+    Profile,
+    WaitInStep,
+    never_wait,
+)
+from kvlinker.engines.embedded.kv_cache.pool import KVPool
+from kvlinker.engines.embedded.model.anatomy import LayerShape, decoder_layers
+from kvlinker.engines.embedded.model.interception import active_interceptor, intercepted
+from kvlinker.store.loading.arriving import ArrivingKV
+
+
+class Runner:
+    """Runs one model over one KV pool. It is not thread safe: the engine's thread owns it."""
+
+    def __init__(
+        self, model: Any, layers: Sequence[LayerShape], pool: KVPool, *, native_attention: bool = True
+    ) -> None:
+        """``model`` is a transformers causal language model whose attention is kvlinker's. With ``native_attention``,
+        attention is computed by code that is compiled for the CPU, where that can be done for the model."""
+        self._model = model
+        self._layers = tuple(layers)
+        self.pool = pool
+        self.device = pool.keys[0].device
+        self.profile: Profile | None = None
+        self._native = native_attention
+        self.kernel = choose_kernel(
+            self._layers, dtype=pool.keys[0].dtype, device=self.device, use_native=native_attention
+        )
+
+    @cached_property
+    def head(self) -> Head:
+        """The model's head, which computes logits for scoring. Raises InvalidRequestError for a model whose head cannot
+        be separated."""
+        return Head(self._model)
+
+    @torch.inference_mode()
+    def step(self, batch: Batch, wait: WaitInStep = never_wait) -> StepResult:
+        """Compute all runs, except those of owners whose chunks lack a layer when it is to be attended to: these leave
+        the step.
+
+        If all owners would leave, ``wait`` is called first.
+        """
+        forward = ForwardPass(
+            self._layers,
+            self.pool,
+            batch,
+            kernel=self.kernel,
+            profile=self.profile,
+            wait=wait,
+            native=self._native,
+        )
+        narrows = any(run.refinement is not None for run in batch.runs) or any(
+            isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete for _, chunk in batch.shared()
+        )
+        scored = any(run.logprobs is not None for run in batch.runs)
+        watching: AbstractContextManager[list[Tensor]] = self.head.watching(forward) if scored else nullcontext([])
+        try:
+            with intercepted(forward), _narrowing(self._model, forward) if narrows else nullcontext(), watching as seen:
+                output = self._model(
+                    input_ids=torch.from_numpy(batch.tokens)[None].to(self.device),
+                    position_ids=torch.from_numpy(batch.positions)[None].to(self.device),
+                    use_cache=False,
+                    logits_to_keep=forward.logit_rows if len(forward.logit_rows) else 1,
+                )
+        except NobodyLeftError:
+            return StepResult({}, forward.left)
+        for states in seen:
+            for run, rows in forward.remaining.rows():
+                if run.logprobs is not None:
+                    run.logprobs.collect(run.start, states[rows])
+        owners = forward.remaining.logit_owners
+        logits: Tensor = output.logits[0, : len(owners)].float().cpu()
+        return StepResult(dict(zip(owners, logits, strict=True)), forward.left)
+
+
+@contextmanager
+def _narrowing(model: Any, forward: ForwardPass) -> Iterator[None]:
+    """Let tokens leave the hidden states before every decoder layer."""
+
+    def enter(
+        index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if active_interceptor() is not forward:
+            return args, kwargs  # another engine's thread runs the same model
+
+        def with_input(hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+        def compute(hidden: Tensor) -> object:
+            changed_args, changed_kwargs = with_input(hidden)
+            return layer.forward(*changed_args, **changed_kwargs)
+
+        return with_input(forward.enter_layer(index, args[0] if args else kwargs["hidden_states"], compute))
+
+    handles = [
+        layer.register_forward_pre_hook(partial(enter, index), with_kwargs=True)
+        for index, layer in enumerate(decoder_layers(model))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,119 @@
+"""Names all that the KV of a sequence depends on, so that what one request computed can serve another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.linking.plan import LinkPlan
+from kvlinker.linking.policy import Policy
+from kvlinker.prompting.segments import ChunkSpan, Prompt
+
+Positions = NDArray[np.int64]
+
+
+class LinkedChunk(NamedTuple):
+    """A chunk in a sequence whose KV is its stored one, as far as it was not computed again."""
+
+    key: str
+    linked: str
+    """By what it was chosen what is computed again: the policy and, where it looks at the question, the whole prompt;
+    empty for a chunk that is exact where it stands."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinkedPath:
+    """All that the KV of a sequence depends on: its tokens, where the KV of chunks was used, and how that was linked.
+
+    Two sequences with equal paths have the same KV, whatever their prompts are called.
+    """
+
+    tenant: str
+    tokens: Positions
+    chunks: Mapping[int, tuple[LinkedChunk, int]] = field(default_factory=dict)
+    """By position, the chunk that was linked there, and its length in tokens."""
+
+    asked: int | None = None
+    """The length of the prompt, if what was computed of the chunks depends on all of it."""
+
+
+class LinkedChoices:
+    """Lists how each chunk of a prompt may have been linked before, so that the prompt can begin with it.
+
+    Where the policy looks at the question, any prompt with which this one begins may have been the one that it looked
+    at. Nothing is made for chunks that a look-up does not come to: it holds the scheduler's lock, and there may be many
+    chunks, and many such prompts.
+    """
+
+    def __init__(self, prompt: Prompt, keys: Sequence[str], policy: Policy, lengths: Iterable[int]) -> None:
+        """``keys`` are those of the prompt's chunks; ``lengths``, in tokens, those of the prompts at which policies
+        looked."""
+        spans: Iterable[tuple[ChunkSpan, str]] = () if policy.exact else zip(prompt.spans, keys, strict=True)
+        self._prompt = prompt
+        self._policy = policy
+        self._lengths = lengths
+        self._chunks = {span.start: (span, key) for span, key in spans}
+
+    def at(self, position: int) -> list[LinkedChunk]:
+        """Return all that the chunk at the position may have been linked as; nothing where no chunk begins."""
+        if position not in self._chunks:
+            return []
+        span, key = self._chunks[position]
+        return [LinkedChunk(key, linked) for linked in self._ways(span)]
+
+    def length(self, chunk: LinkedChunk, position: int) -> int:
+        """Return the length in tokens of the prompt's chunk at the position if it may have been linked as ``chunk``;
+        else 0."""
+        if position not in self._chunks:
+            return 0
+        span, key = self._chunks[position]
+        return span.length if chunk.key == key and chunk.linked in self._ways(span) else 0
+
+    def _ways(self, span: ChunkSpan) -> Collection[str]:
+        """Return what ``LinkedChunk.linked`` may be of the chunk in this span."""
+        return ("",) if span.exact else self._inexact_ways
+
+    @cached_property
+    def _inexact_ways(self) -> Collection[str]:
+        if not looks_at_question(self._policy):
+            return (self._policy.name,)
+        digest, position, ways = sha256(), 0, dict[str, None]()
+        for length in sorted(self._lengths):
+            if length <= len(self._prompt):
+                digest.update(self._prompt.tokens[position:length].tobytes())
+                ways[f"{self._policy.name} {digest.hexdigest()}"] = None
+                position = length
+        return ways.keys()
+
+
+def linked_path(tenant: str, plan: LinkPlan, keys: Sequence[str]) -> LinkedPath:
+    """Return the path of a prompt that is linked by ``plan``; under a policy that drops tokens in some layers, only up
+    to the first chunk that is not exact. ``keys`` are those of its chunks."""
+    prompt, reused = plan.prompt, plan.prompt.reused
+    computed = np.zeros(len(prompt), dtype=np.bool_)
+    for begin, end in plan.runs:
+        computed[begin:end] = True
+    if reused is not None:
+        computed[reused.own] = True
+    linked, before = plan.policy.name, {} if reused is None else reused.linked
+    if looks_at_question(plan.policy):
+        linked += f" {sha256(prompt.tokens.tobytes()).hexdigest()}"
+    chunks: dict[int, tuple[LinkedChunk, int]] = {}
+    for span, key in zip(prompt.spans, keys, strict=True):
+        if plan.policy.needs.refines and not span.exact and span.end > prompt.reused_tokens:
+            return LinkedPath(tenant, prompt.tokens[: max(span.start, prompt.reused_tokens)], chunks)
+        if not computed[span.start : span.end].all():
+            chunks[span.start] = LinkedChunk(key, before.get(span.start, "" if span.exact else linked)), span.length
+    return LinkedPath(tenant, prompt.tokens, chunks, len(prompt) if looks_at_question(plan.policy) else None)
+
+
+def looks_at_question(policy: Policy) -> bool:
+    """Return whether what the policy computes again depends on what stands behind the chunks, so that another question
+    about them is to be linked anew."""
+    return policy.needs.question_attention or policy.needs.chunk_attention

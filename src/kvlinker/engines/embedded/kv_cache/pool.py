@@ -1,0 +1,158 @@
+"""The KV pool: the KV of all tokens that requests computed, and which of its slots are taken."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlinker.engines.embedded.model.anatomy import LayerShape
+from kvlinker.store.chunk_kv import ChunkKV, LayerKV
+from kvlinker.store.loading.arriving import KV
+
+
+class SlotSpan(NamedTuple):
+    """The ``size`` slots of the pool from ``slot`` on."""
+
+    slot: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.slot + self.size
+
+    def cut(self, size: int) -> tuple[SlotSpan, SlotSpan]:
+        """Return the first ``size`` slots, and the others."""
+        return SlotSpan(self.slot, size), SlotSpan(self.slot + size, self.size - size)
+
+
+def slots_of(spans: Sequence[SlotSpan]) -> NDArray[np.int64]:
+    """Return the numbers of all slots of these spans, in order."""
+    return np.concatenate([np.arange(span.slot, span.end) for span in spans])
+
+
+class SlotAllocator:
+    """Hands out a fixed number of slots, and counts the users of each: what is computed once may be seen by many."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._users = np.zeros(slots, dtype=np.int32)
+
+    @property
+    def free(self) -> int:
+        """The number of slots that nobody uses."""
+        return self.slots - self.used
+
+    @property
+    def used(self) -> int:
+        """The number of slots that somebody uses."""
+        return int(np.count_nonzero(self._users))
+
+    def free_without(self, spans: Iterable[SlotSpan]) -> int:
+        """Return the number of slots that would be free if each of these spans had one user less."""
+        users = self._users.copy()
+        for span in spans:
+            users[span.slot : span.end] -= 1
+        return self.slots - int(np.count_nonzero(users))
+
+    def allocate(self, size: int) -> tuple[SlotSpan, ...] | None:
+        """Return ``size`` slots with one user: one span from the smallest gap that holds them, or, where none does,
+        several from the largest gaps on; None where fewer are free."""
+        gaps = self._gaps()
+        if sum(gap.size for gap in gaps) < size:
+            return None
+        fitting = [gap for gap in gaps if gap.size >= size]
+        spans = []
+        for gap in [min(fitting, key=_size)] if fitting else sorted(gaps, key=_size, reverse=True):
+            spans.append(SlotSpan(gap.slot, min(size, gap.size)))
+            size -= spans[-1].size
+            if not size:
+                break
+        self.share(spans)
+        return tuple(spans)
+
+    def extend(self, span: SlotSpan, size: int) -> SlotSpan:
+        """Return ``span`` with up to ``size`` more slots, as far as those behind it are free."""
+        behind = self._users[span.end : span.end + size]
+        taken = np.flatnonzero(behind)
+        more = SlotSpan(span.end, int(taken[0]) if taken.size else len(behind))
+        self.share([more])
+        return SlotSpan(span.slot, span.size + more.size)
+
+    def share(self, spans: Iterable[SlotSpan]) -> None:
+        """Count one more user of these slots."""
+        for span in spans:
+            self._users[span.slot : span.end] += 1
+
+    def release(self, spans: Iterable[SlotSpan]) -> None:
+        """Count one user of these slots less; those without any are free again."""
+        for span in spans:
+            self._users[span.slot : span.end] -= 1
+
+    def users(self, spans: Iterable[SlotSpan]) -> NDArray[np.int32]:
+        """Return the number of users of every slot of these spans, in order."""
+        return np.concatenate([self._users[:0], *(self._users[span.slot : span.end] for span in spans)])
+
+    def check_integrity(self, held: Sequence[SlotSpan]) -> None:
+        """Raises AssertionError unless each slot has a user for each of these spans that it is in, and no others."""
+        expected = np.zeros_like(self._users)
+        for span in held:
+            assert 0 <= span.slot < span.end <= self.slots, span
+            expected[span.slot : span.end] += 1
+        assert np.array_equal(expected, self._users)
+
+    def _gaps(self) -> list[SlotSpan]:
+        """Return all gaps, ascending."""
+        edges = np.flatnonzero(np.diff(self._users == 0, prepend=False, append=False))
+        return [SlotSpan(int(begin), int(end - begin)) for begin, end in edges.reshape(-1, 2)]
+
+
+def _size(span: SlotSpan) -> int:
+    return span.size
+
+
+class KVPool:
+    """Keys (with rotary embedding) and values of all layers: per layer [kv_heads, slots, head_dim] each.
+
+    A span of slots is a strided view that attention reads without a copy.
+    """
+
+    def __init__(self, layers: Sequence[LayerShape], slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.slots = slots
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for layer in layers:
+            self.keys.append(_zeros((layer.kv_heads, slots, layer.key_dim), dtype, device))
+            self.values.append(_zeros((layer.kv_heads, slots, layer.value_dim), dtype, device))
+
+    def read(self, spans: Sequence[SlotSpan]) -> ChunkKV:
+        """Return a copy, on the CPU, of what these slots hold: keys with the rotary embedding of their positions."""
+
+        def copied(whole: Tensor) -> Tensor:
+            return torch.cat([whole[:, span.slot : span.end] for span in spans], dim=1).cpu()
+
+        pairs = zip(self.keys, self.values, strict=True)
+        return ChunkKV(tuple(LayerKV(copied(keys), copied(values)) for keys, values in pairs))
+
+    def write(self, kv: KV, first: int, last: int, slots: NDArray[np.int64]) -> None:
+        """Copy the tokens [first, last) of what ``read`` returned into as many ``slots``."""
+        indices = torch.from_numpy(slots)
+        for index, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            layer = kv.layer(index)
+            assert layer is not None, "all layers have to be there"
+            for whole, part in ((keys, layer.key), (values, layer.value)):
+                whole[:, indices.to(whole.device)] = part[:, first:last].to(whole.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros: attention needs finite numbers even in slots that nobody sees. On the CPU, memory is taken as it is
+    written to."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

@@ -1,0 +1,99 @@
+"""A node of the tree of prefixes: a part of a path, and where the KV lies that was computed for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+
+import numpy as np
+
+from kvlinker.engines.embedded.kv_cache.paths import LinkedChunk, Positions
+from kvlinker.engines.embedded.kv_cache.pool import SlotSpan
+from kvlinker.prompting.segments import StoredKV
+
+
+class PrefixNode:
+    """A part of a path: tokens, and names of chunks as negative numbers, behind those of its parent."""
+
+    def __init__(
+        self,
+        parent: PrefixNode | None,
+        items: Positions,
+        starts: Positions,
+        own: Positions,
+        spans: tuple[SlotSpan, ...] | None,
+        *,
+        stored: StoredKV | None = None,
+        tenant: str = "",
+    ) -> None:
+        """``items`` [count] begin at the positions ``starts`` [count]. The KV of the positions ``own`` was computed,
+        and lies in ``spans``, or, where they are None, on disk (``stored``); it may lie in both."""
+        self.parent = parent
+        self.children: dict[int, PrefixNode] = {}
+        self.items = items
+        self.starts = starts
+        self.own = own
+        self.spans = spans
+        self.stored = stored
+        self.tenant: str = tenant if parent is None else parent.tenant
+
+    @property
+    def has_children_in_pool(self) -> bool:
+        """True if the KV of any child is in the pool."""
+        return any(child.spans is not None for child in self.children.values())
+
+    @property
+    def slots(self) -> tuple[SlotSpan, ...]:
+        """Its slots; none for a node that is on disk."""
+        return self.spans or ()
+
+    @property
+    def chunk_names(self) -> list[int]:
+        """The names of the chunks among its items, in order."""
+        names: list[int] = self.items[self.items < 0].tolist()
+        return names
+
+    def own_count(self, count: int) -> int:
+        """Return how many positions were computed in its first ``count`` items."""
+        return len(self.own) if count == len(self.items) else int(np.searchsorted(self.own, self.starts[count]))
+
+    def divide(self, count: int) -> PrefixNode:
+        """Keep the first ``count`` items, and return a new child that gets the others, and all children so far."""
+        size = self.own_count(count)
+        spans = None if self.spans is None else tuple(cut(self.spans, size, len(self.own)))
+        rest = PrefixNode(self, self.items[count:], self.starts[count:], self.own[size:], spans)
+        if self.stored is not None:
+            key, first, last = self.stored.key, self.stored.first, self.stored.last
+            self.stored, rest.stored = StoredKV(key, first, first + size), StoredKV(key, first + size, last)
+        rest.children, self.children = self.children, {int(self.items[count]): rest}
+        for child in rest.children.values():
+            child.parent = rest
+        self.spans = None if self.spans is None else tuple(cut(self.spans, 0, size))
+        self.items, self.starts, self.own = self.items[:count], self.starts[:count], self.own[:size]
+        return rest
+
+    def key(self, fingerprint: str, chunks: Mapping[int, LinkedChunk]) -> str:
+        """Return the key of its KV: SHA-256 (hex) over model, tenant, all that the KV depends on, and which positions
+        it is of. ``chunks`` are those of the names."""
+        line, before = [self], self.parent
+        while before is not None:
+            line.append(before)
+            before = before.parent
+        items = np.concatenate([node.items for node in reversed(line)])
+        named = [chunks[name] for name in items[items < 0].tolist()]
+        digest = sha256(json.dumps(["kvlinker prefix", fingerprint, self.tenant, len(items), named]).encode())
+        digest.update(np.maximum(items, -1).astype("<i8").tobytes())
+        digest.update(self.own.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+def cut(spans: Sequence[SlotSpan], begin: int, end: int) -> list[SlotSpan]:
+    """Return the slots from number ``begin`` to ``end``, counted over all spans."""
+    found, position = [], 0
+    for span in spans:
+        first, last = max(begin - position, 0), min(end - position, span.size)
+        if first < last:
+            found.append(SlotSpan(span.slot + first, last - first))
+        position += span.size
+    return found

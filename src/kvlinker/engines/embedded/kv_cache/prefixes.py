@@ -1,0 +1,309 @@
+"""Finds prompts that begin as earlier ones did: a tree of what requests computed, with KV in the pool or on disk."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from itertools import count as counting
+from typing import NamedTuple
+
+import numpy as np
+
+from kvlinker.engines.embedded.kv_cache.paths import LinkedChoices, LinkedChunk, LinkedPath, Positions
+from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan
+from kvlinker.engines.embedded.kv_cache.prefix_node import PrefixNode, cut
+from kvlinker.engines.embedded.kv_cache.spilling import Spill
+from kvlinker.linking.policy import Policy
+from kvlinker.prompting.segments import Prompt, ReusedPrefix, StoredKV
+
+MOST_LENGTHS = 1024
+"""The number of prompt lengths that are remembered, at which policies looked at the question."""
+
+LEAST_TOKENS = 16
+"""The fewest tokens that are worth reusing; every span of slots that a sequence sees costs a little in every step."""
+
+LEAST_SWEPT = 256
+"""The fewest nodes on disk among which those are looked for whose files are gone."""
+
+UNNAMED = -1
+"""The item of a chunk that no node has. Names of chunks are smaller."""
+
+Part = tuple[PrefixNode, int]
+"""A node, and how many of its items are meant."""
+
+
+class Match(NamedTuple):
+    """The longest beginning of a prompt that is in the tree: ``length`` tokens of it."""
+
+    length: int
+    parts: list[Part]
+    """The nodes from the root on."""
+
+
+class PrefixTree:
+    """Keeps the KV of tokens that requests computed, each tenant's apart, until the slots are needed. Not thread safe.
+
+    A path ends in the middle of a node if two prompts differ there; then the node is divided. With a ``Spill``, nodes
+    whose slots are needed stay in the tree while their KV is on disk. What stands before a node that is in the pool is
+    there, too.
+    """
+
+    def __init__(self, allocator: SlotAllocator, spill: Spill | None = None) -> None:
+        self._allocator = allocator
+        self._spill = spill
+        self._roots: dict[str, PrefixNode] = {}
+        self._names: dict[LinkedChunk, int] = {}
+        self._chunks: dict[int, LinkedChunk] = {}  # by name
+        self._name_uses: Counter[int] = Counter()
+        self._new_names = counting(UNNAMED - 1, -1)
+        self._lengths: OrderedDict[int, None] = OrderedDict()  # of prompts that chunks were linked for
+        self._used: OrderedDict[PrefixNode, None] = OrderedDict()  # the last used one last, and parents behind children
+        self._spilled: dict[PrefixNode, None] = {}  # all others, parents behind children: their KV is on disk, or was
+        self._sweep_at = LEAST_SWEPT
+
+    def __len__(self) -> int:
+        return len(self._used) + len(self._spilled)
+
+    @property
+    def spans(self) -> list[SlotSpan]:
+        """All slots that the tree keeps."""
+        return [span for node in self._used for span in node.slots]
+
+    def find(self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy) -> ReusedPrefix | None:
+        """Return what a prompt, linked under ``policy``, can reuse; None where that is too little.
+
+        ``keys`` are those of the prompt's chunks. Its last token is never reused, since its logits are needed.
+        """
+        root = self._roots.get(tenant)
+        if root is None:
+            return None
+        choices = LinkedChoices(prompt, keys, policy, self._lengths)
+        match, stored = self._worth_loading(self._longest(root, prompt.tokens[:-1], choices))
+        if match.length < LEAST_TOKENS:
+            return None
+        self._touch(match.parts)
+        own = np.concatenate([node.own[: node.own_count(count)] for node, count in match.parts])
+        linked = {
+            int(node.starts[index]): self._chunks[int(node.items[index])].linked
+            for node, items in match.parts
+            for index in np.flatnonzero(node.items[:items] < 0)
+        }
+        return ReusedPrefix(match.length, own, linked, stored)
+
+    def acquire(self, path: LinkedPath, reused: ReusedPrefix) -> tuple[SlotSpan, ...]:
+        """Return the slots of what was ``reused``, or of as much of its beginning as is still there, with one user
+        more. ``path`` is the sequence's."""
+        items, starts = self._items(path)
+        parts = self._follow(path.tenant, items[starts < reused.length])
+        self._touch(parts)
+        found: list[SlotSpan] = []
+        count = 0
+        for node, items_count in parts:
+            size = node.own_count(items_count)
+            if node.spans is None or not np.array_equal(node.own[:size], reused.own[count : count + size]):
+                break  # it is on disk, or the same beginning was linked anew, by other tokens
+            count += size
+            found += cut(node.spans, 0, size)
+        self._allocator.share(found)
+        return tuple(found)
+
+    def insert(self, path: LinkedPath, own: Positions, spans: Sequence[SlotSpan]) -> None:
+        """Keep what a sequence computed: the KV of the positions ``own``, in ``spans`` in that order."""
+        if path.asked is not None:
+            self._lengths[path.asked] = None
+            self._lengths.move_to_end(path.asked)
+            if len(self._lengths) > MOST_LENGTHS:
+                self._lengths.popitem(last=False)
+        for chunk, _ in path.chunks.values():
+            self._name(chunk)
+        items, starts = self._items(path)
+        root = PrefixNode(None, items[:0], starts[:0], own[:0], (), tenant=path.tenant)
+        node = self._roots.setdefault(path.tenant, root)
+        parts = self._follow(path.tenant, items)
+        done = 0
+        for node, count in parts:
+            if count < len(node.items):
+                self._divide(node, count)
+            if node.spans is None:
+                end = starts[done + count] if done + count < len(items) else len(path.tokens)
+                first, last = np.searchsorted(own, [starts[done], end]).tolist()
+                self._return(node, own[first:last], tuple(cut(spans, first, last)))
+            done += count
+        if done < len(items):
+            begin = int(np.searchsorted(own, starts[done]))
+            kept = tuple(cut(spans, begin, len(own)))
+            self._allocator.share(kept)
+            added = PrefixNode(node, items[done:], starts[done:], own[begin:], kept)
+            node.children[int(items[done])] = added
+            self._used[added] = None
+            self._name_uses.update(added.chunk_names)
+        self._touch(parts)
+
+    def evict(self, slots: int) -> None:
+        """Give up what was used longest ago, until so many slots are free, or nothing is left that would free any."""
+        for node in list(self._used):
+            if self._allocator.free >= slots:
+                break
+            frees = not node.spans or bool((self._allocator.users(node.spans) == 1).any())
+            if frees and not node.has_children_in_pool:
+                self._give_up(node)
+        self._sweep()
+
+    def _follow(self, tenant: str, items: Positions) -> list[Part]:
+        """Return the nodes of a path's beginning, and how many items of each."""
+        parts: list[Part] = []
+        node = self._roots.get(tenant)
+        while node is not None:
+            alike = min(len(node.items), len(items))
+            differ = np.flatnonzero(node.items[:alike] != items[:alike])
+            count = int(differ[0]) if differ.size else alike
+            parts.append((node, count))
+            items = items[count:]
+            node = node.children.get(int(items[0])) if count == len(node.items) and len(items) else None
+        return parts
+
+    def _longest(self, root: PrefixNode, tokens: Positions, choices: LinkedChoices) -> Match:
+        """Return the longest match from the root on; of equal ones, that whose chunks were computed as tokens."""
+        length, last = 0, (root, 0)
+        ahead = [(root, 0)]  # nodes that may go on with the match, and where they would begin
+        while ahead:
+            node, begin = ahead.pop()
+            if self._lost(node):
+                continue
+            count, end = self._match(node, tokens, choices, begin)
+            if end > length:
+                length, last = end, (node, count)
+            if node.children and count == len(node.items) and end < len(tokens):
+                following = [int(tokens[end]), *(self._names.get(chunk, UNNAMED) for chunk in choices.at(end))]
+                ahead += [(node.children[item], end) for item in reversed(following) if item in node.children]
+        parts = [last]
+        while (parent := parts[-1][0].parent) is not None:
+            parts.append((parent, len(parent.items)))
+        return Match(length, parts[::-1])
+
+    def _match(self, node: PrefixNode, tokens: Positions, choices: LinkedChoices, position: int) -> tuple[int, int]:
+        """Return how many of the node's items the prompt has from the position on, and where the last of them ends."""
+        count = 0
+        while count < len(node.items):
+            behind = np.flatnonzero(node.items[count:] < 0)
+            plain = int(behind[0]) if behind.size else len(node.items) - count
+            plain = min(plain, len(tokens) - position)
+            differ = np.flatnonzero(node.items[count : count + plain] != tokens[position : position + plain])
+            alike = int(differ[0]) if differ.size else plain
+            count, position = count + alike, position + alike
+            length = 0
+            if alike == plain and count < len(node.items):
+                chunk = self._chunks.get(int(node.items[count]))
+                length = 0 if chunk is None else choices.length(chunk, position)
+            if not length or position + length > len(tokens):
+                break
+            count, position = count + 1, position + length
+        return count, position
+
+    def _items(self, path: LinkedPath) -> tuple[Positions, Positions]:
+        """Return the path's items and the positions where they begin; chunks that no node has are ``UNNAMED``."""
+        items, starts, position = [], [], 0
+        for start, (chunk, length) in sorted(path.chunks.items()):
+            items += [path.tokens[position:start], np.array([self._names.get(chunk, UNNAMED)])]
+            starts += [np.arange(position, start + 1)]
+            position = start + length
+        items.append(path.tokens[position:])
+        starts.append(np.arange(position, len(path.tokens)))
+        return np.concatenate(items), np.concatenate(starts)
+
+    def _name(self, chunk: LinkedChunk) -> None:
+        """Give the chunk a name, if it has none. The caller adds a node with it: a name goes with its last node."""
+        if chunk not in self._names:
+            name = next(self._new_names)
+            self._names[chunk], self._chunks[name] = name, chunk
+
+    def _worth_loading(self, match: Match) -> tuple[Match, tuple[StoredKV, ...]]:
+        """Return as much of the match as is in the pool, or on disk and quicker to load than to compute; and what of it
+        is to be loaded."""
+        first = next((index for index, (node, _) in enumerate(match.parts) if node.spans is None), None)
+        if first is None or self._spill is None:
+            return match, ()
+        wanted = [(node, node.own_count(count)) for node, count in match.parts[first:]]
+        if not self._spill.pays(np.concatenate([node.own[:size] for node, size in wanted])):
+            return Match(int(match.parts[first][0].starts[0]), match.parts[:first]), ()
+        parts = [(node.stored, size) for node, size in wanted if node.stored is not None and size]
+        return match, tuple(StoredKV(stored.key, stored.first, stored.first + size) for stored, size in parts)
+
+    def _lost(self, node: PrefixNode) -> bool:
+        """Return whether a match must not go through the node: its KV is neither in the pool nor on disk, or it has
+        none and leads to none."""
+        if node.spans is not None:
+            return False
+        if not len(node.own):
+            return not node.children
+        return self._spill is None or node.stored is None or not self._spill.contains(node.stored.key)
+
+    def _give_up(self, node: PrefixNode) -> None:
+        """Take a node without children in the pool out of that: its KV goes to disk, or the node goes with all that
+        stands behind it."""
+        if not self._write(node):
+            self._remove(node)
+            return
+        self._allocator.release(node.slots)
+        node.spans = None
+        del self._used[node]
+        self._spilled[node] = None
+
+    def _write(self, node: PrefixNode) -> bool:
+        """Have the node's KV on disk, if it is worth that, or something behind it is there; returns whether it is."""
+        if self._spill is None or not len(node.own):
+            return bool(node.children)
+        if node.stored is not None and self._spill.contains(node.stored.key):
+            return True
+        if not node.children and (len(node.own) < LEAST_TOKENS or not self._spill.pays(node.own)):
+            return False
+        key = node.key(self._spill.fingerprint, self._chunks)
+        if not self._spill.write(key, node.slots):
+            return False
+        node.stored = StoredKV(key, 0, len(node.own))
+        return True
+
+    def _return(self, node: PrefixNode, own: Positions, spans: tuple[SlotSpan, ...]) -> None:
+        """Keep in these slots what a node on disk stands for: it was loaded, or computed again, maybe at other
+        positions."""
+        if not np.array_equal(own, node.own):
+            node.own, node.stored = own, None
+        self._allocator.share(spans)
+        node.spans = spans
+        del self._spilled[node]
+        self._used[node] = None
+
+    def _sweep(self) -> None:
+        """Forget nodes that are lost, and what stands behind them; now and then, since that looks at all."""
+        if len(self._spilled) < self._sweep_at:
+            return
+        for node in list(self._spilled):
+            if node in self._spilled and self._lost(node):
+                self._remove(node)
+        self._sweep_at = max(LEAST_SWEPT, 2 * len(self._spilled))
+
+    def _divide(self, node: PrefixNode, count: int) -> None:
+        """Divide the node behind its first ``count`` items: it keeps these, and a child gets the others."""
+        rest = node.divide(count)
+        (self._spilled if rest.spans is None else self._used)[rest] = None
+
+    def _remove(self, node: PrefixNode) -> None:
+        """Take the node out of the tree, with all that stands behind it."""
+        assert node.parent is not None
+        del node.parent.children[int(node.items[0])]
+        leaving = [node]
+        while leaving:
+            gone = leaving.pop()
+            leaving += gone.children.values()
+            self._allocator.release(gone.slots)
+            (self._spilled if gone.spans is None else self._used).pop(gone)
+            self._name_uses.subtract(gone.chunk_names)
+            for name in {name for name in gone.chunk_names if self._name_uses[name] <= 0}:
+                del self._name_uses[name]
+                self._names.pop(self._chunks.pop(name), None)
+
+    def _touch(self, parts: Sequence[Part]) -> None:
+        """Note a use of these nodes."""
+        for node, _ in reversed(parts):
+            if node in self._used:
+                self._used.move_to_end(node)

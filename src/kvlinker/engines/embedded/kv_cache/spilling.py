@@ -1,0 +1,82 @@
+"""Decides which of the KV that the pool gives up goes to disk, and copies it out of the pool and back into it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvlinker.engines.embedded.kv_cache.paths import Positions
+from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
+from kvlinker.linking.plan import Range, ranges
+from kvlinker.store.loading.arriving import KV
+from kvlinker.store.prefixes import SpilledPrefixes
+
+ComputeSeconds = Callable[[Sequence[Range]], float | None]
+"""Predicts the seconds of computing these positions; None where nothing was measured."""
+
+
+class Spill(Protocol):
+    """Keeps KV outside of the pool under keys. It may lose any at any time."""
+
+    fingerprint: str
+    """The fingerprint of the model that computed the KV."""
+
+    def pays(self, own: Positions) -> bool:
+        """Return whether reading the KV of these positions is expected to be quicker than computing it."""
+        ...
+
+    def write(self, key: str, spans: Sequence[SlotSpan]) -> bool:
+        """Keep the KV in these slots; False where it cannot be kept."""
+        ...
+
+    def contains(self, key: str) -> bool:
+        """Return whether the KV is there."""
+        ...
+
+    def restore(self, kv: KV, first: int, last: int, slots: Positions) -> None:
+        """Copy the tokens [first, last) of the KV into as many slots."""
+        ...
+
+
+class PoolSpill:
+    """Copies KV between the pool and files. All methods but ``contains`` and ``pays`` are for the engine's thread.
+
+    Copying takes as long as it takes to read memory, which is little beside the computation that the slots are needed
+    for, and no more is copied than may wait to be written.
+    """
+
+    def __init__(
+        self, files: SpilledPrefixes, pool: KVPool, seconds: ComputeSeconds, *, fingerprint: str, token_bytes: int
+    ) -> None:
+        """``token_bytes`` are those of one token's KV."""
+        self.fingerprint = fingerprint
+        self._files = files
+        self._pool = pool
+        self._seconds = seconds
+        self._token_bytes = token_bytes
+
+    def pays(self, own: Positions) -> bool:
+        return self._files.pays(len(own) * self._token_bytes, compute_seconds(self._seconds, own))
+
+    def write(self, key: str, spans: Sequence[SlotSpan]) -> bool:
+        if self._files.contains(key):
+            return True
+        nbytes = sum(span.size for span in spans) * self._token_bytes
+        return self._files.takes(nbytes) and self._files.add(key, self._pool.read(spans))
+
+    def contains(self, key: str) -> bool:
+        return self._files.contains(key)
+
+    def restore(self, kv: KV, first: int, last: int, slots: Positions) -> None:
+        self._pool.write(kv, first, last, slots)
+
+
+def compute_seconds(predict: ComputeSeconds, own: Positions) -> float:
+    """Return the predicted seconds of computing these positions; infinity where nothing was measured."""
+    computed = np.zeros(int(own.max(initial=-1)) + 1, dtype=np.bool_)
+    computed[own] = True
+    seconds = predict(ranges(computed))
+    return math.inf if seconds is None else seconds

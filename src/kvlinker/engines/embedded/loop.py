@@ -1,0 +1,151 @@
+"""The engine's thread, which computes all requests step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+from torch import Tensor
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.engines.contract.limits import engine_closed
+from kvlinker.engines.embedded.execution.batch import StepResult
+from kvlinker.engines.embedded.execution.runner import Runner
+from kvlinker.engines.embedded.requests.request import Ending, Request, State
+from kvlinker.engines.embedded.scheduling.scheduler import Scheduler, Step
+from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput
+from kvlinker.store.loading.arriving import ArrivingKV
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Runs steps until it is closed or fails; then all unfinished requests fail.
+
+    Its thread owns the runner and the requests' sequences. It alone ends requests whose KV is there, so that the events
+    of a request come from one thread.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        throughput: ComputeThroughput,
+        *,
+        computing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``throughput`` is told how long steps take, by the ``clock``; ``computing`` is a context entered around each
+        step."""
+        self._scheduler = scheduler
+        self._runner = runner
+        self._throughput = throughput
+        self._computing = computing
+        self._clock = clock
+        self._thread = threading.Thread(target=self._loop, name="kvlinker-engine", daemon=True)
+
+    @property
+    def healthy(self) -> bool:
+        """True while the engine serves requests."""
+        return not self._scheduler.closed and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the step that is under way, and wait until all requests have failed. Idempotent."""
+        self._scheduler.close()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        try:
+            while self._scheduler.wait():
+                self._turn()
+        except Exception:
+            logger.exception("The engine failed; its requests are given up.")
+        finally:
+            for request in self._scheduler.finish_all():
+                _tell(partial(request.fail, engine_closed()))
+
+    def _turn(self) -> None:
+        self._tell_cancelled()
+        step = self._scheduler.next_step()
+        if step is not None:
+            self._run(step)
+
+    def _run(self, step: Step) -> None:
+        for request in step.requests:
+            request.mark_started()
+        for _, chunk in step.batch.shared():
+            if isinstance(chunk.kv, ArrivingKV) and not chunk.kv.complete:
+                chunk.kv.subscribe(self._scheduler.wake)
+        begin = self._clock()
+        try:
+            with self._computing():
+                result = self._runner.step(step.batch, self._scheduler.wait_in_step)
+        except Exception as error:
+            logger.exception("A step failed; its requests are given up.")
+            for request in step.requests:
+                failed = KVLinkerError(f"The model failed on this request: {type(error).__name__}.")
+                self._end(request, self._failure(request, failed))
+            return
+        self._throughput.note(step.batch, self._clock() - begin)
+        self._tell_cancelled()
+        for request in step.requests:
+            if request.state is State.RUNNING:
+                self._go_on(request, result)
+
+    def _go_on(self, request: Request, result: StepResult) -> None:
+        """Process a request's part of the step's result: it advances, or leaves the step to begin again later."""
+        sequence = request.sequence
+        assert sequence is not None
+        if sequence in result.left:
+            self._scheduler.leave(request, result.left[sequence])
+        elif sequence.computed:
+            logits = result.logits.get(sequence)
+            if logits is not None and sequence.length == sequence.prompt_length:
+                self._scheduler.keep(request)
+            forks = () if logits is None else request.fork()
+            ending = self._advanced(request, logits)
+            for fork in forks:
+                ends = self._advanced(fork, logits)
+                self._scheduler.fork(fork, request)
+                self._end(fork, ends)
+            self._end(request, ending)
+
+    def _advanced(self, request: Request, logits: Tensor | None) -> Ending | None:
+        """Advance the request; if that raises, return an ending that reports the failure."""
+        try:
+            return request.advance(logits)
+        except KVLinkerError as error:
+            return self._failure(request, error)
+        except Exception as error:
+            logger.exception("A request failed after its step; it is given up.")
+            return self._failure(request, KVLinkerError(f"The request failed: {error}"))
+
+    def _failure(self, request: Request, error: KVLinkerError) -> Ending:
+        if request.sequence is not None:
+            request.sequence.restart()  # so that no other choice takes its KV over
+        return partial(request.fail, error)
+
+    def _end(self, request: Request, ending: Ending | None) -> None:
+        if ending is not None and self._scheduler.finish(request):
+            _tell(ending)
+
+    def _tell_cancelled(self) -> None:
+        for request in self._scheduler.take_cancelled():
+            _tell(request.cancel)
+
+
+def _tell(ending: Ending) -> None:
+    """Call the ending; an error in it is logged, since it concerns one caller, and the thread serves all."""
+    try:
+        ending()
+    except Exception:
+        logger.exception("A request has ended, but its caller could not be told.")

@@ -1,0 +1,113 @@
+"""Products with weights by ``native/products.cpp``: bf16, 8 and 4 bits, on CPUs with AVX512-BF16."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvlinker.engines.embedded import native
+from kvlinker.engines.embedded.model.blocks import BLOCK, bf16_blocks, code_blocks
+
+Form = Literal["bf16", "int8", "int4"]
+"""Names the form in which weights are stored."""
+
+CHECKED_ROWS = (5, 9)
+"""The numbers of rows that are checked: in 8 and 4 bits, few rows and many take different ways."""
+
+
+class NativeProducts:
+    """Multiplies rows by a matrix of weights in the blocks of ``kvlinker.engines.embedded.model.blocks``."""
+
+    def __init__(self) -> None:
+        """Load the functions, and compare them with PyTorch. Raises NativeUnavailableError."""
+        names: dict[Form, str] = {form: f"kvlinker_multiply_{form}" for form in get_args(Form)}
+        functions = native.functions("products.cpp", dict.fromkeys(names.values(), _Product))
+        self._functions = {form: functions[name] for form, name in names.items()}
+        self._check()
+
+    def multiply(
+        self,
+        form: Form,
+        inputs: Tensor,
+        weights: int,
+        outputs: int,
+        *,
+        group: int,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Return ``inputs`` [..., width], bf16, times the weights, plus ``bias`` [outputs]: [..., outputs], bf16.
+
+        ``weights`` is the address of the blocks, and ``group`` the number of neighbouring inputs that share a header.
+        Sums are fp32.
+        """
+        inputs = inputs.contiguous()
+        assert inputs.dtype == torch.bfloat16, inputs.dtype
+        assert bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous()), bias
+        width = inputs.shape[-1]
+        output = torch.empty((*inputs.shape[:-1], outputs), dtype=torch.bfloat16)
+        product = _Product(
+            inputs=inputs.data_ptr(),
+            rows=inputs.numel() // width,
+            width=width,
+            weights=weights,
+            outputs=outputs,
+            group=group,
+            bias=None if bias is None else bias.data_ptr(),
+            output=output.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+        self._functions[form](product)
+        return output
+
+    def _check(self) -> None:
+        """Compare each form with PyTorch, on two blocks of which the last one is not full. Raises
+        NativeUnavailableError where they differ."""
+        generator = torch.Generator().manual_seed(0)
+        outputs, width, group = BLOCK + 6, 96, 32
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).bfloat16()
+
+        weight = random(outputs, width)
+        codes = torch.randint(16, (2 * BLOCK, width), generator=generator, dtype=torch.int32)
+        signed = torch.randint(-127, 128, (2 * BLOCK, width), generator=generator, dtype=torch.int32)
+        scales, grids = random(2, 1, BLOCK), random(2, width // group, 2, BLOCK)  # a grid: scale, what code 8 means
+        scale, middle = (part.transpose(1, 2).repeat_interleave(group, 2).flatten(0, 1) for part in grids.unbind(2))
+        cases: dict[Form, tuple[Tensor, Tensor, int]] = {
+            "bf16": (bf16_blocks(weight), weight, width),
+            "int8": (code_blocks(scales, signed & 255, 8), signed * scales.view(-1, 1), width),
+            "int4": (code_blocks(grids.flatten(2), codes, 4), (codes - 8) * scale + middle, group),
+        }
+        bias = random(outputs)
+        for form, (blocks, dense, shared) in cases.items():
+            for rows in CHECKED_ROWS:
+                inputs = random(rows, width)
+                ours = self.multiply(form, inputs, blocks.data_ptr(), outputs, group=shared, bias=bias)
+                expected = inputs.float() @ dense[:outputs].float().T + bias.float()
+                native.require_close(ours, expected, f"the product with weights in {form}")
+
+
+@cache
+def native_products() -> NativeProducts | None:
+    """Return the native products, compiled when first asked for; None where there are none, and the log says why."""
+    return native.or_fall_back(NativeProducts, "Weights are multiplied by PyTorch's kernels")
+
+
+class _Product(ctypes.Structure):
+    """Describes the product of rows and a matrix: ``Product`` of products.cpp."""
+
+    _fields_ = (
+        ("inputs", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("weights", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+    )

@@ -1,0 +1,139 @@
+"""Says why a model cannot be linked, by looking at what it does: no family code."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.engines.embedded.model.interception import attention_of
+
+LOOKED_AT = 11
+"""Tokens of the passes that look at a model: a number that is hardly a model's size, so that what
+is kept for every token is told from a state by its shape."""
+
+ROUNDING = 1e-3
+"""The relative difference up to which logits count as the same. Tokens that do not see what differs
+have the very same but for rounding."""
+
+EXHAUSTED = (MemoryError, torch.OutOfMemoryError)
+"""The errors that say nothing about the kind of a model."""
+
+
+class Obstacle(StrEnum):
+    """The kinds of models that are refused, each as the end of a sentence about the model."""
+
+    INPUT = "its own forward pass does not run on token ids alone"
+    BIDIRECTIONAL = "its tokens see the tokens behind them, as in an encoder"
+    STATE = (
+        "layers of it keep a state instead of keys and values, or beside them (state-space model, linear attention, "
+        "recurrence or convolution)"
+    )
+    LATENT = "its attention keeps latents instead of keys and values (multi-head latent attention)"
+    LEARNED = "its positions are learned embeddings that are added to the tokens', so that KV cannot be moved"
+    ALIBI = "its attention has position biases (ALiBi), not rotary embeddings"
+    ROTARY_FORM = "its rotary embedding is applied in a form of its own"
+    NO_ROTARY = "its positions are not rotary embeddings"
+    ATTENTION_FORM = (
+        "its attention is computed in a form of its own, not through transformers' attention interface once in "
+        "every layer"
+    )
+    WINDOW = "its configuration does not say max_position_embeddings, the length of its context window"
+    PLACE = "it computes something else where the same text stands further on"
+    INEXACT = "linked KV and its own forward pass do not agree"
+
+
+def refusal(model: Any, obstacle: Obstacle, detail: str = "") -> UnsupportedModelError:
+    """Return the error that says of what kind the model is, with ``detail`` in sentences, and what
+    to do."""
+    return UnsupportedModelError(
+        f"{type(model).__name__} is not supported yet: {obstacle}. {detail}{' ' if detail else ''}Serve it without "
+        "kvlinker, or report it with its config.json and the output of `kvlinker check`."
+    )
+
+
+def obstacle_of(model: Any, otherwise: Obstacle) -> Obstacle:
+    """Return the reason why the model cannot be linked, as far as its own computation shows one,
+    else ``otherwise``.
+
+    Computes two short forward passes of the model's own.
+    """
+    try:
+        first, again, holds = _looks(model)
+    except EXHAUSTED:
+        raise
+    except Exception:  # whatever the model's code raises
+        return Obstacle.INPUT
+    if (first - again).norm() > ROUNDING * first.norm():
+        return Obstacle.BIDIRECTIONAL
+    if holds:
+        return Obstacle.STATE
+    config = model.config.get_text_config()
+    if getattr(config, "kv_lora_rank", None):
+        return Obstacle.LATENT
+    if _has_rotary(model) and not getattr(config, "alibi", False):
+        return otherwise
+    if any("alibi" in name.lower() for name in dir(inspect.getmodule(type(model)))):
+        return Obstacle.ALIBI
+    parts = {name: type(part).__name__.lower() for name, part in model.named_modules()}
+    if any(("position" in name or "wpe" in name) and "embedding" in kind for name, kind in parts.items()):
+        return Obstacle.LEARNED
+    return Obstacle.NO_ROTARY
+
+
+def holds_state(output: Any) -> bool:
+    """Tell if a forward pass over LOOKED_AT tokens hands on, to the pass that follows, anything
+    that is not kept for every token."""
+    kept = [value for value in output.values() if not isinstance(value, Tensor)]
+    return any(LOOKED_AT not in tensor.shape for tensor in _tensors(kept) if tensor.ndim)
+
+
+def rotary_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that make tables of cos and sin."""
+    return [part for part in model.modules() if "rotary" in type(part).__name__.lower()]
+
+
+def _looks(model: Any) -> tuple[Tensor, Tensor, bool]:
+    """Return the logits of all tokens but the last with two different last tokens, [tokens,
+    vocabulary] each, and whether the model holds a state behind the second pass."""
+    device = model.get_input_embeddings().weight.device
+    ids = torch.arange(LOOKED_AT, device=device)[None] % model.config.get_text_config().vocab_size
+    before = set(_plain_tensors(model))
+    with attention_of(model, "eager"), torch.inference_mode():
+        first = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        ids[0, -1] = 0
+        output = model(input_ids=ids, use_cache=True)
+    return first, output.logits[0, :-1], holds_state(output) or set(_plain_tensors(model)) != before
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a model's cache holds, but keys and values that windows cut."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            if name not in ("keys", "values"):
+                yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+        yield from _tensors(vars(value))
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the tensors that modules hold as neither parameters nor buffers, by module and name."""
+    for name, part in model.named_modules():
+        yield from ((name, field) for field, value in vars(part).items() if isinstance(value, Tensor))
+
+
+def _has_rotary(model: Any) -> bool:
+    config = model.config.get_text_config()
+    return bool(
+        rotary_modules(model) or getattr(config, "rope_parameters", None) or getattr(config, "rotary_dim", None)
+    )

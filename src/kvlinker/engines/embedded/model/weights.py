@@ -1,0 +1,199 @@
+"""Puts the weights of a loaded model's linear layers in the order in which the processor reads them fastest.
+
+Decoding reads every weight once per step, and does little else. So weights are packed as oneDNN wants them, and layers
+that take the same input, such as the projections to queries, keys and values, are multiplied by one matrix. Weights in
+fewer bits are read in less time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvlinker.engines.embedded.model.anatomy import decoder_layers
+from kvlinker.engines.embedded.model.linears import MatrixLinear, SharedLinear, SharedMatrix
+from kvlinker.engines.embedded.model.matrices import Matrix, PackedMatrix, packs
+from kvlinker.engines.embedded.model.memory import drop_mapped, return_freed
+from kvlinker.engines.embedded.model.native_products import native_products
+from kvlinker.engines.embedded.model.native_quantized import NativeInt4Matrix, NativeInt8Matrix
+from kvlinker.engines.embedded.model.quantized import Int4Matrix, Int8Matrix, quantise_by_torchao
+from kvlinker.settings import WeightFormat
+
+SPARE_SHARE = 0.18
+"""The most bytes that there may be beside the model while its weights are packed, as a share of the model's."""
+
+QuantisedMatrix = type[Int8Matrix | Int4Matrix | NativeInt8Matrix | NativeInt4Matrix]
+
+QUANTISED: Mapping[str, tuple[QuantisedMatrix, QuantisedMatrix]] = {
+    "int8": (NativeInt8Matrix, Int8Matrix),
+    "int4": (NativeInt4Matrix, Int4Matrix),
+}
+"""The matrices of the formats in which weights have fewer than 16 bits, on a CPU: with native code, and without."""
+
+FEWEST_OUTPUTS = 32
+"""Layers with fewer outputs stay plain: there is nothing to gain, and oneDNN rounds these otherwise when packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCall:
+    """Describes one call of a linear layer."""
+
+    linear: nn.Linear
+    """The layer that was called."""
+
+    input: Tensor
+    """The tensor that it was called with."""
+
+    content: int
+    """The hash of what was in ``input`` then; another module may have changed it since."""
+
+
+class LinearCalls:
+    """Records what a forward pass did with the linear layers of a model."""
+
+    def __init__(self) -> None:
+        self.calls: list[LinearCall] = []
+        self.ran: set[nn.Module] = set()
+        """All modules that were called."""
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Note that a module is called with ``args``."""
+        self.ran.add(module)
+        if type(module) is nn.Linear and args:
+            (given,) = args
+            self.calls.append(LinearCall(module, given, hash(given.float().cpu().numpy().tobytes())))
+
+
+@contextmanager
+def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
+    """Record what the forward pass of ``model`` in the block does with its linear layers."""
+    seen = LinearCalls()
+    handles = [module.register_forward_pre_hook(seen.enter) for module in model.modules()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def arrange_weights(model: Any, seen: LinearCalls, weights: WeightFormat = "auto", *, native: bool = True) -> None:
+    """Put the weights of the linear layers of ``model`` in the format ``weights``, and pack them where packed ones are
+    faster; layers that took the same input in the forward pass ``seen`` get one matrix.
+
+    Each plain weight is freed as soon as there is another. A layer is left as it is where it was not called although
+    the module around it ran, for that may read the weight by itself; and where packing would take too much memory, as
+    with the tied embeddings of a small model. In 8 and 4 bits are the decoder layers' weights, except routers; the head
+    and embeddings are not. Without ``native``, PyTorch's kernels and oneDNN's multiply by all of them.
+
+    Raises ModelLoadError for a format that needs a library which is not installed.
+    """
+    return_freed()  # what checking the model took
+    most = int((1 + SPARE_SHARE) * _size(model))
+    first = next(model.parameters())
+    groups = _groups(model, seen)
+    if weights in QUANTISED:
+        inside = set(decoder_layers(model).modules())
+        experts = _expert_counts(model.config)
+        chosen = [group for group in groups if all(_quantises(place.linear, inside, experts) for place in group)]
+        groups = [group for group in groups if group not in chosen]
+        if first.device.type != "cpu":
+            linears = {place.linear for group in chosen for place in group}
+            quantise_by_torchao(model, linears, bits=8 if weights == "int8" else 4)
+        else:
+            blocked, portable = QUANTISED[weights]
+            kind = blocked if native and native_products() is not None else portable
+            taken = [group for group in chosen if all(kind.takes(place.linear.weight) for place in group)]
+            groups += [group for group in chosen if group not in taken]
+            for group in taken:
+                _replace(model, group, kind)
+    if packs(first.dtype, first.device):
+        _pack(model, groups, partial(PackedMatrix, native=native), spare=most - _size(model))
+
+
+def _size(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _quantises(linear: nn.Linear, inside: Collection[nn.Module], expert_counts: Collection[int]) -> bool:
+    """Tell whether the layer's weight may be in 8 or 4 bits; a layer with one output per expert is a router."""
+    return linear in inside and linear.out_features not in expert_counts
+
+
+def _expert_counts(config: Any) -> set[int]:
+    values = config.get_text_config().to_dict().items()
+    return {value for name, value in values if name.startswith(("n_", "num_")) and "expert" in name}
+
+
+def _pack(
+    model: nn.Module, groups: Iterable[Sequence[_Place]], kind: Callable[[Tensor], Matrix], *, spare: int
+) -> None:
+    """Pack the weights of the groups for which ``spare`` bytes of memory are enough, as matrices of this kind."""
+    users = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    for group in groups:
+        weights = [place.linear.weight for place in group]
+        if sum(weight.nbytes for weight in weights) * (1 if len(group) == 1 else 2) <= spare:
+            spare -= sum(weight.nbytes for weight in weights if users[id(weight)] > 1)
+            del weights
+            _replace(model, group, kind)
+
+
+def _replace(model: nn.Module, group: Sequence[_Place], kind: Callable[[Tensor], Matrix]) -> None:
+    """Put a matrix of this kind in the places of the group's layers, and free their weights."""
+    linears = [place.linear for place in group]
+    weights = [linear.weight for linear in linears]
+    if len(group) == 1:
+        group[0].put(MatrixLinear(linears[0], kind(weights[0])))
+    else:
+        shared = SharedMatrix(kind(torch.cat(weights)), linears)
+        for index, place in enumerate(group):
+            place.put(SharedLinear(place.linear, shared, index))
+    needed = {id(weight) for weight in model.parameters()}
+    for weight in weights:
+        if id(weight) not in needed:
+            drop_mapped(weight)
+    del weight, weights
+    return_freed()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of a linear layer in a model."""
+
+    owner: nn.Module
+    name: str
+    linear: nn.Linear
+
+    def put(self, other: nn.Linear) -> None:
+        """Put another layer here, and free the weight of the one that was."""
+        setattr(self.owner, self.name, other)
+        self.linear._parameters.clear()
+
+
+def _groups(model: nn.Module, seen: LinearCalls) -> list[list[_Place]]:
+    """Return the layers that may be replaced, in the model's order; those that take the same input are together."""
+    places: defaultdict[nn.Linear, list[_Place]] = defaultdict(list)
+    for owner in model.modules():
+        for name, child in owner.named_children():
+            if type(child) is nn.Linear:
+                places[child].append(_Place(owner, name, child))
+    calls: defaultdict[nn.Linear, list[LinearCall]] = defaultdict(list)
+    for call in seen.calls:
+        calls[call.linear].append(call)
+
+    groups: defaultdict[tuple[object, ...], list[_Place]] = defaultdict(list)
+    for linear, (place, *others) in places.items():
+        reads_weight = place.owner in seen.ran and not calls[linear]
+        if others or reads_weight or linear.out_features < FEWEST_OUTPUTS:
+            continue
+        input_of = [(id(call.input), call.content) for call in calls[linear]]
+        together = (place.owner, *input_of, linear.bias is None) if len(input_of) == 1 else (linear,)
+        groups[together].append(place)
+    return list(groups.values())

@@ -1,0 +1,74 @@
+"""Loads a model from a path or hub id, and makes it something that the engine can run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlinker.base.threads import in_own_thread
+from kvlinker.engines.contract.cost import CostModel, count_weights
+from kvlinker.engines.contract.model_files import (
+    fingerprint,
+    fingerprint_of_files,
+    fingerprint_with,
+    model_folder,
+    read_model,
+)
+from kvlinker.engines.embedded.model.anatomy import context_window, trace_layers
+from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
+from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.model.norms import quicken_norms
+from kvlinker.engines.embedded.model.weights import arrange_weights, watch_linears
+from kvlinker.engines.embedded.selftest import require_exact
+from kvlinker.settings import Settings, WeightFormat
+
+
+@in_own_thread
+def load_model(settings: Settings) -> LoadedModel:
+    """Load ``settings.model`` with its tokenizer, ready for the runner.
+
+    Raises ModelLoadError when it cannot be loaded, UnsupportedModelError when its KV cannot be linked exactly.
+    """
+    model, tokenizer = read_model(settings)
+    dtype = next(model.parameters()).dtype
+    name = fingerprint_of_files(model_folder(settings.model), dtype, state_dir=settings.state_dir)
+    return prepare_model(model, tokenizer, weights=settings.weights, native=settings.native_attention, name=name)
+
+
+@in_own_thread
+def prepare_model(
+    model: Any, tokenizer: Any, *, weights: WeightFormat = "auto", native: bool = True, name: str | None = None
+) -> LoadedModel:
+    """Check that a transformers model can be linked exactly, give it kvlinker's attention, and its weights the format
+    ``weights``. With ``native``, native code multiplies by them and computes norms where the CPU multiplies bf16.
+
+    ``name`` is the fingerprint of the model's files; without it that of the model is computed. Raises
+    UnsupportedModelError when its KV cannot be linked, and ModelLoadError when the format needs a library that is not
+    installed.
+    """
+    with watch_linears(model) as linear_calls:
+        layers = trace_layers(model)
+    require_exact(model)
+    model.set_attn_implementation(ATTENTION_NAME)
+    parameter = next(model.parameters())
+    cost = CostModel(count_weights(model), layers)
+    name = fingerprint_with(fingerprint(model) if name is None else name, weights)
+    arrange_weights(model, linear_calls, weights, native=native)
+    if native:
+        quicken_norms(model)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        layers=layers,
+        cost=cost,
+        fingerprint=name,
+        dtype=parameter.dtype,
+        device=parameter.device,
+        context_window=context_window(model),
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+    )
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(i for i in (*ids, getattr(tokenizer, "eos_token_id", None)) if i is not None)

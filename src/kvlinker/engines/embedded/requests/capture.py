@@ -1,0 +1,130 @@
+"""Captures the KV of chunks while they are computed, and measures how it depends on what stands before them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlinker.base.errors import EngineClosedError, KVLinkerError
+from kvlinker.engines.contract.observation import ScoreCollector
+from kvlinker.engines.contract.sensitivity import with_sensitivity
+from kvlinker.engines.embedded.execution.batch import Capture
+from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.requests.request import Ending, Kind, Request
+from kvlinker.engines.embedded.requests.sequence import TokenSequence
+from kvlinker.linking.plan import Range
+from kvlinker.store import ChunkStore
+from kvlinker.store.chunk_kv import ChunkKV
+
+
+class _Pass(NamedTuple):
+    """Describes one pass over tokens from the first on, and what it captures."""
+
+    tokens: NDArray[np.int64]
+    capture: Callable[[], Capture]
+
+
+class CaptureRequest(Request):
+    """Asks for the KV of chunks, computed at their positions in a text. ``future`` has the result once it is stored."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        tokens: NDArray[np.int64],
+        spans: Sequence[tuple[int, int]],
+        contents: Sequence[str],
+        *,
+        with_scores: bool,
+        unrelated: Sequence[int] = (),
+    ) -> None:
+        """``spans`` are the positions [start, end) of the chunks in ``tokens`` [length]; ``contents`` are their content
+        hashes. With ``unrelated`` tokens, there is one chunk, with scores: it is computed behind them first, to measure
+        its tokens' sensitivity."""
+        super().__init__()
+        self.future: Future[tuple[ChunkKV, ...]] = Future()
+        self.future.set_running_or_notify_cancel()
+
+        def capture() -> Capture:
+            scores = ScoreCollector(len(loaded.layers), spans, contents) if with_scores else None
+            return Capture(loaded.layers, spans, dtype=loaded.dtype, scores=scores)
+
+        def capture_behind() -> Capture:
+            (start, end), more = spans[0], len(unrelated)
+            return Capture(loaded.layers, [(start + more, end + more)], dtype=loaded.dtype)
+
+        passes = [_Pass(tokens, capture)]
+        if unrelated:
+            start = spans[0][0]
+            longer = np.concatenate((tokens[:start], np.array(unrelated, dtype=np.int64), tokens[start:]))
+            passes.insert(0, _Pass(longer, capture_behind))
+        first, *self._later = passes
+        self._behind: ChunkKV | None = None
+        self.sequence = TokenSequence(
+            first.tokens, [(0, len(first.tokens))], most_tokens=len(first.tokens), capture=first.capture
+        )
+
+    @property
+    def pending(self) -> Sequence[Range]:
+        return (*super().pending, *((0, len(later.tokens)) for later in self._later))
+
+    def advance(self, logits: Tensor | None) -> Ending | None:
+        assert self.sequence is not None
+        assert self.sequence.capture is not None
+        computed = self.sequence.capture.finish()
+        if self._later:
+            (self._behind,) = computed
+            self.sequence.begin_again(*self._later.pop(0))
+            return None
+        if self._behind is not None:
+            computed = (with_sensitivity(computed[0], self._behind),)
+            self._behind = None
+        return partial(self.future.set_result, self._keep(computed))
+
+    def cancel(self) -> None:
+        self.fail(EngineClosedError("The chunk is not computed any more."))
+
+    def fail(self, error: KVLinkerError) -> None:
+        self.future.set_exception(error)
+
+    @abstractmethod
+    def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
+        """Store the computed KV, and return what the future gets. Called in the engine's thread."""
+
+
+class ChunkRequest(CaptureRequest):
+    """Asks for chunks that somebody waits for; later callers who ask for the same chunks wait for the same request."""
+
+    kind = Kind.CHUNK
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        store: ChunkStore,
+        keys: tuple[str, ...],
+        tokens: NDArray[np.int64],
+        spans: Sequence[tuple[int, int]],
+        contents: Sequence[str],
+        *,
+        with_scores: bool,
+        unrelated: Sequence[int],
+        tenant: str,
+        urgent: bool,
+    ) -> None:
+        """``keys`` are the chunks' keys in ``store``. ``tenant`` asks for them; ``urgent`` is true if an answer of its
+        waits for them."""
+        super().__init__(loaded, tokens, spans, contents, with_scores=with_scores, unrelated=unrelated)
+        self.identity = keys, with_scores, bool(unrelated)
+        self.tenant = tenant
+        self.urgent = urgent
+        self._keys = keys
+        self._store = store
+
+    def _keep(self, kvs: Sequence[ChunkKV]) -> tuple[ChunkKV, ...]:
+        return tuple(self._store.put(key, kv) for key, kv in zip(self._keys, kvs, strict=True))

@@ -1,0 +1,161 @@
+"""Answers a request: samples its tokens until it ends, and tells the caller of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.base.events import Events
+from kvlinker.base.types.answers import Delta
+from kvlinker.engines.contract.contract import GenerationRequest, Sink
+from kvlinker.engines.contract.cost import CostModel
+from kvlinker.engines.contract.output import Output
+from kvlinker.engines.embedded.decoding.grammars import GrammarGuide
+from kvlinker.engines.embedded.decoding.logprobs import Head, LogprobCollector, first_scored
+from kvlinker.engines.embedded.decoding.sampling import Sampler
+from kvlinker.engines.embedded.model.loaded import LoadedModel
+from kvlinker.engines.embedded.requests.linked import Linked, LinkedRequest
+from kvlinker.engines.embedded.requests.request import Ending, Request
+from kvlinker.prompting.segments import Prompt
+
+
+class Generation(LinkedRequest):
+    """One answer: samples its tokens, decides when it ends, and tells the request's sink.
+
+    The first of several answers links and computes the prompt; the others ``fork`` from it.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sink: Sink,
+        *,
+        loaded: LoadedModel,
+        max_tokens: int,
+        cost: CostModel,
+        events: Events,
+        linked: Linked | None,
+        cancel: Callable[[Sequence[Request]], None],
+        head: Head | None = None,
+        guide: Callable[[], GrammarGuide] | None = None,
+        first: Generation | None = None,
+        choice: int = 0,
+    ) -> None:
+        """``cost`` counts the arithmetic that an explanation tells. ``cancel`` ends all choices when the sink fails.
+        ``head`` computes the log probabilities of the prompt, all of which is computed then; None where they are not
+        asked for. ``guide`` makes what guides a choice through the request's grammar. ``first`` is given to all choices
+        but that one."""
+        super().__init__(request, layers=len(loaded.layers), max_tokens=max_tokens, linked=linked)
+        self.choice = choice
+        if first is not None:
+            self.clock = first.clock
+        sampling = request.sampling_of(choice)
+        self._endings = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos and guide is None else loaded.eos_token_ids
+        )
+        self._sampler = Sampler(
+            sampling, prompt_length=len(request.prompt), endings=self._endings, bad_words=request.bad_words
+        )
+        self._guide = None if guide is None else guide()
+        self._cost = cost
+        self._head = head
+        self._top = min(sampling.prompt_logprobs or 0, loaded.vocabulary)
+        self._scored: LogprobCollector | None = None
+        self.reuses = head is None
+        self._output = Output(
+            request,
+            sink,
+            choice=choice,
+            clock=self.clock,
+            tokenizer=loaded.tokenizer,
+            events=events,
+            broken=lambda: cancel(self.choices),
+        )
+        self._forks: tuple[Generation, ...] = ()
+        if first is None:
+            self._forks = tuple(
+                Generation(
+                    request,
+                    sink,
+                    loaded=loaded,
+                    max_tokens=max_tokens,
+                    cost=cost,
+                    events=events,
+                    linked=None,
+                    cancel=cancel,
+                    head=head,
+                    guide=guide,
+                    first=self,
+                    choice=other,
+                )
+                for other in range(1, request.n)
+            )
+            for generation in (self, *self._forks):
+                generation.choices = (self, *self._forks)
+
+    def fork(self) -> Sequence[Generation]:
+        forks, self._forks = self._forks, ()
+        assert self.sequence is not None
+        for fork in forks:
+            fork.link, fork.sequence = self.link, self.sequence.fork()
+            fork._scored = self._scored
+        return forks
+
+    def cancel(self) -> None:
+        for generation in (self, *self._forks):
+            generation._output.finish("cancelled", self._usage(generation._output.tokens))
+        self._forget()
+
+    def fail(self, error: KVLinkerError) -> None:
+        for generation in (self, *self._forks):
+            generation._output.fail(error)
+        self._forget()
+
+    def _collector(self, prompt: Prompt) -> LogprobCollector | None:
+        if self._head is not None:
+            self._scored = LogprobCollector(prompt.tokens, self._head, first=first_scored(prompt), top=self._top)
+        return self._scored
+
+    def _accept(self, logits: Tensor) -> Ending | None:
+        """Sample the next token and pass it on."""
+        assert self.sequence is not None
+        if not self._max_tokens:
+            return self._ended("length")
+        allowed = None
+        if self._guide is not None:
+            allowed = self._guide.allowed()
+            if allowed is None:
+                return self._ended("stop", self._output.rest())
+        sequence = self.sequence
+        token = self._sampler.sample(logits, lambda: torch.from_numpy(sequence.tokens), allowed)
+        if token in self._endings:
+            end = self._output.push(token, ends="stop")
+        else:
+            is_last = self._output.tokens + 1 >= self._max_tokens
+            logprob = self._sampler.logprob(logits, token, self._output.token_text)
+            told = () if logprob is None else (logprob,)
+            end = self._output.push(token, told, ends="length" if is_last else None)
+        if end is not None:
+            return self._ended(*end)
+        if self._guide is not None:
+            self._guide.accept(token)
+        sequence.append(token)
+        return None
+
+    def _ended(self, reason: str, last: Delta | None = None) -> Ending:
+        """Return the function that tells of the answer's end. What it tells is computed before, so that a policy that
+        cannot explain fails this request alone."""
+        usage = self._usage(self._output.tokens)
+        scored = None if self._scored is None else self._scored.result(usage)
+        explains = self.request.explains and self.choice == 0
+        explanation = self._explanation(self._cost) if explains else None
+        tell = partial(self._output.finish, reason, usage, last, prompt_logprobs=scored, explanation=explanation)
+        return partial(self._finish, tell)
+
+    def _finish(self, tell: Callable[[], None]) -> None:
+        tell()
+        self._forget()

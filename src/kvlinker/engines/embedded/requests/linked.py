@@ -1,0 +1,229 @@
+"""Links the prompt of a request, takes the tokens to compute from the link, and explains it where that is asked for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import ClassVar, Generic, TypeVar
+
+from torch import Tensor
+
+from kvlinker.base.errors import EngineClosedError, KVLinkerError
+from kvlinker.base.types.answers import Usage
+from kvlinker.base.types.chunks import Chunk
+from kvlinker.engines.contract.contract import GenerationRequest
+from kvlinker.engines.contract.cost import CostModel
+from kvlinker.engines.contract.observation import ChunkWatch, QuestionProbe
+from kvlinker.engines.contract.output import RequestClock
+from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
+from kvlinker.engines.embedded.execution.batch import SharedChunk
+from kvlinker.engines.embedded.kv_cache.paths import LinkedPath, linked_path
+from kvlinker.engines.embedded.requests.request import Ending, Kind, Request
+from kvlinker.engines.embedded.requests.sequence import Refining, TokenSequence
+from kvlinker.linking.explanation import Explanation
+from kvlinker.linking.link import Link
+from kvlinker.linking.plan import Placement, Range, ranges
+from kvlinker.linking.refinement import Refinement
+from kvlinker.prompting.segments import Prompt
+from kvlinker.store.loading.arriving import KV
+
+T = TypeVar("T")
+
+Linked = Callable[["LinkedRequest"], object]
+"""Takes a request whose prompt has just been computed; called once per prompt, in the engine's thread."""
+
+
+class LinkedRequest(Request):
+    """A request for a linked prompt: an answer, an explanation or log probabilities."""
+
+    kind = Kind.ANSWER
+
+    _keys: tuple[str, ...] = ()
+
+    explains: ClassVar[bool] = False
+    """True if the figures that a policy decides by are recorded."""
+
+    reuses = False
+    """True if it reuses what requests before it computed, and leaves what it computes to later ones."""
+
+    def __init__(self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None) -> None:
+        """``layers`` is the number of the model's layers, ``max_tokens`` the most tokens to generate; ``linked`` is
+        called when the prompt is computed."""
+        super().__init__()
+        self.request = request
+        self.tenant = request.tenant
+        self.clock = RequestClock()
+        self.link: Link | None = None
+        self.resident_only = False
+        """True if chunks that are not in memory are computed rather than loaded, since loading them has failed
+        before."""
+
+        self.made: set[Chunk] = set()
+        """The chunks whose KV was computed for this very request."""
+
+        self._layers = layers
+        self._max_tokens = max_tokens
+        self._linked = linked
+        self._attention: QuestionProbe | None = None
+
+    @property
+    def pending(self) -> Sequence[Range]:
+        """The positions that are left to compute; before the prompt is linked, its fresh tokens."""
+        return ranges(~self.request.prompt.cached) if self.sequence is None else self.sequence.pending
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """The driver of a policy that refines, which knows what it dropped in each layer; None before the first step
+        and for other policies."""
+        return None if self.sequence is None else self.sequence.refinement
+
+    def mark_started(self) -> None:
+        if self.clock.started is None:
+            self.clock.mark_started()
+
+    def lose(self) -> None:
+        self.sequence = self.link = self.clock.started = None
+        self.resident_only = True
+
+    def make_sequence(
+        self, link: Link, kvs: Sequence[KV], keys: Sequence[str], restored: Sequence[KV | None] = ()
+    ) -> TokenSequence:
+        """Return the sequence to compute for this request, linked by ``link`` from the KV of its chunks. ``keys`` are
+        those of all chunks of the prompt; ``restored`` has the KV of what it reuses from disk, None where it is
+        lost."""
+        self.clock.mark_loaded()
+        self._keys = tuple(keys)
+        assert link.plan is not None
+        prompt = link.plan.prompt
+        if self.request.shows_attention:
+            self._attention = QuestionProbe(self._layers, len(prompt))
+        return TokenSequence(
+            prompt.tokens,
+            link.plan.runs,
+            shared=[_shared(*entry) for entry in link.placed(kvs)],
+            path=self._path(link),
+            reused=prompt.reused,
+            restored=() if prompt.reused is None else tuple(zip(prompt.reused.stored, restored, strict=True)),
+            most_tokens=len(prompt) + self._max_tokens,
+            probe=QuestionProbe(self._layers, len(prompt)) if link.probing else None,
+            refine=self._refine(link),
+            logprobs=self._collector(prompt),
+            observer=self._attention,
+        )
+
+    def advance(self, logits: Tensor | None) -> Ending | None:
+        assert self.sequence is not None
+        assert self.link is not None
+        if self.sequence.probe is not None:
+            self.link = self.link.with_attention(self.sequence.probe.attention)
+            assert self.link.plan is not None
+            self.sequence.relink(self.link.plan.runs, self._refine(self.link), self._path(self.link))
+            return None
+        if self.refinement is not None and self.refinement.error is not None:
+            raise self.link.failed(self.refinement.error)
+        assert logits is not None, "only a first pass wants none"
+        if self._linked is not None:
+            self._linked(self)
+            self._linked = None
+        return self._accept(logits)
+
+    def _usage(self, output_tokens: int = 0) -> Usage:
+        """Count the prompt's tokens by how they were computed; zeros before the first step."""
+        if self.clock.started is None or self.link is None:
+            return Usage(0, 0, 0)
+        usage = self.link.usage(self.refinement, output_tokens=output_tokens, made=self.made)
+        return usage.without(0 if self.sequence is None else self.sequence.missed)
+
+    def _explanation(self, cost: CostModel) -> Explanation:
+        """Explain how the prompt was linked, which has been computed."""
+        assert self.link is not None
+        assert self.sequence is not None
+        reused = self.link.prompt.reused
+        return self.link.explanation(
+            self.refinement,
+            layers=self._layers,
+            cost=cost,
+            made=self.made,
+            missed=None if reused is None else reused.own[len(reused.own) - self.sequence.missed :],
+            attention=None if self._attention is None else self._attention.attention,
+        )
+
+    def _path(self, link: Link) -> LinkedPath | None:
+        """Return what the KV of the linked prompt depends on; None if it is not kept."""
+        assert link.plan is not None
+        return linked_path(self.request.tenant, link.plan, self._keys) if self.reuses else None
+
+    def _collector(self, prompt: Prompt) -> LogprobCollector | None:
+        """Return a collector of the log probabilities of ``prompt`` (as the policy arranged it); None where the request
+        wants none."""
+        return None
+
+    def _refine(self, link: Link) -> Callable[[], Refining] | None:
+        if link.probing or not link.policy.needs.refines:
+            return None
+        return partial(_refining, link, self._layers, explains=self.explains or self.request.explains)
+
+    def _forget(self) -> None:
+        """Release the chunks' KV: a caller who keeps the request's handle must not keep it in memory, and layers that
+        have not arrived need not be read for this request."""
+        if self.sequence is not None:
+            for kv in self.sequence.arriving:
+                kv.give_up()
+        self.sequence = self.link = None
+
+    @abstractmethod
+    def _accept(self, logits: Tensor) -> Ending | None:
+        """Continue with the last token's ``logits`` [vocabulary]."""
+
+
+def _shared(placement: Placement, kv: KV) -> SharedChunk:
+    return SharedChunk(kv, placement.start, placement.rotary_start, placement.first, placement.last)
+
+
+def _refining(link: Link, layers: int, *, explains: bool) -> Refining:
+    watch = ChunkWatch(link.prompt.spans, len(link.prompt)) if link.policy.needs.chunk_attention else None
+    refinement = link.refinement(layers, watch=watch, explains=explains)
+    assert refinement is not None
+    return Refining(refinement, watch)
+
+
+class FutureRequest(LinkedRequest, Generic[T]):
+    """A request whose result is a single value, ready when a generation would sample its first token."""
+
+    def __init__(self, request: GenerationRequest, *, layers: int, max_tokens: int, linked: Linked | None) -> None:
+        super().__init__(request, layers=layers, max_tokens=max_tokens, linked=linked)
+        self.future: Future[T] = Future()
+        self.future.set_running_or_notify_cancel()  # callers cannot cancel it under the engine's hands
+
+    def cancel(self) -> None:
+        self.fail(EngineClosedError("The request was cancelled."))
+
+    def fail(self, error: KVLinkerError) -> None:
+        self._forget()
+        self.future.set_exception(error)
+
+    def _accept(self, logits: Tensor) -> Ending:
+        return partial(self._finish, self._value())
+
+    def _finish(self, value: T) -> None:
+        self._forget()
+        self.future.set_result(value)
+
+    @abstractmethod
+    def _value(self) -> T:
+        """Return the request's result, now that its prompt is computed."""
+
+
+class Explaining(FutureRequest[Explanation]):
+    """Asks how a prompt is linked. It does not count as a use of its chunks."""
+
+    explains = True
+
+    def __init__(self, request: GenerationRequest, *, layers: int, cost: CostModel) -> None:
+        super().__init__(request, layers=layers, max_tokens=1, linked=None)
+        self._cost = cost
+
+    def _value(self) -> Explanation:
+        return self._explanation(self._cost)

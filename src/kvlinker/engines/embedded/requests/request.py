@@ -1,0 +1,165 @@
+"""Defines a request: one thing to compute for a caller, with its state, its kind and its place among others."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.engines.embedded.requests.sequence import TokenSequence
+from kvlinker.linking.plan import Range
+from kvlinker.store.holds import Hold
+
+Ending = Callable[[], None]
+"""Reports to the caller how the request ended. Called once, after its slots are free."""
+
+CHUNK_DELAY = 10.0
+"""The seconds that chunks for which no answer waits give to answers that arrive later."""
+
+
+class State(Enum):
+    """The state of a request between its arrival and its end. Only the scheduler changes it."""
+
+    LOADING = "loading"
+    """The KV of its chunks is not there, or has too few layers to begin."""
+
+    READY = "ready"
+    """It waits for slots."""
+
+    RUNNING = "running"
+    """It holds slots, and steps compute it."""
+
+    PREEMPTED = "preempted"
+    """It gave its slots up to others, and starts again when there are slots."""
+
+    FINISHED = "finished"
+    """It has ended: completed, cancelled or failed."""
+
+
+class Kind(Enum):
+    """The kind of result that a request asks for, in order of priority."""
+
+    ANSWER = 0
+    CHUNK = 1
+    VARIANT = 2
+
+    BACKGROUND = 3
+    """Computed a piece at a time, and only in steps that nobody else needs."""
+
+
+class Request(ABC):
+    """One thing to compute, from its arrival to its end. The scheduler alone writes its state, number, urgency
+    and hold, and what it predicts of it."""
+
+    kind: ClassVar[Kind]
+
+    tenant = ""
+    """The tenant whose share of the engine it takes."""
+
+    chunk_bytes: Mapping[str, int] = {}
+    """The bytes of the chunks that its prompt names, by key."""
+
+    choice = 0
+    """The index of this request among the answers to one prompt; the first one links the prompt for all."""
+
+    choices: Sequence[Request] = ()
+    """All answers to the same prompt, where there are several."""
+
+    identity: object = None
+    """Requests with equal identities are computed once, for all who ask; a request whose identity is None is never
+    shared."""
+
+    def __init__(self) -> None:
+        self.state = State.LOADING
+        self.sequence: TokenSequence | None = None
+        """The tokens to compute; None until the request is loaded."""
+
+        self.number: int | None = None
+        """The order of arrival; None before that."""
+
+        self.arrived = 0.0
+        """The time of arrival, in seconds on the scheduler's clock."""
+
+        self.backlog = 0.0
+        """The predicted seconds of the prompts of its tenant that come before it."""
+
+        self.prompt_seconds = 0.0
+        """The predicted seconds of computing its prompt."""
+
+        self.seconds_left = 0.0
+        """The predicted seconds of computing what is left of its prompt."""
+
+        self.gave_way = False
+        """True if it once gave its slots up to another tenant's request."""
+
+        self.urgent = False
+        """True if an answer waits for it."""
+
+        self.hold: Hold | None = None
+        """Keeps the chunks that it uses in memory, from before they are fetched until the request ends."""
+
+    @property
+    def deferral(self) -> float:
+        """The seconds for which it lets answers come first that arrive later."""
+        if self.kind in (Kind.VARIANT, Kind.BACKGROUND):
+            return math.inf
+        return CHUNK_DELAY if self.kind is Kind.CHUNK and not self.urgent else 0.0
+
+    @property
+    def due(self) -> float:
+        """The time, on the scheduler's clock, that orders the requests of one tenant."""
+        return self.arrived + self.deferral + self.prompt_seconds
+
+    @property
+    def turn(self) -> float:
+        """The time, on the scheduler's clock, from which on nobody who arrives is admitted before it."""
+        return self.due + self.backlog
+
+    @property
+    def waits(self) -> bool:
+        """True for an answer that has no slots and has not ended."""
+        return self.kind is Kind.ANSWER and self.state not in (State.RUNNING, State.FINISHED)
+
+    @property
+    def pending(self) -> Sequence[Range]:
+        """The positions [begin, end) of its prompt that are left to compute, as far as they are known."""
+        return () if self.sequence is None else self.sequence.pending
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Its place among waiting requests of its kind: the smallest comes first."""
+        assert self.number is not None
+        if self.kind is Kind.VARIANT:
+            return (-self.number,)  # what was asked for last is likeliest to be asked for again
+        return (not self.urgent, self.turn, self.number, self.choice)
+
+    def mark_started(self) -> None:  # noqa: B027
+        """Note that a step with the request's tokens begins."""
+
+    def lose(self) -> None:  # noqa: B027
+        """Forget the KV of chunks, some of which never came: the request is loaded again."""
+
+    def fork(self) -> Sequence[Request]:
+        """Return the other choices, whose prompt has now been computed with this one's; empty from the second call
+        on."""
+        return ()
+
+    @abstractmethod
+    def advance(self, logits: Tensor | None) -> Ending | None:
+        """Continue once all tokens so far are computed, with the last token's ``logits`` [vocabulary] if it has any.
+
+        Returns the function that reports the end, if the request ended. An exception ends the request, too.
+        """
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Report that the request ended because it was cancelled."""
+
+    @abstractmethod
+    def fail(self, error: KVLinkerError) -> None:
+        """Report that the request ended with ``error``."""

@@ -1,0 +1,64 @@
+"""Gives the log probabilities of tokens: behind linked chunks, or of whole sequences in the background."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlinker.base.errors import EngineClosedError, KVLinkerError
+from kvlinker.base.types.answers import PromptLogprobs, Usage
+from kvlinker.engines.contract.contract import GenerationRequest
+from kvlinker.engines.embedded.decoding.logprobs import Head, LogprobCollector, first_scored
+from kvlinker.engines.embedded.requests.linked import FutureRequest, Linked
+from kvlinker.engines.embedded.requests.request import Ending, Kind, Request
+from kvlinker.engines.embedded.requests.sequence import TokenSequence
+from kvlinker.prompting.segments import Prompt
+
+
+class Scoring(FutureRequest[PromptLogprobs]):
+    """Asks for the log probabilities of the tokens behind the last chunk; generates nothing."""
+
+    def __init__(
+        self, request: GenerationRequest, *, layers: int, head: Head, vocabulary: int, linked: Linked | None
+    ) -> None:
+        super().__init__(request, layers=layers, max_tokens=0, linked=linked)
+        self._head = head
+        self._top = min(request.sampling.logprobs or 0, vocabulary)
+        self._collected: LogprobCollector | None = None
+
+    def _collector(self, prompt: Prompt) -> LogprobCollector:
+        self._collected = LogprobCollector(prompt.tokens, self._head, first=first_scored(prompt), top=self._top)
+        return self._collected
+
+    def _value(self) -> PromptLogprobs:
+        assert self._collected is not None
+        return self._collected.result(self._usage())
+
+
+class WholeScoring(Request):
+    """Asks for the log probabilities of given tokens, all of which are computed while nobody else needs the engine."""
+
+    kind = Kind.BACKGROUND
+
+    def __init__(self, tokens: NDArray[np.int64], head: Head, *, first: int, top: int, tenant: str) -> None:
+        """Score ``tokens`` [length] from position ``first`` on, with ``top`` alternatives each."""
+        super().__init__()
+        self.tenant = tenant
+        self.future: Future[PromptLogprobs] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._usage = Usage(0, 0, len(tokens))
+        self._collector = LogprobCollector(tokens, head, first=first, top=top)
+        self.sequence = TokenSequence(tokens, [(0, len(tokens))], most_tokens=len(tokens), logprobs=self._collector)
+
+    def advance(self, logits: Tensor | None) -> Ending:
+        return partial(self.future.set_result, self._collector.result(self._usage))
+
+    def cancel(self) -> None:
+        self.fail(EngineClosedError("The request was cancelled."))
+
+    def fail(self, error: KVLinkerError) -> None:
+        self.future.set_exception(error)

@@ -1,0 +1,339 @@
+"""A request's tokens in the engine: which of them are still to be computed, and which slots hold their KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.engines.contract.observation import ChunkWatch, Observer, Observers, QuestionProbe
+from kvlinker.engines.embedded.decoding.logprobs import LogprobCollector
+from kvlinker.engines.embedded.execution.batch import Capture, OwnTokens, Run, SharedChunk, Sight
+from kvlinker.engines.embedded.kv_cache.paths import LinkedPath
+from kvlinker.engines.embedded.kv_cache.pool import SlotSpan, slots_of
+from kvlinker.linking.plan import Range
+from kvlinker.linking.refinement import Refinement
+from kvlinker.prompting.segments import ReusedPrefix, StoredKV
+from kvlinker.store.loading.arriving import KV, ArrivingKV
+
+
+class Refining(NamedTuple):
+    """A refinement, and the observer of the question's attention on chunks that its policy needs; None if it needs
+    none."""
+
+    refinement: Refinement
+    watch: ChunkWatch | None
+
+
+NONE = np.empty(0, dtype=np.int64)
+
+
+class TokenSequence:
+    """The tokens of a request, some runs of which are computed step by step; generated tokens are appended.
+
+    Only the scheduler and the engine's thread use it.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[np.int64],
+        runs: Sequence[Range],
+        *,
+        shared: Sequence[SharedChunk] = (),
+        path: LinkedPath | None = None,
+        reused: ReusedPrefix | None = None,
+        restored: Sequence[tuple[StoredKV, KV | None]] = (),
+        most_tokens: int,
+        capture: Callable[[], Capture] | None = None,
+        probe: QuestionProbe | None = None,
+        refine: Callable[[], Refining] | None = None,
+        logprobs: LogprobCollector | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        """``tokens`` [prompt] may grow to ``most_tokens``; ``runs`` of them are computed, and see ``shared`` chunks.
+        The KV of what is ``reused`` is expected to be in the pool, but for ``reused.stored``: that is ``restored`` from
+        disk, None where it was lost. ``path`` names what the KV depends on, for a
+        sequence whose KV may be reused later.
+
+        ``capture`` makes the collector of KV for a sequence that computes chunks; such a sequence gives no logits. With
+        ``probe``, the runs are those of a first pass, after which ``relink`` is called. ``refine`` makes the refinement
+        of a policy that refines. ``logprobs`` gets the hidden states of the prompt's last tokens. ``observer`` sees
+        the prompt's attention, but not that of a first pass.
+        """
+        self._tokens = np.empty(most_tokens, dtype=np.int64)
+        self._tokens[: len(tokens)] = tokens
+        self._shared = tuple(shared)
+        self._make_capture = capture
+        self._refine = refine
+        self._logprobs = logprobs
+        self._prompt_observer = observer
+        self._begun = False
+        self.prompt_length = len(tokens)
+        self.length = len(tokens)
+        self.spans: tuple[SlotSpan, ...] | None = None
+        """Where its own tokens lie, in order, with room for a few more; None for a sequence without slots."""
+
+        self.path = path
+        self.capture: Capture | None = None
+        self.probe = probe
+        self.refinement: Refinement | None = None
+        self.times_left = 0
+        """The number of times that the sequence has left a step because a chunk's layer was late."""
+
+        self.reused = reused
+        self.restored = tuple(restored)
+        """The KV that was loaded from disk, until it is copied into slots."""
+
+        self.missed = 0
+        """The number of reused tokens that were gone when the sequence got slots, and are computed again."""
+
+        self._compute(runs)
+
+    def _compute(self, runs: Sequence[Range]) -> None:
+        """Have these runs of the prompt computed: their tokens are the sequence's own."""
+        self._prompt_runs = tuple(runs)
+        reused = NONE if self.reused is None else self.reused.own
+        prompt = [reused, *(np.arange(begin, end) for begin, end in runs)]
+        self._own_in_prompt = sum(map(len, prompt))
+        self._own = np.concatenate([*prompt, np.arange(self.prompt_length, self.most_tokens)])
+        self._pending = self._missing(len(reused))
+        self._own_tokens: OwnTokens | None = None
+
+    def _missing(self, count: int) -> list[Range]:
+        """Return the runs to compute if the KV of the first ``count`` of its own tokens is there; one of generated
+        tokens follows those of the prompt."""
+        prompt = self._own[count : self._own_in_prompt]
+        generated = self._own[max(count, self._own_in_prompt) : self.own_length]
+        return [*ranges_of(prompt), *ranges_of(generated)]
+
+    @property
+    def own_length(self) -> int:
+        """The number of slots that the sequence's own tokens take: those that it computes, prompt and generated."""
+        return self._own_in_prompt + self.length - self.prompt_length
+
+    @property
+    def own(self) -> NDArray[np.int64]:
+        """The positions of its own tokens, ascending: [own_length]."""
+        return self._own[: self.own_length]
+
+    @property
+    def computed_length(self) -> int:
+        """The number of its own tokens whose KV is there."""
+        return self._own_before(self._pending[0][0]) if self._pending else self.own_length
+
+    @property
+    def own_in_prompt(self) -> int:
+        """The number of the prompt's tokens that are the sequence's own."""
+        return self._own_in_prompt
+
+    @property
+    def reused_own(self) -> int:
+        """The number of its own tokens whose KV an earlier request computed."""
+        return 0 if self.reused is None else len(self.reused.own)
+
+    @property
+    def most_own(self) -> int:
+        """The most slots that the sequence's own tokens may take."""
+        return len(self._own)
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that prompt and answer may have together."""
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """All tokens so far, prompt and generated: [length]."""
+        return self._tokens[: self.length]
+
+    @property
+    def pending(self) -> Sequence[Range]:
+        """The positions [begin, end) that are left to compute, ascending."""
+        return tuple(self._pending)
+
+    @property
+    def indivisible(self) -> bool:
+        """True if all that is left of the prompt is taken at once: a policy that refines has to see it whole."""
+        return self._refine is not None and not self._begun
+
+    @property
+    def computed(self) -> bool:
+        """True if nothing is left to compute until a token is appended."""
+        return not self._pending
+
+    @property
+    def decoding(self) -> bool:
+        """True if only the token that was generated last is left to compute."""
+        return self._pending == [(self.length - 1, self.length)] and self.length > self.prompt_length
+
+    @property
+    def path_so_far(self) -> LinkedPath:
+        """The path of what is computed, where the prompt is."""
+        assert self.path is not None
+        if len(self.path.tokens) < self.prompt_length:
+            return self.path
+        return replace(self.path, tokens=self._tokens[: self._pending[0][0] if self._pending else self.length].copy())
+
+    @property
+    def prompt_in_place(self) -> bool:
+        """True if the slots hold the KV of the whole prompt as it was linked."""
+        if self.spans is None or not self._begun or self.probe is not None:
+            return False
+        return not self._pending or self._pending[0][0] >= self.prompt_length
+
+    @property
+    def arriving(self) -> tuple[ArrivingKV, ...]:
+        """The shared chunks' KV of which some layers have not arrived."""
+        found = (chunk.kv for chunk in self._shared)
+        return tuple(kv for kv in found if isinstance(kv, ArrivingKV) and not kv.complete)
+
+    @property
+    def lost(self) -> bool:
+        """True if a shared chunk can no longer be loaded completely."""
+        return any(kv.lost for kv in self.arriving)
+
+    def relink(
+        self, runs: Sequence[Range], refine: Callable[[], Refining] | None, path: LinkedPath | None = None
+    ) -> None:
+        """Compute these runs instead, after the first pass."""
+        self.probe = None
+        self.path = path
+        self._begun = refine is None
+        self._refine = refine
+        self._compute(runs)
+
+    def begin_again(self, tokens: NDArray[np.int64], capture: Callable[[], Capture]) -> None:
+        """Compute these tokens instead, no more than before, for another ``capture``: what was computed is of no use to
+        them."""
+        self._tokens[: len(tokens)] = tokens
+        self.prompt_length = self.length = len(tokens)
+        self._make_capture = capture
+        self.restart()
+        self._compute([(0, len(tokens))])
+
+    def append(self, token: int) -> None:
+        """Append a generated token, which is computed next."""
+        self._tokens[self.length] = token
+        self._pending.append((self.length, self.length + 1))
+        self.length += 1
+
+    def fork(self) -> TokenSequence:
+        """Return a sequence for the same prompt, with no generated tokens and no slots."""
+        forked = TokenSequence(
+            self.tokens[: self.prompt_length],
+            self._prompt_runs,
+            shared=self._shared,
+            path=self.path,
+            reused=self.reused,
+            most_tokens=self.most_tokens,
+            refine=self._refine,
+        )
+        forked.refinement = self.refinement
+        return forked
+
+    def adopt_prompt(self) -> None:
+        """Mark the prompt as computed: its slots are another sequence's too, or were."""
+        self._begun = True
+        self._pending = self._missing(self._own_in_prompt)
+
+    def adopt(self, count: int) -> None:
+        """Mark the first ``count`` of its own tokens, reused ones, as computed, and no others."""
+        self._pending = self._missing(count)
+        self.missed = self.reused_own - count
+
+    def restart(self) -> None:
+        """Discard all computed KV, whose slots are gone, and begin again."""
+        self._begun = False
+        self.capture = None
+        self._own_tokens = None
+        self._pending = self._missing(0)
+
+    def take(self, budget: int) -> tuple[list[Run], Sight]:
+        """Return the next runs, of at most ``budget`` tokens in all, and what they see, and mark them as done.
+
+        A prompt whose policy refines (``indivisible``) is taken whole, whatever the budget, since what it keeps depends
+        on all of its tokens and on no others.
+        """
+        assert self.spans is not None
+        refining: Refining | None = None
+        if not self._begun:
+            self._begun = True
+            self._own_tokens = None
+            self.capture = None if self._make_capture is None else self._make_capture()
+            if self._refine is not None:
+                refining = self._refine()
+                self.refinement = refining.refinement
+                budget = self.prompt_length
+        taken: list[Range] = []
+        while self._pending and budget > 0:
+            begin, end = self._pending[0]
+            if refining is not None and begin >= self.prompt_length:
+                break
+            cut = min(end, begin + budget)
+            taken.append((begin, cut))
+            budget -= cut - begin
+            if cut == end:
+                self._pending.pop(0)
+            else:
+                self._pending[0] = (cut, end)
+        wants_logits = self.computed and self.capture is None and self.probe is None
+        runs = [
+            Run(
+                self._slots(begin, end),
+                begin,
+                self._tokens[begin:end],
+                wants_logits=wants_logits and (begin, end) == taken[-1],
+                capture=self.capture,
+                refinement=None if refining is None else refining.refinement,
+                observer=self._observer(refining, begin),
+                logprobs=self._logprobs if self.probe is None else None,
+                owner=self,
+            )
+            for begin, end in taken
+        ]
+        seen = self._own_before(taken[-1][1]) if taken else 0
+        return runs, Sight(self._shared, tuple(first_slots(self.spans, seen)), self._own[:seen], self._visibility())
+
+    def _slots(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return the slots of its own tokens at the positions [begin, end)."""
+        assert self.spans is not None
+        own = self._own_before(begin)
+        return slots_of(self.spans)[own : own + end - begin]
+
+    def _own_before(self, position: int) -> int:
+        """Count the sequence's own tokens that stand before the position."""
+        return int(np.searchsorted(self._own, position))
+
+    def _visibility(self) -> OwnTokens:
+        if self._own_tokens is None:
+            dropped = () if self.refinement is None else self.refinement.dropped
+            self._own_tokens = OwnTokens(self._own[: self._own_in_prompt], self._shared, dropped)
+        return self._own_tokens
+
+    def _observer(self, refining: Refining | None, begin: int) -> Observer | None:
+        """Return the observer of a run that begins at this position."""
+        if self.capture is not None:
+            return self.capture.scores
+        if self.probe is not None:
+            return self.probe
+        watch = None if refining is None else refining.watch
+        own = self._prompt_observer if begin < self.prompt_length else None
+        return Observers(watch, own) if watch is not None and own is not None else watch or own
+
+
+def first_slots(spans: Sequence[SlotSpan], count: int) -> Iterator[SlotSpan]:
+    """Yield the first ``count`` slots of these spans."""
+    for span in spans:
+        if count <= 0:
+            return
+        yield SlotSpan(span.slot, min(count, span.size))
+        count -= span.size
+
+
+def ranges_of(positions: NDArray[np.int64]) -> list[Range]:
+    """Return the maximal ranges [begin, end) of ascending ``positions``."""
+    edges = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(positions, edges) if part.size]

@@ -1,0 +1,209 @@
+"""Composes a step: which tokens of which running requests it computes, by the time that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvlinker.engines.embedded.execution.batch import Batch, Run, Sight
+from kvlinker.engines.embedded.requests.request import Kind, Request
+from kvlinker.engines.embedded.requests.sequence import TokenSequence
+from kvlinker.engines.embedded.scheduling.throughput import ComputeThroughput, TokenCost
+
+IDLE_MULTIPLE = 2.25
+"""The duration of a step with prompts where no target is set, as a multiple of a step that only decodes."""
+
+LEAST_PIECE = 4
+"""The fewest tokens that one prompt gets in a step, whatever they take: reading the KV before them costs the same for
+one token."""
+
+MIXED_STEPS = 15
+"""The most steps in a row with prompts beside decoding; the one that follows only decodes, and measures how long that
+takes now."""
+
+LEAST_PROMPT_SHARE = 0.25
+"""The least time that prompts get in a step, as a share of a step that only decodes, however tight the target."""
+
+ELDEST_SHARE = 0.25
+"""The share of what prompts get that goes to the one whose turn came first, however long it is."""
+
+BACKGROUND_SECONDS = 0.05
+"""The longest step for a request in the background, in seconds: whoever arrives meanwhile waits for its end."""
+
+BACKGROUND_TOKENS = 32
+"""The fewest tokens of such a step, as long as more are left: shorter ones mostly wait for memory."""
+
+ONE_PER_TOKEN = TokenCost(1.0, 0.0)
+"""Counts tokens instead of time."""
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Counts down what prompts may still take of a step."""
+
+    cost: TokenCost
+    """The cost of computing tokens, by their positions."""
+
+    amount: float
+    """The cost that may still be spent: seconds, or tokens with ``ONE_PER_TOKEN``."""
+
+    tokens: int
+    """The number of tokens that may still be taken."""
+
+    def fitting(self, request: Request, share: float = 1.0) -> int:
+        """Return how many of the request's next tokens fit into this share; of an indivisible prompt all, if anything
+        is left."""
+        sequence = sequence_of(request)
+        if self.amount <= 0 or self.tokens <= 0:
+            return 0
+        if sequence.indivisible:
+            return sum(end - begin for begin, end in sequence.pending if begin < sequence.prompt_length)
+        return min(self.cost.affordable(sequence.pending, share * self.amount), int(share * self.tokens))
+
+    def spend(self, request: Request, tokens: int) -> None:
+        """Take the cost of the request's next ``tokens`` out of the budget; a negative number gives it back."""
+        taken = self.cost.of(first_positions(sequence_of(request), abs(tokens)))
+        self.amount -= taken if tokens > 0 else -taken
+        self.tokens -= tokens
+
+
+class StepComposer:
+    """Fills steps. Every request that decodes is in every step; prompts get what is left of the step's time.
+
+    While requests decode, a step is to take no longer than the target: the setting, or a multiple of the step that only
+    decodes. While nobody does, a step holds as many tokens as memory is made for. What prompts get goes first to the
+    tenant that has got least so far, and to the shortest of its prompts; but a share of it to the prompt whose turn
+    came first, so that none stands still. A request in the background has steps for itself, short ones, and only while
+    there is no other.
+
+    An indivisible prompt may exceed the budget. Then prompts wait until decoding has caught up with its target, so that
+    the mean time per token keeps it.
+
+    The scheduler calls the methods under its lock.
+    """
+
+    def __init__(
+        self, throughput: ComputeThroughput, *, max_step_tokens: int, seconds_per_token: float | None = None
+    ) -> None:
+        """``max_step_tokens`` is the most tokens of a step, ``seconds_per_token`` the target for requests that
+        decode; None to take ``IDLE_MULTIPLE``."""
+        self._throughput = throughput
+        self._max_step_tokens = max_step_tokens
+        self._seconds_per_token = seconds_per_token
+        self._mixed = 0  # steps in a row with prompts beside decoding
+        self._owed = 0.0  # seconds by which prompts have exceeded their time
+        self._served: dict[str, float] = {}  # seconds of prompts, by tenant; who comes anew begins with the least
+        self._least_served = 0.0
+        self.prompt_share = 1.0
+        """The share of the last step's time that was for prompts."""
+
+    def compose(self, running: Sequence[Request]) -> tuple[Batch, tuple[Request, ...]]:
+        """Take the next tokens of ``running`` requests, and mark them as done; return them, and whose they are."""
+        wanted = [request for request in running if request.kind is not Kind.BACKGROUND]
+        granted = self._grant(wanted) if wanted else [(request, self._background_piece(request)) for request in running]
+        runs: list[Run] = []
+        sights: dict[object, Sight] = {}
+        for request, tokens in granted:
+            sequence = sequence_of(request)
+            taken, sights[sequence] = sequence.take(tokens)
+            runs += taken
+        return Batch(tuple(runs), sights), tuple(request for request, _ in granted)
+
+    def _background_piece(self, request: Request) -> int:
+        """Return how many of the next tokens of a request in the background a step computes."""
+        cost = self._throughput.cost_beside_decoding()
+        pending = sequence_of(request).pending
+        affordable = 0 if cost is None else cost.affordable(pending, BACKGROUND_SECONDS)
+        return min(max(affordable, BACKGROUND_TOKENS), self._max_step_tokens)
+
+    def _grant(self, running: Sequence[Request]) -> list[tuple[Request, int]]:
+        """Return how many tokens of which ``running`` requests the step computes."""
+        decoding = [request for request in running if sequence_of(request).decoding][: self._max_step_tokens]
+        prompts = [request for request in running if sequence_of(request).pending and request not in decoding]
+        budget = self._budget(decoding)
+        granted = [(request, 1) for request in decoding]
+        if prompts:
+            shared = _divide(budget, self._in_order(prompts))
+            self._note_served(shared)
+            self._mixed = self._mixed + 1 if decoding and shared else 0
+            if any(sequence_of(request).indivisible for request, _ in shared) and decoding:
+                self._owed += max(0.0, -budget.amount)
+            granted += shared
+        return granted
+
+    def _budget(self, decoding: Sequence[Request]) -> _Budget:
+        """Return what prompts get beside the requests that decode."""
+        tokens = self._max_step_tokens - len(decoding)
+        cost = self._throughput.cost_beside_decoding()
+        self.prompt_share = 1.0
+        if not decoding or cost is None:
+            self._owed = 0.0
+            return _Budget(ONE_PER_TOKEN, tokens, tokens)
+        positions = [part for request in decoding for part in sequence_of(request).pending]
+        idle = self._throughput.decode_seconds(positions)
+        if idle is None or self._mixed >= MIXED_STEPS:
+            return _Budget(cost, 0.0, tokens)  # this step measures it
+        target = self._seconds_per_token or IDLE_MULTIPLE * idle
+        seconds = max(target - idle, LEAST_PROMPT_SHARE * idle)
+        self.prompt_share = seconds / (idle + seconds)
+        paid = min(self._owed, seconds)
+        self._owed -= paid
+        return _Budget(cost, seconds - paid, tokens)
+
+    def _in_order(self, prompts: Sequence[Request]) -> list[Request]:
+        """Order prompts: those of the tenant that was served least come first, of one tenant's the shortest, and chunks
+        for which no answer waits behind all answers."""
+        tenants = {request.tenant for request in prompts}
+        for tenant in tenants:
+            self._served[tenant] = max(self._served.get(tenant, 0.0), self._least_served)
+        self._least_served = min(self._served[tenant] for tenant in tenants)
+
+        def order(request: Request) -> tuple[float, ...]:
+            assert request.number is not None
+            return request.deferral, self._served[request.tenant], request.seconds_left, request.number
+
+        return sorted(prompts, key=order)
+
+    def _note_served(self, granted: Sequence[tuple[Request, int]]) -> None:
+        """Note what tenants get of a step."""
+        cost = self._throughput.cost_beside_decoding()
+        if cost is not None:
+            for request, tokens in granted:
+                self._served[request.tenant] += cost.of(first_positions(sequence_of(request), tokens))
+
+
+def sequence_of(request: Request) -> TokenSequence:
+    """Return the sequence of a request that is loaded."""
+    assert request.sequence is not None
+    return request.sequence
+
+
+def first_positions(sequence: TokenSequence, tokens: int) -> list[tuple[int, int]]:
+    """Return the first ``tokens`` positions that the sequence has to compute."""
+    found = []
+    for begin, end in sequence.pending:
+        if tokens <= 0:
+            break
+        found.append((begin, min(end, begin + tokens)))
+        tokens -= end - begin
+    return found
+
+
+def _divide(budget: _Budget, prompts: Sequence[Request]) -> list[tuple[Request, int]]:
+    """Divide the budget among ``prompts``, the first ones first; at least ``LEAST_PIECE`` tokens go to one."""
+    if budget.amount <= 0 or budget.tokens <= 0:
+        return []
+    eldest = min(prompts, key=lambda request: request.turn)
+    reserved = max(min(LEAST_PIECE, budget.tokens), budget.fitting(eldest, ELDEST_SHARE))
+    budget.spend(eldest, reserved)
+    granted = []
+    for request in prompts:
+        if request is eldest:
+            budget.spend(eldest, -reserved)
+            tokens = max(reserved, budget.fitting(eldest))
+        else:
+            tokens = budget.fitting(request)
+        if tokens:
+            budget.spend(request, tokens)
+            granted.append((request, tokens))
+    return granted

@@ -1,0 +1,420 @@
+"""Continuous batching: the state machine of all requests, from their arrival to their end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import insort
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TypeVar, cast
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.engines.contract.limits import engine_closed
+from kvlinker.engines.embedded.execution.batch import Batch
+from kvlinker.engines.embedded.requests.request import Kind, Request, State
+from kvlinker.engines.embedded.requests.sequence import TokenSequence
+from kvlinker.engines.embedded.scheduling.admission import Admission
+from kvlinker.engines.embedded.scheduling.composition import StepComposer, sequence_of
+from kvlinker.engines.embedded.scheduling.fetching import FetchQueue, order_of
+from kvlinker.engines.embedded.scheduling.places import Places
+from kvlinker.engines.embedded.scheduling.slots import SequenceSlots
+from kvlinker.linking.policy import Policy
+from kvlinker.prompting.segments import Prompt, ReusedPrefix
+from kvlinker.store.holds import Hold
+
+logger = logging.getLogger(__name__)
+
+MOST_VARIANTS = 4
+"""The most variants that wait for an idle engine; older ones are dropped."""
+
+MOST_RESTARTS = 1
+"""The number of times that a request that left a step may begin again before all layers of its chunks have arrived."""
+
+NEXT_STATES = {
+    State.LOADING: {State.READY, State.FINISHED},
+    State.READY: {State.RUNNING, State.FINISHED},
+    State.RUNNING: {State.PREEMPTED, State.LOADING, State.FINISHED},
+    State.PREEMPTED: {State.RUNNING, State.FINISHED},
+    State.FINISHED: set[State](),
+}
+
+R = TypeVar("R", bound=Request)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The work of one step: runs to compute for ``requests``."""
+
+    batch: Batch
+    requests: tuple[Request, ...]
+
+
+class Scheduler:
+    """Owns every request from its arrival to its end, and moves it from state to state.
+
+    **Loading.** A few requests at a time have their chunks' KV fetched (``FetchQueue``), in the order of ``Admission``.
+
+    **Running.** Requests get slots in that order (``Places``), and ``StepComposer`` fills the steps.
+
+    **Choices.** The answers to one prompt share its slots, or take over the slots of one that has ended.
+
+    All methods hold one lock, for a short time, and call no code from outside under it but what the constructor is
+    given. The methods below ``check_integrity`` are for the engine's thread only.
+    """
+
+    def __init__(
+        self,
+        slots: SequenceSlots,
+        load: Callable[[Request], object],
+        *,
+        hold: Callable[[Request], Hold | None],
+        is_resident: Callable[[Request], bool],
+        admission: Admission,
+        composer: StepComposer,
+        max_running: int,
+    ) -> None:
+        """``load`` starts fetching a request's KV in another thread, which calls ``loaded`` or ``failed`` later;
+        ``hold`` makes room in memory for it before, or returns None if there is none now; ``is_resident`` tells whether
+        all of its chunks are in memory. ``max_running`` is the most requests that hold slots."""
+        self._admission = admission
+        self._composer = composer
+        self._changed = threading.Condition()  # everything below is guarded by it
+        self._closed = False
+        self._arrived = 0
+        self._fetches = FetchQueue(admission, load, hold=hold, is_resident=is_resident)  # LOADING
+        self._waiting: dict[Kind, list[Request]] = {kind: [] for kind in Kind}  # READY or PREEMPTED, by order
+        self._places = Places(slots, admission, self._waiting, self._move, max_running=max_running)  # RUNNING
+        self._in_step: frozenset[Request] = frozenset()
+        self._cancelled: set[Request] = set()
+        self._by_identity: dict[object, Request] = {}
+
+    @property
+    def closed(self) -> bool:
+        """True once no more requests are accepted."""
+        return self._closed
+
+    @property
+    def preemptions(self) -> int:
+        """The number of times that a request has given its slots up to another."""
+        return self._places.preemptions
+
+    @property
+    def running(self) -> int:
+        """The number of requests that hold slots, without those in the background."""
+        return sum(request.kind is not Kind.BACKGROUND for request in self._places.running)
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests for answers that hold no slots. Choices that wait for their turn do not count, nor do
+        chunks."""
+        with self._changed:
+            return self._count_waiting()
+
+    @property
+    def loading(self) -> int:
+        """The number of requests whose chunks' KV is not there yet."""
+        with self._changed:
+            return self._fetches.waiting
+
+    @property
+    def slots_used(self) -> int:
+        """The number of slots that requests hold."""
+        with self._changed:
+            return self._places.slots.used
+
+    @property
+    def slots_kept(self) -> int:
+        """The number of slots that hold nothing but what later requests may reuse."""
+        with self._changed:
+            return self._places.slots.kept
+
+    @property
+    def idle(self) -> bool:
+        """True if there is no request at all."""
+        with self._changed:
+            return not self._everything()
+
+    def enter(self, request: R) -> R:
+        """Accept the request, or return the unfinished one with the same identity.
+
+        Raises OverloadedError for an answer when too many wait, and EngineClosedError.
+        """
+        with self._changed:
+            if self._closed:
+                raise engine_closed()
+            twin = self._by_identity.get(request.identity)
+            if twin is not None:
+                self._hurry(twin, request)
+                return cast(R, twin)
+            self._arrived += 1
+            request.number = self._arrived
+            others = self._everything()
+            self._admission.place(request, others)
+            if request.kind is Kind.ANSWER:
+                share = self._composer.prompt_share
+                self._admission.check(request, others, waiting=self._count_waiting(), prompt_share=share)
+            self._push_back(request, request.seconds_left)
+            if request.identity is not None:
+                self._by_identity[request.identity] = request
+            if request.sequence is None:
+                self._fetches.add(request)
+                self._fetch_next()
+            else:
+                self._move(request, State.READY)
+            forgotten = self._waiting[Kind.VARIANT][MOST_VARIANTS:]
+            for variant in forgotten:
+                self._move(variant, State.FINISHED)
+        for variant in forgotten:
+            variant.cancel()
+        return request
+
+    def loaded(self, request: Request, sequence: TokenSequence) -> bool:
+        """Have the request, whose KV is there or arriving, wait for slots; return False, and do nothing, if it has
+        ended meanwhile."""
+        with self._changed:
+            self._fetches.report(request)
+            takes = request.state is State.LOADING
+            if takes:
+                expected, request.sequence = request.pending, sequence
+                if tuple(request.pending) != tuple(expected):
+                    self._admission.predict_anew(request, self._everything())
+                    self._sort()
+                self._move(request, State.READY)
+            self._fetch_next()
+            return takes
+
+    def failed(self, request: Request, error: KVLinkerError) -> None:
+        """End the request with ``error``, since its KV cannot be had, unless it has ended."""
+        with self._changed:
+            self._fetches.report(request)
+            ends = request.state is State.LOADING
+            if ends:
+                self._move(request, State.FINISHED)
+            self._fetch_next()
+        if ends:
+            request.fail(error)
+
+    def cancel(self, requests: Collection[Request]) -> None:
+        """Have the engine's thread end those that have not ended, before its next step."""
+        with self._changed:
+            self._cancelled.update(request for request in requests if request.state is not State.FINISHED)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Take no more requests; the engine's thread ends those that are here. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Have the engine's thread check again whether there is something to do."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def is_alone(self, request: Request) -> bool:
+        """Return whether there is nothing to compute, now or later, but this request."""
+        with self._changed:
+            return all(other is request for other in self._everything())
+
+    def check_integrity(self) -> None:
+        """Check that every request is where its state says, and that exactly the running ones hold enough slots. Raises
+        AssertionError otherwise."""
+        with self._changed:
+            self._places.check_integrity()
+            for kind, waiting in self._waiting.items():
+                assert all(request.kind is kind for request in waiting)
+                assert all(request.state in (State.READY, State.PREEMPTED) for request in waiting)
+                assert all(request.sequence is not None and request.sequence.spans is None for request in waiting)
+                assert waiting == sorted(waiting, key=order_of)
+            everywhere = [*self._places.running, *chain(*self._waiting.values())]
+            assert len(set(everywhere)) == len(everywhere)
+            assert not set(everywhere).intersection(self._fetches.requests)
+            assert all(request.state is not State.FINISHED for request in self._by_identity.values())
+            holding = any(request.hold is not None for request in self._everything())
+            self._fetches.check_integrity(self._waiting[Kind.ANSWER], holding=holding or self._closed)
+
+    def wait(self) -> bool:
+        """Wait until there is something to compute or to cancel; False once the scheduler is closed."""
+        with self._changed:
+            self._in_step = frozenset()
+            self._changed.wait_for(
+                lambda: self._closed or self._cancelled or self._places.running or any(self._waiting.values())
+            )
+            return not self._closed
+
+    def take_cancelled(self) -> list[Request]:
+        """End the requests that were cancelled, and return them, so that their callers can be told."""
+        with self._changed:
+            ended = [request for request in self._cancelled if self._finish(request)]
+            self._cancelled.clear()
+            return ended
+
+    def finish_all(self) -> list[Request]:
+        """End all requests, and return them, so that their callers can be told: also those that the failure which ends
+        the engine has left in no sound state."""
+        with self._changed:
+            self._closed = True
+            ended = []
+            for request in self._everything():
+                try:
+                    finished = self._finish(request)
+                except Exception:
+                    logger.exception("A request was not where its state says; it is given up.")
+                    request.state, finished = State.FINISHED, True
+                if finished:
+                    ended.append(request)
+            return ended
+
+    def next_step(self) -> Step | None:
+        """Admit requests to slots, and return what to compute next; None where there is nothing."""
+        with self._changed:
+            self._places.grow()
+            self._places.admit()
+            batch, requests = self._composer.compose(self._places.running)
+            for request in requests:
+                request.seconds_left = self._admission.seconds_left(request)
+            self._in_step = frozenset(requests)
+            return Step(batch, requests) if batch.runs else None
+
+    def find_prefix(self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy) -> ReusedPrefix | None:
+        """Return the beginning of a prompt that requests have computed; see ``PrefixTree.find``."""
+        with self._changed:
+            return self._places.slots.find_prefix(tenant, prompt, keys, policy)
+
+    def keep(self, request: Request) -> None:
+        """Keep what a request has computed so far for those that begin alike, while it goes on."""
+        with self._changed:
+            self._places.slots.keep(sequence_of(request))
+
+    def fork(self, choice: Request, first: Request) -> None:
+        """Add another choice of a running request, whose prompt is computed."""
+        with self._changed:
+            choice.number, choice.arrived, choice.backlog = first.number, first.arrived, first.backlog
+            choice.prompt_seconds = first.prompt_seconds
+            choice.hold = None if first.hold is None else first.hold.share()
+            self._move(choice, State.READY)
+
+    def finish(self, request: Request) -> bool:
+        """End the request, and free its slots; False if it has ended before."""
+        with self._changed:
+            return self._finish(request)
+
+    def leave(self, request: Request, layer: int) -> None:
+        """Take a request out of a step that lacked a chunk's ``layer``. It begins again once that layer and half of
+        those behind it have arrived, at the second time once all have; if the layer is lost, the request is loaded
+        again."""
+        sequence = sequence_of(request)
+        arriving = sequence.arriving
+        with self._changed:
+            sequence.restart()
+            sequence.times_left += 1
+            layers = max((kv.layer_count for kv in arriving), default=0)
+            needed = layers if sequence.times_left > MOST_RESTARTS else layer + 1 + (layers - layer) // 2
+            self._fetches.wait_for_layers(request, min(needed, layers))
+            self._move(request, State.LOADING)
+        for kv in arriving:
+            kv.subscribe(partial(self._layers_came, request))
+        self._layers_came(request)
+
+    def wait_in_step(self, came: Callable[[], bool]) -> None:
+        """Wait in the middle of a step, none of whose requests can go on, until ``came`` returns true or another
+        request could run. Whatever makes ``came`` true has to call ``wake``; the store makes sure that layers arrive,
+        or are lost, in time."""
+
+        def others_could_run() -> bool:
+            waiting = self._waiting[Kind.ANSWER] or self._waiting[Kind.CHUNK]
+            running = (request for request in self._places.running if request.kind is not Kind.BACKGROUND)
+            return bool(self._closed or self._cancelled or waiting) or not self._in_step.issuperset(running)
+
+        with self._changed:
+            self._changed.wait_for(lambda: came() or others_could_run())
+
+    def _move(self, request: Request, state: State) -> None:
+        """Move the request to another state. Nothing else changes states, or which requests hold slots."""
+        if state not in NEXT_STATES[request.state]:
+            raise RuntimeError(f"a request that is {request.state.value} cannot become {state.value}")
+        if request.state is State.RUNNING:
+            heir = self._heir(request) if state is State.FINISHED else None
+            self._places.leave(request, heir)
+            if heir is not None:
+                self._move(heir, State.RUNNING)
+        elif request.state is State.LOADING:
+            self._fetches.remove(request)
+        else:
+            self._waiting[request.kind].remove(request)
+        request.state = state
+        if state is State.RUNNING:
+            self._places.enter(request)
+        elif state in (State.READY, State.PREEMPTED):
+            insort(self._waiting[request.kind], request, key=order_of)
+        elif state is State.FINISHED:
+            self._by_identity.pop(request.identity, None)
+            if request.hold is not None:
+                request.hold.release()
+                request.hold = None
+            if request.seconds_left:
+                self._push_back(request, -request.seconds_left)
+        self._fetch_next()
+        self._changed.notify_all()
+
+    def _finish(self, request: Request) -> bool:
+        if request.number is None or request.state is State.FINISHED:
+            return False
+        self._move(request, State.FINISHED)
+        return True
+
+    def _everything(self) -> frozenset[Request]:
+        """Return all requests that are here, and those that have ended while their KV is fetched."""
+        return frozenset((*self._places.running, *self._fetches.requests, *chain(*self._waiting.values())))
+
+    def _count_waiting(self) -> int:
+        return self._fetches.waiting + sum(request.choice == 0 for request in self._waiting[Kind.ANSWER])
+
+    def _fetch_next(self) -> None:
+        if not self._closed:
+            self._fetches.start(self._waiting[Kind.ANSWER])
+
+    def _hurry(self, twin: Request, request: Request) -> None:
+        """Move ``twin`` to the front of its queue if an answer waits for ``request``, which has the same identity."""
+        if request.urgent and not twin.urgent:
+            self._push_back(twin, -twin.seconds_left)
+            twin.urgent = True
+            self._admission.count_before(twin, self._everything())
+            self._push_back(twin, twin.seconds_left)
+
+    def _push_back(self, request: Request, seconds: float) -> None:
+        """Have those of its tenant that come after the request wait for so many seconds more, or less."""
+        self._admission.push_back(request, self._everything(), seconds)
+        self._sort()
+
+    def _sort(self) -> None:
+        """Bring waiting requests, whose turns have changed, into order."""
+        self._fetches.sort()
+        for queue in self._waiting.values():
+            queue.sort(key=order_of)
+
+    def _layers_came(self, request: Request) -> None:
+        """Make a request that left a step ready, if the layers that it waits for have arrived or are lost."""
+        with self._changed:
+            wanted = self._fetches.layers_wanted(request)
+            if wanted is None:
+                return
+            sequence = sequence_of(request)
+            if sequence.lost:
+                self._fetches.remove(request)
+                request.lose()
+                self._fetches.add(request)
+                self._fetch_next()
+            elif all(kv.delivered >= wanted for kv in sequence.arriving):
+                self._move(request, State.READY)
+
+    def _heir(self, request: Request) -> Request | None:
+        """Return a waiting answer to the same prompt that can take over the slots of a request that ends; None if there
+        is none."""
+        if self._closed or not sequence_of(request).prompt_in_place:
+            return None
+        waiting = (choice for choice in request.choices if choice.state in (State.READY, State.PREEMPTED))
+        return next((choice for choice in waiting if choice not in self._cancelled), None)

@@ -1,0 +1,152 @@
+"""Assigns slots of the pool to sequences, and keeps what they computed for later ones until the slots are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import numpy as np
+
+from kvlinker.engines.embedded.kv_cache.pool import SlotAllocator, SlotSpan, slots_of
+from kvlinker.engines.embedded.kv_cache.prefixes import PrefixTree
+from kvlinker.engines.embedded.kv_cache.spilling import Spill
+from kvlinker.engines.embedded.requests.sequence import TokenSequence, first_slots
+from kvlinker.linking.policy import Policy
+from kvlinker.prompting.segments import Prompt, ReusedPrefix
+
+GROWTH = 64
+"""Slots that a sequence gets ahead of its need, so that it seldom has to grow."""
+
+
+class SequenceSlots:
+    """Assigns slots to sequences. Nothing else changes ``TokenSequence.spans``."""
+
+    def __init__(self, slots: int, *, keeps_prefixes: bool = False, spill: Spill | None = None) -> None:
+        """``keeps_prefixes`` has what sequences computed kept for later ones that begin alike, and, with a ``spill``,
+        on disk when the slots are needed."""
+        self._allocator = SlotAllocator(slots)
+        self._spill = spill
+        self._prefixes = PrefixTree(self._allocator, spill)
+        self._keeps = keeps_prefixes
+
+    @property
+    def used(self) -> int:
+        """The number of slots that sequences hold."""
+        return self._allocator.used - self.kept
+
+    @property
+    def kept(self) -> int:
+        """The number of slots that hold nothing but what may be reused."""
+        return int(np.count_nonzero(self._allocator.users(self._prefixes.spans) == 1))
+
+    def find_prefix(self, tenant: str, prompt: Prompt, keys: Sequence[str], policy: Policy) -> ReusedPrefix | None:
+        """Return what the prompt can reuse; see ``PrefixTree.find``."""
+        return self._prefixes.find(tenant, prompt, keys, policy)
+
+    def admit(self, sequence: TokenSequence, linked: TokenSequence | None = None) -> bool:
+        """Give the sequence slots for its tokens, and a few more; False where there are too few.
+
+        With ``linked``, a sequence for the same prompt whose KV is in place, the two share the prompt's slots. Else
+        those of the prefix that it reuses are shared, as far as they are still there, and what was loaded of it from
+        disk is copied into its own.
+        """
+        if linked is not None:
+            assert linked.spans is not None
+            computed = tuple(first_slots(linked.spans, linked.own_in_prompt))
+            self._allocator.share(computed)
+        elif sequence.path is not None and sequence.reused is not None:
+            computed = self._prefixes.acquire(sequence.path, sequence.reused)
+        else:
+            computed = ()
+        there = sum(span.size for span in computed)
+        more = self._allocate(_wanted(sequence) - there)
+        if more is None:
+            self._allocator.release(computed)
+            return False
+        sequence.spans = (*computed, *more)
+        if linked is not None:
+            sequence.adopt_prompt()
+        else:
+            sequence.adopt(self._restore(sequence, there))
+        return True
+
+    def would_fit(self, sequence: TokenSequence, without: Iterable[TokenSequence]) -> bool:
+        """Return whether there would be slots for the sequence if those ``without`` gave their own up."""
+        given_up = chain.from_iterable(other.spans or () for other in without)
+        return self._allocator.free_without([*self._prefixes.spans, *given_up]) >= _wanted(sequence)
+
+    def grow(self, sequence: TokenSequence) -> bool:
+        """Make sure that the sequence holds slots for all of its tokens; False where there are too few."""
+        assert sequence.spans is not None
+        size = sum(span.size for span in sequence.spans)
+        if size >= sequence.own_length:
+            return True
+        last = self._allocator.extend(sequence.spans[-1], _wanted(sequence) - size)
+        sequence.spans = (*sequence.spans[:-1], last)
+        lacking = sequence.own_length - sum(span.size for span in sequence.spans)
+        if lacking <= 0:
+            return True
+        more = self._allocate(min(lacking + GROWTH, sequence.most_own - sequence.own_length + lacking))
+        more = more or self._allocate(lacking)
+        sequence.spans = (*sequence.spans, *(more or ()))
+        return more is not None
+
+    def hand_over(self, sequence: TokenSequence, heir: TokenSequence) -> None:
+        """Give all slots of one sequence, in which the prompt's KV is in place, to another one for the same prompt."""
+        self.keep(sequence)
+        assert sequence.spans is not None
+        own = tuple(first_slots(sequence.spans, sequence.own_in_prompt))
+        self._allocator.share(own)
+        self._allocator.release(sequence.spans)
+        heir.spans, sequence.spans = own, None
+        heir.adopt_prompt()
+
+    def keep(self, sequence: TokenSequence) -> None:
+        """Keep what the sequence has computed so far for later ones that begin alike."""
+        if not self._keeps or sequence.path is None or not sequence.prompt_in_place:
+            return
+        path, count = sequence.path_so_far, sequence.computed_length
+        assert sequence.spans is not None
+        own = sequence.own[:count]
+        own = own[own < len(path.tokens)]
+        self._prefixes.insert(path, own, sequence.spans)
+
+    def release(self, sequence: TokenSequence) -> None:
+        """Take the sequence's slots back."""
+        assert sequence.spans is not None
+        self.keep(sequence)
+        self._allocator.release(sequence.spans)
+        sequence.spans = None
+
+    def check_integrity(self, holders: Sequence[TokenSequence]) -> None:
+        """Check that these sequences and the kept prefixes hold slots, and nobody else. Raises AssertionError
+        otherwise."""
+        assert all(sequence.spans is not None for sequence in holders)
+        held = [span for sequence in holders for span in sequence.spans or ()]
+        self._allocator.check_integrity([*held, *self._prefixes.spans])
+
+    def _restore(self, sequence: TokenSequence, count: int) -> int:
+        """Copy what was loaded from disk for the sequence into its slots, behind the first ``count`` of its own tokens,
+        whose KV is there; returns how many it is there of now."""
+        assert sequence.spans is not None
+        slots = slots_of(sequence.spans)
+        begin = sequence.reused_own - sum(len(part) for part, _ in sequence.restored)
+        for part, kv in sequence.restored:
+            end = begin + len(part)
+            if begin <= count < end and kv is not None and self._spill is not None:
+                self._spill.restore(kv, part.first + count - begin, part.last, slots[count:end])
+                count = end
+            begin = end
+        sequence.restored = ()
+        return count
+
+    def _allocate(self, size: int) -> tuple[SlotSpan, ...] | None:
+        """Return so many slots, which prefixes are given up for; None where sequences hold too many."""
+        if self._allocator.free < size:
+            self._prefixes.evict(size)
+        return self._allocator.allocate(size)
+
+
+def _wanted(sequence: TokenSequence) -> int:
+    """Return the number of slots that all of the sequence's own tokens need now, and a few more."""
+    return min(sequence.own_length + GROWTH, sequence.most_own)

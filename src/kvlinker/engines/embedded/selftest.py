@@ -1,0 +1,226 @@
+"""Checks that linking is exact with a model. The checks run when it is loaded, and under ``kvlinker
+check``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.engines.embedded.execution.batch import Batch, Capture, OwnTokens, Run, SharedChunk, Sight
+from kvlinker.engines.embedded.execution.runner import Runner
+from kvlinker.engines.embedded.kv_cache.pool import KVPool, SlotSpan
+from kvlinker.engines.embedded.model.anatomy import LayerShape, context_window, trace_layers
+from kvlinker.engines.embedded.model.interception import ATTENTION_NAME
+from kvlinker.engines.embedded.model.obstacles import EXHAUSTED, Obstacle, obstacle_of, refusal
+from kvlinker.engines.embedded.model.oracle import Oracle
+from kvlinker.engines.embedded.model.precision import in_fp32
+from kvlinker.engines.embedded.model.rotary import RotatedKeys
+from kvlinker.linking.plan import Range
+from kvlinker.store.chunk_kv import ChunkKV, changed
+
+PROMPT_TOKENS = 96
+SCATTERED = ((5, 6), (17, 40), (61, 62), (70, 96))
+"""Ranges that the recomputation check overwrites with garbage; the last one ends the prompt."""
+
+CHUNK = (23, 80)
+"""The range that is linked where it was computed."""
+
+CHUNKS = ((23, 40), (40, 61), (66, 80))
+"""The ranges that are computed alone, and linked."""
+
+BEHIND = PROMPT_TOKENS - CHUNK[1]
+"""The tokens behind the chunks, whose logits are compared."""
+
+TOLERANCE = 1e-4
+"""Largest ‖ours − model's‖ / ‖model's‖ that passes, both computed in fp32."""
+
+OF_PLACE = ("relocate", "move", "far")
+"""The checks that fail where a model computes something else further on in a text."""
+
+ANGLE_ROUNDING = 2.0**-23
+"""The error of the difference of two angles in fp32, in radians for each position of their distance
+from the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check's verdict; ``error`` is relative: ‖ours − expected‖ / ‖expected‖."""
+
+    name: str
+    meaning: str
+    error: float
+    allowed: float = TOLERANCE
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed  # false for NaN
+
+
+def self_test(model: Any) -> tuple[Check, ...]:
+    """Compare kvlinker's computation with the model's own forward pass on a fixed random prompt of
+    96 tokens.
+
+    Rounding hides small mistakes, so both compute in fp32, whatever precision the weights are in.
+    Checks end where the first one fails, since the others need what it shows. Raises
+    UnsupportedModelError for a model that kvlinker cannot compute at all.
+    """
+    with in_fp32(model):
+        subject = _Subject(model)
+        try:
+            checks = []
+            for check in _checks(subject):
+                checks.append(check)
+                if not check.passed:
+                    break
+        except EXHAUSTED:
+            raise
+        except Exception as error:  # whatever the model's code raises
+            raise refusal(model, obstacle_of(model, Obstacle.ATTENTION_FORM)) from error
+    return tuple(checks)
+
+
+def refusal_after(model: Any, checks: Sequence[Check]) -> UnsupportedModelError | None:
+    """Return the error, with the figures, that refuses a model after these checks; None where all
+    passed."""
+    failed = checks[-1]
+    if failed.passed:
+        return None
+    reason = Obstacle.PLACE if failed.name in OF_PLACE else obstacle_of(model, Obstacle.INEXACT)
+    return refusal(
+        model,
+        reason,
+        f"The check {failed.name} ({failed.meaning}) has a relative error of {failed.error:.1e}; "
+        f"{failed.allowed:.0e} is allowed.",
+    )
+
+
+def require_exact(model: Any) -> None:
+    """Raises UnsupportedModelError unless all checks pass."""
+    error = refusal_after(model, self_test(model))
+    if error is not None:
+        raise error
+
+
+def _checks(subject: _Subject) -> Iterator[Check]:
+    tokens = subject.tokens
+    oracle = subject.oracle()
+    expected = oracle.logits
+    runner = subject.new_runner()
+    capture = Capture(subject.layers, [CHUNK], dtype=torch.float32)
+
+    whole = subject.computed(runner, [(0, len(tokens))], capture=capture)
+    yield Check("prefill", "a prompt computed at once", _error(whole, expected))
+
+    for begin, end in SCATTERED:
+        _spoil(runner.pool, begin, end)
+    again = subject.computed(runner, SCATTERED)
+    yield Check("recompute", "scattered tokens computed again over garbage", _error(again, expected))
+
+    (chunk,) = capture.finish()
+    linked = subject.linked(runner, {CHUNK: chunk})
+    yield Check("link", "a chunk's stored KV attended to at its position", _error(linked, expected))
+
+    rotaries = {layer.rotary for layer in subject.layers if layer.rotary is not None}
+    relative = max(rotary.relative_error(subject.window) for rotary in rotaries)
+    rounding = subject.window * ANGLE_ROUNDING
+    meaning = f"rotary embedding depends on distances alone, over {subject.window:,} positions"
+    yield Check("relocate", meaning, relative, TOLERANCE + rounding)
+
+    linked = subject.linked(runner, subject.alone(runner))
+    further = max(subject.window - len(tokens), 0)
+    there = _error(linked, oracle.linked_logits(CHUNKS, moved=further))
+    here = there if there <= TOLERANCE else _error(linked, oracle.linked_logits(CHUNKS))
+    yield Check("move", f"{len(CHUNKS)} chunks computed alone, attended to where they stand", here)
+    yield Check("far", f"the same, {further:,} positions further on", there)
+
+
+class _Subject:
+    """The model under test, with its layers and the prompt."""
+
+    def __init__(self, model: Any) -> None:
+        self._device: torch.device = next(model.parameters()).device
+        self.layers: Sequence[LayerShape] = trace_layers(model)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self._model = model
+        self.window = context_window(model)
+        vocabulary = model.config.get_text_config().vocab_size
+        self.tokens: NDArray[np.int64] = np.random.default_rng(0).integers(0, vocabulary, PROMPT_TOKENS)
+
+    def oracle(self) -> Oracle:
+        return Oracle(self._model, self.tokens, BEHIND)
+
+    def new_runner(self) -> Runner:
+        pool = KVPool(self.layers, PROMPT_TOKENS, dtype=torch.float32, device=self._device)
+        return Runner(self._model, self.layers, pool)
+
+    def alone(self, runner: Runner) -> dict[Range, ChunkKV]:
+        """Return the KV of CHUNKS, each computed from position 0 on."""
+        captures: dict[Range, Capture] = {}
+        sights: dict[object, Sight] = {}
+        runs = []
+        for chunk in CHUNKS:
+            begin, end = chunk
+            own = np.arange(end - begin)
+            captures[chunk] = Capture(self.layers, [(0, len(own))], dtype=torch.float32)
+            sights[chunk] = Sight((), (SlotSpan(begin, len(own)),), own, OwnTokens(own, ()))
+            runs.append(Run(own + begin, 0, self.tokens[begin:end], capture=captures[chunk], owner=chunk))
+        runner.step(Batch(tuple(runs), sights))
+        return {chunk: capture.finish()[0] for chunk, capture in captures.items()}
+
+    def linked(self, runner: Runner, chunks: Mapping[Range, ChunkKV]) -> Tensor:
+        """Return the logits [BEHIND, vocabulary] behind the chunks, whose KV is attended to in
+        place."""
+        form = RotatedKeys(tuple(shape.rotary for shape in self.layers))
+        shared = tuple(
+            SharedChunk(changed(kv, form.resident), begin, begin, 0, kv.tokens) for (begin, _), kv in chunks.items()
+        )
+        edges = [0, *(edge for chunk in chunks for edge in chunk), PROMPT_TOKENS - BEHIND]
+        before = [run for run in zip(edges[::2], edges[1::2], strict=True) if run[0] < run[1]]
+        behind = [(position, position + 1) for position in range(PROMPT_TOKENS - BEHIND, PROMPT_TOKENS)]
+        return self.computed(runner, [*before, *behind], shared=shared)
+
+    def computed(
+        self,
+        runner: Runner,
+        runs: Sequence[Range],
+        *,
+        shared: tuple[SharedChunk, ...] = (),
+        capture: Capture | None = None,
+    ) -> Tensor:
+        """Return the logits [wanted, vocabulary] of the last tokens of ``runs`` that end behind the
+        chunks, when all are computed. Position p lies in slot p, but for tokens behind a shared
+        chunk."""
+        own = np.concatenate([np.arange(*run) for run in runs]) if shared else np.arange(len(self.tokens))
+        sight = Sight(shared, (SlotSpan(0, len(own)),), own, OwnTokens(own, shared))
+        found = []
+        for begin, end in runs:
+            slots = np.searchsorted(own, np.arange(begin, end))
+            wants_logits = end > PROMPT_TOKENS - BEHIND
+            found.append(Run(slots, begin, self.tokens[begin:end], wants_logits, capture))
+        batch = Batch(tuple(found), {None: sight})
+        seen: list[Tensor] = []
+        handle = self._model.register_forward_hook(lambda model, args, output: seen.append(output.logits[0].float()))
+        try:
+            runner.step(batch)
+        finally:
+            handle.remove()
+        return seen[0]
+
+
+def _spoil(pool: KVPool, begin: int, end: int) -> None:
+    for tensor in (*pool.keys, *pool.values):
+        tensor[:, begin:end] = 100.0
+
+
+def _error(ours: Tensor, expected: Tensor) -> float:
+    """Return the relative error of our logits [wanted, vocabulary] from the last rows of those that
+    are expected."""
+    expected = expected[-len(ours) :]
+    return float((ours - expected).norm() / expected.norm())

@@ -1,0 +1,365 @@
+"""Runs forward passes of kvlinker's own through the model that vLLM's worker has loaded."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import vllm
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvlinker.base.errors import KVLinkerError, UnsupportedModelError
+from kvlinker.engines.contract.attention import AttentionOptions
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualSequences:
+    """Runs as sequences of vLLM's attention: each is a sequence whose last ``query_length`` tokens are computed.
+
+    ``tokens``, ``positions`` and ``slots`` [computed tokens], all int64; ``query_lengths`` and ``lengths`` [runs];
+    ``block_ids`` one list per run, which may be the same.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    query_lengths: Sequence[int]
+    lengths: Sequence[int]
+    block_ids: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One attention layer of this worker. ``first_head`` is its first KV head among all of the layer's."""
+
+    name: str
+    module: Any
+    heads: int
+    head_dim: int
+    first_head: int
+    total_heads: int
+
+    @property
+    def query_heads(self) -> int:
+        """The number of the layer's query heads that this worker has."""
+        return int(self.module.num_heads)
+
+    @property
+    def options(self) -> AttentionOptions:
+        """The options of the layer's attention: scale, window, soft cap, sinks."""
+        implementation = self.module.impl
+        return AttentionOptions(
+            scale=float(implementation.scale),
+            window=self.module.sliding_window,
+            softcap=getattr(implementation, "logits_soft_cap", None) or None,
+            sinks=getattr(implementation, "sinks", None),
+        )
+
+    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write ``key`` and ``value`` [tokens, heads, head_dim] into the KV cache."""
+        self.module.impl.do_kv_cache_update(self.module, key, value, self.module.kv_cache, slots)
+
+
+class BoundModel:
+    """Runs forward passes of kvlinker's own through the model of this worker."""
+
+    def __init__(self, runner: Any) -> None:
+        """Bind to the model of vLLM's model runner. Raises UnsupportedModelError for one that cannot be linked."""
+        self._config = runner.vllm_config
+        self._runner = runner
+        self.model: nn.Module = runner.get_model()
+        self.device: torch.device = runner.device
+        self.dtype: torch.dtype = self._config.model_config.dtype
+        self.has_rounded_cache: bool = str(self._config.cache_config.cache_dtype).startswith("fp8")
+        self.vocabulary: int = self._config.model_config.get_vocab_size()
+        self.max_model_len: int = self._config.model_config.max_model_len
+        self.rank: int = get_tensor_model_parallel_rank()
+        (groups,) = _single(runner.attn_groups, "groups of KV cache layers")
+        (self._group,) = _single(groups, "attention backends")
+        if type(self._group.kv_cache_spec) is not FullAttentionSpec:
+            raise UnsupportedModelError(
+                f"vLLM does not keep all of this model's KV ({type(self._group.kv_cache_spec).__name__}), so kvlinker "
+                "cannot link it. Where that is because of a sliding window, --disable-sliding-window helps, for "
+                "prompts that fit into one."
+            )
+        self.block_size: int = self._group.kv_cache_spec.block_size
+        self._group = own_group(self._group, self._config, self.device)
+        self._built: Any = None if self.device.type == "cpu" else torch.Event(self.device)
+        self.layers = tuple(self._attention_layers())
+
+    def _attention_layers(self) -> Iterator[AttentionLayer]:
+        """Yield the layers in the order of their names in vLLM's KV cache."""
+        modules = self._config.compilation_config.static_forward_context
+        parallel = self._config.parallel_config.tensor_parallel_size
+        total = self._config.model_config.get_total_num_kv_heads()
+        for name in self._group.layer_names:
+            module = modules[name]
+            reason = _unplaceable(module)
+            if reason is not None:
+                raise UnsupportedModelError(f"kvlinker cannot place KV in the model's layer {name}: {reason}.")
+            yield AttentionLayer(
+                name=name,
+                module=module,
+                heads=module.num_kv_heads,
+                head_dim=module.head_size,
+                first_head=self.rank * total // parallel,
+                total_heads=total,
+            )
+
+    def slots(self, block_ids: Sequence[int], positions: Tensor) -> Tensor:
+        """Return the slots in the KV cache of the tokens at ``positions`` [tokens] of a request with these blocks:
+        [tokens], on the same device."""
+        blocks = torch.tensor(block_ids, dtype=torch.int64, device=positions.device)
+        return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def forward(self, sequences: VirtualSequences, *, eager: bool = False) -> Tensor:
+        """Run one pass over the runs, whose KV goes to the KV cache, and return their hidden states [computed tokens,
+        hidden]; with ``eager``, by the modules instead of a compiled graph."""
+        metadata = self._metadata(sequences)
+        names = self._group.layer_names
+        with set_forward_context(
+            dict.fromkeys(names, metadata),
+            self._config,
+            num_tokens=len(sequences.tokens),
+            slot_mapping=dict.fromkeys(names, sequences.slots),
+            skip_compiled=eager,
+        ):
+            return self._call(sequences.tokens, sequences.positions)
+
+    def to_device(self, values: Tensor) -> Tensor:
+        """Copy ``values`` from the CPU to the model's device, without waiting for what it is doing."""
+        if self.device.type != "cpu":
+            values = values.pin_memory()
+        return values.to(self.device, non_blocking=True)
+
+    def finish_copies(self) -> None:
+        """Wait until all copies to the CPU have been made."""
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+
+    def trace(self, tokens: int = 8) -> None:
+        """Run a pass by the modules that neither reads nor writes the KV cache, for hooks to watch."""
+        ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+        with set_forward_context(None, self._config, num_tokens=tokens, slot_mapping={}, skip_compiled=True):
+            self._call(ids, torch.arange(tokens, device=self.device))
+
+    def hold_generators(self) -> None:
+        """Keep the random generators of requests with a seed out of a step that computes only a part of their prompts.
+
+        To be called before each step samples. vLLM samples for such requests, too, and winds their generators back
+        afterwards, which generators on a CPU cannot do: the engine would end. Without its generator a request's draw is
+        discarded all the same.
+        """
+        if self.device.type != "cpu" or not hasattr(self._runner, "discard_request_mask"):
+            return
+        batch = self._runner.input_batch
+        for index, name in enumerate(batch.req_ids):
+            generator = getattr(self._runner.requests.get(name), "generator", None)
+            if generator is None:
+                continue
+            if self._runner.discard_request_mask.np[index]:
+                batch.generators.pop(index, None)
+            else:
+                batch.generators[index] = generator
+
+    def gather_heads(self, heads: Tensor) -> Tensor:
+        """Join the ``heads`` [kv_heads, tokens, head_dim] of all workers, on the CPU; all have to ask."""
+        if self.is_alone:
+            return heads
+        gathered: Tensor = tensor_model_parallel_all_gather(heads.contiguous().to(self.device), dim=0)
+        copies = len(gathered) // self.layers[0].total_heads
+        return gathered[::copies].cpu()
+
+    def mean_over_workers(self, values: Tensor) -> Tensor:
+        """Average ``values`` [any] over all workers; all have to ask."""
+        if self.is_alone:
+            return values
+        total: Tensor = tensor_model_parallel_all_reduce(values.clone())
+        mean: Tensor = total / self._config.parallel_config.tensor_parallel_size
+        return mean
+
+    def any_worker(self, flags: Sequence[bool]) -> list[bool]:
+        """Return, for each flag, whether it is true on any worker; all have to ask."""
+        if self.is_alone or not flags:
+            return list(flags)
+        joined = torch.tensor(flags, dtype=torch.int32)
+        torch.distributed.all_reduce(joined, group=get_tp_group().cpu_group)  # waits for no device
+        return [bool(count) for count in joined.tolist()]
+
+    @property
+    def is_first_rank(self) -> bool:
+        """True if this worker writes and reports for all."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """True if this worker has all heads, so that no other one waits for it in a pass."""
+        return bool(self._config.parallel_config.tensor_parallel_size == 1)
+
+    def _call(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        hidden: Any = self.model(
+            input_ids=tokens.to(torch.int32), positions=positions, intermediate_tensors=None, inputs_embeds=None
+        )
+        states: Tensor = hidden[0] if isinstance(hidden, tuple) else hidden  # some models add others' for drafts
+        return states
+
+    def _metadata(self, sequences: VirtualSequences) -> Any:
+        """Build what the attention backend takes. Each pass writes the builder's buffers anew, once those of the last
+        one have been copied to the device."""
+        if self._built is not None:
+            self._built.synchronize()
+        metadata = self._group.build_metadata(self._common_metadata(sequences))
+        if self._built is not None:
+            self._built.record()
+        return metadata
+
+    def _common_metadata(self, sequences: VirtualSequences) -> CommonAttentionMetadata:
+        starts = torch.zeros(len(sequences.lengths) + 1, dtype=torch.int32)
+        torch.cumsum(torch.tensor(sequences.query_lengths), 0, out=starts[1:])
+        lengths = torch.tensor(sequences.lengths, dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=self.to_device(starts),
+            query_start_loc_cpu=starts,
+            seq_lens=self.to_device(lengths),
+            seq_lens_cpu_upper_bound=lengths,
+            num_reqs=len(sequences.lengths),
+            num_actual_tokens=len(sequences.tokens),
+            max_query_len=max(sequences.query_lengths),
+            max_seq_len=max(sequences.lengths),
+            block_table_tensor=self._block_table(sequences.block_ids),
+            slot_mapping=sequences.slots,
+            positions=sequences.positions,
+            is_prefilling=torch.ones(len(sequences.lengths), dtype=torch.bool),
+        )
+
+    def _block_table(self, block_ids: Sequence[Sequence[int]]) -> Tensor:
+        """Make the block table [runs, longest] in the KV cache manager's blocks, filled up with the null block. The
+        group maps it where the backend's are smaller."""
+        table = torch.zeros(len(block_ids), max(map(len, block_ids)), dtype=torch.int32)
+        for row, ids in zip(table, block_ids, strict=True):
+            row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        return self.to_device(table)
+
+
+def own_group(group: Any, config: Any, device: torch.device) -> Any:
+    """Return the group of attention layers with a metadata builder of its own.
+
+    Builders may keep what they build in buffers that the next build overwrites, such as FlashAttention 3's scheduler
+    metadata and FlashInfer's plans. Runs inside a request's first step are built when that step's own metadata already
+    is, and must leave it alone.
+    """
+    theirs = group.get_metadata_builder()
+    own = replace(group, metadata_builders=[], kernel_block_table=None, kernel_block_offsets=None)
+    with set_current_vllm_config(config):
+        own.create_metadata_builders(config, device, theirs.kv_cache_spec.block_size)
+    (builder,) = own.metadata_builders
+    if hasattr(builder, "set_workspace_buffer"):  # scratch space, which passes use one after another
+        builder.set_workspace_buffer(theirs._get_workspace_buffer())
+    return own
+
+
+def _unplaceable(module: Any) -> str | None:
+    """Return why KV cannot be placed in an attention layer; None where it can."""
+    if not isinstance(module, Attention):
+        return f"its attention is vLLM's {type(module).__name__}"
+    backend = module.impl
+    if not hasattr(backend, "do_kv_cache_update"):
+        return f"{type(backend).__name__} writes KV only while it attends; choose another attention_backend"
+    if module.kv_sharing_target_layer_name is not None:
+        return f"it uses the KV of {module.kv_sharing_target_layer_name}"
+    if getattr(backend, "alibi_slopes", None) is not None:
+        return "it has ALiBi, whose attention kvlinker does not know"
+    return None
+
+
+def rotate(rotary: Any, positions: Tensor, key: Tensor) -> Tensor:
+    """Return ``key`` [tokens, heads, head_dim] with the model's rotary embedding of ``positions`` [tokens], by its
+    kernel.
+
+    Where the model is compiled, calling the module would run plain PyTorch, which takes many times as long. May change
+    ``key``.
+    """
+    kernel = getattr(rotary, f"forward_{key.device.type}", rotary)
+    query = key[:, 0].clone()  # some take no key without one
+    rotated: Tensor = kernel(positions, query, key.flatten(1))[1]
+    return rotated.view_as(key)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """Return whether the module rotates queries and keys."""
+    return isinstance(module, RotaryEmbeddingBase) or _takes_positions_and_keys(type(module).forward)
+
+
+@cache
+def _takes_positions_and_keys(forward: Callable[..., Any]) -> bool:
+    """Return whether a class's ``forward`` is called as rotary embeddings' are: some of vLLM's classes share no base
+    class with the others."""
+    return list(inspect.signature(forward).parameters)[1:4] == ["positions", "query", "key"]
+
+
+def bind_caller() -> BoundModel:
+    """Bind the model of the runner that is handing its KV cache to the connector, found among the callers: vLLM gives
+    connectors no other access to it.
+
+    Raises KVLinkerError where none of the callers is a runner, and UnsupportedModelError.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "attn_groups") and hasattr(caller, "get_model"):
+            return BoundModel(caller)
+        frame = frame.f_back  # type: ignore[assignment]
+    raise KVLinkerError(f"vLLM {vllm.__version__} registers its KV cache from elsewhere than its model runner.")
+
+
+@contextmanager
+def watched(bound: BoundModel, *, rotated: Any, attended: Any) -> Iterator[None]:
+    """Have passes by the modules call back, as long as the context lasts.
+
+    ``rotated(module, positions, key)`` gets keys [tokens, heads * head_dim] before their rotary embedding,
+    ``attended(layer_name, query, key, value)`` what attention takes.
+    """
+
+    def before_rotary(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        positions, _, key = (*args, *(kwargs[name] for name in ("positions", "query", "key") if name in kwargs))[:3]
+        rotated(module, positions, key)
+
+    def before_attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
+        attended(module.layer_name, query, key, value)
+
+    rotaries = [module for module in bound.model.modules() if _is_rotary(module)]
+    handles = [module.register_forward_pre_hook(before_rotary, with_kwargs=True) for module in rotaries]
+    handles += [layer.module.register_forward_pre_hook(before_attention, with_kwargs=True) for layer in bound.layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _single(values: Any, what: str) -> tuple[Any]:
+    if len(values) != 1:
+        raise UnsupportedModelError(
+            f"The model has {len(values)} {what} in vLLM; kvlinker links models with one. Try "
+            "--disable-hybrid-kv-cache-manager."
+        )
+    return (values[0],)

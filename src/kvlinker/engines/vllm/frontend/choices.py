@@ -1,0 +1,137 @@
+"""Turns vLLM's output into the events of a request's choices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvlinker.base.errors import KVLinkerError
+from kvlinker.base.events import Events
+from kvlinker.base.types.answers import Delta, TokenLogprob, Usage
+from kvlinker.engines.contract.contract import GenerationRequest, Sink
+from kvlinker.engines.contract.output import Output, RequestClock
+from kvlinker.engines.vllm.frontend.client import NewTokens
+from kvlinker.engines.vllm.frontend.linker import LinkedPrompt
+from kvlinker.engines.vllm.protocol.transfer_plan import TransferOutcome
+
+
+class VLLMRequest:
+    """A request under way, with all of its choices and what they share. Everything but ``__init__`` is called in the
+    client's loop."""
+
+    def __init__(
+        self, request: GenerationRequest, sink: Sink, *, tokenizer: Any, max_tokens: int, events: Events
+    ) -> None:
+        self.request = request
+        self.max_tokens = max_tokens
+        self.clock = RequestClock()
+        self._linked: LinkedPrompt | None = None
+        self._outcome: TransferOutcome | None = None
+        self._found = 0
+        self.choices = tuple(Choice(self, index, sink, tokenizer, events) for index in range(request.n))
+
+    @property
+    def open_choices(self) -> int:
+        """The number of choices that have not ended."""
+        return sum(not choice.ended for choice in self.choices)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that it holds: the prompt's once, and those of all answers so far."""
+        return len(self.request.prompt) + sum(choice.tokens for choice in self.choices)
+
+    def mark_planned(self, linked: LinkedPrompt) -> None:
+        """Note that the prompt is linked, and vLLM has the request from now on."""
+        self._linked = linked
+        self.clock.started = self.clock.loaded  # as long as vLLM has not told how long it queued
+
+    def note_outcome(self, outcome: TransferOutcome, choice: int) -> None:
+        """Note the outcome of the transfer plan, which vLLM reports with each choice; the first report counts, but only
+        the first choice tells what vLLM had of the prompt before it."""
+        if choice == 0:
+            self._found = outcome.found
+        if self._outcome is None and self.clock.loaded is not None:
+            self._outcome = outcome
+            self.clock.started = self.clock.loaded + outcome.queued
+
+    def usage(self, output_tokens: int) -> Usage:
+        """Count the prompt's tokens by how they were computed, and one choice's output; all are zero before there is a
+        plan."""
+        if self._linked is None:
+            return Usage(0, 0, 0, output_tokens)
+        linked = self._outcome is None or self._outcome.linked
+        return self._linked.usage(output_tokens, linked=linked, found=self._found)
+
+    def cancel(self) -> None:
+        """End all choices that have not ended as cancelled."""
+        for choice in self.choices:
+            choice.cancel()
+
+    def fail(self, error: KVLinkerError) -> None:
+        """End all choices that have not ended with this error."""
+        for choice in self.choices:
+            choice.fail(error)
+
+
+class Choice:
+    """Passes the tokens that vLLM generates for one choice to the request's sink."""
+
+    def __init__(self, request: VLLMRequest, index: int, sink: Sink, tokenizer: Any, events: Events) -> None:
+        self.index = index
+        self.ended = False
+        self._request = request
+        self._output = Output(
+            request.request,
+            sink,
+            choice=index,
+            clock=request.clock,
+            tokenizer=tokenizer,
+            events=events,
+            broken=self._break,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """The number of generated tokens."""
+        return self._output.tokens
+
+    def accept(self, new: NewTokens) -> None:
+        """Pass on what vLLM generated. Ends the choice with its last tokens, or behind a stop string."""
+        if new.outcome is not None:
+            self._request.note_outcome(new.outcome, self.index)
+        for index, token in enumerate(new.token_ids):
+            ends = new.reason if index == len(new.token_ids) - 1 else None
+            end = self._output.push(token, self._logprobs(token, new, index), ends=ends)
+            if end is not None:
+                self._end(*end)
+            if self.ended:
+                return
+        if new.reason == "error":
+            self.fail(KVLinkerError("vLLM failed on this request; see its log."))
+        elif new.reason is not None:
+            self._end("length" if new.reason == "length" else "cancelled", self._output.rest())
+
+    def cancel(self) -> None:
+        if not self.ended:
+            self._end("cancelled")
+
+    def fail(self, error: KVLinkerError) -> None:
+        if not self.ended:
+            self.ended = True
+            self._output.fail(error)
+
+    def _logprobs(self, token: int, new: NewTokens, index: int) -> tuple[TokenLogprob, ...]:
+        if new.logprobs is None:
+            return ()
+        found: Mapping[int, float] = new.logprobs[index]
+        count = self._request.request.sampling.logprobs or 0
+        best = sorted(found.items(), key=lambda entry: -entry[1])[:count]
+        text = self._output.token_text
+        return (TokenLogprob(token, text(token), found[token], tuple(TokenLogprob(t, text(t), v) for t, v in best)),)
+
+    def _break(self) -> None:
+        self.ended = True
+
+    def _end(self, reason: str, last: Delta | None = None) -> None:
+        self.ended = True
+        self._output.finish(reason, self._request.usage(self._output.tokens), last)

@@ -1,0 +1,64 @@
+"""Signs transfer plans: whoever may send requests to vLLM could otherwise name chunks that are not theirs."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.engines.vllm.protocol.transfer_plan import PARAM, TransferPlan, read_plan
+from kvlinker.store.format.durability import create_file
+
+SIGNATURE = "kvlinker_signature"
+"""The signature's name among a request's ``kv_transfer_params``."""
+
+KEY_FILE = "signing.key"
+KEY_BYTES = 32
+
+
+class PlanSigner:
+    """Signs transfer plans, each for one prompt, and verifies them; all processes that share a state directory
+    agree."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    @classmethod
+    def of(cls, state_dir: Path) -> PlanSigner:
+        """Return the signer with the key in ``state_dir``, which is created if it is missing. Raises OSError."""
+        place = state_dir / KEY_FILE
+        if not place.exists():
+            state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            create_file(place, secrets.token_bytes(KEY_BYTES))  # unless another process is quicker
+        return cls(place.read_bytes())
+
+    def params(self, plan: TransferPlan, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return the ``kv_transfer_params`` that carry the plan, for a prompt of these tokens."""
+        return {PARAM: plan.model_dump(mode="json"), SIGNATURE: self._signature(plan, tokens)}
+
+    def verified(self, params: Mapping[str, Any] | None, tokens: Sequence[int]) -> TransferPlan | None:
+        """Return the transfer plan that a request for this prompt carries; None where it carries none.
+
+        Raises InvalidRequestError for one that is not valid, or that was not signed for this prompt.
+        """
+        plan = read_plan(params, prompt_tokens=len(tokens))
+        if plan is None or params is None:
+            return None
+        signature = str(params.get(SIGNATURE)).encode(errors="replace")
+        if not hmac.compare_digest(signature, self._signature(plan, tokens).encode()):
+            raise InvalidRequestError(
+                f"kv_transfer_params.{PARAM} is not kvlinker's own: its signature is missing or for another prompt. "
+                "Use kvlinker's routes.",
+                param=PARAM,
+            )
+        return plan
+
+    def _signature(self, plan: TransferPlan, tokens: Sequence[int]) -> str:
+        content = plan.model_dump_json().encode() + b"\0" + np.asarray(tokens, dtype="<u4").tobytes()
+        return hmac.new(self._key, content, hashlib.sha256).hexdigest()

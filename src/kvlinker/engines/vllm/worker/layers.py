@@ -1,0 +1,131 @@
+"""Finds the attention layers of a model in vLLM by watching a pass, and places KV into their caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.engines.vllm.adapter import AttentionLayer, BoundModel, rotate, watched
+from kvlinker.store import ChunkKV
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedLayer:
+    """An attention layer, and the module that applies the rotary embedding to its keys, if there is one."""
+
+    attention: AttentionLayer
+    rotary: Any | None
+
+    def rotated(self, key: Tensor, positions: Tensor) -> Tensor:
+        """Rotate ``key`` [tokens, heads, head_dim] to ``positions`` [tokens] by the model's own arithmetic. May change
+        ``key``."""
+        return key if self.rotary is None else rotate(self.rotary, positions, key)
+
+
+def trace_layers(bound: BoundModel) -> tuple[LinkedLayer, ...]:
+    """Return the attention layers in the order in which the model calls them; there is no code per model family.
+
+    Raises UnsupportedModelError where keys are changed between rotary embedding and attention, or layers are not called
+    exactly once each.
+    """
+    by_name = {layer.name: layer for layer in bound.layers}
+    layers: list[LinkedLayer] = []
+    pending: list[Any] = []
+
+    def rotated(module: Any, positions: Tensor, key: Tensor | None) -> None:
+        if positions.ndim != 1 or key is None:
+            raise UnsupportedModelError("The model's rotary embedding is not one of positions in a text.")
+        pending.append(module)
+
+    def attended(name: str, *_: Tensor) -> None:
+        if name not in by_name or len(pending) > 1:
+            raise UnsupportedModelError(f"The model's attention layer {name} is not one that kvlinker can place KV in.")
+        layers.append(LinkedLayer(by_name[name], pending.pop() if pending else None))
+
+    with watched(bound, rotated=rotated, attended=attended):
+        bound.trace()
+    if sorted(layer.attention.name for layer in layers) != sorted(by_name):
+        raise UnsupportedModelError("The model does not call each of its attention layers once per pass.")
+    if all(layer.rotary is None for layer in layers):
+        raise UnsupportedModelError(
+            f"{type(bound.model).__name__} applies no rotary embedding in vLLM: with other positions, KV cannot move."
+        )
+    return tuple(layers)
+
+
+def check_chunk(layers: Sequence[LinkedLayer], shapes: Sequence[tuple[int, ...]]) -> str | None:
+    """Return why chunk KV with keys of these shapes, [kv_heads, tokens, head_dim] each, does not fit the model; None if
+    it does."""
+    if len(shapes) != len(layers):
+        return f"it has {len(shapes)} layers, the model has {len(layers)}"
+    for layer, shape in zip(layers, shapes, strict=True):
+        expected = (layer.attention.total_heads, layer.attention.head_dim)
+        if (shape[0], shape[2]) != expected:
+            return f"its heads are {(shape[0], shape[2])}, the model's {expected}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """The tokens [first, last) of a chunk, with their places in the request and in the KV cache."""
+
+    kv: ChunkKV
+    first: int
+    last: int
+
+    begin: int
+    """The prompt's position of token ``first``."""
+
+    positions: Tensor
+    """The positions that the keys are rotated to: [last - first]."""
+
+    slots: Tensor
+    """The slots of the tokens in the KV cache: [last - first]."""
+
+
+def place(layers: Sequence[LinkedLayer], parts: Sequence[ChunkPart]) -> None:
+    """Write all parts into the KV cache, layer by layer."""
+    if not parts:
+        return
+    slots = torch.cat([part.slots for part in parts])
+    for index, layer in enumerate(layers):
+        layer.attention.write(*placed_kv(layers, index, parts), slots)
+
+
+def placed_kv(layers: Sequence[LinkedLayer], index: int, parts: Sequence[ChunkPart]) -> tuple[Tensor, Tensor]:
+    """Return the parts' keys, rotated, and values in layer ``index``, this worker's heads: [all tokens, heads,
+    head_dim] on its device."""
+    values = [part.kv.layers[index].value for part in parts]
+    return placed_keys(layers, index, parts), _own_heads(layers[index], values, parts)
+
+
+def placed_keys(layers: Sequence[LinkedLayer], index: int, parts: Sequence[ChunkPart]) -> Tensor:
+    """Return the parts' keys alone, rotated, as ``placed_kv`` does: [all tokens, heads, head_dim]."""
+    keys = [part.kv.layers[index].key for part in parts]
+    return layers[index].rotated(_own_heads(layers[index], keys, parts), torch.cat([part.positions for part in parts]))
+
+
+def _own_heads(layer: LinkedLayer, chunks: Sequence[Tensor], parts: Sequence[ChunkPart]) -> Tensor:
+    """Gather this worker's heads of all parts from their ``chunks`` [kv_heads, tokens, head_dim], as [all tokens,
+    heads, head_dim].
+
+    A chunk's heads are copied to another device as they lie in memory, which waits for nothing where that is pinned,
+    and are cut and transposed there.
+    """
+    attention = layer.attention
+    own = slice(attention.first_head, attention.first_head + attention.heads)
+    tokens = sum(part.last - part.first for part in parts)
+    device = parts[0].slots.device
+    gathered = torch.empty((tokens, attention.heads, attention.head_dim), dtype=chunks[0].dtype, device=device)
+    begin = 0
+    for chunk, part in zip(chunks, parts, strict=True):
+        end = begin + part.last - part.first
+        heads = chunk[own].to(device, non_blocking=True)
+        gathered[begin:end].copy_(heads[:, part.first : part.last].transpose(0, 1))
+        begin = end
+    return gathered

@@ -1,0 +1,97 @@
+"""Observes the question's attention on placed and computed tokens in a first pass of vLLM's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlinker.engines.contract.attention import Queries, attention_weights
+from kvlinker.engines.vllm.adapter import BoundModel, watched
+from kvlinker.engines.vllm.protocol.transfer_plan import QuestionAttention
+from kvlinker.engines.vllm.worker.layers import ChunkPart, LinkedLayer, placed_keys, placed_kv
+
+
+class QuestionObservation:
+    """Collects the attention of a request's last token on all of its ``length`` tokens, layer by layer. Has this
+    worker's heads only."""
+
+    def __init__(self, layers: Sequence[LinkedLayer], length: int) -> None:
+        self.unplaced: tuple[ChunkPart, ...] = ()
+        """All chunks of the request where the pass itself is to place them, so that their keys are copied once."""
+
+        self._layers = layers
+        self._length = length
+        self._computed: list[list[tuple[int, Tensor]]] = [[] for _ in layers]
+        self._weights: list[Tensor] = []
+
+    def note(self, layer: int, begin: int, key: Tensor) -> None:
+        """Keep the computed keys [tokens, heads, head_dim], with their rotary embedding, of the positions from
+        ``begin`` on."""
+        self._computed[layer].append((begin, key.clone()))
+
+    def ask(self, layer: int, query: Tensor, parts: Sequence[ChunkPart]) -> None:
+        """Weigh all positions by the last token's ``query`` [heads, head_dim], once all others' keys are noted.
+
+        ``parts`` are all chunks of the request; those that are unplaced are placed, before the layer attends.
+        """
+        attention = self._layers[layer].attention
+        keys = query.new_empty((attention.heads, self._length, attention.head_dim))  # as a matrix product reads them
+        placed = self._placed_keys(layer, parts).transpose(0, 1)
+        begin = 0
+        for part in parts:
+            count = part.last - part.first
+            keys[:, part.begin : part.begin + count] = placed[:, begin : begin + count]
+            begin += count
+        for position, computed in self._computed[layer]:
+            keys[:, position : position + len(computed)] = computed.transpose(0, 1)
+        self._computed[layer].clear()
+        last = Queries(torch.tensor([self._length - 1]))
+        weights = attention_weights(last, query[:, None], keys, attention.options)
+        self._weights.append(weights.mean(0)[0])
+
+    def _placed_keys(self, layer: int, parts: Sequence[ChunkPart]) -> Tensor:
+        if not self.unplaced:
+            return placed_keys(self._layers, layer, parts)
+        key, value = placed_kv(self._layers, layer, parts)
+        self._layers[layer].attention.write(key, value, torch.cat([part.slots for part in parts]))
+        return key
+
+    def finish(self, bound: BoundModel) -> bytes:
+        """Return the ``QuestionAttention`` over the heads of all workers, which all have to ask for it."""
+        return QuestionAttention(bound.mean_over_workers(torch.stack(self._weights)).cpu().numpy()).to_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedRows:
+    """Rows [first, first + count) of a pass, which are the positions from ``begin`` on of a request that observes. The
+    last row is the request's last token where there are ``parts``, its placed chunks."""
+
+    first: int
+    count: int
+    begin: int
+    parts: Sequence[ChunkPart]
+    observation: QuestionObservation
+
+
+@contextmanager
+def observing(bound: BoundModel, layers: Sequence[LinkedLayer], rows: Sequence[ObservedRows]) -> Iterator[None]:
+    """Have a pass by the modules give its keys and the last tokens' queries to the rows' observations."""
+    index_of = {layer.attention.name: index for index, layer in enumerate(layers)}
+
+    def attended(name: str, query: Tensor, key: Tensor, _: Tensor) -> None:
+        index = index_of[name]
+        attention = layers[index].attention
+        keys = key.reshape(-1, attention.heads, attention.head_dim)
+        queries = query.reshape(-1, attention.query_heads, attention.head_dim)
+        for each in rows:
+            end = each.first + each.count
+            each.observation.note(index, each.begin, keys[each.first : end])
+            if each.parts:
+                each.observation.ask(index, queries[end - 1], each.parts)
+
+    with watched(bound, rotated=lambda *_: None, attended=attended):
+        yield

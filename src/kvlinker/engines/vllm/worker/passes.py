@@ -1,0 +1,198 @@
+"""Carries out a step's transfers: KV is placed, and runs go through the model in passes of limited size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvlinker.engines.vllm.adapter import BoundModel, VirtualSequences
+from kvlinker.engines.vllm.protocol.steps import PlacedPart, StartedTransfer, TransferSlice
+from kvlinker.engines.vllm.worker.layers import ChunkPart, LinkedLayer, place
+from kvlinker.engines.vllm.worker.observing import ObservedRows, QuestionObservation, observing
+from kvlinker.engines.vllm.worker.recording import (
+    FIRST_LAYERS,
+    CapturedRows,
+    ChunkCapture,
+    ComparedRows,
+    KVComparison,
+    capturing,
+    comparing,
+)
+from kvlinker.store import ChunkKV
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class TransferTask:
+    """The state of a request's transfer in a worker."""
+
+    started: StartedTransfer
+
+    loaded: Future[dict[str, ChunkKV] | None]
+    """The plan's chunks by key, or None where one could not be loaded."""
+
+    tokens: NDArray[np.int64]
+    """The tokens that runs compute: the prompt's, without its unrelated text until it begins again."""
+
+    captures: tuple[ChunkCapture, ...] = ()
+
+    alone: tuple[ChunkCapture, ...] = ()
+    """The captures without the unrelated text, which are complete, once the prompt has begun again."""
+
+    measurement: KVComparison | QuestionObservation | None = None
+    """The collector of what a first pass measures."""
+
+    told_loaded: bool = False
+    """True once the scheduler side knows that the chunks are in memory."""
+
+    failed: bool = False
+
+    def parts(self, bound: BoundModel, parts: Iterable[PlacedPart]) -> Iterator[ChunkPart]:
+        """Yield the parts' KV and its places. If a chunk does not fit the plan, the task has failed, and there are no
+        more parts."""
+        for part in parts:
+            kvs = self.loaded.result()
+            placed = self.started.plan.placements[part.placement]
+            if kvs is None:
+                self.failed = True
+                return
+            kv = kvs[placed.key]
+            if part.last > kv.tokens:
+                logger.error("Chunk %s has %d tokens; %d are to be placed.", placed.key, kv.tokens, part.last)
+                self.failed = True
+                return
+            offsets = torch.arange(part.first, part.last)
+            slots = bound.slots(self.started.block_ids, offsets + placed.start)
+            positions, slots = bound.to_device(torch.stack([offsets + placed.rotary_start, slots]))
+            yield ChunkPart(kv, part.first, part.last, placed.start + part.first, positions, slots)
+
+    def parts_within(self, bound: BoundModel, begin: int, end: int) -> Iterator[ChunkPart]:
+        """Yield the parts of the placements at positions [begin, end)."""
+        within = [
+            PlacedPart(index, max(placed.first, begin - placed.start), min(placed.last, end - placed.start))
+            for index, placed in enumerate(self.started.plan.placements)
+            if placed.begin < end and placed.end > begin
+        ]
+        return self.parts(bound, within)
+
+
+@dataclass(frozen=True, slots=True)
+class _TaskRun:
+    """A run over positions [begin, end) of a task, in a pass whose rows before ``first`` are other runs'."""
+
+    task: TransferTask
+    begin: int
+    end: int
+    first: int = 0
+
+
+class Passes:
+    """Carries out slices of transfers."""
+
+    def __init__(self, bound: BoundModel, layers: Sequence[LinkedLayer], *, tokens: int, runs: int) -> None:
+        """``tokens`` and ``runs`` are the most that one pass takes."""
+        self._bound = bound
+        self._layers = layers
+        self._tokens = tokens
+        self._runs = runs
+
+    def place(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
+        """Place the chunks of all slices, before anything is computed; those of a request that is observed in a single
+        pass are left to it."""
+        observed = [run for task, each in slices if _observes(task) for run in each.runs]
+        one_pass = len(observed) <= self._runs and sum(end - begin for begin, end in observed) <= self._tokens
+        others = []
+        for task, each in slices:
+            if isinstance(task.measurement, QuestionObservation) and one_pass and each.is_whole(task.started.plan):
+                task.measurement.unplaced = tuple(task.parts(self._bound, each.parts))
+            else:
+                others.append((task, each))
+        self._place(self._layers, [each for each in others if not _compares(each[0])])
+        self._place(self._layers[FIRST_LAYERS], [each for each in others if _compares(each[0])])
+
+    def compute(self, slices: Sequence[tuple[TransferTask, TransferSlice]]) -> None:
+        """Compute the slices' runs. Raises what the model does."""
+        runs = [_TaskRun(task, *run) for task, each in slices for run in each.runs]
+        for group in self._grouped(runs, lambda task: not task.captures and task.measurement is None):
+            self._bound.forward(self._sequences(group))
+        for group in self._grouped(runs, lambda task: bool(task.captures)):
+            with capturing(self._bound, self._layers, _captured_rows(group)):
+                self._bound.forward(self._sequences(group), eager=True)
+        for group in self._grouped(runs, _observes):
+            with observing(self._bound, self._layers, list(self._observed_rows(group))):
+                self._bound.forward(self._sequences(group), eager=True)
+        for group in self._grouped(runs, _compares):
+            with comparing(self._bound, self._layers, list(self._compared_rows(group))):
+                self._bound.forward(self._sequences(group), eager=True)
+
+    def _place(self, layers: Sequence[LinkedLayer], slices: Iterable[tuple[TransferTask, TransferSlice]]) -> None:
+        place(layers, [part for task, each in slices for part in task.parts(self._bound, each.parts)])
+
+    def _grouped(self, runs: Iterable[_TaskRun], wanted: Callable[[TransferTask], bool]) -> Iterator[list[_TaskRun]]:
+        """Group the runs of the tasks for which ``wanted`` is true, as many at once as a pass takes."""
+        group: list[_TaskRun] = []
+        tokens = 0
+        for run in self._cut(run for run in runs if wanted(run.task)):
+            length = run.end - run.begin
+            if group and (tokens + length > self._tokens or len(group) == self._runs):
+                yield group
+                group, tokens = [], 0
+            group.append(_TaskRun(run.task, run.begin, run.end, first=tokens))
+            tokens += length
+        if group:
+            yield group
+
+    def _cut(self, runs: Iterable[_TaskRun]) -> Iterator[_TaskRun]:
+        """Cut the runs so that none is longer than a pass."""
+        for run in runs:
+            for begin in range(run.begin, run.end, self._tokens):
+                yield _TaskRun(run.task, begin, min(begin + self._tokens, run.end))
+
+    def _sequences(self, runs: Sequence[_TaskRun]) -> VirtualSequences:
+        positions = [torch.arange(run.begin, run.end) for run in runs]
+        slots = [self._bound.slots(run.task.started.block_ids, own) for run, own in zip(runs, positions, strict=True)]
+        tokens = [torch.from_numpy(run.task.tokens[run.begin : run.end]) for run in runs]
+        rows = self._bound.to_device(torch.stack([torch.cat(each) for each in (tokens, positions, slots)]))
+        return VirtualSequences(
+            tokens=rows[0],
+            positions=rows[1],
+            slots=rows[2],
+            query_lengths=[run.end - run.begin for run in runs],
+            lengths=[run.end for run in runs],
+            block_ids=[run.task.started.block_ids for run in runs],
+        )
+
+    def _compared_rows(self, runs: Iterable[_TaskRun]) -> Iterator[ComparedRows]:
+        for run in runs:
+            assert isinstance(run.task.measurement, KVComparison)
+            parts = tuple(run.task.parts_within(self._bound, run.begin, run.end))
+            yield ComparedRows(run.first, run.begin, parts, run.task.measurement)
+
+    def _observed_rows(self, runs: Iterable[_TaskRun]) -> Iterator[ObservedRows]:
+        for run in runs:
+            assert isinstance(run.task.measurement, QuestionObservation)
+            observation = run.task.measurement
+            length = run.task.started.plan.linked
+            parts: tuple[ChunkPart, ...] = ()
+            if run.end == length:
+                parts = observation.unplaced or tuple(run.task.parts_within(self._bound, 0, length))
+            yield ObservedRows(run.first, run.end - run.begin, run.begin, parts, observation)
+
+
+def _compares(task: TransferTask) -> bool:
+    return isinstance(task.measurement, KVComparison)
+
+
+def _observes(task: TransferTask) -> bool:
+    return isinstance(task.measurement, QuestionObservation)
+
+
+def _captured_rows(runs: Iterable[_TaskRun]) -> list[CapturedRows]:
+    return [CapturedRows(run.first, run.end - run.begin, run.begin, run.task.captures) for run in runs]

@@ -1,0 +1,157 @@
+"""Checks that linking is exact with vLLM's model, in every worker when it starts: what no list of models can say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.engines.vllm.adapter import BoundModel, VirtualSequences
+from kvlinker.engines.vllm.protocol.transfer_plan import CapturedChunk
+from kvlinker.engines.vllm.worker.layers import ChunkPart, LinkedLayer, place
+from kvlinker.engines.vllm.worker.recording import CapturedRows, ChunkCapture, capturing
+from kvlinker.linking.plan import Range
+from kvlinker.store import ChunkKV
+
+PROMPT_TOKENS = 96
+SCATTERED = ((5, 6), (17, 40), (61, 62), (70, 96))
+"""Ranges that are overwritten with garbage and computed again; the last one ends the prompt."""
+
+CHUNK = (23, 80)
+"""The range that is stored and placed as a chunk."""
+
+FARTHEST = 1000
+"""The most positions by which the prompt is moved."""
+
+GARBAGE = 100.0
+
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2}
+ROUGH_TOLERANCE = 5e-2
+"""The tolerance in other dtypes, such as bfloat16, in which vLLM's rotary tables alone have errors of 2e-3, and where
+the KV cache is rounded to fewer bits than the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check's result; ``error`` is relative: ‖ours − model's‖ / ‖model's‖."""
+
+    name: str
+    meaning: str
+    error: float
+
+
+def self_test(bound: BoundModel, layers: Sequence[LinkedLayer]) -> tuple[Check, ...]:
+    """Compare hidden states over linked KV with those of the model's own pass, on a fixed random prompt.
+
+    Uses the first blocks of the KV cache, in which nothing may lie yet, and leaves zeros there. All workers have to
+    call it.
+    """
+    subject = _Subject(bound, layers)
+    try:
+        return _checks(subject)
+    finally:
+        subject.fill(0, PROMPT_TOKENS, 0.0)
+
+
+def require_exact(bound: BoundModel, layers: Sequence[LinkedLayer]) -> None:
+    """Raises UnsupportedModelError, with the figures, unless all checks pass. A window of fewer tokens than the prompt
+    is refused, too."""
+    if bound.max_model_len < PROMPT_TOKENS:
+        raise UnsupportedModelError(
+            f"max_model_len is {bound.max_model_len}, but kvlinker checks models on {PROMPT_TOKENS} tokens."
+        )
+    tolerance = ROUGH_TOLERANCE if bound.has_rounded_cache else TOLERANCES.get(bound.dtype, ROUGH_TOLERANCE)
+    failed = [check for check in self_test(bound, layers) if not check.error <= tolerance]  # true for NaN
+    if failed:
+        figures = "; ".join(f"{check.name} ({check.meaning}): {check.error:.1e}" for check in failed)
+        raise UnsupportedModelError(
+            f"{type(bound.model).__name__} cannot be linked exactly in vLLM. Relative errors over {tolerance:.0e}: "
+            f"{figures}. Serve it without kvlinker, or report the model."
+        )
+
+
+def _checks(subject: _Subject) -> tuple[Check, ...]:
+    moved = min(FARTHEST, subject.farthest)
+    (begin, end), length = CHUNK, PROMPT_TOKENS
+    around = ((0, begin), (end, length))
+
+    capture = subject.capture()
+    with capturing(subject.bound, subject.layers, [CapturedRows(0, length, 0, [capture])]):
+        own = subject.computed([(0, length)])
+    kv = capture.finish(subject.bound)
+
+    for first, last in SCATTERED:
+        subject.fill(first, last, GARBAGE)
+    again = subject.computed(SCATTERED)
+    recompute = Check("recompute", "scattered tokens computed again over garbage", _error(again, own))
+
+    subject.fill(0, length, GARBAGE)
+    subject.place(kv)
+    link = Check("link", "stored KV placed where it was computed", _error(subject.computed(around), own))
+
+    there = subject.computed([(0, length)], moved=moved)
+    relocate = Check("relocate", f"the prompt computed {moved} positions further on", _error(there, own))
+
+    subject.fill(0, length, GARBAGE)
+    subject.place(kv, moved=moved)
+    placed = subject.computed(around, moved=moved)
+    move = Check("move", f"stored KV placed {moved} positions further on", _error(placed, there))
+    return recompute, link, relocate, move
+
+
+class _Subject:
+    """The model under test, with a prompt whose token at position p lies in slot p of the first blocks, however far its
+    rotary embedding is moved."""
+
+    def __init__(self, bound: BoundModel, layers: Sequence[LinkedLayer]) -> None:
+        self.bound = bound
+        self.layers = layers
+        self.farthest = bound.max_model_len - PROMPT_TOKENS
+        self._tokens = np.random.default_rng(0).integers(0, bound.vocabulary, PROMPT_TOKENS)
+        self._blocks = range(1, 1 + -(-PROMPT_TOKENS // bound.block_size))  # 0 is vLLM's null block
+
+    def capture(self) -> ChunkCapture:
+        chunk = CapturedChunk(key="0" * 64, begin=CHUNK[0], end=CHUNK[1])
+        return ChunkCapture(chunk, self._tokens, self.layers, self.bound.dtype, with_scores=False)
+
+    def computed(self, runs: Sequence[Range], *, moved: int = 0) -> Tensor:
+        """Return the hidden states [tokens, hidden] of the last run, when all runs go through the model together."""
+        positions = torch.cat([torch.arange(*run, device=self.bound.device) for run in runs])
+        sequences = VirtualSequences(
+            tokens=torch.from_numpy(self._tokens).to(self.bound.device)[positions],
+            positions=positions + moved,
+            slots=self.bound.slots(self._blocks, positions),
+            query_lengths=[end - begin for begin, end in runs],
+            lengths=[end for _, end in runs],
+            block_ids=[self._blocks] * len(runs),
+        )
+        with torch.inference_mode():
+            hidden = self.bound.forward(sequences, eager=True)
+        begin, end = runs[-1]
+        return hidden[begin - end :].float().clone()
+
+    def place(self, kv: ChunkKV, *, moved: int = 0) -> None:
+        """Place CHUNK's KV in its slots, with the rotary embedding of ``moved`` positions further on."""
+        begin, end = CHUNK
+        positions = torch.arange(begin, end, device=self.bound.device)
+        slots = self.bound.slots(self._blocks, positions)
+        with torch.inference_mode():
+            place(self.layers, [ChunkPart(kv, 0, end - begin, begin, positions + moved, slots)])
+
+    def fill(self, begin: int, end: int, value: float) -> None:
+        """Overwrite the KV of positions [begin, end)."""
+        slots = self.bound.slots(self._blocks, torch.arange(begin, end, device=self.bound.device))
+        for layer in self.layers:
+            shape = (end - begin, layer.attention.heads, layer.attention.head_dim)
+            filled = torch.full(shape, value, dtype=self.bound.dtype, device=self.bound.device)
+            layer.attention.write(filled, filled, slots)
+
+
+def _error(ours: Tensor, expected: Tensor) -> float:
+    """Return the relative error of ours [tokens, hidden] from the last rows of the model's [tokens, hidden]."""
+    expected = expected[-len(ours) :]
+    return float((ours - expected).norm() / expected.norm())

@@ -1,0 +1,93 @@
+"""Says how the answers to one conversation may call tools, and reads them; for the library's calls and the server's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.tools import Tool, enforced_tool, function_of, shown_tool
+from kvlinker.prompting.answer_forms.form import AnswerForm
+from kvlinker.prompting.answer_forms.reader import AnswerReader
+from kvlinker.prompting.segments import Prompt
+
+ToolChoice = Literal["none", "auto", "required"] | Mapping[str, Any]
+"""Whether tools are called: not at all, if the model likes, or in any case; or the one that is to be called, as
+``{"type": "function", "function": {"name"}}``."""
+
+
+class Conversing:
+    """Holds the tools of one request, and tells how its answers may use them."""
+
+    def __init__(
+        self,
+        form: AnswerForm,
+        tail_of: Callable[[Prompt], str],
+        tools: Sequence[Tool] = (),
+        choice: ToolChoice | None = None,
+        *,
+        several: bool = True,
+    ) -> None:
+        """``form`` is the model's. ``tail_of`` decodes the end of a prompt. ``choice`` None is "auto". ``several``: an
+        answer may have more than one call. Raises InvalidRequestError for a choice of tools that are not offered."""
+        self._form = form
+        self._tail_of = tail_of
+        self._several = several
+        self._choice, self._named = _parse_choice("auto" if choice is None else choice)
+        self._offered = () if self._choice == "none" else tuple(tools)
+        names = [function_of(tool)["name"] for tool in tools]
+        if len(set(names)) < len(names):
+            raise InvalidRequestError("'tools' has two functions of the same name.", param="tools")
+        if self._choice not in ("none", "auto") and not names:
+            raise InvalidRequestError("'tool_choice' asks for a call, but there are no 'tools'.", param="tool_choice")
+        if self._named is not None and self._named not in names:
+            raise InvalidRequestError(
+                f"'tool_choice' names {self._named!r}, which is not among the 'tools'.", param="tool_choice"
+            )
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """The definitions that the prompt shows, with their marks; none where no tool may be called."""
+        return tuple(map(shown_tool, self._offered))
+
+    def reader(self, prompt: Prompt) -> AnswerReader:
+        """Return a reader for one answer to ``prompt``."""
+        return self._form.reader(self._tail_of(prompt), self.tools) if self._reads else AnswerReader()
+
+    def sampling_fields(self, prompt: Prompt, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that are ``given``, with what makes answers to ``prompt`` call tools
+        as the request demands."""
+        fields = dict(given)
+        if not self._reads:
+            return fields
+        form, tail, several = self._form, self._tail_of(prompt), self._several
+        fields["shown_tokens"] = form.shown_tokens
+        enforced = tuple(map(enforced_tool, self._offered))
+        if self._offered and self._choice != "auto":
+            called = [tool for tool in self.tools if self._named in (None, function_of(tool)["name"])]
+            several = several and self._named is None
+            fields["grammar"] = form.calls_grammar(called, tail=tail, several=several)
+        elif grammar := fields.get("grammar"):
+            fields["grammar"] = form.framed(grammar, tail=tail, tools=enforced, several=several)
+        elif self._offered and (not several or any(function_of(tool).get("strict") for tool in self._offered)):
+            fields["grammar"] = form.free_grammar(enforced, tail=tail, several=several)
+        return fields
+
+    @property
+    def _reads(self) -> bool:
+        """True if answers may have more than text."""
+        return bool(self._offered) or self._form.reasoning is not None
+
+
+def _parse_choice(choice: Any) -> tuple[str, str | None]:
+    """Return the word of a choice of tools, "named" where it names one, and that name."""
+    match choice:
+        case "none" | "auto" | "required":
+            return choice, None
+        case {"type": "function", "function": {"name": str(name)}}:
+            return "named", name
+    raise InvalidRequestError(
+        f"'tool_choice' is {choice!r}, but must be 'none', 'auto', 'required', or a tool, such as "
+        "{'type': 'function', 'function': {'name': 'get_weather'}}.",
+        param="tool_choice",
+    )

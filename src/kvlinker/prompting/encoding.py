@@ -1,0 +1,225 @@
+"""Encodes text as token ids: as data, for chunks and for splitting, or as part of a prompt."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+from tokenizers import Encoding, Tokenizer, models
+from tokenizers.decoders import DecodeStream
+
+from kvlinker.base.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class TextEncoder:
+    """Encodes text with copies of a tokenizer's backend that nobody else changes, so that threads may share it.
+
+    Creating one copies the vocabulary, which takes up to a second for a large one: keep it.
+    ``opening`` and ``closing`` are the special tokens that the tokenizer puts around a prompt of its own accord, such
+    as BOS. ``vocab_size`` is the largest token id + 1; ``longest_token`` is the length of the longest token in
+    characters, as the vocabulary spells it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        backend: Tokenizer = tokenizer.backend_tokenizer
+        self._prompt = _unlimited_copy(backend)
+        self._prompt.encode_special_tokens = False
+        self._continued = _without_leading_space(self._prompt)
+        self._data = _unlimited_copy(backend)
+        self._data.encode_special_tokens = True
+        added = backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self._special_tokens = {i: token.content for i, token in added.items() if token.special}
+        self.opening, self.closing = _special_tokens_around(self._prompt)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token = max(map(len, vocabulary), default=0)
+
+    def encode_data(self, text: str, *, param: str = "chunks") -> tuple[int, ...]:
+        """Encode a chunk's text, without special tokens even where it spells one: documents are data.
+
+        Raises InvalidRequestError (``param``) where the tokenizer knows no other way to write such a text.
+        """
+        return tuple(self._as_data(text, _encoded(self._data, text), param=param))
+
+    def decode_data(self, token_ids: Sequence[int]) -> str:
+        """Return the text that ``encode_data`` encoded, as far as the tokenizer's normalisation keeps it.
+
+        Special tokens, such as BOS before a chunk, are left out.
+        """
+        return self._data.decode(list(token_ids), skip_special_tokens=True)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token, special ones included; joined, they are the text of all.
+
+        A character of several tokens is the last one's; what makes no character in the end is U+FFFD.
+        """
+        stream = DecodeStream(skip_special_tokens=False)
+        texts = [stream.step(self._data, token) or "" for token in token_ids]
+        if texts:
+            begun = "".join(texts)
+            texts[-1] += self._data.decode(list(token_ids), skip_special_tokens=False)[len(begun) :]
+        return texts
+
+    def count_data(self, texts: Sequence[str]) -> list[int]:
+        """Count the tokens of ``encode_data`` for each text. Raises what that does (``input``)."""
+        encodings = self._data.encode_batch_fast(list(texts), add_special_tokens=False)
+        pairs = zip(texts, encodings, strict=True)
+        return [len(self._as_data(text, encoding, param="input")) for text, encoding in pairs]
+
+    def count_roughly(self, text: str) -> int:
+        """Count the tokens of ``text`` with special tokens that it spells as they come: for estimates."""
+        return len(_encoded(self._data, text))
+
+    def token_starts(self, text: str) -> list[int]:
+        """Return the index of the first character of each token of ``text``, ascending; bytes of one character share
+        it."""
+        return _starts(_encoded(self._data, text, offsets=True))
+
+    def encode_prompt(self, text: str, *, continued: bool = False) -> tuple[int, ...]:
+        """Encode a prompt's own text; special tokens that it spells are special tokens, and no others are added.
+
+        With ``continued``, other tokens stand before it, and no space is put before its first word.
+        """
+        ids = _encoded(self._prompt, text).ids
+        if not continued or self._continued is None:
+            return tuple(ids)
+        # Only what comes before the first added token was encoded as the start of a text.
+        added = next((i for i, token in enumerate(ids) if token in self._added_ids), None)
+        if added is None:
+            return tuple(_encoded(self._continued, text).ids)
+        head = text[: _starts(_encoded(self._prompt, text, offsets=True))[added]]
+        return (*_encoded(self._continued, head).ids, *ids[added:])
+
+    def encode_word(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """Encode a word as it may stand within a text: without a space before it, and with one."""
+        spellings = (self.encode_prompt(spelled, continued=True) for spelled in (word, f" {word}"))
+        return tuple(dict.fromkeys(ids for ids in spellings if ids))
+
+    def _as_data(self, text: str, encoding: Encoding, *, param: str) -> list[int]:
+        """Return the ids, with special tokens that ``text`` spells taken apart.
+
+        ``encode_special_tokens`` keeps added tokens from being matched, but a word-level or unigram vocabulary may
+        hold the same string as an ordinary entry.
+        """
+        ids = encoding.ids
+        if self._special_tokens.keys().isdisjoint(ids):
+            return ids
+        spelled = self._spelled(text)
+        if not spelled:
+            return ids
+        cuts = [0, *(start + 1 for start, _ in spelled), len(text)]
+        apart: list[int] = []
+        for start, end in pairwise(cuts):
+            piece = text[start:end]
+            if still := self._spelled(piece):
+                raise InvalidRequestError(
+                    f"The tokenizer cannot write the special token {still[0][1]!r} as plain text. "
+                    "Remove it from the text.",
+                    param=param,
+                )
+            apart += _encoded(self._data, piece).ids
+        return apart
+
+    def _spelled(self, text: str) -> list[tuple[int, str]]:
+        """Find where ``text`` spells special tokens that are in its encoding, and which."""
+        encoding = _encoded(self._data, text, offsets=True)
+        tokens = zip(encoding.ids, encoding.offsets, strict=True)
+        names = ((self._special_tokens.get(token), start, end) for token, (start, end) in tokens)
+        return [(start, name) for name, start, end in names if name is not None and name in text[start:end]]
+
+
+def require_unicode(text: str, *, param: str) -> None:
+    """Raises InvalidRequestError for text with lone surrogates, which no tokenizer can encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"Invalid Unicode in {param!r}: lone surrogate U+{ord(text[error.start]):04X} at character {error.start}. "
+            "Send valid UTF-8, and surrogates in JSON escapes only in pairs.",
+            param=param,
+        ) from None
+
+
+def _encoded(tokenizer: Tokenizer, text: str, *, offsets: bool = False) -> Encoding:
+    """Encode one text without special tokens around it; all offsets are 0 unless they are asked for.
+
+    ``Tokenizer.encode`` keeps Python's lock until it is done, so that a long text would hold up every other thread;
+    batches give it up.
+    """
+    encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
+    (encoding,) = encode([text], add_special_tokens=False)
+    return encoding
+
+
+def _starts(encoding: Encoding) -> list[int]:
+    """Return the index of each token's first character, one by one, so that other threads run in between."""
+    spans = (encoding.token_to_chars(token) for token in range(len(encoding)))
+    return [0 if span is None else span[0] for span in spans]
+
+
+def _unlimited_copy(backend: Tokenizer) -> Tokenizer:
+    result = copy.deepcopy(backend)
+    result.no_truncation()
+    result.no_padding()
+    return result
+
+
+def _special_tokens_around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Find, with a probe, what the tokenizer adds before and after a text."""
+    probe = "a"
+    inner = tokenizer.encode(probe, add_special_tokens=False).ids
+    outer = tokenizer.encode(probe, add_special_tokens=True).ids
+    start = next((i for i in range(len(outer)) if outer[i : i + len(inner)] == inner), 0) if inner else len(outer)
+    return tuple(outer[:start]), tuple(outer[start + len(inner) :])
+
+
+def _without_leading_space(tokenizer: Tokenizer) -> Tokenizer | None:
+    """Copy ``tokenizer`` so that it puts nothing before a text; None if it puts nothing there anyway.
+
+    Tokenizers of SentencePiece's kind, such as Llama 2's, encode ``word`` as ``▁word``. That is right for a text that
+    begins a prompt, and wrong for one that goes on after a cached chunk, where it would be a space that nobody wrote.
+    """
+    parts = {name: _state(getattr(tokenizer, name)) for name in ("normalizer", "pre_tokenizer")}
+    bare = {name: _without_space(state) for name, state in parts.items()}
+    if bare == parts:
+        return None
+    shell = json.loads(Tokenizer(models.BPE()).to_str())
+    donor = Tokenizer.from_str(json.dumps(shell | bare))
+    result = copy.deepcopy(tokenizer)
+    result.normalizer = donor.normalizer
+    result.pre_tokenizer = donor.pre_tokenizer
+    return result
+
+
+def _state(component: Any) -> dict[str, Any] | None:
+    """Return what ``tokenizer.json`` says of a normalizer or pre-tokenizer."""
+    return None if component is None else cast(dict[str, Any], json.loads(component.__getstate__()))
+
+
+def _without_space(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    if state is None:
+        return None
+    match state:
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Metaspace"}:
+            return state | {"prepend_scheme": "never"}
+        case {"type": "ByteLevel", "add_prefix_space": True}:
+            return state | {"add_prefix_space": False}
+        case {"normalizers": list(steps)}:
+            return state | {"normalizers": _each(steps)}
+        case {"pretokenizers": list(steps)}:
+            return state | {"pretokenizers": _each(steps)}
+        case _:
+            return state
+
+
+def _each(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [kept for step in steps if (kept := _without_space(step)) is not None]

@@ -1,0 +1,204 @@
+"""Says what a benchmark is, registers benchmarks by name, and lists them without importing them.
+
+A benchmark is a function with the decorator ``benchmark``: it takes a ``Setup``, and as keywords the options of its
+command, such as ``kvlinker bench NAME``, declared with typer. It returns a ``Report``. Its
+module imports what needs torch when it runs, so that the command's help comes at once.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from inspect import getdoc
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
+
+import typer
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.registry import Registry
+from kvlinker.linking import parse_policy
+from kvlinker.quality.progress import Progress, silent
+from kvlinker.settings import Settings, WeightFormat
+
+if TYPE_CHECKING:
+    from kvlinker.quality.bench.harness.report import Report, Row
+    from kvlinker.quality.bench.harness.subject import Subject
+
+Repeat = Annotated[int, typer.Option(min=1, help="Measurements of each case, after one warm-up.")]
+Chunks = Annotated[int, typer.Option(min=1, help="Chunks per prompt.")]
+ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens per chunk.")]
+FreshTokens = Annotated[int, typer.Option(min=1, help="Tokens behind the chunks.")]
+Policies = Annotated[str, typer.Option(help="Policies to compare, with commas between.")]
+
+WeightFormats = Annotated[
+    str,
+    typer.Option(
+        help="Formats of the weights to compare, with commas between: auto, bf16, int8, int4; by default that of "
+        "--weights alone.",
+        show_default=False,
+    ),
+]
+
+ComparedPolicies = Annotated[
+    str | None,
+    typer.Option(
+        help="Policies to compare, with commas between; by default full, naive, the policy that the settings give to "
+        "requests (query-5-sensitive), legolink-16, attnlink-16 and random-15.",
+        show_default=False,
+    ),
+]
+
+PACKAGE = "kvlinker.quality.bench"
+"""The package whose benchmarks are commands of ``kvlinker bench``."""
+
+ENTRY_POINT_GROUP = "kvlinker.benchmarks"
+"""The entry points by which other packages add commands to ``kvlinker bench``."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Holds what every benchmark is given."""
+
+    settings: Settings
+    """Name the model, unless ``shape`` does, and how chunks are made."""
+    shape: str | None = None
+    """The shape of a model with random weights."""
+    command: str = "kvlinker bench"
+    """The command line that reproduces the run."""
+    progress: Progress = silent
+
+    def subject(self, **options: Any) -> Subject:
+        """Load the model. ``options`` are told among the report's settings."""
+        from kvlinker.quality.bench.harness.subject import make_subject
+
+        return make_subject(self.settings, shape=self.shape, command=self.command, **options)
+
+    def subjects(self, formats: Sequence[str], **options: Any) -> dict[str, Subject]:
+        """Load the model with its weights in each of the formats, by name; in that of the settings if there are none.
+
+        Raises InvalidRequestError for an unknown format.
+        """
+        if unknown := set(formats) - set(get_args(WeightFormat)):
+            known = ", ".join(get_args(WeightFormat))
+            raise InvalidRequestError(f"Unknown weight format {min(unknown)!r}; known are {known}.", param="formats")
+        return {
+            form: replace(self, settings=self.settings.model_copy(update={"weights": form})).subject(**options)
+            for form in dict.fromkeys(formats or (self.settings.weights,))
+        }
+
+    def transformer(self) -> Any:
+        """Load the model as transformers has it, for a comparison."""
+        from kvlinker.quality.bench.harness.subject import make_transformer
+
+        return make_transformer(self.settings, shape=self.shape)
+
+
+Run = Callable[..., "Report"]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Describes one benchmark."""
+
+    name: str
+    run: Run
+    settings: tuple[str, ...] = ()
+    """The fields of ``Settings`` that are options of its command, beside those that name the model."""
+    plot: Callable[[Sequence[Row], Path], None] | None = None
+    """Draws the rows that are shown into a file."""
+    shown: Callable[[Sequence[Row]], Sequence[Row]] | None = None
+    """Picks the rows to print and to draw; None shows all."""
+
+    @property
+    def summary(self) -> str:
+        """A line that says what is measured."""
+        return (getdoc(self.run) or "").partition("\n")[0]
+
+
+_registry: Registry[Benchmark] = Registry("benchmark", own=PACKAGE, group=ENTRY_POINT_GROUP)
+
+
+def benchmark(name: str, **about: Any) -> Callable[[Run], Run]:
+    """Make a decorator that registers a function as the benchmark of this name.
+
+    ``about`` are further fields of ``Benchmark``. The decorator raises ValueError where another benchmark has the name.
+    """
+
+    def decorate(run: Run) -> Run:
+        _registry.add(name, Benchmark(name, run, **about))
+        return run
+
+    return decorate
+
+
+def find_benchmark(name: str, package: str = PACKAGE) -> Benchmark:
+    """Return the package's benchmark of this name.
+
+    Raises InvalidRequestError, which lists the names, for an unknown one.
+    """
+    declared = declared_benchmarks(package)
+    if name in declared:
+        import_module(declared[name].module)
+        if name in (registered := _registry.registered()):
+            return registered[name]
+    raise InvalidRequestError(f"Unknown benchmark {name!r}; known are {', '.join(declared)}.", param="name")
+
+
+class Declared(NamedTuple):
+    """Says where a benchmark is, without importing it."""
+
+    module: str
+    summary: str
+
+
+@cache
+def declared_benchmarks(package: str = PACKAGE) -> Mapping[str, Declared]:
+    """Find the benchmarks of a package by name; beside kvlinker's own, those that other packages have entry points for.
+
+    They are read from the package's sources: to import all of them would take seconds.
+    """
+    found = {}
+    for path in (path for folder in import_module(package).__path__ for path in Path(folder).glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            match node:
+                case ast.FunctionDef(
+                    decorator_list=[ast.Call(func=ast.Name(id="benchmark"), args=[ast.Constant(value=str(name))])]
+                ):
+                    summary = (ast.get_docstring(node) or "").partition("\n")[0]
+                    found[name] = Declared(f"{package}.{path.stem}", summary)
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP) if package == PACKAGE else ():
+        found[entry_point.name] = Declared(entry_point.module, f"A benchmark of {entry_point.module}.")
+    return MappingProxyType(dict(sorted(found.items())))
+
+
+def compared_policies(text: str | None, settings: Settings) -> list[str]:
+    """Read policies with commas between; without any, take those that are compared by default, among them the one that
+    requests have under these settings. Raises PolicyError for a bad one."""
+    return policy_names(text or f"full,naive,{settings.policy},legolink-16,attnlink-16,random-15")
+
+
+def policy_names(text: str) -> list[str]:
+    """Read policies with commas between. Raises PolicyError for a bad one."""
+    return list(dict.fromkeys(parse_policy(name.strip()).name for name in text.split(",")))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Read words with commas between."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def counts(text: str) -> list[int]:
+    """Read whole numbers with commas between. Raises InvalidRequestError for others, and for numbers below 1."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InvalidRequestError(f"{text!r} is not a list of whole numbers with commas between.") from error
+    if min(found) < 1:
+        raise InvalidRequestError(f"{text!r}: every number must be at least 1.")
+    return found

@@ -1,0 +1,139 @@
+"""Holds the model that is measured, and runs it: with a store of its own in a temporary folder, or behind a server."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.threads import set_threads
+from kvlinker.quality.bench.harness.report import Report, Row, describe_machine, versions
+from kvlinker.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvlinker.engines.embedded.model.loaded import LoadedModel
+    from kvlinker.llm import LLM
+
+MEMORY = 8 << 30
+"""Bytes that the tier with the chunks has room for."""
+TIERS = ("host", "disk", "redis", "object")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is measured."""
+
+    name: str
+    """The shape's or model's name."""
+    command: str
+    """The command line that reproduces the run."""
+    loaded: LoadedModel
+    options: dict[str, Any]
+    """Further settings that the report lists."""
+
+    @contextmanager
+    def llm(self, *, kv_slots: int | None = None, tier: str = "host", **options: Any) -> Iterator[LLM]:
+        """Run the model with a fresh engine and store; ``options`` are settings.
+
+        With another tier than ``host``, nothing is kept in host memory; ``redis`` needs a ``redis_url``, and ``object``
+        is a folder. Raises InvalidRequestError for an unknown tier, and for ``redis`` without its URL.
+        """
+        from kvlinker.llm import LLM
+
+        if tier not in TIERS:
+            raise InvalidRequestError(f"Unknown tier {tier!r}; known are {', '.join(TIERS)}.", param="tier")
+        with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
+            # What was asked before must not change what is measured now, and neither must other servers.
+            fixed: dict[str, Any] = {"max_variants": 0, "prefix_cache": "off", "redis_space": 0, "object_space": 0}
+            if tier == "host":
+                fixed["host_memory"] = MEMORY
+            else:
+                fixed |= {"host_memory": 0, f"{tier}_space": MEMORY}
+            if tier == "redis":
+                fixed["redis_prefix"] = f"kvlinker-bench-{secrets.token_hex(4)}"
+            if tier == "object":
+                fixed["object_url"] = f"file://{folder}/objects"
+            if tier in ("redis", "object"):
+                fixed["disk_space"] = 0
+            settings = load_settings(state_dir=Path(folder), kv_slots=kv_slots, **fixed | options)
+            if tier == "redis" and settings.redis_url is None:
+                raise InvalidRequestError("The tier redis needs the URL of a server: give --redis-url.", param="tier")
+            with LLM.from_model(self.loaded, settings) as llm:
+                yield llm
+
+    def report(self, rows: list[Row], **machine: Any) -> Report:
+        """Make a report of rows; ``machine`` is what else is known of the machine."""
+        return Report(
+            command=self.command,
+            machine=describe_machine(self.loaded.device) | machine,
+            versions=versions(),
+            settings={"model": self.name, "dtype": str(self.loaded.dtype).removeprefix("torch.")} | self.options,
+            rows=rows,
+        )
+
+
+def make_subject(settings: Settings, *, shape: str | None, command: str, **options: Any) -> Subject:
+    """Make random weights of the named shape, or load the model that ``settings`` name where there is none.
+
+    ``options`` are told among the report's settings. Raises InvalidRequestError for an unknown shape.
+    """
+    from kvlinker.engines.embedded.model_loading import load_model
+    from kvlinker.quality.bench.harness.shapes import random_model
+
+    if shape is None:
+        return Subject(settings.served_name, command, load_model(settings), options)
+    dtype, device = _placement(settings)
+    return Subject(shape, command, random_model(shape, dtype=dtype, device=device, weights=settings.weights), options)
+
+
+def make_transformer(settings: Settings, *, shape: str | None) -> Any:
+    """Make the model of ``make_subject`` as transformers has it, with plain weights."""
+    from kvlinker.engines.contract.model_files import read_model
+    from kvlinker.quality.bench.harness.shapes import random_transformer
+
+    if shape is None:
+        return read_model(settings)[0]
+    dtype, device = _placement(settings)
+    return random_transformer(shape, dtype=dtype, device=device)
+
+
+def _placement(settings: Settings) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype and the device of a model, and have PyTorch compute in as many threads as the settings say."""
+
+    from kvlinker.engines.contract.model_files import choose_device, choose_dtype
+
+    set_threads(settings.threads)
+    device = choose_device(settings.device)
+    return choose_dtype(settings.dtype, device, settings.weights), device
+
+
+@contextmanager
+def served(llm: LLM) -> Iterator[str]:
+    """Serve an LLM on a free port of this machine, in a thread of its own; yield its address."""
+    import uvicorn
+
+    from kvlinker.doors.http.app import create_app
+    from kvlinker.doors.http.edge.address import bind, url_of
+
+    with closing(bind("127.0.0.1", 0)) as listening:
+        app = create_app(llm, llm.settings)
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="error", lifespan="off"))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield url_of(listening)
+        finally:
+            server.should_exit = True
+            thread.join()

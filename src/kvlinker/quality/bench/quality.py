@@ -1,0 +1,345 @@
+"""Measures the answer quality of policies beside a full prefill: rows of scores over data sets of examples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
+from math import exp
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.quality.bench.harness.benchmark import (
+    ChunkTokens,
+    ComparedPolicies,
+    Setup,
+    WeightFormats,
+    benchmark,
+    compared_policies,
+    names,
+)
+from kvlinker.quality.bench.harness.report import Report, Row, empty_figure, save_figure
+from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.evaluation.contexts import ContextSplit, ContextSplitter
+from kvlinker.quality.evaluation.datasets import load_dataset
+from kvlinker.quality.evaluation.evaluate import Journal, evaluate
+from kvlinker.quality.evaluation.examples import REFERENCE, Dataset, Example, Result, Skipped
+from kvlinker.quality.evaluation.metrics import METRICS, rouge_scorer
+from kvlinker.quality.evaluation.task_scores import TaskScore, task_scores
+from kvlinker.quality.progress import Progress, silent
+from kvlinker.settings import Settings
+
+if TYPE_CHECKING:
+    from kvlinker.quality.evaluation.examiner import Examiner
+
+COLUMNS = (
+    "dataset",
+    "task",
+    "policy",
+    "n",
+    "metric",
+    "score",
+    "ci_low",
+    "ci_high",
+    "vs_full",
+    "perplexity",
+    "recomputed_fraction",
+    "agreement",
+    "kl",
+)
+
+CHANGE_RESULTS = (
+    "max_tokens",
+    "truncate",
+    "deviation",
+    "codec",
+    "generation_context",
+    "system_prompt",
+    "chat_template",
+)
+"""The settings that kept results depend on, besides the example and the policy."""
+
+CONTEXT_SETTINGS = ("generation_context", "system_prompt", "chat_template", "max_model_len")
+"""The fields of ``Settings`` that say how chunks and prompts are made."""
+
+_SKIPS_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class QualityOptions:
+    """Says what is asked and how."""
+
+    datasets: tuple[str, ...] = ("reader",)
+    """Names and paths, as ``load_dataset`` takes them."""
+    policies: tuple[str, ...] = (REFERENCE, "naive", "query-5", "query-5-sensitive", "legolink-16", "random-15")
+    tasks: tuple[str, ...] = ()
+    """The tasks to ask; none for all."""
+    limit: int | None = None
+    """Most examples of each data set."""
+    split: ContextSplit = ContextSplit.SEMANTIC
+    chunk_tokens: int = 512
+    """Most tokens of a chunk that is cut."""
+    max_tokens: int | None = None
+    """The longest answer in tokens, in place of the questions' own limits."""
+    truncate: bool = False
+    """True to take passages out of contexts over the window; else these examples are skipped."""
+    deviation: bool = False
+    """True to measure deviations inside the model, too."""
+    concurrency: int = 1
+    """Examples at once; above 1 is faster, but rounding then differs from run to run."""
+    codec: str = "raw"
+    """The name of the codec that chunks go through before they are used."""
+    resume: Path | None = None
+    """The file that keeps finished results."""
+
+
+Examined = tuple[Example, tuple[Result, ...]]
+"""Pairs an example with the results of all policies that were asked for, and of ``full``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Holds what was measured of answers."""
+
+    report: Report
+    answered: tuple[Examined, ...]
+    skipped: tuple[Skipped, ...]
+    """The examples that could not be asked."""
+
+
+def main_rows(rows: Sequence[Row]) -> list[Row]:
+    """Pick the rows of the metric that each task is usually measured by."""
+    return [row for row in rows if row["main"]]
+
+
+def plot_quality(rows: Sequence[Row], path: Path) -> None:
+    """Draw score over recomputed share, a panel per data set and task and a point per policy, with their intervals.
+
+    ``rows`` have one metric per task. Raises InvalidRequestError as ``plot_ttft`` does.
+    """
+    tasks = list(dict.fromkeys((row["dataset"], row["task"], row["metric"]) for row in rows))
+    across = min(len(tasks), 3)
+    down = -(-len(tasks) // across)
+    figure = empty_figure(4.5 * across, 3.6 * down)
+    panels = figure.subplots(down, across, squeeze=False).flatten()
+    for axes, (dataset, task, metric) in zip(panels, tasks, strict=False):
+        for row in rows:
+            if (row["dataset"], row["task"]) == (dataset, task):
+                reach = [[row["score"] - row["ci_low"]], [row["ci_high"] - row["score"]]]
+                axes.errorbar(100 * row["recomputed_fraction"], row["score"], reach, marker="o", label=row["policy"])
+        title = dataset if task == dataset else f"{dataset}: {task}"
+        axes.set(xlabel="recomputed (% of cached tokens)", ylabel=metric, title=title)
+        if metric in METRICS:  # others are no shares
+            axes.set_ylim(0, 1.02)
+    for axes in panels[len(tasks) :]:
+        axes.set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6)
+    save_figure(figure, path)
+
+
+@benchmark("quality", plot=plot_quality, shown=main_rows, settings=CONTEXT_SETTINGS)
+def quality(
+    setup: Setup,
+    *,
+    policies: ComparedPolicies = None,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="reader (the default), prose, a file of examples, or a folder to hide needles in; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    tasks: Annotated[str, typer.Option(help="Only these tasks, with commas between.", show_default=False)] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="Most examples of each data set.")] = None,
+    split: Annotated[
+        ContextSplit, typer.Option(help="Chunks are passages, or windows of equal length.")
+    ] = ContextSplit.SEMANTIC,
+    chunk_tokens: ChunkTokens = 512,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; by default what the data set asks for.")
+    ] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Take passages from the middle of contexts over the window.")
+    ] = False,
+    deviation: Annotated[
+        bool, typer.Option("--deviation", help="Measure KV and attention deviation by layer, too.")
+    ] = False,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=64, help="Examples at once; with more than 1, rounding differs between runs.")
+    ] = 1,
+    codec: Annotated[str, typer.Option(help="Use chunks as a tier with this codec gives them back.")] = "raw",
+    formats: WeightFormats = "",
+    resume: Annotated[
+        Path | None, typer.Option(help="Keep finished results in this file, and go on from it.", dir_okay=False)
+    ] = None,
+) -> Report:
+    """Measure the quality of answers, and of predictions of given text, by policy, beside those of a full prefill.
+
+    With --formats, each policy is also asked with weights in these formats, as POLICY@FORMAT.
+    """
+    options = QualityOptions(
+        datasets=tuple(dataset or ("reader",)),
+        tasks=names(tasks),
+        policies=tuple(compared_policies(policies, setup.settings)),
+        limit=limit,
+        split=split,
+        chunk_tokens=chunk_tokens,
+        max_tokens=max_tokens,
+        truncate=truncate,
+        deviation=deviation,
+        concurrency=concurrency,
+        codec=codec,
+        resume=resume,
+    )
+    if resume is not None and not resume.absolute().parent.is_dir():
+        raise InvalidRequestError(f"Cannot write {resume}: there is no folder {resume.parent}.", param="resume")
+    others = setup.subjects(names(formats)) if formats else {}
+    measured = run_quality(setup.subject(), setup.settings, options, others, progress=setup.progress)
+    warnings = [f"skipped {skip.where}: {skip.reason}" for skip in measured.skipped[:_SKIPS_SHOWN]]
+    if len(measured.skipped) > _SKIPS_SHOWN:
+        warnings.append(f"skipped {len(measured.skipped)} examples in all")
+    return replace(measured.report, warnings=warnings)
+
+
+def run_quality(
+    subject: Subject,
+    settings: Settings,
+    options: QualityOptions,
+    others: Mapping[str, Subject] = MappingProxyType({}),
+    *,
+    progress: Progress = silent,
+) -> Quality:
+    """Ask all examples under all policies, and again of the ``others``, which hold the model with its weights in other
+    formats. All are compared with the full prefill of ``subject``.
+
+    ``settings`` say how chunks are made (``generation_context``, ``system_prompt``, ``chat_template``).
+    Raises InvalidRequestError for data that cannot be read, an unknown codec, and when no example could be asked.
+    """
+    from kvlinker.quality.evaluation.examiner import FORMAT_MARK, Examiner
+    from kvlinker.quality.evaluation.inspection import EngineInspector
+    from kvlinker.store.format.codecs import find_codec
+
+    codec = find_codec(options.codec)
+    rouge_scorer()  # where it is missing, better now than after the run
+    if options.deviation and options.concurrency > 1:
+        raise InvalidRequestError("Deviations need one request at a time: leave --concurrency out.")
+    if options.deviation and others:
+        raise InvalidRequestError("Deviations are measured for one format of weights: leave --formats out.")
+    asked = [f"{policy}{FORMAT_MARK}{form}" for form in others for policy in options.policies]
+    options = replace(options, policies=(*options.policies, *asked))
+    contexts = {name: getattr(settings, name) for name in CONTEXT_SETTINGS}
+    with ExitStack() as running:
+        # chunks are used at once, so that none need a disk
+        llm = running.enter_context(subject.llm(disk_space=0, **contexts))
+        splitter = ContextSplitter(llm.builder.encoder, options.split, options.chunk_tokens)
+        datasets = [
+            load_dataset(name, splitter, limit=options.limit, tasks=options.tasks)
+            for name in dict.fromkeys(options.datasets)
+        ]
+        _require_names(datasets)
+        examiner = Examiner(
+            llm,
+            max_tokens=options.max_tokens,
+            truncate=options.truncate,
+            inspector=EngineInspector(llm, subject.loaded) if options.deviation else None,
+            one_by_one=options.concurrency == 1,
+            codec=codec,
+        )
+        same = {
+            form: replace(examiner, llm=running.enter_context(other.llm(disk_space=0, **contexts)))
+            for form, other in others.items()
+        }
+        examiner = replace(examiner, others=same)
+        answered, skipped = _answers(examiner, datasets, settings, options, progress)
+    if not answered:
+        raise InvalidRequestError(f"No example could be asked. {_reasons(skipped)}", param="dataset")
+    rows = [score_row(score) for score in task_scores(answered, options.policies)]
+    report = subject.report(rows)
+    described = {name: value for name, value in _described(settings, options).items() if value is not None}
+    described |= {"formats": {dataset.name: dataset.format for dataset in datasets}, "skipped": len(skipped)}
+    report = replace(report, settings={**report.settings, **described}, columns=COLUMNS)
+    return Quality(report, answered, skipped)
+
+
+def _require_names(datasets: Sequence[Dataset]) -> None:
+    """Raise InvalidRequestError where two data sets share a name, which rows go by."""
+    used = [dataset.name for dataset in datasets]
+    twice = [name for name in used if used.count(name) > 1]
+    if twice:
+        raise InvalidRequestError(f"Two data sets are called {twice[0]!r}: rename one of the files.", param="dataset")
+
+
+def _answers(
+    examiner: Examiner,
+    datasets: Sequence[Dataset],
+    settings: Settings,
+    options: QualityOptions,
+    progress: Progress,
+) -> tuple[tuple[Examined, ...], tuple[Skipped, ...]]:
+    answered: list[Examined] = []
+    skipped = [skip for dataset in datasets for skip in dataset.skipped]
+    examples = [example for dataset in datasets for example in dataset.examples]
+    policies = list(dict.fromkeys((*options.policies, REFERENCE)))
+    journal = None
+    if options.resume is not None:
+        made_by = {"kvlinker": version("kvlinker"), "model": examiner.llm.engine.fingerprint}
+        described = _described(settings, options)
+        journal = Journal(options.resume, made_by | {name: described[name] for name in CHANGE_RESULTS})
+    asked = evaluate(examiner, examples, policies, concurrency=options.concurrency, journal=journal)
+    for done, (example, results) in enumerate(asked, 1):
+        progress("examples", done, len(examples))
+        if isinstance(results, Skipped):
+            skipped.append(results)
+        else:
+            answered.append((example, results))
+    return tuple(answered), tuple(skipped)
+
+
+def _described(settings: Settings, options: QualityOptions) -> dict[str, Any]:
+    """Return everything that the scores depend on, and how they were made."""
+    asked = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "resume"}
+    return asked | {
+        "datasets": list(options.datasets),
+        "policies": list(options.policies),
+        "tasks": list(options.tasks) or None,
+        "split": str(options.split),
+        "generation_context": str(settings.generation_context),
+        "system_prompt": settings.system_prompt,
+        "chat_template": settings.chat_template,
+    }
+
+
+def score_row(score: TaskScore) -> Row:
+    """Make a row of the report from a score."""
+    row = {
+        "policy": score.policy,
+        "dataset": score.dataset,
+        "task": score.task,
+        "n": score.n,
+        "metric": score.metric,
+        "main": score.main,
+        "score": score.score,
+        "ci_low": score.interval.low,
+        "ci_high": score.interval.high,
+        "vs_full": score.difference,
+        "vs_full_low": score.difference_interval.low,
+        "vs_full_high": score.difference_interval.high,
+        "recomputed_fraction": score.recomputed_fraction,
+        "agreement": score.agreement,
+        "kl": score.kl,
+    }
+    if score.metric == "loss":
+        row["perplexity"] = exp(score.score)
+    return row | {"layers": list(score.layers)} if score.layers else row
+
+
+def _reasons(skipped: Sequence[Skipped]) -> str:
+    """Say how many examples were skipped, and why the first were."""
+    shown = "; ".join(f"{skip.where}: {skip.reason}" for skip in skipped[:3])
+    return f"{len(skipped)} skipped: {shown}{'; …' if len(skipped) > 3 else ''}"

@@ -1,0 +1,277 @@
+"""Measures the time to first token in vLLM: its own full prefill, linked prompts, and a neighbour's view of both."""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.answers import Delta
+from kvlinker.engines.contract.contract import Failed, GenerationEvent
+from kvlinker.prompting.segments import Prompt
+from kvlinker.quality.bench.harness.files import chunk_files, drop_from_page_cache
+from kvlinker.quality.bench.harness.measurement import (
+    FirstToken,
+    Workload,
+    cache_chunks,
+    first_token,
+    greedy_request,
+    in_turn,
+)
+from kvlinker.quality.bench.harness.report import Row
+from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.progress import Progress, silent
+from kvlinker.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from kvlinker.llm import LLM
+
+COLUMNS = (
+    "policy",
+    "engine",
+    "context_tokens",
+    "recomputed_tokens",
+    "ttft_ms",
+    "speedup",
+    "idle_itl_ms",
+    "itl_ms",
+    "busy_ttft_ms",
+)
+SPARE_TOKENS = 1024
+SMALL_STEP = 256
+"""The tokens of a step of vLLM's in the case that spares neighbours by small steps instead of by linking."""
+
+AGAIN, REORDERED, SMALL_STEPS = "full, again", "full, reordered", f"full, steps of {SMALL_STEP}"
+"""The cases beside ``full``: vLLM's prefix cache with the same prompt before it, with the same chunks in another order
+before it, and a smaller ``max_num_batched_tokens``."""
+
+HOST_MEMORY = 8 << 30
+WORKER_TIERS = ("host", "disk")
+NEIGHBOUR_TOKENS = 64
+IDLE_TOKENS = 12
+"""Tokens that a neighbour decodes alone, before a prompt is linked beside it."""
+
+
+class _Gaps(NamedTuple):
+    """Holds seconds between two tokens of a neighbour: a request that decodes."""
+
+    idle: float
+    """While the neighbour is alone."""
+    beside: float
+    """While a prompt is prefilled or linked beside it, until that prompt's own first token."""
+    ttft: float
+    """The seconds to that first token."""
+
+
+def run_vllm_ttft(
+    subject: Subject,
+    settings: Settings,
+    workloads: Sequence[Workload],
+    policies: Sequence[str],
+    *,
+    repeat: int,
+    tier: str = "host",
+    progress: Progress = silent,
+) -> list[Row]:
+    """Make one row per workload and policy: medians of ``repeat`` measurements in turn, after one warm-up.
+
+    With the tier ``disk``, vLLM's workers keep no chunk in memory, and find the disk's page cache empty.
+
+    Beside ``full`` stand what vLLM offers without linking: its prefix cache, and smaller steps. ``itl_ms`` is the mean
+    time between two tokens of a neighbour until the prompt's own first token, ``busy_ttft_ms`` how long that takes,
+    ``idle_itl_ms`` the median of a neighbour that is alone. vLLM's prefix cache is emptied before each prompt, for they
+    are repeated. Raises InvalidRequestError for other tiers than ``host`` and ``disk``.
+    """
+    if tier not in WORKER_TIERS:
+        raise InvalidRequestError(
+            f"vLLM's workers take chunks from {' or '.join(WORKER_TIERS)}, not from {tier!r}.", param="tier"
+        )
+    longest = max(workload.tokens for workload in workloads)
+    progress("starting vLLM")
+    rows: list[Row] = []
+    with _vllm(subject, settings, longest + SPARE_TOKENS, tier) as llm:
+        for workload in workloads:
+            prompt = workload.prompt(subject.loaded.vocabulary)
+            progress(f"{len(prompt)} tokens: caching {workload.chunks} chunks in vLLM")
+            cache_chunks(llm.engine, prompt)
+            competitors = {name: partial(_alone, llm, prompt, name) for name in policies}
+            if "full" in policies:
+                competitors[AGAIN] = partial(_after, llm, prompt, prompt)
+                competitors[REORDERED] = partial(_after, llm, _reordered(prompt), prompt)
+            alone = in_turn(competitors, repeat=repeat, what="{} (vllm)".format, progress=progress)
+            gaps = _gaps(llm, prompt, policies, repeat, progress)
+            medians = {name: statistics.median(one.seconds for one in found) for name, found in alone.items()}
+            recomputed = {name: _recomputed(llm, prompt, name) for name in policies}
+            rows += [
+                _row(workload, name, medians, tier=tier, recomputed=recomputed.get(name), gaps=gaps.get(name))
+                for name in competitors
+            ]
+    if "full" in policies:
+        rows += _small_steps(subject, settings, workloads, rows, repeat=repeat, progress=progress)
+    return rows
+
+
+def _small_steps(
+    subject: Subject,
+    settings: Settings,
+    workloads: Sequence[Workload],
+    rows: Sequence[Row],
+    *,
+    repeat: int,
+    progress: Progress,
+) -> list[Row]:
+    """Measure full prefills in small steps, in a vLLM of its own, and compare them with the ``full`` of ``rows``."""
+    options = settings.vllm_options | {"max_num_batched_tokens": SMALL_STEP}
+    small = settings.model_copy(update={"vllm_options": options})
+    made = []
+    progress(f"starting vLLM with steps of {SMALL_STEP} tokens")
+    with _vllm(subject, small, max(workload.tokens for workload in workloads) + SPARE_TOKENS, "host") as llm:
+        for workload in workloads:
+            prompt = workload.prompt(subject.loaded.vocabulary)
+            alone = in_turn(
+                {SMALL_STEPS: partial(_alone, llm, prompt, "full")}, repeat=repeat, what=str, progress=progress
+            )
+            (gaps,) = _gaps(llm, prompt, ["full"], repeat, progress).values()
+            (full,) = (row for row in rows if row["policy"] == "full" and row["context_tokens"] == len(prompt))
+            medians = {
+                "full": full["ttft_ms"] / 1e3,
+                SMALL_STEPS: statistics.median(one.seconds for one in alone[SMALL_STEPS]),
+            }
+            recomputed = full["recomputed_tokens"]
+            made.append(_row(workload, SMALL_STEPS, medians, tier="host", recomputed=recomputed, gaps=gaps))
+    return made
+
+
+@contextmanager
+def _vllm(subject: Subject, settings: Settings, window: int, tier: str) -> Iterator[LLM]:
+    """Run the subject's weights in vLLM, with a store of its own whose chunks lie in the tier."""
+    from kvlinker.llm import LLM
+
+    with tempfile.TemporaryDirectory(prefix="kvlinker-bench-") as folder:
+        model = Path(folder) / "model"
+        subject.loaded.model.save_pretrained(model)
+        subject.loaded.tokenizer.save_pretrained(model)
+        own = load_settings(
+            engine="vllm",
+            model=str(model),
+            dtype=str(subject.loaded.dtype).removeprefix("torch."),
+            state_dir=Path(folder) / "state",
+            host_memory=HOST_MEMORY if tier == "host" else 0,
+            max_model_len=window,
+            vllm_options=settings.vllm_options,
+            redis_space=0,
+            object_space=0,
+        )
+        with LLM.from_settings(own) as llm:
+            yield llm
+
+
+def _row(
+    workload: Workload,
+    policy: str,
+    medians: Mapping[str, float],
+    *,
+    tier: str,
+    recomputed: int | None,
+    gaps: Sequence[_Gaps] | None,
+) -> Row:
+    """Make the row of a case; ``recomputed`` and ``gaps`` are None where they were not measured."""
+    full = medians.get("full")
+    told: Row = dict.fromkeys(("idle_itl_ms", "itl_ms", "busy_ttft_ms"))
+    if gaps is not None:
+        told = dict(zip(told, (1e3 * statistics.median(values) for values in zip(*gaps, strict=True)), strict=True))
+    return {
+        "policy": policy,
+        "engine": "vllm",
+        "context_tokens": workload.tokens,
+        "chunks": workload.chunks,
+        "fresh_tokens": workload.fresh_tokens,
+        "tier": tier,
+        "ttft_ms": 1e3 * medians[policy],
+        "speedup": None if full is None else full / medians[policy],
+        "recomputed_tokens": recomputed,
+        **told,
+    }
+
+
+def _recomputed(llm: LLM, prompt: Prompt, policy: str) -> int:
+    """Count the prompt's cached tokens that the policy computes again."""
+    return llm.engine.explain(greedy_request(prompt, policy)).result().cost.recomputed_tokens
+
+
+def _reordered(prompt: Prompt) -> Prompt:
+    """Return the prompt with its chunks in the opposite order."""
+    *chunks, fresh = prompt.segments
+    return Prompt((*reversed(chunks), fresh))
+
+
+def _gaps(llm: LLM, prompt: Prompt, policies: Sequence[str], repeat: int, progress: Progress) -> dict[str, list[_Gaps]]:
+    """Measure a neighbour beside the prompt, under each policy."""
+    return in_turn(
+        {name: partial(_neighbour, llm, prompt, name) for name in policies},
+        repeat=repeat,
+        what="{} (vllm), not alone".format,
+        progress=progress,
+    )
+
+
+def _after(llm: LLM, before: Prompt, prompt: Prompt) -> FirstToken:
+    """Answer the prompt in full, with what vLLM's prefix cache holds after it answered ``before`` in full."""
+    _alone(llm, before, "full")
+    return first_token(llm.engine, prompt, "full")
+
+
+def _alone(llm: LLM, prompt: Prompt, policy: str) -> FirstToken:
+    """Answer the prompt with nothing beside it."""
+    _forget(llm)
+    return first_token(llm.engine, prompt, policy)
+
+
+def _forget(llm: LLM) -> None:
+    """Empty vLLM's prefix cache and, where chunks are read from the disk, its page cache."""
+    engine: Any = llm.engine
+    engine.forget_prefixes()
+    if not llm.settings.host_memory:
+        drop_from_page_cache(chunk_files(llm.settings.state_dir))
+
+
+def _neighbour(llm: LLM, prompt: Prompt, policy: str) -> _Gaps:
+    """Let a neighbour decode alone, then beside the prompt."""
+    _forget(llm)
+    window = llm.max_model_len - NEIGHBOUR_TOKENS
+    own = Workload(0, 1, NEIGHBOUR_TOKENS).prompt(256, seed=1)
+    tokens: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
+    handle = llm.engine.generate(greedy_request(own, "full", max_tokens=window), lambda _, event: tokens.put(event))
+    times = []
+    for _ in range(IDLE_TOKENS):
+        _next(tokens)
+        times.append(time.perf_counter())
+    idle = statistics.median(after - before for before, after in pairwise(times[1:]))
+    events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
+    begin = time.perf_counter()
+    while not tokens.empty():
+        _next(tokens)
+    llm.engine.generate(greedy_request(prompt, policy), lambda _, event: events.put(event))
+    _next(events)
+    seconds = time.perf_counter() - begin
+    during = tokens.qsize()
+    handle.cancel()
+    while isinstance(tokens.get(), Delta):
+        pass
+    events.get()
+    return _Gaps(idle, seconds / max(during, 1), seconds)
+
+
+def _next(events: queue.SimpleQueue[GenerationEvent]) -> None:
+    """Wait for an event. Raises what the request failed with."""
+    event = events.get()
+    if isinstance(event, Failed):
+        raise event.error

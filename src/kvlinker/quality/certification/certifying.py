@@ -1,0 +1,171 @@
+"""Measures what a certificate tells: the self-test, answers on data sets, and answers about the store's own chunks."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from kvlinker.base.errors import ContextLengthError, InvalidRequestError
+from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope
+from kvlinker.engines.contract.model_files import read_model
+from kvlinker.engines.embedded.selftest import Check, self_test
+from kvlinker.linking import parse_policy
+from kvlinker.llm import LLM
+from kvlinker.quality.bench.harness.subject import Subject, make_subject
+from kvlinker.quality.bench.quality import Examined, Quality, QualityOptions, main_rows, run_quality
+from kvlinker.quality.progress import Progress, silent
+from kvlinker.service.audit.certificate import Agreement, Certificate
+from kvlinker.service.audit.statistics import clopper_pearson
+from kvlinker.settings import Settings
+from kvlinker.store import ContextCache
+
+OWN_CHUNKS = "own chunks"
+"""The name, beside tasks, of prompts of what the store holds."""
+
+QUESTIONS = (
+    "What is this about?",
+    "Which facts do these texts state? Answer briefly.",
+    "Summarise the texts above in one sentence.",
+    "What is the most important name in these texts?",
+)
+"""The questions behind chunks of the store."""
+
+MOST_CHUNKS = 1000
+"""The latest context caches of the store that chunks are drawn from."""
+
+CHUNKS_PER_PROMPT = 6
+ANSWER_TOKENS = 32
+COMPARED_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class CertifyOptions:
+    """Says what is certified, and by how much."""
+
+    policy: str
+    target: float = 0.98
+    """The wanted share of agreeing answers, between 0 and 1."""
+
+    datasets: tuple[str, ...] = ("reader",)
+    """Names and paths, as ``bench quality`` takes them."""
+
+    limit: int | None = None
+    """The most examples of each data set; None for all."""
+
+    prompts: int = 100
+    """The prompts of the store's own chunks; fewer where it holds fewer than two chunks."""
+
+    seed: int = 0
+
+
+def certify(settings: Settings, options: CertifyOptions, *, command: str, progress: Progress = silent) -> Certificate:
+    """Measure a policy with the model that ``settings`` name.
+
+    Raises ModelLoadError and UnsupportedModelError for a model that cannot be linked, PolicyError, and
+    InvalidRequestError for data that cannot be read, and for a policy that computes everything.
+    """
+    parsed = parse_policy(options.policy)
+    if parsed.exact:
+        raise InvalidRequestError(
+            f"{parsed} computes everything: it needs no certificate. Give another policy.", param="policy"
+        )
+    policy = parsed.name
+    progress("self-test")
+    checks = self_test(read_model(settings)[0])
+    subject = make_subject(settings, shape=None, command=command)
+    asked = QualityOptions(datasets=options.datasets, policies=("full", policy), limit=options.limit)
+    quality = run_quality(subject, settings, asked, progress=progress)
+    tasks = agreement_by_task(quality.answered, policy)
+    with LLM.from_model(subject.loaded, _audited(settings, policy)) as llm:
+        own = audit_own_chunks(llm, options, progress=progress)
+        fingerprint = llm.engine.fingerprint
+    tasks |= {OWN_CHUNKS: own} if own.samples else {}
+    return _certificate(subject, quality, options, checks, tasks, fingerprint)
+
+
+def agreement_by_task(answered: Sequence[Examined], policy: str) -> dict[str, Agreement]:
+    """Count, by data set and task, the questions whose answer's first token agrees under the policy, and the scored
+    tokens that do."""
+    counts: dict[str, list[bool]] = {}
+    for example, results in answered:
+        (result,) = (each for each in results if each.policy == policy)
+        name = example.task if example.task == example.dataset else f"{example.dataset}: {example.task}"
+        counts.setdefault(name, []).append(result.agreement == 1.0)
+    return {name: agreement(sum(agreeing), len(agreeing)) for name, agreeing in counts.items()}
+
+
+def agreement(agreeing: int, samples: int) -> Agreement:
+    """Return the figures of so many agreeing answers."""
+    low, high = clopper_pearson(agreeing, samples)
+    return Agreement(samples, agreeing, agreeing / samples if samples else 0.0, low, high)
+
+
+def audit_own_chunks(llm: LLM, options: CertifyOptions, *, progress: Progress = silent) -> Agreement:
+    """Ask general questions about chunks that the store of ``llm`` holds, in random order, and compare all answers.
+
+    ``llm`` audits all of its answers. Prompts that do not fit the model's window are left out.
+    """
+    assert llm.oversight.auditor is not None
+    draw = random.Random(options.seed)
+    caches = [*_chunks(llm, Scope.PRIVATE), *_chunks(llm, Scope.SHARED)]
+    if len(caches) < 2:
+        return agreement(0, 0)
+    for number in range(options.prompts):
+        chosen = draw.sample(caches, min(CHUNKS_PER_PROMPT, len(caches)))
+        content = [*chosen, QUESTIONS[number % len(QUESTIONS)]]
+        progress(OWN_CHUNKS, number, options.prompts)
+        try:
+            llm.chat_completion([{"role": "user", "content": content}], max_tokens=ANSWER_TOKENS, temperature=0)
+        except ContextLengthError:
+            continue
+        llm.oversight.auditor.wait(COMPARED_SECONDS)
+    tally = llm.oversight.auditor.figures.by_policy(DEFAULT_TENANT).get(llm.default_policy().name)
+    return agreement(0, 0) if tally is None else agreement(tally.agreeing, tally.samples)
+
+
+def _chunks(llm: LLM, scope: Scope) -> list[ContextCache]:
+    """Return the latest context caches of a scope that the model can use."""
+    found: list[ContextCache] = []
+    after = None
+    while len(found) < MOST_CHUNKS:
+        page = llm.list_caches(limit=100, after=after, scope=scope)
+        found += [cache for cache in page.items if llm.caches.is_usable(cache)]
+        if not page.has_more:
+            break
+        after = page.items[-1]
+    return found
+
+
+def _audited(settings: Settings, policy: str) -> Settings:
+    """Return the settings with every answer audited, and the policy for default."""
+    changed = {"audit": 1.0, "policy": policy, "prefix_cache": "off", "require_certificate": False}
+    return settings.model_copy(update=changed | {"audit_tokens": None, "quality_target": None, "audit_log": None})
+
+
+def _certificate(
+    subject: Subject,
+    quality: Quality,
+    options: CertifyOptions,
+    checks: Sequence[Check],
+    tasks: Mapping[str, Agreement],
+    fingerprint: str,
+) -> Certificate:
+    together = agreement(sum(each.agreeing for each in tasks.values()), sum(each.samples for each in tasks.values()))
+    report = replace(quality.report, rows=main_rows(quality.report.rows))
+    return Certificate(
+        model=subject.name,
+        fingerprint=fingerprint,
+        policy=parse_policy(options.policy).name,
+        target=options.target,
+        passed=all(check.passed for check in checks) and together.ci_low >= options.target,
+        agreement=together,
+        issued_at=time.time(),
+        command=report.command,
+        machine=report.machine,
+        versions=report.versions,
+        checks=tuple(asdict(check) | {"passed": check.passed} for check in checks),
+        quality=tuple(dict(row) for row in report.rows),
+        tasks=dict(tasks),
+    )

@@ -1,0 +1,308 @@
+"""Puts examples to a model under several policies, each beside a full prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+
+from kvlinker.base.errors import ContextLengthError, EngineClosedError, InvalidRequestError, KVLinkerError
+from kvlinker.base.types.answers import Usage
+from kvlinker.base.types.chunks import Chunk
+from kvlinker.base.types.grammars import AnswerGrammar
+from kvlinker.base.types.messages import ChatMessage
+from kvlinker.linking import Policy
+from kvlinker.llm import LLM, Answer, ContentPart, Message
+from kvlinker.prompting.segments import Prompt
+from kvlinker.quality.evaluation.examples import (
+    REFERENCE,
+    Answered,
+    Continuation,
+    Deviation,
+    Example,
+    ExampleResults,
+    Question,
+    Result,
+    Scored,
+    Skipped,
+)
+from kvlinker.quality.evaluation.inspection import Inspector, LayerView, deviation
+from kvlinker.service.audit.next_token import NextToken, agree, kl_divergence
+from kvlinker.store import ContextCache
+from kvlinker.store.format.byte_source import BufferSource
+from kvlinker.store.format.chunk_file import decode_chunk, encode_chunk
+from kvlinker.store.format.codecs import RAW, Codec
+
+MOST_LOGPROBS = 1000
+"""Tokens of a distribution that an engine reports at most."""
+
+FORMAT_MARK = "@"
+"""Stands between a policy and the format of the weights that it is asked with."""
+
+
+@dataclass(frozen=True)
+class Examiner:
+    """Examines one model. Equal examples get equal results. May be called from several threads."""
+
+    llm: LLM
+    max_tokens: int | None = None
+    """The longest answer in tokens, in place of the questions' own limits."""
+    truncate: bool = False
+    """True to take passages from the middle of contexts over the window, as LongBench does; else these are skipped."""
+    inspector: Inspector | None = None
+    """Measures deviations, too."""
+    one_by_one: bool = True
+    """True to cache chunks one after the other, so that every run computes the same batches, and so the same bits."""
+    prepare: Callable[[Question, Prompt], Prompt] | None = None
+    """Exchanges the chunks of a question's prompt before it is asked, such as for variants."""
+    unregistered: Mapping[str, Policy] = field(default_factory=dict)
+    """Policies that are not registered, by the names they are asked under."""
+    codec: Codec = RAW
+    """The codec that chunks go through before they are used."""
+    others: Mapping[str, Examiner] = field(default_factory=dict)
+    """Examiners of the same model with its weights in other formats, by format: ``POLICY@FORMAT`` is asked of them, and
+    compared with this one's full prefill."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequestError for an LLM whose requests reuse each other's prefixes: policies would be compared
+        on what another one computed."""
+        if self.llm.settings.prefix_cache == "on":
+            raise InvalidRequestError(
+                'An examination compares what each policy computes itself: open the LLM with prefix_cache="off".',
+                param="prefix_cache",
+            )
+
+    def examine(self, example: Example, policies: Sequence[str]) -> ExampleResults:
+        """Return the policies' results in their order, or why there are none: what fails once is left out for all.
+
+        Raises EngineClosedError, after which no example can be asked.
+        """
+        try:
+            return self._results(example, policies)
+        except EngineClosedError:
+            raise
+        except KVLinkerError as error:
+            return Skipped(f"{example.dataset} {example.id}", error.message)
+
+    def _results(self, example: Example, policies: Sequence[str]) -> tuple[Result, ...]:
+        trial = self._trial(example)
+        full = trial.run(REFERENCE)
+        other_trials = {form: other._trial(example) for form, other in self.others.items()}
+        full_views = self.inspector.inspect_prompt(trial.prompt(), REFERENCE) if self.inspector is not None else ()
+        results = []
+        for policy in policies:
+            name, _, form = policy.partition(FORMAT_MARK)
+            if form:
+                run = other_trials[form].run(self._policy(name))
+            else:
+                run = full if policy == REFERENCE else trial.run(self._policy(policy))
+            compared = list(zip(full.next_tokens, run.next_tokens, strict=True))
+            results.append(
+                run.result(
+                    example=example.digest,
+                    policy=policy,
+                    cached_tokens=run.usage.cached_tokens,
+                    recomputed_tokens=run.usage.recomputed_tokens,
+                    agreement=fmean(agree(*pair) for pair in compared),
+                    kl=fmean(kl_divergence(*pair) for pair in compared),
+                    deviation=self._deviation(trial, policy, full_views),
+                )
+            )
+        return tuple(results)
+
+    def _trial(self, example: Example) -> Trial:
+        if isinstance(example, Question):
+            return self._question(example)
+        return self._continuation(example)
+
+    def _question(self, example: Question) -> QuestionTrial:
+        def build(chunks: Sequence[Chunk]) -> Prompt:
+            return self.llm.builder.chat([ChatMessage("user", (*chunks, example.question))])
+
+        limit = example.max_tokens if self.max_tokens is None else self.max_tokens
+        passages = self._fitting(example, limit, build)
+        messages: Sequence[Message] | Prompt = _question(self._cached(passages), example.question)
+        if self.prepare is not None:
+            messages = self.prepare(example, self.llm.chat_prompt(messages))
+        return QuestionTrial.of(example, self.llm, messages, max_tokens=limit)
+
+    def _continuation(self, example: Continuation) -> ContinuationTrial:
+        def build(chunks: Sequence[Chunk]) -> Prompt:
+            parts: list[str | Chunk] = [*self._bos(example), *chunks, example.continuation]
+            return self.llm.builder.completion(parts)
+
+        caches = self._cached(self._fitting(example, 0, build))
+        return ContinuationTrial(self.llm, (*self._bos(example), *caches, example.continuation))
+
+    def _cached(self, passages: Sequence[str]) -> list[ContextCache]:
+        caches = _cached(self.llm, passages, one_by_one=self.one_by_one)
+        if self.codec is not RAW:
+            _recode(self.llm, caches, self.codec)
+        return caches
+
+    def _bos(self, example: Continuation) -> tuple[str, ...]:
+        """Return the token that begins texts, unless the tokenizer puts it there itself or the first chunk has it."""
+        tokenizer, builder = self.llm.tokenizer, self.llm.builder
+        first = (*builder.encoder.opening, *builder.encode_chunk(example.passages[0]).tokens)[0]
+        return () if tokenizer.bos_token_id in (None, first) else (str(tokenizer.bos_token),)
+
+    def _policy(self, name: str) -> str | Policy:
+        return self.unregistered.get(name, name)
+
+    def _deviation(self, trial: Trial, policy: str, full: Sequence[LayerView]) -> Deviation | None:
+        if self.inspector is None:
+            return None
+        prompt = trial.prompt()
+        views = full if policy == REFERENCE else self.inspector.inspect_prompt(prompt, self._policy(policy))
+        return deviation(full, views, prompt.cached)
+
+    def _fitting(self, example: Example, limit: int, build: Callable[[Sequence[Chunk]], Prompt]) -> tuple[str, ...]:
+        """Return the passages, or with ``truncate`` as many from both ends as leave room for an answer of ``limit``
+        tokens. ``build`` makes a prompt of them.
+
+        Raises ContextLengthError where they do not fit.
+        """
+        chunks = [self.llm.builder.encode_chunk(passage) for passage in example.passages]
+        prompt = build(chunks)
+        excess = len(prompt) + limit - self.llm.max_model_len
+        kept = list(range(len(chunks)))
+        while self.truncate and not example.whole and excess > 0 and len(kept) > 1:
+            excess -= len(chunks[kept.pop(len(kept) // 2)])
+        if excess > 0:
+            answer = f" and {limit} for the answer" if limit else ""
+            hint = "" if self.truncate or example.whole else " (--truncate takes passages from the middle)"
+            raise ContextLengthError(
+                f"over the window: {len(prompt)} prompt tokens{answer}, but the model takes "
+                f"{self.llm.max_model_len}{hint}"
+            )
+        return tuple(example.passages[index] for index in kept)
+
+
+def ask(llm: LLM, passages: Sequence[str], question: str, *, one_by_one: bool = True) -> list[Message]:
+    """Cache the passages, and return one user message of them with the question behind.
+
+    ``one_by_one`` caches them one after the other, so that every run computes the same batches.
+    """
+    return _question(_cached(llm, passages, one_by_one=one_by_one), question)
+
+
+def _question(caches: Sequence[ContextCache], question: str) -> list[Message]:
+    return [{"role": "user", "content": [*caches, question]}]
+
+
+def _cached(llm: LLM, passages: Sequence[str], *, one_by_one: bool) -> list[ContextCache]:
+    batches = [[passage] for passage in passages] if one_by_one else [list(passages)]
+    return [cache for batch in batches for cache in llm.generate_context_cache(batch)]
+
+
+def _recode(llm: LLM, caches: Iterable[ContextCache], codec: Codec) -> None:
+    """Replace the stored KV of these context caches by what a tier with ``codec`` would give back.
+
+    Doing it again changes next to nothing.
+    """
+    for key in {cache.chunk_key for cache in caches}:
+        kv = llm.store.get_computed(key)
+        if kv is not None:
+            data = bytearray().join(encode_chunk(key, kv, codec).pieces())
+            llm.store.delete(key)
+            llm.store.put(key, decode_chunk(BufferSource(np.frombuffer(data, dtype=np.uint8)), key))
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRun:
+    """Holds what became of a prompt under one policy."""
+
+    usage: Usage
+    next_tokens: Sequence[NextToken]
+    """The distributions that are compared with those of full."""
+    result: Callable[..., Result]
+    """Makes the result of this kind of example, given its other fields."""
+
+
+class Trial(Protocol):
+    """Holds one example as a prompt of context caches, to be run under one policy after the other."""
+
+    def prompt(self) -> Prompt:
+        """Return the example's prompt."""
+        ...
+
+    def run(self, policy: str | Policy) -> PolicyRun:
+        """Run the prompt under a policy."""
+        ...
+
+
+class GreedyAnswer(NamedTuple):
+    """The likeliest answer to a question."""
+
+    text: str
+    usage: Usage
+    first_token: NextToken
+    """The distribution of its first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionTrial:
+    """Asks a question, which is answered greedily, so that equal prompts get equal answers."""
+
+    llm: LLM
+    messages: Sequence[Message] | Prompt
+    max_tokens: int
+    first_line: bool
+    grammar: AnswerGrammar | None = None
+    """What the answer has to follow; None where it is free."""
+
+    @classmethod
+    def of(
+        cls, question: Question, llm: LLM, messages: Sequence[Message] | Prompt, *, max_tokens: int | None = None
+    ) -> Self:
+        """Make the trial of a question in these messages, with ``max_tokens`` in place of its own limit."""
+        limit = question.max_tokens if max_tokens is None else max_tokens
+        grammar = AnswerGrammar.choice(question.choices) if question.choices else None
+        return cls(llm, messages, limit, question.first_line, grammar)
+
+    def prompt(self) -> Prompt:
+        return self.llm.chat_prompt(self.messages)
+
+    def run(self, policy: str | Policy) -> PolicyRun:
+        answer = self.ask(policy)
+        return PolicyRun(answer.usage, (answer.first_token,), partial(Answered, text=answer.text))
+
+    def ask(self, policy: str | Policy) -> GreedyAnswer:
+        """Return the answer under a policy."""
+        answer = self._answer(policy, self.max_tokens, grammar=self.grammar)
+        text = answer.text.strip()
+        if self.first_line:
+            text = text.split("\n", 1)[0].strip()
+        return GreedyAnswer(text, answer.usage, self._first_token(policy, answer))
+
+    def _answer(self, policy: str | Policy, max_tokens: int, **sampling: Any) -> Answer:
+        return self.llm.chat_completion(
+            self.messages, policy=policy, max_tokens=max_tokens, temperature=0, logprobs=MOST_LOGPROBS, **sampling
+        )
+
+    def _first_token(self, policy: str | Policy, answer: Answer) -> NextToken:
+        """Return the distribution of the first token, which is asked for again where an answer ended at once."""
+        if not answer.logprobs:
+            answer = self._answer(policy, 1, ignore_eos=True)
+        return NextToken.of(answer.logprobs[0].top)
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuationTrial:
+    """Scores the given tokens of a continuation. There is no chat template: prose goes on."""
+
+    llm: LLM
+    parts: Sequence[ContentPart]
+
+    def prompt(self) -> Prompt:
+        return self.llm.completion_prompt(self.parts)
+
+    def run(self, policy: str | Policy) -> PolicyRun:
+        scored = self.llm.score(self.parts, policy=policy, logprobs=MOST_LOGPROBS)
+        rows = zip(scored.top_ids, scored.top_logprobs.astype(np.float64), strict=True)
+        next_tokens = [NextToken(ids, logprobs) for ids, logprobs in rows]
+        return PolicyRun(scored.usage, next_tokens, partial(Scored, loss=scored.loss))

@@ -1,0 +1,143 @@
+"""Holds examples that are put to a model, and the results that policies get on them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+from kvlinker.base.types.answers import Usage
+
+REFERENCE = "full"
+"""The policy that all are compared with."""
+
+
+@dataclass(frozen=True)
+class _Example:
+    """Holds what all examples have."""
+
+    id: str
+    """The example's name within its data set."""
+    dataset: str
+    task: str
+    """The task whose score the example counts in."""
+    passages: tuple[str, ...]
+    """Texts, each of which becomes a chunk."""
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of all fields, ``choices`` only where there are some, as they came after results were kept by
+        it: equal examples are asked once."""
+        fields = {name: value for name, value in asdict(self).items() if name != "choices" or value}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Question(_Example):
+    """Holds a question behind passages, and the answers that count as right."""
+
+    question: str
+    answers: tuple[str, ...]
+    metric: str = "f1"
+    """The metric that the task is usually measured by, a key of ``METRICS``."""
+    max_tokens: int = 32
+    """The longest answer, in tokens."""
+    first_line: bool = True
+    """True where the answer ends with its first line, as papers score short answers."""
+    whole: bool = False
+    """True where the question makes no sense with passages taken out."""
+    choices: tuple[str, ...] = ()
+    """The answers of which the model has to give one; none where it answers freely."""
+
+
+@dataclass(frozen=True)
+class Continuation(_Example):
+    """Holds text behind passages, of which each token is scored after all that stands before it."""
+
+    continuation: str
+    metric: ClassVar[str] = "loss"
+    whole: ClassVar[bool] = False
+
+
+Example = Question | Continuation
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Says that an example could not be asked."""
+
+    where: str
+    """The example's place: its record in a file, or its data set and id."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Holds the examples of one source."""
+
+    name: str
+    format: str
+    """The format that the source was recognised by."""
+    examples: tuple[Example, ...]
+    skipped: tuple[Skipped, ...] = ()
+    """The records that are no examples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Says how far a linked prompt is from a full prefill inside the model, layer by layer (CacheBlend, section 4.1).
+
+    All norms are L2. The paper divides by nothing; here, layers and models can be compared.
+    """
+
+    kv: tuple[float, ...]
+    """‖KV − KV_full‖ / ‖KV_full‖ of a token that a chunk cache holds, over keys and values of all heads; the mean over
+    these tokens."""
+    attention: tuple[float, ...]
+    """‖A − A_full‖ of a query's attention on all tokens; the mean over heads and the prompt's last tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """Holds what all results have."""
+
+    example: str
+    """The example's digest."""
+    policy: str
+    cached_tokens: int
+    recomputed_tokens: int
+    agreement: float
+    """The share of the compared tokens for which the most likely one is full's."""
+    kl: float
+    """The mean divergence of the compared tokens' distributions from full's, in nats."""
+    deviation: Deviation | None = field(default=None, kw_only=True)
+    """None where deviations were not asked for."""
+
+    @property
+    def recomputed_fraction(self) -> float:
+        """Tokens computed again over all tokens that chunk caches held."""
+        return Usage(self.cached_tokens, self.recomputed_tokens, fresh_tokens=0).recomputed_fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Answered(_Result):
+    """Holds a question's answer; its first token is what is compared with full's."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scored(_Result):
+    """Says how likely a continuation is; all tokens that count in its loss are compared with full's."""
+
+    loss: float
+    """The mean loss in nats per token."""
+
+
+Result = Answered | Scored
+"""The result of one policy on one example."""
+
+ExampleResults = tuple[Result, ...] | Skipped
+"""The results of one example, one for each policy, or why it has none."""

@@ -1,0 +1,144 @@
+"""Turns results into scores by policy, data set and task, with confidence intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from kvlinker.quality.evaluation.examples import REFERENCE, Answered, Example, Question, Result
+from kvlinker.quality.evaluation.metrics import METRICS, VERSUS_FULL, best_score, similarity
+from kvlinker.quality.evaluation.statistics import mean_interval
+from kvlinker.service.audit.statistics import Interval
+
+ALL_TASKS = "all"
+"""The task that stands for all tasks of a data set together."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskScore:
+    """Holds the mean of one metric over the examples of a task; higher is better, but for losses and deviations."""
+
+    policy: str
+    dataset: str
+    task: str
+    n: int
+    """Number of examples."""
+    metric: str
+    main: bool
+    """True for the metric that the task is usually measured by."""
+    score: float
+    interval: Interval
+    difference: float
+    """The difference from full's score on the same examples."""
+    difference_interval: Interval
+    """The interval of the paired differences."""
+    recomputed_fraction: float
+    agreement: float
+    kl: float
+    layers: tuple[float, ...] = ()
+    """Means by layer, for metrics that have them."""
+
+
+_ByPolicy = tuple[Example, dict[str, Result]]
+"""Pairs an example with its results by policy."""
+
+
+def task_scores(answered: Iterable[tuple[Example, Sequence[Result]]], policies: Sequence[str]) -> list[TaskScore]:
+    """Score all tasks by all metrics, each for all policies; a data set of several tasks also has them under ``all``.
+
+    ``answered`` has the results of ``policies`` for each example, and with them the result of ``full``.
+    """
+    datasets: dict[str, dict[str, list[_ByPolicy]]] = {}
+    for example, results in answered:
+        tasks = datasets.setdefault(example.dataset, {})
+        tasks.setdefault(example.task, []).append((example, {result.policy: result for result in results}))
+    found: list[TaskScore] = []
+    for dataset, tasks in datasets.items():
+        if len(tasks) > 1:
+            tasks[ALL_TASKS] = [one for group in tasks.values() for one in group]
+        for task, group in tasks.items():
+            for policy in policies:
+                found += _scores_of(group, dataset, task, policy)
+    return found
+
+
+def main_score(example: Example, result: Result) -> float:
+    """Score one result by the metric that its task is usually measured by."""
+    if isinstance(result, Answered):
+        assert isinstance(example, Question)
+        return best_score(METRICS[example.metric], result.text, example.answers)
+    return result.loss
+
+
+def _scores_of(group: Sequence[_ByPolicy], dataset: str, task: str, policy: str) -> Iterator[TaskScore]:
+    results = [by_policy[policy] for _, by_policy in group]
+    values, full_values = _values(group, policy), _values(group, REFERENCE)
+    mains = {example.metric for example, _ in group}
+    main = mains.pop() if len(mains) == 1 else "f1"
+    for name, numbers in values.items():
+        differences = [mine - full for mine, full in zip(numbers, full_values[name], strict=True)]
+        yield TaskScore(
+            policy=policy,
+            dataset=dataset,
+            task=task,
+            n=len(numbers),
+            metric=name,
+            main=name == main,
+            score=fmean(numbers),
+            interval=mean_interval(numbers),
+            difference=fmean(differences),
+            difference_interval=mean_interval(differences),
+            recomputed_fraction=fmean(result.recomputed_fraction for result in results),
+            agreement=fmean(result.agreement for result in results),
+            kl=fmean(result.kl for result in results),
+            layers=_layers(results, name),
+        )
+
+
+def _values(group: Sequence[_ByPolicy], policy: str) -> dict[str, list[float]]:
+    """Return the values for all examples, in order, by the metrics that all of them have."""
+    measured = [_measures(example, by_policy[policy], by_policy[REFERENCE]) for example, by_policy in group]
+    shared = [name for name in measured[0] if all(name in measures for measures in measured)]
+    return {name: [measures[name] for measures in measured] for name in shared}
+
+
+def _measures(example: Example, result: Result, full: Result) -> dict[str, float]:
+    """Measure one result by every metric."""
+    measures: dict[str, float] = {}
+    if isinstance(result, Answered):
+        assert isinstance(example, Question)
+        assert isinstance(full, Answered)
+        for name, metric in METRICS.items():
+            measures[name] = best_score(metric, result.text, example.answers)
+        for name, metric in VERSUS_FULL.items():
+            measures[name] = similarity(metric, result.text, full.text)
+    else:
+        measures["loss"] = result.loss
+    if result.deviation is not None:
+        for name, by_layer in DEVIATIONS.items():
+            measures[name] = fmean(by_layer(result))
+    return measures
+
+
+def _layers(results: Sequence[Result], metric: str) -> tuple[float, ...]:
+    if metric not in DEVIATIONS:
+        return ()
+    return tuple(fmean(layer) for layer in zip(*map(DEVIATIONS[metric], results), strict=True))
+
+
+def _kv_by_layer(result: Result) -> tuple[float, ...]:
+    assert result.deviation is not None
+    return result.deviation.kv
+
+
+def _attention_by_layer(result: Result) -> tuple[float, ...]:
+    assert result.deviation is not None
+    return result.deviation.attention
+
+
+DEVIATIONS: dict[str, Callable[[Result], tuple[float, ...]]] = {
+    "kv_deviation": _kv_by_layer,
+    "attention_deviation": _attention_by_layer,
+}
+"""Deviations by layer, by metric; results have them only where they were asked for."""

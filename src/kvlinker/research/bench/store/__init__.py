@@ -1,1 +1,0 @@
-"""Measures the chunk store: the parts of ``bench store``."""

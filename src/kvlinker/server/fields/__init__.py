@@ -1,1 +1,0 @@
-"""Fields of requests and answers that several routes share, beside those in ``kvlinker.server.fields.bodies``."""

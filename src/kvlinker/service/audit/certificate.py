@@ -1,0 +1,132 @@
+"""Certificates tell what was measured of a policy with a model; ``kvlinker certify`` writes them, servers ask for
+them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from kvlinker.base.errors import InvalidRequestError, PolicyError
+from kvlinker.linking import Policy
+from kvlinker.store.format.durability import replace_file
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "certificates"
+"""The folder in the state directory that certificates are kept in."""
+
+_FINGERPRINT_CHARACTERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How many answers agree with the full computation, with the exact 95% interval of their share."""
+
+    samples: int
+    agreeing: int
+    agreement: float
+    ci_low: float
+    ci_high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """The figures of one policy with one model."""
+
+    model: str
+    fingerprint: str
+    """The engine's fingerprint of the model; a certificate holds for no other."""
+
+    policy: str
+    target: float
+    """The wanted share of agreeing answers."""
+
+    passed: bool
+    """True if all checks passed, and the agreement's interval lies above the target."""
+
+    agreement: Agreement
+    """All answers together."""
+
+    issued_at: float
+    """Unix seconds."""
+
+    command: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+    checks: tuple[Mapping[str, Any], ...]
+    """The self-test's checks: ``name``, ``meaning``, ``error``, ``passed``."""
+
+    quality: tuple[Mapping[str, Any], ...]
+    """Scores by data set and task, as ``bench quality`` tells them, of the policy and of ``full``."""
+
+    tasks: Mapping[str, Agreement]
+    """The agreement by task; ``own chunks`` are prompts of what the store holds."""
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON, so that who reads meanwhile finds the old one or the new one, whole. Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({"object": "certificate", **asdict(self)}, indent=2, default=str) + "\n"
+        replace_file(path, content.encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read what ``write`` wrote. Raises InvalidRequestError for a file that is no certificate."""
+        try:
+            content = json.loads(path.read_text())
+            content.pop("object")
+            content["agreement"] = Agreement(**content["agreement"])
+            content["tasks"] = {name: Agreement(**figures) for name, figures in content["tasks"].items()}
+            return cls(**content | {"checks": tuple(content["checks"]), "quality": tuple(content["quality"])})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidRequestError(f"{path} is no certificate: {error}.") from error
+
+
+def certificate_path(state_dir: Path, fingerprint: str, policy: str) -> Path:
+    """Return where the certificate of a policy with the model of this fingerprint is kept."""
+    return state_dir / FOLDER / f"{fingerprint[:_FINGERPRINT_CHARACTERS]}-{policy}.json"
+
+
+class CertifiedPolicies:
+    """The policies that may be used with a model: those with a certificate that passed, and those that compute
+    everything."""
+
+    def __init__(self, state_dir: Path, model: str, fingerprint: str) -> None:
+        """Read the certificates in ``state_dir`` once; files that are none are passed over with a warning."""
+        self._model = model
+        self.names = frozenset(_passed(state_dir, fingerprint))
+
+    def refusal(self, policy: Policy) -> str | None:
+        """Return why the policy may not be used, and the way out; None where it may."""
+        if policy.exact or policy.name in self.names:
+            return None
+        known = ", ".join((*sorted(self.names), "full"))
+        return (
+            f"Policy {policy} has no certificate for this model, and this server answers under certified policies "
+            f"only: {known}. Use one of them, or have the operator run "
+            f"'kvlinker certify --model {self._model} --policy {policy}'."
+        )
+
+    def check(self, policy: Policy) -> None:
+        """Raise PolicyError where the policy may not be used."""
+        reason = self.refusal(policy)
+        if reason is not None:
+            raise PolicyError(reason, param="link.policy")
+
+
+def _passed(state_dir: Path, fingerprint: str) -> list[str]:
+    """Return the names of the policies that have a certificate for this model and passed."""
+    found = []
+    for path in sorted((state_dir / FOLDER).glob(f"{fingerprint[:_FINGERPRINT_CHARACTERS]}-*.json")):
+        try:
+            certificate = Certificate.read(path)
+        except InvalidRequestError as error:
+            logger.warning("%s", error.message)
+            continue
+        if certificate.fingerprint == fingerprint and certificate.passed:
+            found.append(certificate.policy)
+    return found

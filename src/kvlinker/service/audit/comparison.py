@@ -1,0 +1,121 @@
+"""Compares an answer, token by token, with what the full computation says of the very same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlinker.base.types.answers import PromptLogprobs, Usage
+from kvlinker.prompting.segments import Prompt
+from kvlinker.service.audit.next_token import NextToken, kl_divergence
+
+CHUNK_BOUNDS = (1, 2, 5, 17)
+"""The fewest chunks of a prompt in each class of prompts by number of chunks."""
+
+TOKEN_BOUNDS = (0, 1024, 4096, 16384)
+"""The fewest tokens of a prompt in each class of prompts by length."""
+
+
+class RequestKind(NamedTuple):
+    """The kind of a request, as figures are kept by it."""
+
+    chunks: str
+    """The class by the number of its prompt's chunks, such as ``2-4``."""
+
+    tokens: str
+    """The class by its prompt's length in tokens, such as ``1024-4095``."""
+
+    implicit: bool
+    """True if none of its chunks was named by an id."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, *, implicit: bool) -> RequestKind:
+        """Return the kind of a request for this prompt."""
+        return cls(_class(len(prompt.chunks), CHUNK_BOUNDS), _class(len(prompt), TOKEN_BOUNDS), implicit)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAnswer:
+    """An answer as it was given, and the distributions that its tokens were chosen from."""
+
+    prompt: Prompt
+    policy: str
+    tenant: str
+    kind: RequestKind
+
+    greedy: bool
+    """True if the most likely token was always chosen, whatever else the request says."""
+
+    token_ids: tuple[int, ...]
+    """The answer's tokens, the one that ended it included."""
+
+    next_tokens: tuple[NextToken, ...]
+    """The distribution of each token; of the one that ended the answer there may be none."""
+
+    usage: Usage
+
+    @property
+    def sequence(self) -> NDArray[np.int64]:
+        """The tokens of prompt and answer, [length]."""
+        return np.concatenate([self.prompt.tokens, np.asarray(self.token_ids, dtype=np.int64)])
+
+    @property
+    def comparable(self) -> int:
+        """The number of the answer's first tokens that can be compared: those whose most likely one is known."""
+        known = len(self.next_tokens)
+        ends_known = self.greedy and known == len(self.token_ids) - 1
+        return known + ends_known
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How a linked answer compares with the full computation of the same tokens. KL is in nats, from the full
+    computation's distribution to the linked one's."""
+
+    agrees: bool
+    """True if both find the same first token the most likely."""
+
+    kl: float | None
+    """The divergence of the first token's distributions; None where the answer ended with its first token."""
+
+    answer_kl: float | None
+    """The mean divergence along the given answer; None where there is no distribution."""
+
+    divergence: int | None
+    """The index of the first token at which both find different ones the most likely; None if there is none."""
+
+    @property
+    def alike(self) -> bool:
+        """True if the full computation finds the same token the most likely all along the answer."""
+        return self.divergence is None
+
+
+def compare(answer: ServedAnswer, reference: PromptLogprobs) -> Comparison:
+    """Compare an answer, at least one of whose tokens is comparable, with the ``reference``, which scores all of its
+    tokens behind its prompt."""
+    rows = zip(reference.top_ids, reference.top_logprobs.astype(np.float64), strict=True)
+    full = [NextToken(ids, logprobs) for ids, logprobs in rows]
+    linked_best = [int(each.ids[0]) for each in answer.next_tokens] + [answer.token_ids[-1]]
+    differs = (index for index in range(answer.comparable) if int(full[index].ids[0]) != linked_best[index])
+    divergence = next(differs, None)
+    kls = [kl_divergence(mine, theirs) for mine, theirs in zip(full, answer.next_tokens, strict=False)]
+    return Comparison(
+        agrees=divergence != 0,
+        kl=kls[0] if kls else None,
+        answer_kl=fmean(kls) if kls else None,
+        divergence=divergence,
+    )
+
+
+def _class(number: int, bounds: Sequence[int]) -> str:
+    """Return the class, between two ``bounds`` or behind the last, that ``number`` is in."""
+    for low, high in pairwise(bounds):
+        if number < high:
+            return f"{low}" if high == low + 1 else f"{low}-{high - 1}"
+    return f"{bounds[-1]}+"

@@ -1,0 +1,151 @@
+"""Gives callers of the library what they can do with context caches: create, find, change, read and delete them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from kvlinker.base.arguments import names_arguments
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.chunks import GenerationContext, parse_context
+from kvlinker.base.types.tenants import DEFAULT_TENANT, Scope, parse_scope
+from kvlinker.base.types.texts import CacheContent, SearchHit
+from kvlinker.service.context_caches.caches import CachesUsage, ContextCaches
+from kvlinker.service.context_caches.creation import Metadata
+from kvlinker.store import UNCHANGED, ContextCache, Page, Unchanged
+
+
+@names_arguments
+class ContextCacheCalls:
+    """The calls of ``LLM`` about context caches, with the rights of an admin and times that count from now."""
+
+    caches: ContextCaches
+
+    def generate_context_cache(
+        self,
+        chunks: str | Sequence[str],
+        *,
+        ttl: float | None = None,
+        name: str | None = None,
+        metadata: Metadata | None = None,
+        context: GenerationContext | str | None = None,
+        pinned: bool = False,
+        scope: Scope | str = Scope.PRIVATE,
+        tenant: str = DEFAULT_TENANT,
+    ) -> tuple[ContextCache, ...]:
+        """Compute and keep the KV of each chunk; the results stand in message content. A string is one chunk.
+
+        ``ttl`` is in seconds. ``metadata``: pairs of strings for all, or a list of them, one for each. ``pinned``: the
+        KV is not evicted. ``scope``: "shared" lets all tenants use it. Raises QuotaExceededError and PinLimitError
+        where the settings, or the store, have no room for it.
+        """
+        created = self.caches.create(
+            (chunks,) if isinstance(chunks, str) else chunks,
+            tenant=tenant,
+            expires_at=None if ttl is None else _expiry(ttl),
+            name=name,
+            metadata=metadata,
+            context=None if context is None else parse_context(context),
+            pinned=pinned,
+            scope=parse_scope(scope),
+            admin=True,
+        )
+        return created.result()
+
+    def expire_cache(self, cache: ContextCache | str, *, tenant: str | None = None) -> None:
+        """Delete a context cache; its KV goes when no other holds it. ``tenant``: by default the owner of the
+        ``ContextCache`` that is given. Raises ContextCacheNotFoundError."""
+        self.caches.delete(_id_of(cache), tenant=_tenant_of(cache, tenant), admin=True)
+
+    def expire_caches(
+        self, metadata: Mapping[str, str], *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT
+    ) -> int:
+        """Delete all context caches that have all these pairs of metadata; returns how many."""
+        return self.caches.delete_matching(metadata, tenant=tenant, scope=parse_scope(scope), admin=True)
+
+    def update_cache(
+        self,
+        cache: ContextCache | str,
+        *,
+        ttl: float | Unchanged | None = UNCHANGED,
+        name: str | Unchanged | None = UNCHANGED,
+        metadata: Mapping[str, str] | Unchanged = UNCHANGED,
+        pinned: bool | Unchanged = UNCHANGED,
+        tenant: str | None = None,
+    ) -> ContextCache:
+        """Change what is given. ``ttl`` counts seconds from now; None: it lives until it is deleted. ``pinned``: its KV
+        is not evicted. ``tenant``: as in ``expire_cache``. Raises ContextCacheNotFoundError and PinLimitError."""
+        return self.caches.update(
+            _id_of(cache),
+            tenant=_tenant_of(cache, tenant),
+            expires_at=_expiry(ttl) if isinstance(ttl, int | float) else ttl,
+            name=name,
+            metadata=metadata,
+            pinned=pinned,
+            admin=True,
+        )
+
+    def list_caches(
+        self,
+        *,
+        limit: int = 20,
+        after: ContextCache | str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+        metadata: Mapping[str, str] | None = None,
+        scope: Scope | str = Scope.PRIVATE,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Page:
+        """List at most ``limit`` context caches by time of creation, behind ``after``; ``has_more`` tells of others.
+
+        Only those with all pairs of ``metadata``. ``scope``: the tenant's own, or the shared ones.
+        """
+        after_id = None if after is None else _id_of(after)
+        return self.caches.list(
+            tenant=tenant, limit=limit, after=after_id, order=order, metadata=metadata, scope=parse_scope(scope)
+        )
+
+    def read_cache(self, cache: ContextCache | str, *, tenant: str | None = None) -> CacheContent:
+        """Read a context cache's text and token ids. ``tenant``: as in ``expire_cache``. Raises
+        ContextCacheNotFoundError."""
+        return self.caches.content(_id_of(cache), tenant=_tenant_of(cache, tenant))
+
+    def search(
+        self,
+        query: str,
+        *,
+        limit: int = 10,
+        metadata: Mapping[str, str] | None = None,
+        scope: Scope | str = Scope.PRIVATE,
+        tenant: str = DEFAULT_TENANT,
+    ) -> tuple[SearchHit, ...]:
+        """Find context caches by words of their texts (BM25), the best match first; the hits stand in message content.
+
+        Only those with all pairs of ``metadata``. Nothing in the query is syntax. Raises InvalidRequestError for a
+        query without words, and where the settings have search off.
+        """
+        return self.caches.search(query, tenant=tenant, limit=limit, metadata=metadata, scope=parse_scope(scope))
+
+    def caches_usage(self, *, scope: Scope | str = Scope.PRIVATE, tenant: str = DEFAULT_TENANT) -> CachesUsage:
+        """Tell how many context caches there are, what their KV takes up, and the quota."""
+        return self.caches.usage(tenant=tenant, scope=parse_scope(scope))
+
+
+def _id_of(cache: ContextCache | str) -> str:
+    """Return the id of a context cache that is given by its id or as it was returned."""
+    return cache if isinstance(cache, str) else cache.id
+
+
+def _tenant_of(cache: ContextCache | str, tenant: str | None) -> str:
+    """Return the tenant that a call about a context cache is for: the one that is named, else the owner of a private
+    one that is given as it was returned, else the default tenant, who may use shared ones."""
+    if tenant is not None:
+        return tenant
+    return cache.tenant if isinstance(cache, ContextCache) and cache.scope is Scope.PRIVATE else DEFAULT_TENANT
+
+
+def _expiry(ttl: float) -> float:
+    """Return the time in Unix seconds when a ``ttl`` from now is over. Raises InvalidRequestError."""
+    if not ttl > 0:
+        raise InvalidRequestError(f"ttl is {ttl}, but must be a positive number of seconds.", param="ttl")
+    return time.time() + ttl

@@ -1,0 +1,198 @@
+"""Creates context caches: encodes the texts, has the engine compute their KV, and enters them in the catalog."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+from kvlinker.base.errors import ContextLengthError, InvalidRequestError, WayOut
+from kvlinker.base.events import Events, ImplicitEvicted
+from kvlinker.base.futures import gather
+from kvlinker.base.types.chunks import Chunk, GenerationContext, chunk_key
+from kvlinker.base.types.limits import MAX_CHUNKS
+from kvlinker.base.types.tenants import SHARED_TENANT, UNLIMITED
+from kvlinker.engines.contract.contract import Engine
+from kvlinker.prompting.builder import PromptBuilder
+from kvlinker.service.context_caches.texts import ChunkTexts
+from kvlinker.service.context_caches.upkeep import Upkeep
+from kvlinker.store import Catalog, ContextCache, Limits, Room, StoreError, new_context_cache_id
+
+Metadata = Mapping[str, str] | Sequence[Mapping[str, str]]
+"""The metadata of several context caches: one for all of them, or one for each in order."""
+
+
+class Creation:
+    """Creates context caches for owners, who are tenants or ``SHARED_TENANT``. Calls may come from any thread."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        builder: PromptBuilder,
+        engine: Engine,
+        catalog: Catalog,
+        texts: ChunkTexts,
+        limits: Limits,
+        upkeep: Upkeep,
+        events: Events,
+    ) -> None:
+        self._model = model
+        self._builder = builder
+        self._engine = engine
+        self._catalog = catalog
+        self._texts = texts
+        self._limits = limits
+        self._upkeep = upkeep
+        self._events = events
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvlinker-catalog")
+
+    def begin(
+        self,
+        texts: Sequence[str],
+        *,
+        owner: str,
+        expires_at: float | None,
+        name: str | None,
+        metadata: Metadata | None,
+        context: GenerationContext | None,
+        pinned: bool,
+    ) -> Future[tuple[ContextCache, ...]]:
+        """Begin what ``ContextCaches.create`` returns, and raise what it raises but for the lack of rights."""
+        if not 0 < len(texts) <= MAX_CHUNKS:
+            raise InvalidRequestError(
+                f"'chunks' must hold 1 to {MAX_CHUNKS} texts, but holds {len(texts)}.", param="chunks"
+            )
+        labels = _labels(metadata, len(texts))
+        shared = owner == SHARED_TENANT
+        chunks = [replace(self._encoded(index, text, context), shared=shared) for index, text in enumerate(texts)]
+        created = time.time()
+        records = tuple(
+            replace(
+                self._describe(chunk, owner=owner, created_at=created, expires_at=expires_at),
+                name=name,
+                metadata=label,
+                pinned=pinned,
+            )
+            for chunk, label in zip(chunks, labels, strict=True)
+        )
+        if pinned or self._limits.quotas.of(owner) != UNLIMITED:
+            self._catalog.check_room(records, self._limits, now=created)
+        entered: Future[tuple[ContextCache, ...]] = Future()
+        keys = [record.chunk_key for record in records]
+        self._upkeep.spare(keys)
+        try:
+            computed = gather([self._engine.cache_chunk(chunk, tenant=owner) for chunk in chunks], len)
+        except BaseException:
+            self._upkeep.spare_no_longer(keys)
+            raise
+        computed.add_done_callback(lambda done: self._computed(done, records, entered))
+        return entered
+
+    def enter_implicit(
+        self, lives: Mapping[Chunk, float], *, owner: str, kept: Collection[str]
+    ) -> dict[Chunk, tuple[ContextCache, bool]]:
+        """Enter implicit context caches in the catalog, as ``ContextCaches.enter_implicit`` tells, and drop what made
+        room for them."""
+        now = time.time()
+        records = [
+            replace(self._describe(chunk, owner=owner, created_at=now, expires_at=now + ttl), implicit_ttl=ttl)
+            for chunk, ttl in lives.items()
+        ]
+        entered = self._catalog.implicit.enter(records, self._limits, now=now, kept=kept)
+        for each in entered:
+            if each is not None:
+                self._drop(each.room)
+        return {
+            chunk: (each.cache, each.created) for chunk, each in zip(lives, entered, strict=True) if each is not None
+        }
+
+    def close(self) -> None:
+        """Finish what is being entered."""
+        self._writer.shutdown()
+
+    def _describe(self, chunk: Chunk, *, owner: str, created_at: float, expires_at: float | None) -> ContextCache:
+        """Describe a new context cache of a chunk, under a new id. Times are in Unix seconds."""
+        return ContextCache(
+            id=new_context_cache_id(),
+            tenant=owner,
+            model=self._model,
+            chunk=chunk,
+            chunk_key=chunk_key(chunk, fingerprint=self._engine.fingerprint, tenant=owner),
+            fingerprint=self._engine.fingerprint,
+            created_at=created_at,
+            expires_at=expires_at,
+            kv_bytes=len(chunk) * self._engine.kv_bytes_per_token,
+        )
+
+    def _encoded(self, index: int, text: str, context: GenerationContext | None) -> Chunk:
+        """Return the chunk of the text at ``index``, which errors name."""
+        try:
+            chunk = self._builder.encode_chunk(text, context)
+            length = len(chunk.prefix) + len(chunk)
+            if length > self._engine.max_model_len:
+                raise ContextLengthError(
+                    f"Chunk {index} has {len(chunk)} tokens ({length} with what stands before it); the model takes "
+                    f"{self._engine.max_model_len}. {WayOut.SPLIT}",
+                    param="chunks",
+                )
+            return chunk
+        except InvalidRequestError as error:
+            if error.param == "chunks":
+                error.param = f"chunks.{index}"
+            raise
+
+    def _computed(
+        self, computed: Future[int], records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]
+    ) -> None:
+        """Have the records entered by another thread: this is the engine's, which must not wait for the disk."""
+        try:
+            self._writer.submit(self._enter, computed, records, entered)
+        except BaseException as error:
+            self._upkeep.spare_no_longer([record.chunk_key for record in records])
+            entered.set_exception(error)
+
+    def _enter(
+        self, computed: Future[int], records: tuple[ContextCache, ...], entered: Future[tuple[ContextCache, ...]]
+    ) -> None:
+        keys = [record.chunk_key for record in records]
+        try:
+            try:
+                computed.result()
+                room = self._catalog.add(records, self._limits, now=time.time())
+            finally:
+                self._upkeep.spare_no_longer(keys)
+            self._catalog.persist()
+            self._drop(room)
+            if records[0].pinned:
+                self._upkeep.pin()
+            with suppress(StoreError):  # the next sweep catches up
+                self._texts.index({record.chunk_key: record.chunk for record in records})
+            entered.set_result(records)
+        except BaseException as error:
+            try:
+                with suppress(StoreError):
+                    self._upkeep.drop(keys)
+            finally:
+                entered.set_exception(error)
+
+    def _drop(self, room: Room) -> None:
+        """Delete the KV of chunks that the catalog gave up for others, and tell how many context caches went."""
+        self._upkeep.drop(room.released)
+        if room.evicted:
+            self._events.publish(ImplicitEvicted(room.evicted))
+
+
+def _labels(metadata: Metadata | None, count: int) -> Sequence[Mapping[str, str]]:
+    """Return the metadata of each of ``count`` context caches. Raises InvalidRequestError for a list of another
+    length."""
+    if metadata is None or isinstance(metadata, Mapping):
+        return [metadata or {}] * count
+    if len(metadata) != count:
+        raise InvalidRequestError(
+            f"'metadata' is a list of {len(metadata)}, but there are {count} chunks. One for all, or one each.",
+            param="metadata",
+        )
+    return metadata

@@ -1,0 +1,60 @@
+"""Keeps the store and the search index in step with the catalog, whichever process changed it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Collection, Iterable
+
+from kvlinker.service.context_caches.texts import ChunkTexts
+from kvlinker.store import Catalog, ChunkStore
+from kvlinker.store.deletions import Deletions
+
+
+class Upkeep:
+    """Has deleted, pinned and searched what the catalog says. All methods may be called from any thread."""
+
+    def __init__(self, catalog: Catalog, store: ChunkStore, texts: ChunkTexts) -> None:
+        self._catalog = catalog
+        self._store = store
+        self._texts = texts
+        self._deletions = Deletions(catalog, store)
+        self._swept_at = math.inf  # by the clock; as if it had been set back since
+        self._pinning = threading.Lock()  # what the catalog says reaches the store before the catalog is asked again
+
+    def sweep(self) -> int:
+        """Delete what has expired; returns the number of context caches.
+
+        Also takes over what other processes on this catalog deleted and pinned, indexes texts that are not in the
+        search index yet, and deletes again what a request that ran during a deletion computed and stored after it, and
+        what a tier could not delete before. Where the clock was set back, implicit context caches that were used later
+        than now count as used now.
+        """
+        now = time.time()
+        if now < self._swept_at:
+            self._catalog.implicit.count_uses_until(now)
+        self._swept_at = now
+        expired, released = self._catalog.expire(now)
+        self._deletions.drop(released)
+        self._deletions.follow(now)
+        self.pin()
+        self._texts.catch_up()
+        return expired
+
+    def drop(self, released: Iterable[str]) -> None:
+        """Delete the KV of chunks that the catalog released, given by chunk key."""
+        self._deletions.drop(released)
+
+    def spare(self, keys: Collection[str]) -> None:
+        """Leave the KV of chunks that are being created alone until ``spare_no_longer`` gets the same keys."""
+        self._deletions.spare(keys)
+
+    def spare_no_longer(self, keys: Collection[str]) -> None:
+        """End what one call of ``spare`` began: the catalog holds the chunks now, or never will."""
+        self._deletions.spare_no_longer(keys)
+
+    def pin(self) -> None:
+        """Tell the store which chunks are pinned now."""
+        with self._pinning:
+            self._store.set_pinned(self._catalog.pinned())

@@ -1,0 +1,119 @@
+"""Finds the chunks of texts by what they say, and enters new ones in the catalog, for ``ContentReader``.
+
+No KV is taken from the request that brings a text: the engine computes the chunk alone, as it does for one that was
+evicted, and whoever else asks for it meanwhile waits for the same computation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.events import Events, ImplicitText
+from kvlinker.base.types.chunks import Chunk
+from kvlinker.base.types.messages import MarkedText
+from kvlinker.prompting.builder import PromptBuilder
+from kvlinker.service.context_caches import ContextCaches
+from kvlinker.store import Catalog, ContextCache
+
+TOKENS_AROUND = 64
+"""The tokens of the context window that an implicit chunk leaves to the prompt around it."""
+
+SLACK = 0.01
+"""The share of its time to live that a context cache may have lost before a use is written down again."""
+
+
+class FoundChunk(NamedTuple):
+    """Holds the chunk of a text, and the context cache that has it."""
+
+    chunk: Chunk
+    cache: ContextCache
+
+    created: bool
+    """True if this call entered the context cache."""
+
+
+class ImplicitCaches:
+    """Finds or enters context caches for texts, each tenant's apart. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        builder: PromptBuilder,
+        caches: ContextCaches,
+        catalog: Catalog,
+        events: Events,
+        *,
+        ttl: float,
+    ) -> None:
+        """``ttl``: the seconds that an implicit context cache lives from its last use."""
+        self._builder = builder
+        self._caches = caches
+        self._catalog = catalog
+        self._events = events
+        self._ttl = ttl
+
+    def encode(self, text: str) -> Chunk | None:
+        """Return the chunk of a text; None where it can be none: it is empty, too long, or spells special tokens that
+        the tokenizer cannot write as text."""
+        if not text:
+            return None
+        try:
+            chunk = replace(self._builder.encode_chunk(text), scored=False)
+        except InvalidRequestError:
+            return None
+        fits = len(chunk.prefix) + len(chunk) + TOKENS_AROUND <= self._caches.longest
+        return chunk if fits else None
+
+    def find(self, chunks: Sequence[Chunk], *, tenant: str) -> dict[Chunk, FoundChunk]:
+        """Return those of the chunks that have context caches, the tenant's own or shared ones; one whose KV was
+        computed in another context stands for its text, too."""
+        if not chunks:
+            return {}
+        known = self._catalog.implicit.find(
+            {chunk.content for chunk in chunks}, tenant, self._caches.fingerprint, time.time()
+        )
+        found = {}
+        for chunk in chunks:
+            if caches := known.get(chunk.content):
+                best = min(caches, key=lambda cache: _rank(cache, chunk))
+                found[chunk] = FoundChunk(best.chunk, best, created=False)
+        return found
+
+    def use(self, texts: Mapping[Chunk, MarkedText], *, tenant: str) -> dict[Chunk, FoundChunk]:
+        """Return the chunks with their context caches: those that exist live on, and others are entered.
+
+        A chunk for which there is no room is missing in the result.
+        """
+        found = self.find(tuple(texts), tenant=tenant)
+        self.extend({each.cache: texts[chunk].ttl for chunk, each in found.items()})
+        kept = {each.cache.id for each in found.values()}
+        new = {chunk: text.ttl or self._ttl for chunk, text in texts.items() if chunk not in found}
+        for chunk, (cache, created) in self._caches.enter_implicit(new, tenant=tenant, kept=kept).items():
+            found[chunk] = FoundChunk(cache.chunk, cache, created)
+        for chunk, text in texts.items():
+            outcome: Literal["hit", "created", "refused"] = "hit"
+            if chunk not in found or found[chunk].created:
+                outcome = "created" if chunk in found else "refused"
+            self._events.publish(ImplicitText(text.source, outcome))
+        return found
+
+    def extend(self, caches: Mapping[ContextCache, float | None]) -> None:
+        """Note a use of context caches, of which the implicit ones live on: for the seconds that are given, or as long
+        as they lived so far."""
+        now = time.time()
+        lives = {}
+        for cache, wanted in caches.items():
+            if cache.implicit_ttl is not None and cache.expires_at is not None:
+                ttl = max(cache.implicit_ttl, wanted or 0.0)
+                if now + ttl - cache.expires_at > ttl * SLACK:
+                    lives[cache.id] = ttl
+        if lives:
+            self._catalog.implicit.extend(lives, now)
+
+
+def _rank(cache: ContextCache, wanted: Chunk) -> tuple[bool, bool, bool]:
+    """Order the context caches of one text: the smallest is the best to use."""
+    return cache.chunk.prefix != wanted.prefix, cache.chunk.shared, cache.implicit_ttl is not None

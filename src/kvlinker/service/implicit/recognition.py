@@ -1,0 +1,162 @@
+"""Finds in unmarked text what is worth a chunk: texts of known chunks, and passages that come again.
+
+Where a text is cut depends on what is cut out, not on what stands before it, so frameworks may join retrieved texts as
+they like. Nothing is taken on a hash's word: what becomes a chunk is the text itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from kvlinker.base.types.messages import CachedPart, ChatMessage, MarkedText, TextSource
+from kvlinker.prompting.encoding import TextEncoder
+from kvlinker.service.implicit.known import KnownTexts, Span
+from kvlinker.service.implicit.sights import LEAST_CHARACTERS, RecentDigests, Sights, Unit, units_of
+from kvlinker.service.implicit.windows import WINDOW, WindowHash
+from kvlinker.store import Catalog
+
+MOST_TENANTS = 64
+"""The most tenants whose texts are remembered; of the others, those that asked longest ago are forgotten."""
+
+MOST_BEGINNINGS = 16_384
+"""The most beginnings of prompts, each up to the end of a line, that are remembered of one tenant."""
+
+MOST_LOADED = 2048
+"""The most chunks that are read from the catalog at once; of more, the newest."""
+
+PART_END = "\0"
+"""Stands behind each part of a prompt in what is hashed of it."""
+
+
+class Recognizer:
+    """Marks texts in prompts that are to be chunks. Methods may be called from any thread."""
+
+    def __init__(self, catalog: Catalog, encoder: TextEncoder, *, fingerprint: str) -> None:
+        self._catalog = catalog
+        self._encoder = encoder
+        self._fingerprint = fingerprint
+        self._windows = WindowHash()
+        self._lock = threading.Lock()  # guards the tenants, not what each of them has
+        self._tenants: OrderedDict[str, _TenantTexts] = OrderedDict()
+
+    def mark(
+        self, messages: Sequence[ChatMessage[CachedPart]], *, tenant: str, notes: bool = True
+    ) -> list[ChatMessage[CachedPart]]:
+        """Return the messages with known texts and passages that come again marked, and remember all others.
+
+        What a prompt has in common with the beginning of an earlier one does not come again by that: it is reused as it
+        was computed. Without ``notes``, nothing is remembered.
+        """
+        texts = self._texts_of(tenant)
+        with texts.lock:
+            self._load(texts, tenant)
+            reading = _Reading(texts)
+            marked = [reading.mark(message) for message in messages]
+            if notes:
+                texts.remember(reading)
+            return marked
+
+    def _texts_of(self, tenant: str) -> _TenantTexts:
+        with self._lock:
+            texts = self._tenants.get(tenant) or _TenantTexts(self._windows)
+            self._tenants[tenant] = texts
+            self._tenants.move_to_end(tenant)
+            if len(self._tenants) > MOST_TENANTS:
+                self._tenants.popitem(last=False)
+            return texts
+
+    def _load(self, texts: _TenantTexts, tenant: str) -> None:
+        """Have the tenant's texts know all chunks that the catalog has of it by now."""
+        texts.loaded, chunks = self._catalog.implicit.tokens_since(
+            texts.loaded, tenant, self._fingerprint, limit=MOST_LOADED
+        )
+        for tokens in chunks:
+            texts.known.add(self._encoder.decode_data(tokens))
+
+
+class _TenantTexts:
+    """Remembers one tenant's texts; whoever uses it holds ``lock``."""
+
+    def __init__(self, windows: WindowHash) -> None:
+        self.lock = threading.Lock()
+        self.known = KnownTexts(windows)
+        self.sights = Sights()
+        self.beginnings = RecentDigests(MOST_BEGINNINGS)
+        """The SHA-256 of prompts up to the ends of lines."""
+
+        self.loaded = 0
+        """The number of the last context cache whose text is known."""
+
+    def remember(self, reading: _Reading) -> None:
+        """Remember what a prompt brought, once it is read: it does not come again within itself."""
+        for units in reading.fresh:
+            self.sights.note(units)
+        self.beginnings.add(reading.beginnings)
+
+
+class _Reading:
+    """Reads one prompt, message by message."""
+
+    def __init__(self, texts: _TenantTexts) -> None:
+        self.fresh: list[list[Unit]] = []
+        """The units behind what began as an earlier prompt did, in rows."""
+
+        self.beginnings: list[bytes] = []
+        """The SHA-256 of all that was read up to the end of each unit."""
+
+        self._texts = texts
+        self._digest = hashlib.sha256()
+
+    def mark(self, message: ChatMessage[CachedPart]) -> ChatMessage[CachedPart]:
+        """Return a message with texts marked."""
+        self._read(repr((message.role, message.name, message.fields)) + PART_END)
+        parts: list[str | CachedPart] = []
+        for part in message.content:
+            if isinstance(part, str):
+                parts += self._cut(part)
+            else:
+                self._read(repr(part))
+                parts.append(part)
+            self._read(PART_END)
+        return replace(message, content=tuple(parts))
+
+    def _cut(self, text: str) -> list[str | CachedPart]:
+        """Return the text with known texts in it marked, and passages that come again."""
+        spans = self._texts.known.find(text) if len(text) >= WINDOW else []
+        if len(text) < LEAST_CHARACTERS:
+            self._read(text)
+            return _marked(text, spans)
+        passages: list[Span] = []
+        end = 0
+        for (_, before), (begin, behind) in pairwise([(0, 0), *spans, (len(text), len(text))]):
+            units = units_of(text, before, begin)
+            new = []
+            for unit in units:
+                self._read(text[end : unit.end])
+                end = unit.end
+                beginning = self._digest.digest()
+                self.beginnings.append(beginning)
+                if beginning not in self._texts.beginnings:
+                    new.append(unit)
+            passages += self._texts.sights.seen(new)
+            self.fresh.append(new)
+            self._read(text[end:behind])
+            end = behind
+        return _marked(text, sorted([*spans, *passages]))
+
+    def _read(self, text: str) -> None:
+        self._digest.update(text.encode(errors="surrogatepass"))
+
+
+def _marked(text: str, spans: Iterable[Span]) -> list[str | CachedPart]:
+    parts: list[str | CachedPart] = []
+    done = 0
+    for begin, end in spans:
+        parts += [text[done:begin], MarkedText(text[begin:end], source=TextSource.RECOGNITION)]
+        done = end
+    return [part for part in [*parts, text[done:]] if part != ""]

@@ -1,0 +1,98 @@
+import gc
+import weakref
+from concurrent.futures import Future
+
+import pytest
+
+from kvlinker.base.futures import gather, or_else, resolved
+
+
+def test_results_come_in_order_whatever_finishes_first():
+    futures: list[Future[int]] = [Future(), Future(), Future()]
+    joined = gather(futures, list)
+    for index in (2, 0, 1):
+        assert not joined.done()
+        futures[index].set_result(index)
+    assert joined.result() == [0, 1, 2]
+
+
+def test_nothing_to_wait_for_is_done():
+    assert gather([], len).result() == 0
+
+
+def test_the_first_failure_in_order_is_the_outcome():
+    futures: list[Future[int]] = [Future(), Future()]
+    joined = gather(futures, list)
+    futures[1].set_exception(ValueError("second"))
+    futures[0].set_exception(KeyError("first"))
+    with pytest.raises(KeyError):
+        joined.result()
+
+
+def test_a_failing_finish_is_the_outcome():
+    future: Future[int] = Future()
+    joined = gather([future], lambda _: 1 / 0)
+    future.set_result(1)
+    with pytest.raises(ZeroDivisionError):
+        joined.result()
+
+
+def test_what_was_found_is_not_sought_elsewhere():
+    assert or_else(resolved(1), lambda _: pytest.fail("not needed")).result() == 1
+
+
+def test_what_was_not_found_is_what_comes_from_elsewhere():
+    found: Future[int | None] = Future()
+    other: Future[int] = Future()
+    joined = or_else(found, lambda _: other)
+    found.set_result(None)
+    assert not joined.done()
+    other.set_result(2)
+    assert joined.result() == 2
+
+
+def test_what_was_found_but_is_not_accepted_is_shown_to_who_seeks_elsewhere():
+    refused = or_else(resolved(1), lambda value: resolved(-(value or 0)), accepts=lambda value: value > 1)
+    assert refused.result() == -1
+    accepted = or_else(resolved(2), lambda _: pytest.fail("not needed"), accepts=lambda value: value > 1)
+    assert accepted.result() == 2
+
+
+@pytest.mark.parametrize("where", ["found", "asking", "other"])
+def test_whatever_fails_is_the_outcome(where):
+    found: Future[int | None] = Future()
+    other: Future[int] = Future()
+
+    def otherwise(_):
+        if where == "asking":
+            raise ValueError(where)
+        return other
+
+    joined = or_else(found, otherwise)
+    if where == "found":
+        found.set_exception(ValueError(where))
+    else:
+        found.set_result(None)
+        other.set_exception(ValueError(where))
+    with pytest.raises(ValueError, match=where):
+        joined.result()
+
+
+def test_results_are_not_kept_alive():
+    """Chunk KV is large: it must go when its last user goes, not when the cycle collector comes by."""
+
+    class Large:
+        pass
+
+    gc.disable()
+    try:
+        future: Future[Large] = Future()
+        joined = gather([future], lambda results: len(results))
+        large = Large()
+        gone = weakref.ref(large)
+        future.set_result(large)
+        del future, large
+        assert joined.result() == 1
+        assert gone() is None
+    finally:
+        gc.enable()

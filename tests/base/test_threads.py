@@ -1,0 +1,106 @@
+"""One thread of the process computes in parallel, and has the only pool of OpenMP's workers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvlinker.base.threads import compute_serially, in_own_thread
+from tests.waiting import wait_until
+
+TASKS = Path("/proc/self/task")
+
+pytestmark = pytest.mark.skipif(not TASKS.is_dir(), reason="the system does not list a process's threads")
+
+SERVE_A_REQUEST = """
+import os, sys, threading
+from kvlinker import LLM
+with LLM(dtype="float32", state_dir=sys.argv[1], disk_space="1GiB") as llm:
+    caches = llm.generate_context_cache(["The kettle stands in the kitchen. " * 20, "The dog sleeps on the mat. " * 20])
+    llm.completion([*caches, "Where is the kettle?"], policy="legolink-16", max_tokens=4)
+    llm.store.flush()
+    llm.completion([*caches, "Where is the dog?"], policy="cacheblend-15", max_tokens=4)
+    print(len(os.listdir("/proc/self/task")) - threading.active_count())
+"""
+
+
+def native_threads(threads: int, folder: Path) -> int:
+    """Count the threads that are not Python's, of a process that serves requests with so many threads computing."""
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE_A_REQUEST, str(folder)],
+        env=os.environ
+        | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+        | {"MKL_DYNAMIC": "FALSE", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+def test_serving_makes_one_pool(tmp_path: Path) -> None:
+    few, many = native_threads(2, tmp_path / "few"), native_threads(6, tmp_path / "many")
+    assert many - few == 4, "each further pool would add four more"
+
+
+def tasks() -> set[int]:
+    """The threads of this process."""
+    return set(map(int, os.listdir(TASKS)))
+
+
+def native_since(before: set[int]) -> set[int]:
+    """Those that are not Python's, and were not there before."""
+    return tasks() - before - {thread.native_id or 0 for thread in threading.enumerate()}
+
+
+def compute() -> None:
+    left = torch.ones(1500, 1500)
+    (left @ left).bfloat16().float().mul_(2).sum()
+
+
+def test_a_thread_that_computes_serially_makes_no_pool(two_threads: None) -> None:
+    def in_thread() -> int:
+        compute_serially()
+        compute()
+        return torch.get_num_threads()
+
+    before = tasks()
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(in_thread).result() == 1
+        assert not native_since(before)
+
+
+def test_a_pool_ends_with_its_own_thread(two_threads: None) -> None:
+    before = tasks()
+    seen: list[threading.Thread] = []
+    pool: set[int] = set()
+
+    @in_own_thread
+    def compute_alone() -> str:
+        seen.append(threading.current_thread())
+        compute()
+        pool.update(native_since(before))
+        return "done"
+
+    assert compute_alone() == "done"
+    assert seen[0] is not threading.current_thread()
+    assert not seen[0].is_alive()
+    assert len(pool) == 1
+    wait_until(lambda: not pool & tasks())
+
+
+def test_what_is_raised_in_its_own_thread_comes_to_the_caller() -> None:
+    @in_own_thread
+    def fail() -> None:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        fail()

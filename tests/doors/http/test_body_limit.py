@@ -1,0 +1,44 @@
+"""Bodies over the limit are refused, with and without an announced length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvlinker.base.types.limits import LEAST_PROMPT_BODY_BYTES, MAX_BODY_BYTES
+from kvlinker.doors.http.edge.errors import prompt_body_bytes
+from tests.doors.http.serving import Served
+
+LIMITS = {"/v1/completions": LEAST_PROMPT_BODY_BYTES, "/v1/context_caches": MAX_BODY_BYTES}
+
+
+def blocks(size: int) -> Iterator[bytes]:
+    block = b" " * 2**20
+    for _ in range(size // len(block)):
+        yield block
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("path", LIMITS)
+def test_too_large(served: Served, path: str, announced: bool) -> None:
+    size = LIMITS[path] + 2**20
+    content = b"".join(blocks(size)) if announced else blocks(size)
+    answer = served.http.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+    error = answer.json()["error"]
+    assert (error["code"], error["type"], error["param"]) == ("body_too_large", "invalid_request_error", None)
+    assert f"{LIMITS[path]:,} bytes" in error["message"]
+    assert served.get("/health").status_code == 200
+
+
+def test_prompts_of_large_windows_may_be_larger() -> None:
+    assert prompt_body_bytes(131_072) == LEAST_PROMPT_BODY_BYTES
+    assert prompt_body_bytes(2 * 2**20) == 32 * 2**20
+    assert prompt_body_bytes(10**8) == MAX_BODY_BYTES
+
+
+def test_large_enough_for_large_prompts(served: Served) -> None:
+    text = "word " * 400_000
+    answer = served.post("/v1/completions", {"prompt": text})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"

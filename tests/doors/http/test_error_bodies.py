@@ -1,0 +1,118 @@
+"""What error bodies tell: the caller's mistakes in full, of the server's own failures only where to read of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import pkgutil
+from pathlib import Path
+
+import pytest
+from starlette.types import Scope
+
+import kvlinker
+from kvlinker.base.errors import ContextCacheModelError, ContextCacheNotFoundError, KVLinkerError, OverloadedError
+from kvlinker.doors.http.edge.errors import error_body, error_response
+from kvlinker.llm import LLM
+from tests.doors.http.fake_engine import FakeEngine
+from tests.doors.http.serving import Served, serving, tiny_model, tiny_settings
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+INSIDE = "/home/operator/state/catalog.sqlite"
+SCOPE: Scope = {"type": "http", "path": "/v1/models", "state": {"request_id": "req_1"}}
+
+
+def all_errors() -> list[type[KVLinkerError]]:
+    for module in pkgutil.walk_packages(kvlinker.__path__, "kvlinker."):
+        if "error" in module.name or module.name.startswith(
+            ("kvlinker.store", "kvlinker.doors.http", "kvlinker.doors.client")
+        ):
+            importlib.import_module(module.name)
+    found = [KVLinkerError]
+    for kind in found:
+        found += kind.__subclasses__()
+    return found
+
+
+def made(kind: type[KVLinkerError]) -> KVLinkerError:
+    if issubclass(kind, ContextCacheModelError):
+        return kind(INSIDE, made_with="a", served="b")
+    if issubclass(kind, OverloadedError):
+        return kind(INSIDE, retry_after=1)
+    return kind(INSIDE)
+
+
+@pytest.mark.parametrize("kind", all_errors())
+def test_bodies_of_all_errors(kind: type[KVLinkerError], caplog: pytest.LogCaptureFixture) -> None:
+    error = made(kind)
+    answer = error_response(error, SCOPE)
+    assert answer.status_code == kind.status
+    body = json.loads(bytes(answer.body))["error"]
+    assert (body["type"], body["code"], body["param"]) == (error.type, error.code, error.param)
+    if kind.status == 500:
+        assert INSIDE not in body["message"]
+        assert "req_1" in body["message"]
+        assert body["message"].startswith(kind.summary)
+        assert f"Request req_1 failed: {INSIDE}" in caplog.text
+    else:
+        assert INSIDE in body["message"], "it is the caller's own"
+        assert not caplog.records
+    assert error_body(error, SCOPE).model_dump()["error"] == body
+
+
+def test_every_answer_names_its_request(keyed: Served) -> None:
+    headers = {"Authorization": "Bearer key-alpha"}
+    answers = [
+        keyed.get("/health"),
+        keyed.get("/v1/models"),
+        keyed.get("/v1/models", headers=headers),
+        keyed.get("/nowhere", headers=headers),
+        keyed.post(CHAT, {"messages": MESSAGES, "max_tokens": 1, "stream": True}, headers=headers),
+        keyed.get("/v1/context_caches/cc_1", headers=headers),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 401, 200, 404, 200, 404]
+    ids = {answer.headers["x-request-id"] for answer in answers}
+    assert len(ids) == len(answers)
+    assert all(len(request_id) == len("req_") + 24 for request_id in ids)
+
+
+def test_a_stream_that_fails_says_nothing_of_the_inside(
+    faked: Served, engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.fails_at = 1
+    with caplog.at_level(logging.ERROR):
+        answer = faked.post(CHAT, {"messages": MESSAGES, "max_tokens": 3, "stream": True})
+    request_id = answer.headers["x-request-id"]
+    (error,) = [line for line in answer.text.splitlines() if '"error"' in line]
+    message = json.loads(error.removeprefix("data: "))["error"]["message"]
+    assert message == f"The server failed while answering. Its log says why, under {request_id}."
+    assert f"Request {request_id} failed: " in caplog.text
+
+
+def test_a_store_that_fails_names_no_paths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = tiny_settings(tmp_path / "private")
+    with serving(LLM.from_model(tiny_model(), settings), settings) as served:
+        (kept,) = served.cache("The cat sat on the mat.")
+        for file in settings.state_dir.glob("catalog.sqlite*"):
+            file.unlink()
+        answers = [
+            served.post("/v1/context_caches", {"chunks": ["new"]}),
+            served.http.delete(f"/v1/context_caches/{kept}"),
+            served.http.patch(f"/v1/context_caches/{kept}", json={"name": "n"}),
+            served.http.delete("/v1/context_caches", params={"metadata[a]": "b"}),
+        ]
+    for answer in answers:
+        assert answer.status_code == 500
+        error = answer.json()["error"]
+        assert error["code"] == "store_unusable"
+        assert "private" not in answer.text
+        request_id = answer.headers["x-request-id"]
+        assert request_id in error["message"]
+        (logged,) = [record.getMessage() for record in caplog.records if request_id in record.getMessage()]
+        assert str(settings.state_dir) in logged
+
+
+def test_not_found_is_told_in_full() -> None:
+    assert "cc_1" in error_body(ContextCacheNotFoundError("cc_1"), SCOPE).error.message

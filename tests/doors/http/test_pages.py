@@ -1,0 +1,52 @@
+"""The files of the pages for people, as they are served; tests/doors/page has what they do in a browser."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvlinker.doors.http.pages import PAGE_PATHS
+from tests.doors.http.serving import Served
+
+MEDIA_TYPES = {"js": "text/javascript", "css": "text/css"}
+
+
+@pytest.mark.parametrize("path", sorted(PAGE_PATHS))
+def test_files_load_nothing_from_elsewhere(keyed: Served, path: str) -> None:
+    answer = keyed.get(path)
+    assert answer.status_code == 200, "it needs no key"
+    assert answer.headers["content-type"].startswith(MEDIA_TYPES.get(path.rpartition(".")[2], "text/html"))
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'")
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    assert not re.findall(r"(?:src|href|url|from|import)\s*[=(]?\s*[\"']?(?:https?:)?//", answer.text)
+
+
+def test_no_script_writes_markup(served: Served) -> None:
+    """All that is shown is text: what a document is called, or says, never becomes markup."""
+    scripts = [served.get(path).text for path in PAGE_PATHS if path.endswith(".js")]
+    assert len(scripts) >= 5
+    for script in scripts:
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script)
+
+
+def test_scripts_use_ids_that_the_page_has(served: Served) -> None:
+    page = served.get("/").text
+    ids = set(re.findall(r'id="([\w-]+)"', page))
+    for path in PAGE_PATHS - {"/static/docs.js", "/static/policies.js"}:
+        if path.endswith(".js"):
+            assert set(re.findall(r'\bby\("([\w-]+)"\)', served.get(path).text)) <= ids
+
+
+def test_the_page_reads_what_the_status_tells(served: Served) -> None:
+    used = set(re.findall(r"\bstatus\.(\w+)", served.get("/static/status.js").text))
+    assert used <= set(served.get("/status").json()) | {"js"}
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "..%2Fapp.py", "%2e%2e", ""])
+def test_other_files_are_not_there(served: Served, name: str) -> None:
+    answer = served.get(f"/static/{name}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")

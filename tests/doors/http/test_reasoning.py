@@ -1,0 +1,148 @@
+"""Wishes about reasoning and brevity do what the chat template can, and the rest of them is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from kvlinker.llm import LLM
+from tests.doors.http.fake_engine import FakeEngine
+from tests.doors.http.serving import TEMPLATE, Served, serving, tiny_model, tiny_settings
+
+HEADER = "X-Ignored-Fields"
+CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
+QUESTION: Any = [{"role": "user", "content": "Hi"}]
+
+TEMPLATES = {
+    "never": TEMPLATE,
+    "always": TEMPLATE + "<think>",
+    "switch": TEMPLATE + "{% if enable_thinking %}on{% else %}off{% endif %}<think>",
+    "effort": TEMPLATE + "effort {{ reasoning_effort | default('its own') }}",
+}
+"""Chat templates by what they can do about reasoning."""
+
+Ask = Callable[..., tuple[str, str | None]]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Served, FakeEngine]]]:
+    """A server for each template, with its engine."""
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+
+        def started(template: str) -> tuple[Served, FakeEngine]:
+            engine = FakeEngine()
+            engine.script = ["Hello."]
+            patch.setattr("kvlinker.service.startup.EmbeddedEngine", lambda *_, **__: engine)
+            settings = tiny_settings(tmp_path_factory.mktemp("state"), chat_template=template)
+            return stack.enter_context(serving(LLM.from_model(tiny_model(), settings), settings)), engine
+
+        yield {name: started(template) for name, template in TEMPLATES.items()}
+
+
+@pytest.fixture
+def ask(servers: dict[str, tuple[Served, FakeEngine]]) -> Ask:
+    """Ask a model with one of the templates; returns the end of the prompt, and the fields that are ignored."""
+    bodies: dict[str, Any] = {
+        CHAT: {"messages": QUESTION},
+        MESSAGES: {"messages": QUESTION, "max_tokens": 2},
+        RESPONSES: {"input": "Hi"},
+    }
+
+    def asked(template: str, path: str = CHAT, **fields: Any) -> tuple[str, str | None]:
+        running, engine = servers[template]
+        answer = running.post(path, bodies[path] | fields)
+        assert answer.status_code == 200, answer.text
+        prompt = running.llm.text_of(engine.requests[-1].prompt)
+        return prompt.rpartition("assistant\n")[2], answer.headers.get(HEADER)
+
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "shown", "ignored"),
+    [
+        ("never", "none", "", None),
+        ("never", "low", "", "reasoning_effort"),
+        ("always", "none", "<think>", "reasoning_effort"),
+        ("always", "high", "<think>", "reasoning_effort"),
+        ("switch", None, "off<think>", None),
+        ("switch", "none", "off<think>", None),
+        ("switch", "minimal", "on<think>", None),
+        ("effort", None, "effort its own", None),
+        ("effort", "xhigh", "effort xhigh", None),
+    ],
+)
+def test_an_effort_does_what_the_template_can(
+    ask: Ask, template: str, effort: str | None, shown: str, ignored: str | None
+) -> None:
+    assert ask(template, reasoning_effort=effort) == (shown, ignored)
+
+
+def test_a_variable_of_the_template_counts_before_the_effort(ask: Ask) -> None:
+    assert ask("effort", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "9"}) == ("effort 9", None)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "ignored"),
+    [
+        (CHAT, {"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning.effort, reasoning_effort"),
+        (CHAT, {"reasoning": {}, "verbosity": "medium"}, None),
+        (CHAT, {"verbosity": "low", "stream": True}, "verbosity"),
+        (CHAT, {"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens"),
+        (RESPONSES, {"reasoning": {"effort": "low", "summary": "auto"}}, "reasoning.effort, reasoning.summary"),
+        (RESPONSES, {"text": {"verbosity": "low"}, "stream": True}, "text.verbosity"),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        (MESSAGES, {"thinking": {"type": "disabled"}}, None),
+        (MESSAGES, {"thinking": {"type": "adaptive"}}, None),
+        (MESSAGES, {"output_config": {"effort": "high"}, "stream": True}, "output_config.effort"),
+    ],
+)
+def test_what_has_no_effect_is_told_in_the_words_of_the_route(
+    ask: Ask, path: str, fields: dict[str, Any], ignored: str | None
+) -> None:
+    assert ask("never", path, **fields) == ("", ignored)
+
+
+def test_of_two_efforts_one_counts(ask: Ask) -> None:
+    told = ask("switch", reasoning={"effort": "none"}, reasoning_effort="high")
+    assert told == ("off<think>", "reasoning_effort")
+    told = ask("switch", MESSAGES, thinking={"type": "disabled"}, output_config={"effort": "high"})
+    assert told == ("off<think>", "output_config.effort")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"messages": QUESTION, "reasoning": {"max_tokens": 9}}, "reasoning.max_tokens"),
+        (
+            MESSAGES,
+            {"messages": QUESTION, "max_tokens": 20, "thinking": {"type": "enabled", "budget_tokens": 9}},
+            "thinking.budget_tokens",
+        ),
+    ],
+)
+def test_a_limit_of_reasoning_that_cannot_be_kept_is_refused(
+    servers: dict[str, tuple[Served, FakeEngine]], path: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = servers["always"][0].post(path, fields)
+    assert answer.status_code == 400
+    assert "cannot be held to 9 tokens" in answer.json()["error"]["message"]
+    assert answer.json()["error"].get("param", param) == param
+
+
+@pytest.mark.parametrize("effort", ["lowest", 3, ""])
+def test_an_unknown_effort_is_refused(servers: dict[str, tuple[Served, FakeEngine]], effort: Any) -> None:
+    for field in ("reasoning_effort", "verbosity"):
+        answer = servers["never"][0].post(CHAT, {"messages": QUESTION, field: effort})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+def test_responses_repeat_what_was_asked(servers: dict[str, tuple[Served, FakeEngine]]) -> None:
+    answer = servers["never"][0].post(RESPONSES, {"input": "Hi", "reasoning": {"effort": "low"}}).json()
+    assert answer["reasoning"] == {"effort": "low", "summary": None}

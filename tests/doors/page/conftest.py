@@ -1,0 +1,161 @@
+"""The page in a real browser, over a server with the model in the box. All tests share one browser and one server.
+
+Whatever a test does, the page calls nobody but its server, and its console stays empty: that is checked behind each.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.doors.http.serving import Served
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+DROP = """files => {
+  const transfer = new DataTransfer();
+  for (const [name, bytes] of files) transfer.items.add(new File([new Uint8Array(bytes)], name));
+  const dropped = new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true });
+  document.getElementById("drop").dispatchEvent(dropped);
+}"""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run all of them in one worker, which starts the browser and the server once; together they take a while."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.xdist_group("page"))
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="package")
+def reading(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with the model in the box, which audits all answers; none starts where there is no browser."""
+    from kvlinker.llm import LLM
+    from kvlinker.settings import load_settings
+    from tests.doors.http.serving import serving
+
+    settings = load_settings(
+        state_dir=tmp_path_factory.mktemp("page"),
+        audit="100%",
+        kv_slots=8192,
+        host_memory=256 * 2**20,
+        disk_space=256 * 2**20,
+    )
+    with serving(LLM.from_settings(settings), settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def guarded(reading: Served) -> Iterator[Served]:
+    """The same behind API keys."""
+    from tests.doors.http.serving import serving
+
+    settings = reading.llm.settings.model_copy(update={"api_keys": ("key-alpha", "key-beta")})
+    with serving(reading.llm, settings, closes=False) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip("chromium is not installed (a Debian package; 'make test' as root installs it)")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (a package of [dev])")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=program)
+        yield launched
+        launched.close()
+
+
+@dataclass
+class Watched:
+    """A page, and what was seen of it from outside."""
+
+    page: Page
+    context: BrowserContext
+    url: str
+    requests: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+    expected: tuple[str, ...] = ()
+    """Parts of complaints that the test means to cause."""
+
+    def drop(self, **files: str | bytes) -> None:
+        """Drop files on the page; ``__`` in a name stands for a dot."""
+        self.drop_all({name.replace("__", "."): content for name, content in files.items()})
+
+    def drop_all(self, files: Mapping[str, str | bytes]) -> None:
+        """Drop files on the page, and wait until each is cached or refused."""
+        before = self.page.locator("#uploads li").count()
+        contents = {name: text.encode() if isinstance(text, str) else text for name, text in files.items()}
+        self.page.evaluate(DROP, [[name, list(content)] for name, content in contents.items()])
+        self.page.locator("#uploads li").nth(before + len(files) - 1).wait_for()
+        self.page.locator("#uploads progress").first.wait_for(state="detached")
+
+    def ask(self, question: str) -> None:
+        """Ask, and wait for the answer and its prompt."""
+        before = self.page.locator(".turn .compare").count()
+        self.page.fill("#question", question)
+        self.page.press("#question", "Enter")
+        self.page.locator(".turn .compare").nth(before).wait_for()
+        self.page.get_by_text(f"Of “{question}”").wait_for()
+
+    @property
+    def answers(self) -> list[str]:
+        return self.page.locator(".turn > .answered").all_inner_texts()
+
+
+@pytest.fixture
+def opened(browser: Browser) -> Iterator[Callable[..., Watched]]:
+    """Opens pages: ``opened(url, **options of a browser context)``."""
+    pages: list[Watched] = []
+
+    def open_page(url: str, **options: object) -> Watched:
+        options = {"viewport": {"width": 1280, "height": 900}, "locale": "en-GB"} | options
+        context = browser.new_context(**options)
+        context.set_default_timeout(10_000)
+        watched = Watched(context.new_page(), context, url)
+        pages.append(watched)
+        watched.page.on("request", lambda request: watched.requests.append(request.url))
+        watched.page.on("pageerror", lambda error: watched.complaints.append(str(error)))
+        watched.page.on("console", lambda message: watched.complaints.append(f"{message.type}: {message.text}"))
+        watched.page.goto(f"{url}/")
+        watched.page.evaluate(
+            "document.getElementById('answer-tokens').value = 16"
+        )  # the model goes on and on where it knows no answer
+        return watched
+
+    yield open_page
+    for watched in pages:
+        elsewhere = [url for url in watched.requests if not url.startswith((f"{watched.url}/", "data:"))]
+        complaints = [text for text in watched.complaints if not any(part in text for part in watched.expected)]
+        watched.context.close()
+        assert not elsewhere, "the page calls nobody but its server"
+        assert not complaints
+
+
+@pytest.fixture
+def shown(reading: Served, opened: Callable[..., Watched]) -> Watched:
+    """The page of a server that has cached nothing."""
+    return fresh_page(reading, opened)
+
+
+def fresh_page(served: Served, opened: Callable[..., Watched], **options: object) -> Watched:
+    """Open the page of a server whose context caches have been deleted."""
+    while ids := [cache["id"] for cache in served.get("/v1/context_caches?limit=100").json()["data"]]:
+        for cache_id in ids:
+            served.http.delete(f"/v1/context_caches/{cache_id}")
+    watched = opened(served.url, **options)
+    watched.page.get_by_text("Nothing is cached yet.").wait_for()
+    watched.page.locator("#policy option").nth(1).wait_for(state="attached")
+    return watched

@@ -1,0 +1,88 @@
+"""The pictures of the documentation: taken anew, and kept, where KVLINKER_PICTURES is set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.doors.http.serving import Served
+from tests.doors.page.conftest import Watched, fresh_page
+
+IMAGES = Path(__file__).parents[3] / "docs" / "images"
+SCREEN = {"width": 1180, "height": 1000}
+PHONE = {"width": 390, "height": 844}
+COLOURS = 96
+
+HOMES = (
+    ("north", "Tom Reyes lives in Oslo. He works as a pilot.\nIda Okoye lives in Turku. She works as a teacher.\n"),
+    ("south", "Mira Holt lives in Varna. She works as a baker.\nLeo Novak lives in Rome. He works as a painter.\n"),
+    ("west", "Ana Petrov lives in Lima. She works as a nurse.\nJon Berg lives in Quito. He works as a lawyer.\n"),
+    ("east", "Max Chen lives in Hanoi. He works as a farmer.\nEva Silva lives in Osaka. She works as a tailor.\n"),
+)
+
+
+@pytest.fixture
+def keep(tmp_path: Path) -> Callable[[str, bytes], None]:
+    """Keeps a picture with few colours, for it is drawn and not photographed."""
+    folder = IMAGES if os.environ.get("KVLINKER_PICTURES") else tmp_path
+
+    def keep_picture(name: str, taken: bytes) -> None:
+        path = folder / f"page{name}.png"
+        path.write_bytes(taken)
+        Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+        assert 5_000 < path.stat().st_size < 100_000
+
+    return keep_picture
+
+
+def asked(watched: Watched, question: str) -> Watched:
+    """Ask a question about four documents."""
+    watched.drop_all({f"people/{name}.md": text for name, text in HOMES})
+    watched.ask(question)
+    watched.page.locator("#question").blur()
+    return watched
+
+
+def houses() -> dict[str, str]:
+    """Eleven texts of some ninety tokens, each of a person of its own."""
+    firsts = ["Tom", "Ida", "Mira", "Leo", "Ana", "Jon", "Max", "Eva", "Paul", "Vera", "Hugo"]
+    lasts = ["Reyes", "Okoye", "Holt", "Novak", "Petrov", "Berg", "Chen", "Silva", "Weber", "Costa", "Moreau"]
+    cities = ["Oslo", "Turku", "Varna", "Rome", "Lima", "Quito", "Hanoi", "Osaka", "Accra", "Turin", "Cairo"]
+    looks = ["old", "new", "red", "blue", "small", "tall", "grey", "green"]
+    texts = {}
+    for at, (first, last, city) in enumerate(zip(firsts, lasts, cities, strict=True)):
+        windows = [f"The {looks[(at + each) % 8]} house has {at * 8 + each} windows." for each in range(8)]
+        texts[f"houses/{last.lower()}.md"] = f"{first} {last} lives in {city}. {' '.join(windows)}\n"
+    return texts
+
+
+def test_picture_of_the_page(
+    reading: Served, opened: Callable[..., Watched], keep: Callable[[str, bytes], None]
+) -> None:
+    watched = asked(fresh_page(reading, opened, viewport=SCREEN), "What does Leo Novak work as?")
+    keep("", watched.page.screenshot())
+
+
+def test_picture_of_a_phone_in_the_dark(
+    reading: Served, opened: Callable[..., Watched], keep: Callable[[str, bytes], None]
+) -> None:
+    watched = fresh_page(reading, opened, viewport=PHONE, color_scheme="dark", is_mobile=True)
+    asked(watched, "Where does Eva Silva live?")
+    watched.page.locator("#prompt").evaluate("element => element.scrollIntoView()")
+    keep("-phone", watched.page.screenshot())
+
+
+def test_picture_of_a_comparison(
+    reading: Served, opened: Callable[..., Watched], keep: Callable[[str, bytes], None]
+) -> None:
+    watched = fresh_page(reading, opened, viewport=SCREEN)
+    watched.drop_all(houses())
+    watched.page.fill("#limit", "11")
+    watched.ask("Where does Leo Novak live?")
+    watched.page.get_by_role("button", name="Compare with the full computation").click()
+    watched.page.locator(".verdict").wait_for()
+    keep("-comparison", watched.page.locator("#comparison").screenshot())

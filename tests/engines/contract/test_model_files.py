@@ -1,0 +1,196 @@
+"""What is no model of transformers is refused; the fingerprint of a model is that of its files, which are read once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from transformers import AutoTokenizer
+
+from kvlinker.base.errors import ModelLoadError
+from kvlinker.engines.contract.model_files import FINGERPRINTS, fingerprint_of_files, read_tokenizer
+from kvlinker.engines.contract.model_place import check_model
+from kvlinker.settings import load_settings
+
+
+def complaint(model: str | Path) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        read_tokenizer(load_settings(model=str(model)))
+    return caught.value.message
+
+
+def test_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model-Q4_K_M.gguf").touch()
+    for model in (tmp_path / "weights", tmp_path / "weights" / "model-Q4_K_M.gguf", "someone/Qwen3-0.6B-GGUF"):
+        text = complaint(model)
+        assert text.startswith(f"{model} is GGUF")
+        assert "weights=int4" in text
+
+
+def test_other_places_without_a_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    assert complaint(tmp_path / "model.safetensors").startswith(f"{tmp_path}/model.safetensors is a file. Give")
+    assert "has no config.json" in complaint(tmp_path)
+    for model in (str(tmp_path / "nowhere"), "./nowhere", "models/of/mine"):
+        assert complaint(model) == f"No model at {model}: there is no such folder."
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A hub that knows no model; returns the paths that it was asked for."""
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        set_hub(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+        yield asked
+        server.shutdown()
+
+
+def set_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    for name in ("ENDPOINT", "_HF_DEFAULT_ENDPOINT"):
+        monkeypatch.setattr(huggingface_hub.constants, name, url)
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that transformers is asked to load, all of which fail."""
+    asked: list[str] = []
+
+    def fails(model: str, **_: Any) -> None:
+        asked.append(model)
+        raise OSError("no such files")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fails)
+    return asked
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, loaded: list[str]) -> None:
+    """By us: transformers' loading waits and tries again for most of a minute."""
+    set_hub(monkeypatch, "http://127.0.0.1:9")  # nobody listens there
+    text = complaint("someone/model")
+    assert "'someone/model' is not on this machine, and the Hugging Face hub cannot be reached" in text
+    assert loaded == []
+
+
+def test_what_the_hub_answers_is_left_to_the_loading(hub: list[str], loaded: list[str]) -> None:
+    assert "no such files" in complaint("someone/model")
+    assert (hub, loaded) == (["/someone/model/resolve/main/config.json"], ["someone/model"])
+
+
+def test_a_revision_on_this_machine_needs_no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_hub(monkeypatch, "http://127.0.0.1:9")
+    folder = tmp_path / "models--someone--model"
+    (folder / "snapshots" / "1").mkdir(parents=True)
+    (folder / "snapshots" / "1" / "config.json").write_text("{}")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "v1").write_text("1")
+    options = {"download_dir": str(tmp_path)}
+    check_model(load_settings(model="someone/model", vllm_options={**options, "revision": "v1"}))
+    with pytest.raises(ModelLoadError, match="is not on this machine"):
+        check_model(load_settings(model="someone/model", vllm_options=options))
+
+
+def test_a_model_on_this_machine_needs_no_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loaded: list[str]
+) -> None:
+    set_hub(monkeypatch, "http://127.0.0.1:9")
+    folder = tmp_path / "models--someone--model"
+    (folder / "snapshots" / "1").mkdir(parents=True)
+    (folder / "snapshots" / "1" / "config.json").write_text("{}")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("1")
+    check_model(load_settings(model="someone/model", vllm_options={"download_dir": str(tmp_path)}))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    complaint("someone/model")
+    assert loaded == ["someone/model"]
+
+
+@pytest.mark.parametrize("offline", [True, False])
+@pytest.mark.usefixtures("hub")
+def test_hub_ids_without_a_network(monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("no files") from (LocalEntryNotFoundError("no network") if offline else KeyError("a key"))
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fails)
+    text = complaint("someone/model")
+    assert ("hf download someone/model --local-dir" in text) == offline
+    assert "'someone/model'" in text
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text('{"hidden_size": 8, "transformers_version": "5"}')
+    for part in (1, 2):
+        (made / f"model-0000{part}-of-00002.safetensors").write_bytes(bytes([part]) * 1000)
+    (made / "consolidated.safetensors").write_bytes(b"the same weights in another form")
+    return made
+
+
+def name_of(folder: Path, dtype: torch.dtype = torch.float32) -> str | None:
+    return fingerprint_of_files(folder, dtype, state_dir=folder.parent / "state")
+
+
+def test_a_copy_has_the_same_name(folder: Path) -> None:
+    copy = shutil.copytree(folder, folder.parent / "copy")
+    (copy / "config.json").write_text('{"transformers_version": "6", "hidden_size": 8}')
+    (copy / "consolidated.safetensors").unlink()
+    (copy / "README.md").write_text("more")
+    assert name_of(copy) == name_of(folder) != name_of(folder, torch.bfloat16)
+
+
+@pytest.mark.parametrize("changed", ["config.json", "model-00002-of-00002.safetensors"])
+def test_what_changes_the_model_changes_its_name(folder: Path, changed: str) -> None:
+    before = name_of(folder)
+    (folder / changed).write_bytes((folder / changed).read_bytes().replace(b"8", b"9").replace(b"\2", b"\3"))
+    assert name_of(folder) != before
+
+
+def test_weights_are_read_once_until_size_or_time_changes(folder: Path) -> None:
+    before = name_of(folder)
+    file = folder / "model-00001-of-00002.safetensors"
+    time = file.stat().st_mtime_ns
+    file.write_bytes(bytes([7]) * 1000)
+    os.utime(file, ns=(time, time))
+    memory = folder.parent / "state" / FINGERPRINTS
+    written = memory.stat().st_ino
+    assert name_of(folder) == before
+    assert memory.stat().st_ino == written, "nothing is new"
+    os.utime(file, ns=(time, time + 1))
+    assert name_of(folder) != before
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"x": 1}'])
+def test_a_damaged_memory_is_none(folder: Path, content: str) -> None:
+    before = name_of(folder)
+    (folder.parent / "state" / FINGERPRINTS).write_text(content)
+    assert name_of(folder) == before
+
+
+def test_folders_without_weights_have_no_name(folder: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    assert name_of(folder) is None

@@ -1,0 +1,143 @@
+import logging
+
+import pytest
+import torch
+
+from kvlinker.engines.embedded import native
+from kvlinker.engines.embedded.attention.kernels import choose_kernel
+from kvlinker.engines.embedded.attention.native_dots import NativeDots, dot_products, native_dots
+from kvlinker.engines.embedded.attention.native_kernel import NativeAttention
+from kvlinker.engines.embedded.attention.torch_kernels import TorchAttention
+from kvlinker.engines.embedded.model.anatomy import LayerShape
+from kvlinker.engines.embedded.native import NativeUnavailableError
+from tests.engines.embedded.toy_rotary import toy_rotary
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def native_kernel():
+    try:
+        return NativeAttention()
+    except NativeUnavailableError as error:
+        pytest.skip(f"no native attention: {error}")
+
+
+def choose(*, dtype=torch.bfloat16, device=CPU, **options):
+    return choose_kernel((), dtype=dtype, device=device, **options)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dtype": torch.float32}, {"device": torch.device("cuda")}, {"use_native": False}], ids=str
+)
+def test_torch_where_native_code_does_not_fit(changes):
+    assert isinstance(choose(**changes), TorchAttention)
+
+
+def layer(**changes):
+    return LayerShape(**{"query_heads": 1, "kv_heads": 1, "key_dim": 64, "value_dim": 64, "rotary": None} | changes)
+
+
+def test_native_where_it_fits(native_kernel, native_anew):
+    layers = layer(), layer(rotary=toy_rotary()), layer(rotary=toy_rotary(pairing="interleaved"))
+    assert isinstance(choose_kernel(layers, dtype=torch.bfloat16, device=CPU), NativeAttention)
+
+
+@pytest.mark.parametrize("changes", [{"key_dim": 33}, {"rotary": toy_rotary(pairing=None)}], ids=["width", "pairing"])
+def test_torch_for_odd_widths_and_unknown_pairings(changes):
+    assert isinstance(choose_kernel((layer(**changes),), dtype=torch.bfloat16, device=CPU), TorchAttention)
+
+
+def test_torch_on_other_cpus(native_anew, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    with caplog.at_level(logging.INFO):
+        assert isinstance(choose(), TorchAttention)
+        assert isinstance(choose(), TorchAttention)
+    assert [record.message for record in caplog.records] == [
+        "Attention takes PyTorch's kernels: the CPU has no AVX512-BF16."
+    ]
+
+
+@pytest.fixture
+def capable(monkeypatch):
+    """The CPU passes for one that has what native code needs."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"), [("/nowhere/g++", "No such file"), ("false", "false failed: no message")]
+)
+def test_torch_where_nothing_compiles(capable, native_anew, monkeypatch, caplog, compiler, message):
+    monkeypatch.setenv("CXX", compiler)
+    with caplog.at_level(logging.INFO):
+        assert isinstance(choose(), TorchAttention)
+    assert message in caplog.text
+
+
+def test_torch_where_the_cache_cannot_be_written(capable, native_anew, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert isinstance(choose(), TorchAttention)
+
+
+def without_rotation(kernel, plan, key, value, slots, rotary, into, write=NativeAttention.write):
+    write(kernel, plan, key, value, slots, None, into)
+
+
+def keys_for_values(kernel, plan, key, value, slots, rotary, into, write=NativeAttention.write):
+    write(kernel, plan, key, key, slots, rotary, into)
+
+
+WRONG = {
+    "attention": ("attend", lambda *_, output, **__: output.zero_()),
+    "writing keys": ("write", without_rotation),
+    "writing values": ("write", keys_for_values),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_torch_where_native_code_is_wrong(native_kernel, native_anew, monkeypatch, caplog, what):
+    monkeypatch.setattr(NativeAttention, *WRONG[what])
+    with caplog.at_level(logging.INFO):
+        assert isinstance(choose(), TorchAttention)
+    assert f"{what} by native code is wrong on this machine" in caplog.text
+
+
+def test_without_a_compiler_products_of_queries_and_keys_are_pytorchs(capable, native_anew, monkeypatch, caplog):
+    tried = []
+
+    def missing(source):
+        tried.append(source)
+        raise NativeUnavailableError("no compiler")
+
+    monkeypatch.setattr(native, "load_library", missing)
+    query, key = torch.ones(4, 3, 64).bfloat16(), torch.ones(2, 20, 64).bfloat16()
+    with caplog.at_level(logging.INFO):
+        assert dot_products(query, key) is None
+        assert dot_products(query, key) is None
+    assert len(tried) == 1, "the compiler is asked once"
+    assert caplog.text.count("no compiler") == 1
+
+
+def test_wrong_products_of_queries_and_keys_are_not_trusted(native_kernel, native_anew, monkeypatch, caplog):
+    monkeypatch.setattr(NativeDots, "multiply", lambda _, query, key: torch.zeros(*query.shape[:2], key.shape[1]))
+    with caplog.at_level(logging.INFO):
+        assert native_dots() is None
+    assert "the product of queries and keys by native code is wrong on this machine" in caplog.text
+
+
+@pytest.fixture
+def other_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_products_are_fp32_while_a_model_is_loaded_in_another_precision(native_kernel, other_default_dtype):
+    query, key = (torch.randn(heads, 7, 64).bfloat16() for heads in (4, 2))
+    products = dot_products(query, key)
+    assert products is not None
+    assert products.dtype == torch.float32
+    expected = query.float() @ key.float().repeat_interleave(2, dim=0).mT
+    torch.testing.assert_close(products, expected, rtol=1e-4, atol=1e-4)

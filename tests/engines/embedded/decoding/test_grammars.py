@@ -1,0 +1,183 @@
+"""Answers that follow a grammar are valid, whatever the model would say."""
+
+import json
+import re
+import threading
+
+import pytest
+
+from kvlinker.base.errors import EngineClosedError, InvalidRequestError
+from kvlinker.base.types.grammars import AnswerGrammar
+from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.engines.contract.contract import GenerationRequest
+from kvlinker.engines.embedded.decoding.grammars import GrammarGuide, GrammarGuides
+from kvlinker.linking import parse_policy
+from kvlinker.quality.bench.harness.shapes import byte_tokenizer
+from tests.engines.embedded.conftest import Outcome, linked_prompt
+from tests.schemas import SCHEMAS, UNENFORCEABLE, check
+from tests.toy_models import loaded_model
+
+TOKENS = byte_tokenizer().get_vocab()
+CLOSING = {TOKENS[character]: 3.0 for character in '"}],0123456789'}
+"""A little more weight on what ends strings, lists and objects: random weights seldom do."""
+
+SAMPLING = {"temperature": 1, "ignore_eos": False, "logit_bias": CLOSING, "logprobs": None, "max_tokens": 300}
+
+
+def valid_answers(made, count):
+    """Ask for ``count`` answers under the schemas in turn; return how many came to their end, all of them valid."""
+    names = [list(SCHEMAS)[number % len(SCHEMAS)] for number in range(count)]
+    prompts = [linked_prompt(20, seed=number) for number in range(len(SCHEMAS))]
+    ended = 0
+    for first in range(0, count, 64):
+        submitted = [
+            (
+                name,
+                made.submit(
+                    prompts[number % len(prompts)],
+                    "naive",
+                    seed=first + number,
+                    grammar=AnswerGrammar.json_schema(SCHEMAS[name]),
+                    **SAMPLING,
+                )[0],
+            )
+            for number, name in enumerate(names[first : first + 64])
+        ]
+        for name, outcome in submitted:
+            outcome.wait()
+            assert outcome.finished is not None, (name, outcome.failed)
+            if outcome.finished.reason == "stop":
+                ended += 1
+                check(SCHEMAS[name], json.loads(outcome.text))
+    return ended
+
+
+def test_there_are_enough_schemas():
+    assert len(SCHEMAS) >= 30
+
+
+@pytest.mark.slow
+def test_answers_are_valid_under_every_schema(bench):
+    assert valid_answers(bench(kv_slots=32_768), len(SCHEMAS) * 2) > len(SCHEMAS)
+
+
+@pytest.mark.slow
+def test_a_thousand_answers_are_valid(bench):
+    assert valid_answers(bench(kv_slots=32_768), 1000) > 600
+
+
+@pytest.mark.parametrize("name", UNENFORCEABLE)
+def test_what_cannot_be_enforced_is_refused_with_the_cause(bench, name):
+    schema, cause = UNENFORCEABLE[name]
+    grammar = AnswerGrammar.json_schema(schema, param="response_format")
+    with pytest.raises(InvalidRequestError, match=re.escape(cause)) as caught:
+        bench().answer(linked_prompt(20), grammar=grammar)
+    assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "cause"),
+    [
+        ("json", "{", "line 1 column 2"),
+        ("json", "[1]", "object"),
+        ("regex", "(", "unclosed"),
+        ("regex", r"(?!a)b", "look-ahead"),
+        ("grammar", "start: missing", "missing"),
+        ("grammar", "what is this?", "grammar"),
+        ("regex", "a" * 8193, "8,193 characters"),
+        ("grammar", "start: " + "a" * 32_768, "32,775 characters"),
+        ("grammar", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(500)), "501 rules"),
+        ("grammar", "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(500)), "501 rules"),
+        ("json", json.dumps({"properties": {f"p{i}": {} for i in range(4000)}}), "8,002 fields"),
+        ("json", json.dumps({"enum": list(range(8000))}), "8,001 fields"),
+        ("json", json.dumps({"$defs": {f"d{i}": {"$ref": "#"} for i in range(501)}}), "501 references"),
+        ("json", json.dumps({"anyOf": [{"pattern": "a?" * 2500}, {"pattern": "b?" * 2500}]}), "10,000 characters of p"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(bench, kind, source, cause):
+    with pytest.raises(InvalidRequestError, match=cause):
+        bench().answer(linked_prompt(20), grammar=AnswerGrammar(kind, source))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (AnswerGrammar("regex", r"[a-f]{3,5}-(x|yy)"), r"[a-f]{3,5}-(x|yy)"),
+        (AnswerGrammar.choice(["yes", "no", 'a "quoted"\n one', "\U0001f600"]), 'yes|no|a "quoted"\n one|\U0001f600'),
+        (AnswerGrammar.choice(["a", "ab", "abc"]), "a|ab|abc"),
+        (AnswerGrammar("grammar", 'start: "<" WORD ">"\nWORD: /[xyz]{1,4}/'), "<[xyz]{1,4}>"),
+        (AnswerGrammar("grammar", 'root ::= "a" digit digit\ndigit ::= [0-9]'), "a[0-9]{2}"),
+    ],
+    ids=["regex", "choice", "choices that begin alike", "Lark", "GBNF"],
+)
+def test_other_notations(bench, grammar, pattern):
+    made = bench()
+    outcomes, _ = made.submit_choices(linked_prompt(20), 6, policy="naive", seed=3, grammar=grammar, **SAMPLING)
+    for outcome in outcomes:
+        assert re.fullmatch(pattern, outcome.wait().text), outcome.text
+        assert outcome.finished.reason == "stop"
+
+
+def test_the_end_of_the_grammar_is_the_end_of_the_answer(bench):
+    """Whatever the request says of endings, and greedily, too."""
+    made = bench()
+    for options in ({"ignore_eos": True}, {"min_tokens": 50, "max_tokens": 60}, {"temperature": 0}):
+        outcome = made.answer(linked_prompt(20), grammar=AnswerGrammar.choice(["abc"]), **(SAMPLING | options))
+        assert (outcome.text, outcome.finished.reason) == ("abc", "stop")
+
+
+def test_an_answer_that_is_cut_tells_so(bench):
+    outcome = bench().answer(
+        linked_prompt(20), grammar=AnswerGrammar("regex", "[ab]{20}"), **SAMPLING | {"max_tokens": 9}
+    )
+    assert outcome.finished.reason == "length"
+    assert re.fullmatch("[ab]{9}", outcome.text)
+
+
+def test_what_a_request_forbids_may_leave_nothing(bench):
+    refused = Outcome()
+    sampling = SamplingParams(grammar=AnswerGrammar("regex", "a+b"))
+    request = GenerationRequest(linked_prompt(20), parse_policy("naive"), sampling, bad_words=((TOKENS["a"],),))
+    bench().engine.generate(request, refused.put)
+    error = refused.wait().failed.error
+    assert "No token is left" in error.message
+    assert error.status == 400
+
+
+def test_answers_go_on_after_they_gave_their_slots_up(bench):
+    """The guide of a preempted answer knows where it was."""
+    made = bench(kv_slots=400, max_step_tokens=64)
+    grammar = AnswerGrammar("regex", "([a-d]{2},){40}end")
+    prompts = [linked_prompt(fresh=30, seed=seed) for seed in range(6)]
+    with made.held():
+        submitted = [
+            made.submit(prompt, seed=1, grammar=grammar, **SAMPLING | {"max_tokens": 150})[0] for prompt in prompts
+        ]
+    for outcome in submitted:
+        assert re.fullmatch("([a-d]{2},){40}end", outcome.wait().text)
+    assert made.engine.scheduler.preemptions > 0
+
+
+def test_masks_are_computed_beside_the_engines_thread(bench, monkeypatch):
+    seen = set()
+    mask = GrammarGuide._mask
+
+    def noting(guide):
+        seen.add(threading.current_thread().name)
+        return mask(guide)
+
+    monkeypatch.setattr(GrammarGuide, "_mask", noting)
+    bench().answer(linked_prompt(20), grammar=AnswerGrammar("regex", "[ab]{5}"), **SAMPLING)
+    assert {name.partition("_")[0] for name in seen} == {"kvlinker-grammar"}
+
+
+def test_a_grammar_is_compiled_once_and_a_closed_engine_takes_none():
+    guides = GrammarGuides(loaded_model("llama"))
+    grammar = AnswerGrammar("regex", "[ab]{5}")
+    for _ in range(3):
+        guides.prepare(grammar)
+    assert guides._compiled.cache_info().misses == 1
+    make = guides.prepare(grammar)
+    guides.close()
+    with pytest.raises(EngineClosedError):
+        make()

@@ -1,0 +1,188 @@
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.base.types.answers import TokenLogprob
+from kvlinker.base.types.sampling import SamplingParams
+from kvlinker.engines.embedded.decoding.sampling import Sampler
+
+LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.5])
+
+
+def draws(count=2000, tokens=(), prompt_length=0, logits=LOGITS, endings=(), bad_words=(), **params):
+    sampler = Sampler(SamplingParams(**params), prompt_length=prompt_length, endings=endings, bad_words=bad_words)
+    history = torch.tensor(tokens, dtype=torch.long)
+    return [sampler.sample(logits, lambda: history) for _ in range(count)]
+
+
+def logprob(token: int, params: SamplingParams) -> TokenLogprob:
+    """Return what is told of ``token`` to a request that wants log probabilities."""
+    entry = Sampler(params, prompt_length=0).logprob(LOGITS, token, str)
+    assert entry is not None
+    return entry
+
+
+def test_temperature_zero_is_greedy():
+    assert set(draws(temperature=0)) == {1}
+
+
+def test_sampling_follows_the_softmax():
+    drawn = draws(20_000, seed=1)
+    expected = torch.softmax(LOGITS, -1)
+    for token in range(5):
+        assert drawn.count(token) / 20_000 == pytest.approx(float(expected[token]), abs=0.02)
+
+
+def test_temperature_sharpens():
+    drawn = draws(5000, temperature=0.5, seed=1)
+    assert drawn.count(1) / 5000 == pytest.approx(float(torch.softmax(LOGITS / 0.5, -1)[1]), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        ({"top_k": 2}, {1, 2}),
+        ({"top_k": 1}, {1}),
+        ({"top_p": 0.5}, {1}),
+        ({"top_p": 0.85}, {1, 2}),
+        ({"min_p": 0.3}, {1, 2}),
+        ({"top_k": 3, "min_p": 0.3}, {1, 2}),
+    ],
+)
+def test_filters_keep_the_likeliest(params, allowed):
+    assert set(draws(seed=2, **params)) == allowed
+
+
+def test_a_seed_repeats_and_another_does_not():
+    assert draws(50, seed=7) == draws(50, seed=7)
+    assert draws(50, seed=7) != draws(50, seed=8)
+    assert draws(50) != draws(50)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 2**64 + 5])
+def test_any_whole_number_is_a_seed(seed):
+    assert draws(20, seed=seed) == draws(20, seed=seed)
+
+
+def test_presence_penalty_counts_once_and_only_generated_tokens():
+    assert draws(1, temperature=0, presence_penalty=1.5, tokens=[1, 1, 1], prompt_length=0) == [2]
+    assert draws(1, temperature=0, presence_penalty=1.5, tokens=[1, 1, 1], prompt_length=3) == [1]
+    assert draws(1, temperature=0, presence_penalty=0.9, tokens=[1, 1, 1], prompt_length=0) == [1]
+
+
+def test_frequency_penalty_counts_every_time():
+    assert draws(1, temperature=0, frequency_penalty=0.9, tokens=[1], prompt_length=0) == [1]
+    assert draws(1, temperature=0, frequency_penalty=0.9, tokens=[1, 1], prompt_length=0) == [2]
+
+
+def test_repetition_penalty_counts_the_prompt_too():
+    assert draws(1, temperature=0, repetition_penalty=2.0, tokens=[1], prompt_length=1) == [2]
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    entry = logprob(2, SamplingParams(temperature=0.1, top_k=1, logprobs=2))
+    expected = torch.log_softmax(LOGITS, -1)
+    assert entry.token_id == 2
+    assert entry.text == "2"
+    assert entry.logprob == pytest.approx(float(expected[2]))
+    assert [top.token_id for top in entry.top] == [1, 2]
+    assert entry.top[0].logprob == pytest.approx(float(expected[1]))
+    assert math.exp(entry.logprob) < 1
+
+
+def test_logprobs_only_where_wanted():
+    assert Sampler(SamplingParams(), prompt_length=0).logprob(LOGITS, 2, str) is None
+    assert logprob(2, SamplingParams(logprobs=0)).top == ()
+    assert len(logprob(2, SamplingParams(logprobs=20)).top) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("temperature", "warm"),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-300),
+        ("presence_penalty", 3),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("prompt_logprobs", 1001),
+        ("bad_words", ("",)),
+        ("stop_token_ids", ("a",)),
+        ("stop_token_ids", (2**70,)),
+        ("stop_token_ids", (-1,)),
+        ("logit_bias", {2**70: 1}),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {5: 101}),
+        ("logit_bias", {5: "much"}),
+        ("max_tokens", True),
+        ("logprobs", -1),
+        ("stop", ("",)),
+        ("stop", (3,)),
+        ("stop", None),
+        ("bad_words", 5),
+        ("stop_token_ids", "5"),
+        ("logit_bias", None),
+        ("seed", "7"),
+        ("seed", 1.5),
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(InvalidRequestError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+def test_parameters_can_be_copied_and_sent_to_another_process():
+    params = SamplingParams(logit_bias={5: 1}, stop=("a",))
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
+
+
+def test_whole_numbers_and_a_single_stop_text_will_do():
+    params = SamplingParams(temperature=2, repetition_penalty=2, stop="abc")  # type: ignore[arg-type]  # not a tuple
+    assert params.stop == ("abc",)
+    assert SamplingParams(bad_words="abc").bad_words == ("abc",)  # type: ignore[arg-type]
+    assert len(draws(3, temperature=2, repetition_penalty=2, tokens=[1], prompt_length=1)) == 3
+
+
+def test_the_coldest_temperatures_are_greedy():
+    assert set(draws(50, temperature=1e-40)) == {1}
+
+
+def test_bias_is_added_to_logits():
+    assert draws(1, temperature=0, logit_bias={0: 2.5}) == [0]
+    assert draws(1, temperature=0, logit_bias={1: -1.5}) == [2]
+    assert set(draws(200, seed=1, logit_bias={3: 100})) == {3}
+    assert 1 not in draws(200, seed=1, logit_bias={1: -100})
+
+
+def test_a_bad_word_never_becomes_whole():
+    assert draws(1, temperature=0, bad_words=[(1,)]) == [2]
+    assert draws(1, temperature=0, bad_words=[(4, 1)], tokens=[4]) == [2]
+    assert draws(1, temperature=0, bad_words=[(4, 1)], tokens=[3]) == [1]
+
+
+def test_an_answer_does_not_end_before_its_least_length():
+    ending = {"temperature": 0, "endings": {1}, "min_tokens": 2, "prompt_length": 1}
+    assert draws(1, tokens=[0], **ending) == [2]
+    assert draws(1, tokens=[0, 4], **ending) == [2]
+    assert draws(1, tokens=[0, 4, 4], **ending) == [1]
+
+
+def test_forbidding_everything_is_an_error_with_the_way_out():
+    with pytest.raises(InvalidRequestError, match=r"No token is left.*bad_words"):
+        draws(1, bad_words=[(token,) for token in range(5)])
+
+
+def test_the_least_length_is_not_more_than_the_most():
+    with pytest.raises(InvalidRequestError, match="min_tokens is 9"):
+        SamplingParams(max_tokens=8, min_tokens=9)

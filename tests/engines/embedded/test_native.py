@@ -1,0 +1,62 @@
+import multiprocessing
+import shutil
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvlinker.engines.embedded import native
+from kvlinker.engines.embedded.attention.kernels import native_attention
+from kvlinker.engines.embedded.attention.native_dots import native_dots
+from kvlinker.engines.embedded.model.native_products import native_products
+from kvlinker.engines.embedded.model.norms import native_norm
+from kvlinker.engines.embedded.native import NativeUnavailableError, load_library
+
+SOURCE = Path(native.__file__).with_name("attention.cpp")
+
+
+pytestmark = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() or shutil.which("g++") is None,
+    reason="native code is for CPUs with AVX512-BF16 and without AMX, and needs g++",
+)
+
+
+def test_all_native_code_is_there():
+    for loaded in (native_attention(), native_dots(), native_products(), native_norm()):
+        assert loaded is not None
+
+
+def test_a_source_that_does_not_compile_says_why(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "broken.cpp"
+    source.write_text("int main( {")
+    with pytest.raises(NativeUnavailableError, match=r"failed: .*error"):
+        load_library(source)
+    assert list((tmp_path / "kvlinker").iterdir()) == []
+
+
+def _loads(source):
+    load_library(source)
+    return True
+
+
+@pytest.mark.slow
+def test_processes_build_at_the_same_time(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with ProcessPoolExecutor(3, mp_context=multiprocessing.get_context("fork")) as processes:
+        assert list(processes.map(_loads, [SOURCE] * 3)) == [True] * 3
+    (built,) = (tmp_path / "kvlinker").iterdir()
+    before = built.stat().st_mtime_ns
+    load_library(SOURCE)
+    assert built.stat().st_mtime_ns == before
+
+
+def test_a_header_that_changed_is_compiled_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = Path(shutil.copy(SOURCE.with_name("call.h"), tmp_path / "call.h")).with_suffix(".cpp")
+    source.write_text('#include "call.h"\n')
+    load_library(source)
+    source.with_suffix(".h").write_text("// nothing\n")
+    load_library(source)
+    assert len(list((tmp_path / "kvlinker").iterdir())) == 2

@@ -1,0 +1,189 @@
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.engines.embedded.execution.runner import Runner
+from kvlinker.engines.embedded.model import anatomy, precision
+from kvlinker.engines.embedded.model.anatomy import context_window, trace_layers
+from kvlinker.engines.embedded.model.interception import attention_of
+from kvlinker.engines.embedded.model.precision import in_fp32
+from kvlinker.engines.embedded.model_loading import prepare_model
+from kvlinker.engines.embedded.selftest import require_exact, self_test
+from tests.toy_models import BASE, FAMILIES, YARN_ROPE, tiny_model
+
+
+def worst(checks):
+    """The largest error; that of rotary tables far from the start is fp32's, and is bounded for itself."""
+    return max(check.error for check in checks if check.name != "relocate")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_supported_families_pass_by_a_wide_margin(family):
+    checks = self_test(tiny_model(family))
+    assert [check.name for check in checks] == ["prefill", "recompute", "link", "relocate", "move", "far"]
+    assert worst(checks) < 5e-6
+    assert all(check.passed for check in checks)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_is_checked_in_fp32_and_left_as_it_was(family, dtype):
+    model = tiny_model(family).to(dtype)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert worst(self_test(model)) < 5e-6
+    after = model.state_dict()
+    assert all(after[name].dtype == dtype and torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not any("forward" in vars(module) for module in model.modules())
+    with torch.inference_mode(), attention_of(model, "eager"):
+        assert model(torch.arange(3, 9)[None]).logits.dtype == dtype
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss-sinks", "mixtral-moe"])
+def test_a_model_computes_in_fp32_what_its_copy_in_fp32_would(family, monkeypatch):
+    monkeypatch.setattr(precision, "CHUNK_BYTES", 4000)  # some rows of a linear layer at a time
+    model = tiny_model(family).to(torch.bfloat16)
+    tokens = torch.arange(3, 60)[None]
+    with torch.inference_mode():
+        expected = copy.deepcopy(model).float()(tokens).logits
+        with in_fp32(model):
+            logits = model(tokens).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_module_that_fails_in_fp32_has_its_own_weights_again():
+    model = tiny_model("llama").to(torch.bfloat16)
+    norm = model.model.norm
+    with in_fp32(model), pytest.raises(RuntimeError):
+        norm(torch.zeros(1, 2, 63))
+    assert norm.weight.dtype == torch.bfloat16
+
+
+SCALED = YARN_ROPE | {"llama_4_scaling_beta": 0.1}
+"""Queries beyond position 512 are scaled."""
+
+
+def random_model(kind, **changes):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(BASE | changes))).eval()
+
+
+def test_queries_that_are_scaled_by_position_bound_the_context():
+    model = random_model("ministral3", rope_parameters=SCALED, sliding_window=None)
+    require_exact(model)
+    assert context_window(model) == 512
+
+
+def test_a_context_window_that_is_not_known_is_asked_for(monkeypatch):
+    model = random_model("llama")
+    monkeypatch.delattr(type(model.config), "max_position_embeddings")
+    monkeypatch.delitem(vars(model.config), "max_position_embeddings")
+    with pytest.raises(UnsupportedModelError, match="does not say max_position_embeddings"):
+        require_exact(model)
+
+
+def test_what_depends_on_far_positions_is_refused(monkeypatch):
+    """As with a model that scales its queries by a parameter of another name."""
+    monkeypatch.setattr(anatomy, "QUERY_SCALING", "unknown")
+    model = random_model("ministral3", rope_parameters=SCALED, sliding_window=None)
+    checks = self_test(model)
+    assert [check.name for check in checks if not check.passed] == ["far"]
+    assert checks[-1].error > 1e-2
+    with pytest.raises(UnsupportedModelError, match=r"further on.*1,952 positions"):
+        require_exact(model)
+
+
+def test_a_model_that_knows_places_otherwise_is_refused():
+    """A chunk's KV is then right where it was computed, and wrong where it is linked."""
+    model = random_model("llama")
+
+    def add_positions(layer, args, kwargs):
+        return (args[0] + 0.01 * kwargs["position_ids"][..., None], *args[1:]), kwargs
+
+    model.model.layers[1].register_forward_pre_hook(add_positions, with_kwargs=True)
+    checks = self_test(model)
+    assert [check.passed for check in checks] == [True, True, True, True, False]
+    with pytest.raises(UnsupportedModelError, match=r"where the same text stands further on.*The check move"):
+        require_exact(model)
+
+
+def test_large_attention_scores_are_linked_as_the_model_computes_them():
+    """With an attention scale of 1, as Granite's configuration has it by default, rounding of angles far from the start
+    changes the model's own answers; linking adds nothing to it."""
+    model = random_model("granite", attention_multiplier=1.0)
+    assert worst(self_test(model)) < 2e-5
+
+
+def test_layers_that_keep_a_state_are_seen_however_little_it_does():
+    """A Mamba layer beside attention that adds nothing to what attention gives: no figure could tell."""
+    model = random_model("falcon_h1", head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mamba.out_proj.weight.zero_()
+    with pytest.raises(UnsupportedModelError, match="keep a state"):
+        require_exact(model)
+
+
+def test_an_error_of_pythons_is_not_the_reason(monkeypatch):
+    def failing(runner, batch):
+        raise TypeError("'NoneType' object is not subscriptable")
+
+    model = random_model("llama")
+    monkeypatch.setattr(Runner, "step", failing)
+    with pytest.raises(UnsupportedModelError, match="attention is computed in a form of its own") as caught:
+        require_exact(model)
+    assert "NoneType" not in caught.value.message
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_memory_that_is_exhausted_is_no_kind_of_model(monkeypatch):
+    def exhausted(runner, batch):
+        raise MemoryError
+
+    monkeypatch.setattr(Runner, "step", exhausted)
+    with pytest.raises(MemoryError):
+        require_exact(random_model("llama"))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "bloom", "mamba", "gptj", "falcon", "deepseek_v3"])
+def test_models_that_cannot_be_linked_are_refused_clearly(kind):
+    config = AutoConfig.for_model(kind, **BASE)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError) as caught:
+        prepare_model(model, None)
+    assert type(model).__name__ in caught.value.message
+
+
+def test_a_norm_behind_the_rotary_embedding_is_found_out():
+    """Normalised after rotation, keys cannot be stored without it: only the figures tell."""
+    config = AutoConfig.for_model("hunyuan_v1_dense", **BASE, head_dim=16)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight += 0.3 * torch.randn_like(weight)
+    with pytest.raises(UnsupportedModelError, match="prefill"):
+        require_exact(model)
+
+
+def test_layers_tell_their_shapes_and_rotary_kinds():
+    layers = trace_layers(tiny_model("gemma3"))
+    assert len(layers) == 7
+    assert {(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in layers} == {(4, 2, 16)}
+    assert len({id(layer.rotary) for layer in layers}) == 2
+    assert layers[5].rotary is not layers[0].rotary
+    no_rotary = [layer.rotary is None for layer in trace_layers(tiny_model("cohere2-interleaved-nope"))]
+    assert no_rotary == [False, False, False, True, False]
+
+
+def test_other_models_in_the_process_keep_working():
+    tokens = torch.arange(3, 60)[None]
+    model = tiny_model("llama")
+    with torch.inference_mode():
+        before = model(tokens).logits
+        prepare_model(tiny_model("llama"), None)
+        after = model(tokens).logits
+    assert torch.equal(before, after)

@@ -1,0 +1,51 @@
+"""What the connector is told, and what it says of options that it cannot take."""
+
+from pathlib import Path
+
+import pytest
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.engines.vllm.options import ConnectorOptions, connector_settings
+from kvlinker.engines.vllm.worker.worker_chunks import WorkerChunks
+from kvlinker.store import StoreError
+from kvlinker.store.format.encryption import Sealing
+
+
+def test_the_connectors_own_options_are_taken_out():
+    options = {"slice_tokens": 9, "policy": "naive"}
+    assert ConnectorOptions.taken_from(options).slice_tokens == 9
+    assert connector_settings(options).policy == "naive"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"state_dri": "/data"},
+            r"no setting 'state_dri' \(from kv_connector_extra_config: state_dri\). Did you mean 'state_dir'",
+        ),
+        ({"host_memory": "much"}, "host_memory is 'much' .from kv_connector_extra_config"),
+        ({"port": -1}, "port is -1 .from kv_connector_extra_config"),
+    ],
+)
+def test_bad_settings_are_named_in_one_line(options, told):
+    with pytest.raises(InvalidRequestError, match=told) as caught:
+        connector_settings(options)
+    assert "\n" not in caught.value.message
+
+
+def test_secrets_are_not_told():
+    with pytest.raises(InvalidRequestError) as caught:
+        connector_settings({"encryption_key": ["a-secret"]})
+    assert "a-secret" not in caught.value.message
+
+
+def test_variables_are_named_as_settings(monkeypatch):
+    monkeypatch.setenv("KVLINKER_HOST_MEMORY", "much")
+    with pytest.raises(InvalidRequestError, match="from variable KVLINKER_HOST_MEMORY"):
+        connector_settings({})
+
+
+def test_a_state_directory_that_cannot_be_used_is_named_with_the_way_out():
+    with pytest.raises(StoreError, match=r"/proc/nope/chunks cannot be used: .* choose another state directory"):
+        WorkerChunks(Path("/proc/nope/chunks"), memory_bytes=0, sealing=Sealing(None))

@@ -1,0 +1,107 @@
+"""Every family that vLLM runs is linked as transformers has it, or refused in one line when the worker starts."""
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvlinker.base.errors import UnsupportedModelError
+from kvlinker.engines.vllm.adapter import bound_model
+from kvlinker.engines.vllm.worker import layers
+from kvlinker.quality.bench.harness.shapes import byte_tokenizer
+from tests.engines.embedded.conftest import linked_prompt
+from tests.engines.vllm.linked_vllm import LinkedVLLM, difference
+from tests.toy_models import BASE, FAMILIES
+
+TOLERANCE = 3e-5
+REFUSED = {
+    "mistral-window": "does not keep all of this model's KV",
+    "gpt_neox-partial": "does not call each of its attention layers",  # vLLM runs it by transformers' modules
+}
+OWN_STEPS = {"gpt_oss-sinks": 1}
+"""The steps in which vLLM itself computes what transformers does, linked or not, where these are few."""
+OPTIONS = {
+    # the prompts below are longer than what these models were pretrained with, or not
+    "dynamic-rope": {"max_model_len": 256},
+    "longrope": {"max_model_len": 256},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """An engine that did not start leaves vLLM's groups of processes behind."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    yield
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def started(family, models, state, **options):
+    return LinkedVLLM(family, models, state, num_gpu_blocks_override=64, **options)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in REFUSED])
+def test_each_family_is_linked_as_transformers_has_it(family, models, tmp_path):
+    linked = started(family, models, tmp_path, **OPTIONS.get(family, {}))
+    try:
+        prompt = linked_prompt(50, 71, 33, fresh=11, header=5)
+        linked.cache(prompt)
+        for policy in ("naive", "legolink-9", "full"):
+            answer = linked.answer(prompt, policy, max_tokens=OWN_STEPS.get(family, 2))
+            assert difference(answer, prompt, policy, family) < TOLERANCE
+        linked.settle()
+    finally:
+        linked.close()
+
+
+def test_a_longrope_that_exceeds_what_it_was_pretrained_with_is_linked_as_well(models, tmp_path):
+    """Its angles are those of long prompts for all, as transformers has them for prompts as long as this one."""
+    linked = started("longrope", models, tmp_path)
+    linked.close()
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_linked_is_refused_in_one_line(family, models, tmp_path):
+    assert_refused(REFUSED[family], family, models, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_attention_heads": 2}, "applies no rotary embedding"),
+        ("bloom", {"n_layer": 2, "n_head": 2}, "ALiBi"),
+    ],
+)
+def test_models_with_other_positions_are_refused(kind, options, told, models, tmp_path):
+    config = AutoConfig.for_model(kind, **(BASE | options))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(models / kind)
+    byte_tokenizer().save_pretrained(models / kind)
+    assert_refused(told, kind, models, tmp_path)
+
+
+def test_a_rotary_embedding_that_is_not_seen_is_noticed(models, tmp_path, monkeypatch):
+    """Keys would be stored with it, and never be moved."""
+    monkeypatch.setattr(bound_model, "_is_rotary", lambda module: False)
+    assert_refused("applies no rotary embedding", "longrope", models, tmp_path)
+
+
+def test_a_rotary_embedding_that_is_not_applied_is_noticed(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "rotate", lambda rotary, positions, key: key)
+    assert_refused("move (stored KV placed", "llama", models, tmp_path)
+
+
+def assert_refused(told, family, models, state):
+    with pytest.raises(UnsupportedModelError) as caught:
+        started(family, models, state)
+    assert told in caught.value.message
+    assert "\n" not in caught.value.message

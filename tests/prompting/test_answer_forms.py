@@ -1,0 +1,269 @@
+"""Answers of every known way of writing are read alike, however they are cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlinker.prompting.answer_forms import answer_forms, form_for
+from kvlinker.prompting.answer_forms.form import AnswerForm
+from kvlinker.prompting.answer_forms.reader import ID_LENGTH
+from tests.toy_tokenizers import byte_level
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    },
+}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
+TOOLS = [WEATHER, TIME]
+ROME = '{"city": "R\u00f6m \\"x\\"", "days": 2}'
+
+TEMPLATES = {
+    "qwen3": "<|im_start|> <tool_call> <think>",
+    "smollm3": "<|im_start|> xml_tools <think>",
+    "llama3": "<|start_header_id|> tool_calls",
+    "mistral": "[INST] [TOOL_CALLS]",
+    "mistral_args": "[TOOL_CALLS] [ARGS] [THINK]",
+    "gemma3": "<start_of_turn> <end_of_turn>",
+    "other": "{{ messages }} <think>",
+}
+TAILS = {
+    "qwen3": "<|im_start|>assistant\n",
+    "smollm3": "<|im_start|>assistant\n",
+    "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "mistral": "Hi [/INST]",
+    "mistral_args": "Hi [/INST]",
+    "gemma3": "<start_of_turn>model\n",
+    "other": "[user] Hi [assistant] ",
+}
+NOW = '{"name": "get_time", "arguments": {}}'
+HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {ROME}}}\n</tool_call>'
+ONE_CALL = {
+    "qwen3": HERMES,
+    "smollm3": HERMES,
+    "gemma3": HERMES,
+    "other": HERMES,
+    "llama3": f'{{"name": "get_weather", "parameters": {ROME}}}',
+    "mistral": f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ROME}}}]',
+    "mistral_args": f"[TOOL_CALLS]get_weather[ARGS]{ROME}",
+}
+TWO_CALLS = {
+    **dict.fromkeys(("qwen3", "other"), f"{HERMES}\n<tool_call>\n{NOW}\n</tool_call>"),
+    "mistral": f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ROME}}}, {NOW}]',
+    "mistral_args": f"[TOOL_CALLS]get_weather[ARGS]{ROME}[TOOL_CALLS]get_time[ARGS]{{}}",
+}
+REASONING = {"qwen3", "smollm3", "mistral_args", "other"}
+
+
+def way(name: str) -> AnswerForm:
+    return AnswerForm.of(byte_level(), TEMPLATES[name])
+
+
+def read(
+    name: str, text: str, *, tools: Any = TOOLS, tail: str | None = None, size: int = 1
+) -> tuple[str, str, list[Any]]:
+    """Content, reasoning and calls of an answer that comes in pieces of ``size`` characters."""
+    reader = way(name).reader(TAILS[name] if tail is None else tail, tools)
+    pieces = [piece for start in range(0, len(text), size) for piece in reader.feed(text[start : start + size])]
+    pieces += reader.finish()
+    calls = [call for piece in pieces for call in piece.calls]
+    assert all(len(call.id) == ID_LENGTH and call.id.isalnum() for call in calls)
+    assert len({call.id for call in calls}) == len(calls)
+    told = [(call.name, json.loads(call.arguments)) for call in calls]
+    return "".join(piece.content for piece in pieces), "".join(piece.reasoning for piece in pieces), told
+
+
+def test_every_way_is_found_by_its_template() -> None:
+    assert TEMPLATES.keys() == answer_forms().keys()
+    for name, template in TEMPLATES.items():
+        assert form_for(template) is answer_forms()[name]
+
+
+sizes = pytest.mark.parametrize("size", [1, 3, 10_000])
+every_way = pytest.mark.parametrize("name", TEMPLATES)
+
+
+@sizes
+@every_way
+def test_text_is_text(name: str, size: int) -> None:
+    text = " Hello <b>you</b> [1] {x}\n\n"
+    assert read(name, text, size=size) == (text, "", [])
+
+
+@sizes
+@every_way
+def test_a_call_is_told(name: str, size: int) -> None:
+    assert read(name, ONE_CALL[name], size=size) == ("", "", [("get_weather", json.loads(ROME))])
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "\\ud83d"}', '{"days": NaN}'])
+def test_a_call_that_cannot_be_told_is_text(arguments: str) -> None:
+    """Its arguments are no Unicode, or no JSON."""
+    call = ONE_CALL["qwen3"].replace(ROME, arguments)
+    assert read("qwen3", call) == (call, "", [])
+
+
+@sizes
+@pytest.mark.parametrize("name", TWO_CALLS)
+def test_calls_in_parallel_are_told(name: str, size: int) -> None:
+    expected = [("get_weather", json.loads(ROME)), ("get_time", {})]
+    assert read(name, TWO_CALLS[name], size=size) == ("", "", expected)
+
+
+@sizes
+@pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - {"llama3"}))
+def test_text_before_a_call_is_told_apart(name: str, size: int) -> None:
+    content, _, calls = read(name, f"Let me see. {ONE_CALL[name]}", size=size)
+    assert (content.rstrip(), len(calls)) == ("Let me see.", 1)
+
+
+@sizes
+@pytest.mark.parametrize("name", sorted(REASONING))
+def test_reasoning_is_told_apart(name: str, size: int) -> None:
+    reasoning = way(name).reasoning
+    assert reasoning is not None
+    opening, closing = reasoning
+    assert read(name, f"{opening}\nSo <b>?\n{closing}\n\nYes.\n", size=size) == ("Yes.\n", "So <b>?", [])
+    assert read(name, f"{opening}\nSo?\n{closing}\n\n{ONE_CALL[name]}", size=size)[1:] == (
+        "So?",
+        [("get_weather", json.loads(ROME))],
+    )
+    assert read(name, f"{opening}\nSo? And", size=size) == ("", "So? And", [])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "smollm3", "other"])
+def test_reasoning_that_the_prompt_begins_goes_on(name: str) -> None:
+    assert read(name, "hm\n</think>\n\nYes", tail=TAILS[name] + "<think>\n") == ("Yes", "hm", [])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "smollm3"])
+def test_reasoning_that_the_prompt_ends_is_over(name: str) -> None:
+    assert read(name, "Yes", tail=TAILS[name] + "<think>\n\n</think>\n\n") == ("Yes", "", [])
+
+
+@sizes
+@every_way
+def test_without_tools_nothing_is_a_call(name: str, size: int) -> None:
+    assert read(name, ONE_CALL[name], tools=(), size=size) == (ONE_CALL[name], "", [])
+
+
+@sizes
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3", "hi <tool_call>\nnot json\n</tool_call> after <tool_call>"),
+        ("qwen3", "<tool_call>\n5\n</tool_call>"),
+        ("qwen3", ' \n<tool_call>\n{"name": "f", "argum'),
+        ("qwen3", "See \n<tool_call>"),
+        ("qwen3", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("qwen3", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("llama3", '{"a": 5}'),
+        ("llama3", " {not JSON"),
+        ("mistral", "[TOOL_CALLS] nonsense"),
+        ("mistral", 'See [TOOL_CALLS] [{"x": 1}]'),
+        ("mistral_args", 'x[TOOL_CALLS]f[ARGS]{bad[TOOL_CALLS]g[ARGS]{"a": 1}</s>'),
+        ("mistral_args", "x [TOOL_CALLS]f[ARGS]"),
+    ],
+)
+def test_what_is_no_call_is_shown_as_it_is(name: str, text: str, size: int) -> None:
+    assert read(name, text, size=size) == (text, "", [])
+
+
+def test_a_call_that_the_prompt_begins_and_that_is_none_is_shown_without_it() -> None:
+    tail = f'{TAILS["qwen3"]}<tool_call>\n{{"name": "f'
+    assert read("qwen3", "oo</tool_call> more", tail=tail) == ("oo</tool_call> more", "", [])
+    wrong = f"{TAILS['qwen3']}<tool_call>nonsense</tool_call>\n"
+    assert read("qwen3", f"so {HERMES}", tail=wrong) == (f"so {HERMES}", "", [])
+
+
+@sizes
+def test_pieces_are_in_order(size: int) -> None:
+    reader = way("qwen3").reader(TAILS["qwen3"], TOOLS)
+    text = f"See.{HERMES}\nThen{HERMES}"
+    pieces = [piece for start in range(0, len(text), size) for piece in reader.feed(text[start : start + size])]
+    told = "".join("+" if piece.calls else piece.content for piece in [*pieces, *reader.finish()])
+    assert told == "See.+Then+"
+
+
+@sizes
+def test_what_stands_before_a_call_that_is_none_is_told_apart(size: int) -> None:
+    """However the answer comes: in pieces or as a whole."""
+    text = f"<think>\nSo?\n</think>\n\nSee.{ONE_CALL['qwen3']}<tool_call>{{broken</tool_call> <b>more"
+    call = ("get_weather", json.loads(ROME))
+    assert read("qwen3", text, size=size) == (
+        "See.<tool_call>{broken</tool_call> <b>more",
+        "So?",
+        [call],
+    )
+
+
+@given(
+    before=st.text(alphabet=" \nx1", max_size=4),
+    body=st.text(alphabet='<>/tool_call{}":,\n[]ax1', max_size=20),
+    after=st.text(alphabet='<>/tool_call{}":,\n[]ax1', max_size=20),
+    size=st.integers(1, 9),
+    name=st.sampled_from(["qwen3", "mistral_args"]),
+)
+def test_content_and_marks_of_a_call_that_is_none_are_the_text(
+    before: str, body: str, after: str, size: int, name: str
+) -> None:
+    opening, closing = {"qwen3": ("<tool_call>", "</tool_call>"), "mistral_args": ("[TOOL_CALLS]f[ARGS]", "</s>")}[name]
+    text = f"{before}{opening}no{body}{closing}{after}"
+    assert read(name, text, size=size) == (text, "", [])
+
+
+@given(
+    text=st.text(alphabet='<>/think tool_call{}":,\n[]ax1', max_size=60),
+    size=st.integers(1, 9),
+    name=st.sampled_from(sorted(TEMPLATES)),
+)
+def test_nothing_is_lost_and_nothing_raises(text: str, size: int, name: str) -> None:
+    """Of a text without whole marks, every character is told."""
+    content, reasoning, calls = read(name, text, size=size)
+    if (
+        not calls
+        and not reasoning
+        and "<think>" not in text
+        and "<tool_call>" not in text
+        and not text.lstrip().startswith("{")
+    ):
+        assert content == text
+
+
+def test_a_tokenizers_own_response_template_is_followed() -> None:
+    own = byte_level(bos=False)
+    own.response_template = {
+        "start_anchor": "@",
+        "fields": {
+            "tool_calls": {
+                "open": "!!",
+                "close": "!!",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"content": "text"},
+        },
+    }
+    try:
+        reader = AnswerForm.of(own, None).reader("@", TOOLS)
+        pieces = [*reader.feed('Hi !!{"name": "get_time", "arguments": {}}!!'), *reader.finish()]
+    finally:
+        own.response_template = None
+    assert "".join(piece.content for piece in pieces) == "Hi "
+    assert [call.name for piece in pieces for call in piece.calls] == ["get_time"]
+
+
+def test_special_tokens_of_the_way_are_shown_in_its_answers() -> None:
+    tokenizer = byte_level()
+    marked = AnswerForm.of(tokenizer, "<|start|> <think>")
+    assert marked.shown_tokens == frozenset()
+    assert marked.marks == {"<think>": tokenizer.convert_tokens_to_ids("<think>")}

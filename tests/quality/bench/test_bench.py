@@ -1,0 +1,216 @@
+"""The benchmarks run on a tiny model and report what they promise; their figures are not looked at."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvlinker.base.errors import InvalidRequestError
+from kvlinker.cli import app
+from kvlinker.quality.bench.decode import run_decode
+from kvlinker.quality.bench.harness.measurement import Workload, in_turn, median_step, peak_memory
+from kvlinker.quality.bench.harness.report import Report
+from kvlinker.quality.bench.harness.shapes import byte_tokenizer, random_model
+from kvlinker.quality.bench.harness.subject import Subject
+from kvlinker.quality.bench.ttft import PARTS, plot_ttft, run_ttft, scaling_exponents
+from tests.toy_models import loaded_model, tiny_model
+
+
+@pytest.fixture
+def subject():
+    return Subject("llama", "kvlinker bench …", loaded_model("llama"), {"repeat": 1})
+
+
+def test_ttft_rows_say_what_was_measured(subject):
+    report = run_ttft(
+        subject, [Workload(2, 30, 5), Workload(3, 30, 5)], ["full", "naive", "legolink-4"], repeat=1, full_limit=70
+    )
+    rows = {(row["context_tokens"], row["policy"], row["engine"]): row for row in report.rows}
+    assert set(rows) == {
+        (65, "full", "embedded"),
+        (65, "full", "transformers"),
+        (65, "naive", "embedded"),
+        (65, "legolink-4", "embedded"),
+        (95, "naive", "embedded"),
+        (95, "legolink-4", "embedded"),
+    }
+    full, lego = rows[65, "full", "embedded"], rows[65, "legolink-4", "embedded"]
+    assert full["speedup"] == 1
+    assert lego["speedup"] == pytest.approx(full["ttft_ms"] / lego["ttft_ms"])
+    assert (full["recomputed_tokens"], lego["recomputed_tokens"]) == (60, 4)
+    assert rows[95, "naive", "embedded"]["speedup"] is None
+    assert sum(lego[f"{part}_ms"] for part in PARTS) == pytest.approx(lego["ttft_ms"], rel=1e-6)
+    assert 0 < lego["floor_ms"] < full["floor_ms"]
+    assert report.machine["matmul_tflop_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_disk_tier_reads_from_disk(subject):
+    (row, *_) = run_ttft(subject, [Workload(2, 30, 5)], ["naive"], repeat=1, tier="disk").rows
+    assert row["tier"] == "disk"
+    assert row["load_ms"] > 0
+    with pytest.raises(InvalidRequestError, match="host, disk"):
+        run_ttft(subject, [Workload(1, 30, 5)], ["naive"], repeat=1, tier="tape")
+
+
+@pytest.mark.slow
+def test_transformers_takes_part_only_where_wanted(subject):
+    rows = run_ttft(subject, [Workload(2, 30, 5)], ["full"], repeat=1, with_transformers=False).rows
+    assert [row["engine"] for row in rows] == ["embedded"]
+
+
+def test_competitors_take_turns_behind_a_warm_up():
+    called: list[str] = []
+    told: list[str] = []
+    values = {"a": iter([100, 3, 1, 2]), "b": iter([100, 5, 5, 50])}
+
+    def taking(name):
+        def call():
+            called.append(name)
+            return next(values[name])
+
+        return call
+
+    def progress(what: str, done: int = 0, total: int | None = None, /) -> None:
+        told.append(what)
+
+    taken = in_turn({name: taking(name) for name in values}, repeat=3, progress=progress)
+    assert taken == {"a": [3, 1, 2], "b": [5, 5, 50]}
+    assert "".join(called) == "abbaabba"
+    assert told[:3] == ["turn 0 of 3: a", "turn 0 of 3: b", "turn 1 of 3: b"]
+
+
+def test_exponents_are_fitted_from_three_lengths_on():
+    rows = [{"policy": "p", "engine": "e", "context_tokens": n, "ttft_ms": 3 * n**1.5} for n in (10, 100, 1000)]
+    assert scaling_exponents(rows) == {("p", "e"): pytest.approx(1.5)}
+    assert scaling_exponents(rows[:2]) == {}
+
+
+def test_decode_compares_formats_and_transformers(subject):
+    subjects = {"auto": subject, "int4": replace(subject, loaded=loaded_model("llama", weights="int4"))}
+    rows = run_decode(subjects, [1, 3], Workload(0, 1, 20), plain=tiny_model("llama"), steps=8, repeat=1).rows
+    assert [(row["case"], row["system"]) for row in rows] == [
+        (case, system) for case in ("1 × 20", "3 × 20") for system in ("kvlinker auto", "kvlinker int4", "transformers")
+    ]
+    assert all(row["ms_per_step"] > 0 for row in rows)
+    assert rows[0]["ratio"] == 1
+
+
+def test_decode_behind_shared_chunks_is_kvlinkers_alone(subject):
+    (row,) = run_decode({"auto": subject}, [3], Workload(2, 20, 4), policy="naive", steps=8, repeat=1).rows
+    assert (row["case"], row["system"]) == ("3 × 2 × 20 shared + 4", "kvlinker auto")
+    assert row["ms_per_step"] > 0
+
+
+def test_prompts_of_a_workload_share_their_chunks_alone():
+    one, other = Workload(2, 20, 4).prompts(300, 2)
+    assert one.chunks == other.chunks
+    assert one != other
+
+
+def test_a_step_brings_a_token_for_every_request():
+    assert median_step([0.0, 0.1, 1.0, 1.1, 3.0, 3.1, 4.0], requests=2) == 1.0
+    with pytest.raises(InvalidRequestError, match="smaller batches"):
+        median_step([0.0, 0.1], requests=2)
+
+
+def test_processes_that_have_ended_have_no_memory():
+    assert peak_memory() > 2**20
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert peak_memory(process.pid) == 0  # nobody has asked for its status yet
+    process.wait()
+    assert peak_memory(process.pid) == 0
+
+
+def test_reports_become_json_and_plots(tmp_path):
+    rows = [
+        {"policy": policy, "engine": "embedded", "context_tokens": 100, "ttft_ms": ms, "speedup": 10 / ms}
+        for policy, ms in (("full", 10.0), ("naive", 2.0))
+    ]
+    report = Report("kvlinker bench ttft", {"cores": 2}, {"torch": "2"}, {"repeat": 1}, rows)
+    report.write_json(tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text()) == {
+        "command": "kvlinker bench ttft",
+        "machine": {"cores": 2},
+        "versions": {"torch": "2"},
+        "settings": {"repeat": 1},
+        "results": rows,
+    }
+    plot_ttft(rows, tmp_path / "bars.png")
+    plot_ttft([*rows, *(row | {"context_tokens": 200} for row in rows)], tmp_path / "lines.svg")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "lines.svg").read_text()
+    with pytest.raises(InvalidRequestError, match=r"plot\.xyz"):
+        plot_ttft(rows, tmp_path / "plot.xyz")
+
+
+def test_shapes_are_what_they_say():
+    loaded = random_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
+    assert len(loaded.layers) == 4
+    assert loaded.layers[0].kv_heads == 4
+    with pytest.raises(InvalidRequestError, match="285m"):
+        random_model("9b", dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_the_byte_tokenizer_has_a_token_per_byte():
+    tokenizer = byte_tokenizer()
+    text = "añ日 x"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ttft", "--shape", "9b"], "Unknown shape"),
+        (["ttft", "--shape", "tiny", "--policies", "blend"], "Unknown policy"),
+        (["ttft", "--shape", "tiny", "--chunks", "2,x"], "whole numbers"),
+        (["ttft", "--shape", "tiny", "--chunks", "0"], "at least 1"),
+        (["decode", "--shape", "tiny", "--batches", ""], "whole numbers"),
+        (["decode", "--shape", "tiny", "--formats", "int3"], "known are auto, bf16, int8, int4"),
+    ],
+)
+def test_bad_arguments_end_with_one_clear_line(arguments, message):
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.slow
+def test_ttft_command_writes_what_it_prints(tmp_path):
+    arguments = [
+        "--shape",
+        "tiny",
+        "--chunks",
+        "2",
+        "--chunk-tokens",
+        "20",
+        "--repeat",
+        "1",
+        "--policies",
+        "full,naive",
+    ]
+    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    result = CliRunner().invoke(app, ["bench", "ttft", *arguments, *files])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert [row["policy"] for row in rows] == ["full", "naive", "full"]
+    assert "speedup" in result.output
+    assert (tmp_path / "r.png").exists()
+
+
+def test_check_command_gives_a_verdict(tmp_path):
+    loaded = loaded_model("llama")
+    loaded.model.save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["check", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("passed") == 6
+    assert CliRunner().invoke(app, ["check", str(tmp_path / "nothing")]).exit_code == 1

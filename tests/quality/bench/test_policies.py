@@ -1,0 +1,20 @@
+"""The policies that benchmarks compare."""
+
+import pytest
+
+from kvlinker.quality.bench.harness.benchmark import compared_policies
+from kvlinker.settings import load_settings
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_the_policy_that_requests_have_by_default_is_compared(engine):
+    settings = load_settings(engine=engine)
+    compared = compared_policies(None, settings)
+    assert settings.policy in compared
+    assert {"full", "naive"} < set(compared)
+    assert len(set(compared)) == len(compared)
+    assert "query-5-sensitive" in compared
+
+
+def test_policies_are_compared_as_they_are_given():
+    assert compared_policies("naive, query-5,naive", load_settings()) == ["naive", "query-5"]

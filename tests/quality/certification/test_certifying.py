@@ -1,0 +1,97 @@
+"""``kvlinker certify`` on the shipped model: the certificate, its page, and a server that asks for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvlinker.base.errors import InvalidRequestError, PolicyError
+from kvlinker.cli import app
+from kvlinker.engines.embedded.model_loading import load_model
+from kvlinker.llm import LLM
+from kvlinker.quality.certification.certifying import CertifyOptions, certify
+from kvlinker.quality.certification.page import certificate_page
+from kvlinker.service.audit.certificate import Agreement, Certificate
+from kvlinker.settings import load_settings
+
+POLICY = "random-100"
+"""Computes all tokens again, so that it agrees wherever rounding does not matter."""
+
+
+def certificate(**changes: Any) -> Certificate:
+    agreement = Agreement(20, 19, 0.95, 0.75, 0.99)
+    row = {"dataset": "d", "task": "t", "n": 20, "metric": "f1", "recomputed_fraction": 0.1, "kl": 0.02}
+    scores = {"score": 0.9, "ci_low": 0.8, "ci_high": 1.0}
+    fields: dict[str, Any] = {
+        "model": "toy <b>",
+        "fingerprint": "f" * 64,
+        "policy": "query-5",
+        "target": 0.9,
+        "passed": False,
+        "agreement": agreement,
+        "issued_at": 1e9,
+        "command": "kvlinker certify",
+        "machine": {"processor": "one"},
+        "versions": {"kvlinker": "0"},
+        "checks": ({"name": "prefill", "meaning": "a prompt", "error": 1e-6, "passed": True},),
+        "quality": tuple(row | scores | {"policy": policy} for policy in ("full", "query-5")),
+        "tasks": {"d: t": agreement, "own chunks": agreement},
+    }
+    return Certificate(**(fields | changes))
+
+
+def test_the_page_has_everything_in_it() -> None:
+    page = certificate_page(certificate())
+    assert page.count("<svg") == 2
+    assert not re.search(r"<(script|link|img|iframe)|src=|@import|url\(http", page), "nothing comes from elsewhere"
+    assert "toy &lt;b&gt;" in page
+    for text in ("Not certified", "19 of 20 answers agree", "own chunks", "prefill", "f" * 64, "2001-09-09 01:46 UTC"):
+        assert text in page
+    assert "Not certified" not in certificate_page(certificate(passed=True))
+
+
+def test_what_computes_everything_needs_none() -> None:
+    with pytest.raises(InvalidRequestError, match="needs no certificate"):
+        certify(load_settings(), CertifyOptions("full"), command="")
+
+
+@pytest.mark.slow
+def test_a_policy_is_certified_and_then_served(tmp_path: Path) -> None:
+    loaded = load_model(load_settings())
+    options: dict[str, Any] = {"state_dir": tmp_path, "kv_slots": 8192, "require_certificate": True}
+    with pytest.raises(PolicyError, match=f"{POLICY} has no certificate .* 'kvlinker certify"):
+        LLM.from_model(loaded, load_settings(policy=POLICY, **options))
+    with LLM.from_model(loaded, load_settings(**options | {"require_certificate": False})) as llm:
+        llm.generate_context_cache([f"Text number {number} tells of nothing else.\n\n" for number in range(5)])
+
+    arguments = ["--policy", POLICY, "--target", "0.5", "--limit", "4", "--prompts", "2", "--state-dir", str(tmp_path)]
+    run = CliRunner().invoke(app, ["certify", *arguments])
+    assert run.exit_code == 0, run.output
+    assert f"{POLICY} is certified" in run.output
+    (path,) = (tmp_path / "certificates").glob("*.json")
+    told = json.loads(path.read_text())
+    assert (told["object"], told["policy"], told["passed"]) == ("certificate", POLICY, True)
+    assert told["fingerprint"] == loaded.fingerprint
+    assert told["tasks"]["own chunks"]["samples"] == 2
+    assert sum(task["samples"] for task in told["tasks"].values()) == told["agreement"]["samples"] == 6
+    assert {check["passed"] for check in told["checks"]} == {True}
+    assert {row["policy"] for row in told["quality"]} == {"full", POLICY}
+    assert "<svg" in path.with_suffix(".html").read_text()
+
+    strict = [*arguments, "--target", "0.99", "--limit", "1", "--prompts", "0", "--out", str(tmp_path / "mine.json")]
+    run = CliRunner().invoke(app, ["certify", *strict])
+    assert run.exit_code == 1, run.output
+    assert not Certificate.read(tmp_path / "mine.json").passed
+
+    with LLM.from_model(loaded, load_settings(policy=POLICY, **options)) as llm:
+        caches = llm.generate_context_cache(["A text.\n\n"])
+        messages = [{"role": "user", "content": [*caches, "So?"]}]
+        llm.chat_completion(messages, max_tokens=1)
+        llm.chat_completion(messages, max_tokens=1, policy="full")
+        with pytest.raises(PolicyError, match=f"certified policies only: {POLICY}, full"):
+            llm.chat_completion(messages, max_tokens=1, policy="naive")

@@ -1,0 +1,95 @@
+"""Scores of results made by hand."""
+
+import pytest
+
+from kvlinker.quality.evaluation.examples import Answered, Deviation, Scored
+from kvlinker.quality.evaluation.task_scores import task_scores
+from tests.quality.evaluation.conftest import make_continuation, make_example
+
+
+def result(example, policy, text, *, cached=60, recomputed=40, agreement=1.0, kl=0.0, deviation=None):
+    return Answered(example.digest, policy, cached, recomputed, agreement, kl, text, deviation=deviation)
+
+
+def answered():
+    first, second, third = (make_example(n, answers=("red cat", "blue"), metric="exact_match") for n in range(3))
+    return [
+        (first, [result(first, "full", "blue"), result(first, "p", "Blue.", agreement=0.0, kl=0.5)]),
+        (second, [result(second, "full", "red"), result(second, "p", "dog", cached=100, recomputed=0)]),
+        (third, [result(third, "full", ""), result(third, "p", "")]),
+    ]
+
+
+def by_name(found):
+    return {(score.task, score.policy, score.metric): score for score in found}
+
+
+def test_every_task_and_all_of_them_get_every_metric():
+    found = task_scores(answered(), ["p", "full"])
+    rows = by_name(found)
+    assert len(rows) == len(found) == 3 * 2 * 7
+    assert [score.task for score in found[::14]] == ["even", "odd", "all"]
+    assert {score.n for score in found if score.task == "even"} == {2}
+    exact = rows["all", "p", "exact_match"]
+    assert exact.score == pytest.approx(1 / 3)
+    assert exact.main
+    assert not rows["all", "p", "f1"].main
+    assert exact.interval.low <= exact.score <= exact.interval.high
+    assert rows["odd", "full", "f1"].score == pytest.approx(2 / 3)
+    assert (exact.agreement, exact.kl) == (pytest.approx(2 / 3), pytest.approx(0.5 / 3))
+    assert exact.recomputed_fraction == pytest.approx((0.4 + 0 + 0.4) / 3)
+
+
+def test_full_is_exactly_like_itself_even_where_it_says_nothing():
+    rows = by_name(task_scores(answered(), ["p", "full"]))
+    for metric in ("exact_match_vs_full", "rouge_l_vs_full", "jaccard_vs_full"):
+        assert rows["all", "full", metric].score == 1
+        assert rows["all", "full", metric].interval == (1, 1)
+    assert rows["odd", "p", "jaccard_vs_full"].score == 0
+    assert rows["even", "p", "jaccard_vs_full"].score == 1
+
+
+def test_differences_from_full_are_paired():
+    rows = by_name(task_scores(answered(), ["p", "full"]))
+    exact = rows["even", "p", "exact_match"]  # both right on the first, both wrong on the third
+    assert (exact.difference, exact.difference_interval) == (0, (0, 0))
+    assert exact.interval.low < exact.interval.high
+    assert rows["odd", "p", "f1"].difference == pytest.approx(-2 / 3)
+    assert all(score.difference == 0 for (_, policy, _), score in rows.items() if policy == "full")
+
+
+def test_one_task_has_no_second_total():
+    (one, *_) = answered()
+    assert {score.task for score in task_scores([one], ["full"])} == {"even"}
+
+
+def test_deviations_are_scored_by_layer():
+    example = make_example()
+    results = [result(example, "full", "x", deviation=Deviation((0.1, 0.3), (0.0, 1.0)))]
+    rows = by_name(task_scores([(example, results)], ["full"]))
+    assert rows["even", "full", "kv_deviation"].score == pytest.approx(0.2)
+    assert rows["even", "full", "kv_deviation"].layers == (0.1, 0.3)
+    assert rows["even", "full", "attention_deviation"].layers == (0.0, 1.0)
+
+
+def test_continuations_are_scored_by_their_loss():
+    told = []
+    for number, (loss, other) in enumerate([(2.0, 2.5), (4.0, 4.25)]):
+        example = make_continuation(number)
+        told.append(
+            (
+                example,
+                [
+                    Scored(example.digest, "full", 0, 100, 1.0, 0.0, loss=loss),
+                    Scored(example.digest, "naive", 100, 0, 0.5, 0.1, loss=other),
+                ],
+            )
+        )
+    full, naive = task_scores(told, ["full", "naive"])
+    assert (naive.metric, naive.main, naive.n) == ("loss", True, 2)
+    assert (full.score, naive.score) == (3, 3.375)
+    assert naive.difference == 0.375
+    assert 0.25 <= naive.difference_interval.low <= naive.difference_interval.high <= 0.5
+    assert naive.kl == pytest.approx(0.1)
+    assert (naive.agreement, naive.recomputed_fraction) == (0.5, 0)
+    assert full.difference_interval == (0, 0)

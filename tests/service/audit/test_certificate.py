@@ -1,0 +1,69 @@
+"""Certificates as files, and the policies that they allow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvlinker.base.errors import InvalidRequestError, PolicyError
+from kvlinker.linking import parse_policy
+from kvlinker.service.audit.certificate import Agreement, Certificate, CertifiedPolicies, certificate_path
+
+FINGERPRINT = "ab" * 32
+
+
+def write(folder: Path, policy: str, *, passed: bool = True, fingerprint: str = FINGERPRINT) -> Certificate:
+    agreement = Agreement(10, 10, 1.0, 0.7, 1.0)
+    made = Certificate(
+        model="m",
+        fingerprint=fingerprint,
+        policy=policy,
+        target=0.5,
+        passed=passed,
+        agreement=agreement,
+        issued_at=1.0,
+        command="kvlinker certify",
+        machine={"cores": 2},
+        versions={"torch": "2"},
+        checks=({"name": "prefill", "meaning": "…", "error": 0.0, "passed": True},),
+        quality=({"policy": policy, "score": 1.0},),
+        tasks={"all": agreement},
+    )
+    made.write(certificate_path(folder, fingerprint, policy))
+    return made
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    made = write(tmp_path, "query-5")
+    assert Certificate.read(certificate_path(tmp_path, FINGERPRINT, "query-5")) == made
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"object": "certificate", "model": "m"}'])
+def test_what_is_no_certificate_is_said_to_be_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(content)
+    with pytest.raises(InvalidRequestError, match=r"file\.json is no certificate"):
+        Certificate.read(path)
+
+
+def test_policies_that_passed_with_this_model_may_be_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "query-5")
+    write(tmp_path, "naive", passed=False)
+    write(tmp_path, "query-1", fingerprint=FINGERPRINT[:-1] + "0")
+    certificate_path(tmp_path, FINGERPRINT, "broken").write_text("{")
+    certified = CertifiedPolicies(tmp_path, "m", FINGERPRINT)
+    assert certified.names == {"query-5"}
+    assert "is no certificate" in caplog.text
+    certified.check(parse_policy("query-5"))
+    certified.check(parse_policy("full"))
+    for refused in ("naive", "query-1", "query-5+legolink-4"):
+        with pytest.raises(PolicyError, match="kvlinker certify --model m --policy") as raised:
+            certified.check(parse_policy(refused))
+        assert raised.value.param == "link.policy"
+
+
+def test_without_certificates_full_alone_may_be_used(tmp_path: Path) -> None:
+    certified = CertifiedPolicies(tmp_path, "m", FINGERPRINT)
+    assert certified.refusal(parse_policy("full")) is None
+    assert "certified policies only: full." in (certified.refusal(parse_policy("naive")) or "")

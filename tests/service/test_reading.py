@@ -1,0 +1,348 @@
+"""Typed content becomes a prompt with chunks in the places of context caches and of marked texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvlinker.base.errors import ContextCacheNotFoundError, ContextLengthError, InvalidRequestError
+from kvlinker.base.types.chunks import Chunk
+from kvlinker.base.types.context_cache import LinkedCache
+from kvlinker.base.types.messages import (
+    ChatMessage,
+    ContextCacheReference,
+    Document,
+    Implicit,
+    MarkedText,
+    TemplateOptions,
+    TokenIds,
+)
+from kvlinker.linking import parse_policy
+from kvlinker.service.implicit.caches import FoundChunk
+from kvlinker.service.reading import ContentReader, Reading, ReadingDefaults
+from kvlinker.store import ContextCache
+
+ANNA = Reading("anna")
+ONE, TWO = ContextCacheReference("cc_1"), ContextCacheReference("cc_2")
+DEFAULTS = ReadingDefaults(lambda tenant: parse_policy("legolink-4"), Implicit.MARKED, parse_policy("naive"))
+
+
+def cache(cache_id: str, *tokens: int) -> ContextCache:
+    return ContextCache(cache_id, "anna", "tiny", "fingerprint", Chunk(tokens), "key", 0.0)
+
+
+class Caches:
+    """Context caches as ``ContentReader`` asks for them: ``known`` by id. Notes what is asked."""
+
+    def __init__(self, known: Iterable[str]) -> None:
+        self.known = {cache_id: cache(cache_id, number) for number, cache_id in enumerate(known)}
+        self.asked: list[tuple[str, ...]] = []
+
+    def usable(self, cache_ids: Iterable[str], *, tenant: str) -> dict[str, ContextCache]:
+        assert tenant == "anna"
+        wanted = tuple(cache_ids)
+        self.asked.append(wanted)
+        for cache_id in wanted:
+            if cache_id not in self.known:
+                raise ContextCacheNotFoundError(cache_id)
+        return {cache_id: self.known[cache_id] for cache_id in wanted}
+
+
+class Implicits:
+    """Implicit context caches: a text's chunk is its characters, and there is room for those that begin small."""
+
+    def __init__(self) -> None:
+        self.entered: list[str] = []
+
+    def encode(self, text: str) -> Chunk | None:
+        return Chunk(tuple(map(ord, text))) if text else None
+
+    def find(self, chunks: Sequence[Chunk], *, tenant: str) -> dict[Chunk, FoundChunk]:
+        return {}
+
+    def use(self, texts: Mapping[Chunk, MarkedText], *, tenant: str) -> dict[Chunk, FoundChunk]:
+        assert tenant == "anna"
+        found = {}
+        for chunk, text in texts.items():
+            if text.text[0].islower():
+                found[chunk] = FoundChunk(chunk, cache(f"cc_{text.text}", *chunk.tokens), text.text not in self.entered)
+                self.entered.append(text.text)
+        return found
+
+    def extend(self, caches: Mapping[ContextCache, float | None]) -> None:
+        pass
+
+
+class BuiltPrompt(list[Any]):
+    """Messages and documents; chunks are those of definitions, but for one that does not stand there just once."""
+
+    def __init__(self, messages: Any, documents: Any, definitions: Mapping[str, Chunk]) -> None:
+        super().__init__([messages, documents])
+        self.definitions = definitions
+        self.chunks = [chunk for text, chunk in definitions.items() if text != "twice"]
+
+
+class Builder:
+    """Gives back what it is to build a prompt of; refuses chunks in messages of the role ``picky``. Notes the
+    options."""
+
+    def __init__(self) -> None:
+        self.options: list[TemplateOptions] = []
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage[Chunk]],
+        documents: Sequence[Document[Chunk]] = (),
+        *,
+        options: TemplateOptions,
+        definitions: Mapping[str, Chunk],
+    ) -> Any:
+        if any(message.role == "picky" and not isinstance(message.content[0], str) for message in messages):
+            raise InvalidRequestError("no", param="messages")
+        self.options.append(options)
+        return BuiltPrompt(list(messages), list(documents), definitions)
+
+    def check_length(self, prompt: Any) -> None:
+        """Refuses what holds "over"."""
+        if "over" in repr(prompt):
+            raise ContextLengthError("too long", param="messages")
+
+    def definition(self, tool: Any) -> str | None:
+        """The function's name, unless it is one that the template does not show."""
+        name: str = tool["function"]["name"]
+        return None if name == "hidden" else name
+
+    def completion(self, prompt: Any) -> Any:
+        return prompt
+
+    def check_texts(self, texts: Sequence[str], *, param: str) -> None:
+        if sum(map(len, texts)) > 1000:
+            raise ContextLengthError("too long", param=param)
+
+
+class Finder:
+    """A recognizer that finds the text ``found``, and notes what it may remember and what comes before."""
+
+    def __init__(self) -> None:
+        self.noted: list[bool] = []
+        self.openings: list[Any] = []
+
+    def mark(self, messages: Any, *, tenant: str, notes: bool) -> Any:
+        assert tenant == "anna"
+        self.noted.append(notes)
+        self.openings.append(messages[0])
+        return [
+            replace(m, content=tuple(MarkedText(part) if part == "found" else part for part in m.content))
+            for m in messages
+        ]
+
+
+def reader(*ids: str, defaults: ReadingDefaults = DEFAULTS) -> tuple[Any, Caches, Implicits]:
+    """A ContentReader, whose prompts are what its builder was given."""
+    caches, implicit = Caches(ids), Implicits()
+    made: Any = ContentReader(Builder(), caches, implicit, Finder(), defaults)  # type: ignore[arg-type]
+    return made, caches, implicit
+
+
+def test_chunks_take_the_places_of_references() -> None:
+    reading, caches, _ = reader("cc_1", "cc_2")
+    messages = [ChatMessage("system", (TWO, "a", ONE)), ChatMessage("user", ("b", TWO), "ann")]
+    read = reading.chat(messages, ANNA)
+    assert read.prompt[0] == [
+        ChatMessage("system", (Chunk((1,)), "a", Chunk((0,)))),
+        ChatMessage("user", ("b", Chunk((1,))), "ann"),
+    ]
+    assert read.linked == (LinkedCache("cc_2", 1, False), LinkedCache("cc_1", 1, False)), "in the order of the prompt"
+    assert read.ids == {Chunk((1,)).content: "cc_2", Chunk((0,)).content: "cc_1"}
+    assert caches.asked == [("cc_2", "cc_1")], "once, and each id once"
+    assert reading.completion((ONE, "a"), ANNA).prompt == (Chunk((0,)), "a")
+
+
+def test_content_without_context_caches_asks_for_none() -> None:
+    reading, caches, _ = reader()
+    assert reading.chat([ChatMessage("user", ("a",))], ANNA).prompt[0] == [ChatMessage("user", ("a",))]
+    assert reading.completion(("a",), ANNA).prompt == ("a",)
+    assert reading.completion(TokenIds((1,)), ANNA).prompt == (1,)
+    assert caches.asked == []
+
+
+def test_the_first_place_of_an_unknown_id_is_named() -> None:
+    reading, _, _ = reader("cc_1")
+    messages = [ChatMessage("user", (ONE,)), ChatMessage("user", ("a", ONE, TWO)), ChatMessage("user", (TWO,))]
+    with pytest.raises(ContextCacheNotFoundError) as caught:
+        reading.chat(messages, ANNA)
+    assert (caught.value.cache_id, caught.value.param) == ("cc_2", "messages.1.content.2.id")
+    with pytest.raises(ContextCacheNotFoundError) as caught:
+        reading.completion(("a", TWO), ANNA)
+    assert caught.value.param == "prompt.1.id"
+
+
+def test_chunks_take_the_places_of_marked_texts() -> None:
+    reading, _, _ = reader()
+    content = (MarkedText("x"), "and", MarkedText("Y"), MarkedText("", 5.0))
+    read = reading.completion(content, ANNA)
+    assert read.prompt == (Chunk((120,)), "and", "Y", ""), "what there is no room for is text"
+    assert read.linked == (LinkedCache("cc_x", 1, True),)
+    assert reading.completion(content, ANNA).linked == (LinkedCache("cc_x", 1, False),)
+    document = Document(MarkedText("z"), {"title": "Z"})
+    read = reading.chat([ChatMessage("user", ("a", MarkedText("x")))], ANNA, [document])
+    assert read.prompt[1] == [Document(Chunk((122,)), {"title": "Z"})]
+    assert [each.id for each in read.linked] == ["cc_z", "cc_x"]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_is_recognised_takes_the_places_of_text(keeps: bool) -> None:
+    reading, _, _ = reader("cc_1")
+    how = Reading("anna", implicit=Implicit.AUTO, keeps=keeps)
+    found = Chunk(tuple(map(ord, "found")))
+    read = reading.chat([ChatMessage("user", ("found", ONE, "a"))], how)
+    assert read.prompt[0] == [ChatMessage("user", (found, Chunk((0,)), "a"))]
+    assert reading.completion(("found", "b"), how).prompt == (found, "b")
+    assert reading._recognizer.noted == [keeps, keeps]
+    assert reading.completion(("found",), ANNA).prompt == ("found",), "only where that is wanted"
+
+
+def test_calls_and_results_stay_with_their_messages() -> None:
+    reading, _, _ = reader("cc_1")
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    asked: ChatMessage = ChatMessage("assistant", (), fields={"tool_calls": [call], "reasoning_content": "Hm."})
+    result: ChatMessage = ChatMessage("tool", ("found", MarkedText("x"), ONE), fields={"tool_call_id": "c1"})
+    options = TemplateOptions(tools=({"type": "function", "function": {"name": "f"}},))
+    how = Reading("anna", implicit=Implicit.AUTO)
+    read = reading.chat([asked, result], how, options=options)
+    found = Chunk(tuple(map(ord, "found")))
+    assert read.prompt[0] == [asked, ChatMessage("tool", (found, Chunk((120,)), Chunk((0,))), fields=result.fields)]
+    reading.chat([ChatMessage("user", ("a",))], how)
+    assert reading._builder.options == [options, TemplateOptions()]
+    none: dict[str, Any] = {"tools": []}
+    assert reading._recognizer.openings == [
+        ChatMessage("tools", ("f",), fields=none),
+        ChatMessage("tools", (), fields=none),
+    ]
+
+
+MARK = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+
+
+def tool(name: str, **marks: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}, **marks}
+
+
+def test_marked_definitions_of_tools_become_chunks() -> None:
+    """What the template does not show just once stays text, and is not told of."""
+    reading, _, implicit = reader()
+    names = ("marked", "hidden", "twice")
+    tools = (tool("plain"), *(tool(name, **MARK) for name in names))
+    read = reading.chat([ChatMessage("user", ("a",))], ANNA, options=TemplateOptions(tools=tools))
+    assert list(read.prompt.definitions) == ["marked", "twice"]
+    assert [each.id for each in read.linked] == ["cc_marked"]
+    assert implicit.entered == ["marked", "twice"]
+    (options,) = reading._builder.options
+    assert options.tools == tuple(tool(name) for name in ("plain", *names)), "templates know nothing of marks"
+
+
+def test_definitions_are_recognised_where_that_is_wanted() -> None:
+    reading, _, _ = reader()
+    options = TemplateOptions(tools=(tool("plain"), tool("found")))
+    read = reading.chat([ChatMessage("user", ("a",))], Reading("anna", implicit=Implicit.AUTO), options=options)
+    assert list(read.prompt.definitions) == ["found"]
+
+
+@pytest.mark.parametrize("implicit", ["marked", "off"])
+def test_a_wrong_mark_of_a_tool_is_refused(implicit: str) -> None:
+    reading, _, _ = reader()
+    options = TemplateOptions(tools=(tool("f"), tool("g", cache_control={"type": "forever"})))
+    with pytest.raises(InvalidRequestError, match="'ephemeral'") as refused:
+        reading.chat([ChatMessage("user", ("a",))], Reading("anna", implicit=Implicit(implicit)), options=options)
+    assert refused.value.param == "tools.1"
+
+
+@pytest.mark.parametrize("how", [Reading("anna", implicit=Implicit.OFF), Reading("anna", policy=parse_policy("full"))])
+def test_marks_may_mean_nothing(how: Reading) -> None:
+    reading, _, implicit = reader("cc_1")
+    read = reading.completion((MarkedText("x"), ONE), how)
+    assert read.prompt == ("x", Chunk((0,)))
+    assert implicit.entered == []
+
+
+def test_what_is_not_kept_is_cut_alike() -> None:
+    reading, _, implicit = reader()
+    read = reading.completion((MarkedText("x"), "and"), Reading("anna", keeps=False))
+    assert (read.prompt, read.linked, implicit.entered) == ((Chunk((120,)), "and"), (), [])
+
+
+def test_what_the_template_does_not_take_is_text() -> None:
+    reading, _, _ = reader("cc_1")
+    read = reading.chat([ChatMessage("picky", (MarkedText("x"),)), ChatMessage("user", (ONE,))], ANNA)
+    assert read.prompt[0] == [ChatMessage("picky", ("x",)), ChatMessage("user", (Chunk((0,)),))]
+    assert [each.id for each in read.linked] == ["cc_1"]
+    with pytest.raises(InvalidRequestError):
+        reading.chat([ChatMessage("picky", (ONE,))], ANNA)
+
+
+@pytest.mark.parametrize(
+    ("content", "asked", "policy"),
+    [
+        (("a",), None, "legolink-4"),
+        ((MarkedText("x"),), None, "naive"),
+        ((MarkedText("X"),), None, "legolink-4"),
+        ((MarkedText("x"), ONE), None, "legolink-4"),
+        ((MarkedText("x"), ONE), "legolink-8", "legolink-8"),
+    ],
+)
+def test_which_policy_applies(content: Any, asked: str | None, policy: str) -> None:
+    reading, _, _ = reader("cc_1")
+    how = Reading("anna", policy=parse_policy(asked) if asked else None)
+    assert reading.completion(content, how).policy.name == policy
+
+
+@pytest.mark.parametrize(
+    ("implicit_policy", "entered", "policy"),
+    [
+        (None, ["x"], "query-5"),
+        ("legolink-4", ["x"], "legolink-4"),  # it stays, although the default policy was the same
+        ("full", [], "query-5"),
+    ],
+)
+def test_what_applies_to_marked_texts_once_the_default_policy_has_moved(
+    implicit_policy: str | None, entered: list[str], policy: str
+) -> None:
+    now = ["legolink-4"]
+    fixed = None if implicit_policy is None else parse_policy(implicit_policy)
+    defaults = ReadingDefaults(lambda tenant: parse_policy(now[0]), Implicit.MARKED, fixed, steered=True)
+    reading, _, implicit = reader("cc_1", defaults=defaults)
+    now[0] = "query-5"
+    read = reading.completion((MarkedText("x"),), ANNA)
+    assert (implicit.entered, read.policy.name) == (entered, policy)
+    assert reading.completion((ONE,), ANNA).policy.name == "query-5"
+
+
+@pytest.mark.parametrize(("steered", "entered"), [(True, ["x"]), (False, [])])
+def test_a_default_policy_that_was_raised_to_full_still_links_marked_texts(steered: bool, entered: list[str]) -> None:
+    defaults = ReadingDefaults(lambda tenant: parse_policy("full"), Implicit.MARKED, steered=steered)
+    reading, _, implicit = reader(defaults=defaults)
+    assert reading.completion((MarkedText("x"),), ANNA).policy.name == "full"
+    assert implicit.entered == entered
+
+
+def test_texts_that_are_too_long_together_are_refused_before_they_are_encoded() -> None:
+    reading, _, implicit = reader()
+    parts = tuple(MarkedText(f"{number:d}" * 300) for number in range(3))
+    documents = [Document(MarkedText("d" * 300))]
+    with pytest.raises(ContextLengthError) as caught:
+        reading.chat([ChatMessage("user", parts)], ANNA, documents)
+    assert caught.value.param == "messages"
+    with pytest.raises(ContextLengthError) as caught:
+        reading.completion((*parts, MarkedText("d" * 300)), ANNA)
+    assert caught.value.param == "prompt"
+    assert not implicit.entered
+
+
+def test_nothing_is_entered_for_a_prompt_that_is_refused() -> None:
+    reading, _, implicit = reader()
+    with pytest.raises(ContextLengthError):
+        reading.chat([ChatMessage("user", (MarkedText("marked"), "over"))], ANNA)
+    assert not implicit.entered
