@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvlinker.base.types import limits
 
-API = Path(__file__).parent.parent / "docs" / "api.md"
+API = Path(__file__).parents[3] / "docs" / "api.md"
 LIMITS = {name: value for name, value in vars(limits).items() if name.isupper()}
 
 
